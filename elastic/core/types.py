@@ -1,0 +1,234 @@
+"""The nouns of the system: plans, copies, ledgers, recipes.
+
+Everything here is a frozen dataclass of plain values, so that it can be compared, printed, stored and sent
+(`elastic.core.codec`). Micro-batch sets are `frozenset[int]` of indices 0..M-1 of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+STATE, GRADIENT = "state", "gradient"
+
+
+class Accumulate(StrEnum):
+    """How micro-batch gradients are summed."""
+
+    FAST = "fast"
+    """float32 sums; the order of additions shows in the last bits."""
+    EXACT = "exact"
+    """fixed-point int64 sums; free of order, so runs are bit-identical."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Unit:
+    """A TP group of workers inside one node; what a stage is placed on."""
+
+    node: str
+    group: int = 0
+    """Index of the TP group within its node; its workers are local ranks group*tp .. group*tp+tp-1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A contiguous range of layers [first, last) on one unit."""
+
+    unit: Unit
+    first: int
+    last: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages that cover all layers once, and the micro-batches that this pipeline runs in a full step."""
+
+    stages: tuple[Stage, ...]
+    microbatches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who holds which layers and runs which micro-batches. Text form: `elastic.planning.plan`."""
+
+    epoch: int
+    n_layers: int
+    n_microbatches: int
+    tp: int
+    pipelines: tuple[Pipeline, ...]
+    spares: tuple[str, ...] = ()
+    """Nodes that hold no stage; they keep backups and wait."""
+    peers: tuple[tuple[str, str], ...] = ()
+    """(node, node that keeps its backups); nodes without a peer are absent."""
+    gradients: str = "stream"
+    """Gradient backup scheme: stream | none."""
+    state: str = "snapshot"
+    """State backup scheme: snapshot | replica | none."""
+    reason: str = ""
+
+    def stages(self) -> Iterator[tuple[int, int, Stage]]:
+        """All stages as (pipeline index, stage index, stage)."""
+        for p, pipeline in enumerate(self.pipelines):
+            for s, stage in enumerate(pipeline.stages):
+                yield p, s, stage
+
+    def holders(self, layer: int) -> tuple[Unit, ...]:
+        """Units that hold `layer`, one a pipeline, in pipeline order."""
+        return tuple(st.unit for p in self.pipelines for st in p.stages if st.first <= layer < st.last)
+
+    def units(self) -> tuple[Unit, ...]:
+        """Every unit that holds a stage, in (pipeline, stage) order."""
+        return tuple(stage.unit for _, _, stage in self.stages())
+
+    def nodes(self) -> tuple[str, ...]:
+        """Every node that holds a stage, first appearance first."""
+        return tuple(dict.fromkeys(unit.node for unit in self.units()))
+
+    def peer_of(self, node: str) -> str | None:
+        return dict(self.peers).get(node)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What the planner must know of a layer. Bytes are those of the whole layer, before any TP split."""
+
+    param_bytes: int
+    state_bytes: int
+    """Optimizer state besides the parameters (master weights included)."""
+    gradient_bytes: int
+    """Bytes of one accumulated gradient as it is backed up."""
+    forward_s: float
+    """Seconds for one micro-batch, or any figure proportional to them."""
+    backward_s: float
+    activation_bytes: int = 0
+    """Kept from forward to backward, per micro-batch in flight."""
+    output_bytes: int = 0
+    """Sent to the next stage, per micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What a training script tells the coordinator of itself; the same from every worker."""
+
+    layers: tuple[LayerSpec, ...]
+    n_microbatches: int
+    n_steps: int
+    tp: int = 1
+    seed: int = 0
+    tokens_per_microbatch: int = 0
+    tied: tuple[tuple[int, int], ...] = ()
+    """Pairs of layers that share a tensor."""
+    checkpoint_every: int = 0
+    """Steps between durable checkpoints; 0: none."""
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One whole copy of a layer's state or accumulated gradient, as it lies in a vault.
+
+    A copy is addressed by `key`; the vault that holds it is `node`. Only whole, checksummed copies are ever
+    listed. State of version v is the state before the update of step v; a gradient's `step` is the step that it
+    belongs to and `microbatches` is its ledger.
+    """
+
+    kind: str
+    layer: int
+    shard: int
+    """TP rank."""
+    step: int
+    epoch: int
+    owner: str
+    """Node whose worker made it."""
+    sequence: int
+    """Grows with every copy that this owner's worker makes."""
+    nbytes: int
+    checksum: str
+    """xxh3-64 of the bytes, hexadecimal."""
+    microbatches: frozenset[int] = frozenset()
+    losses: tuple[tuple[int, float], ...] = ()
+    """(micro-batch, loss) for those in `microbatches`; only on the last layer."""
+    node: str = ""
+    """Where this copy lies."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.layer}/{self.shard}/{self.step}/{self.owner}/{self.epoch}/{self.sequence}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What an optimizer update needs besides state and gradient; the same on every worker."""
+
+    step: int
+    clip: float
+    """Coefficient that the gradient is multiplied with (1.0: not clipped)."""
+    grad_norm: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one (layer, TP rank) comes to the target version and ledger on its new holder.
+
+    1. If the holder's live state already has version `version`: keep it. Else fetch `state`; or, when `state` is
+       None, read `checkpoint`; or, without either, initialise.
+    2. If `replay` is not empty the fetched state has version-1: add those gradients (together they hold all M
+       micro-batches of step version-1) and apply the update with the step's record.
+    3. The accumulator of step `version` becomes the sum of `gradients` (disjoint); its ledger their union.
+    """
+
+    layer: int
+    shard: int
+    version: int
+    state: Copy | None = None
+    replay: tuple[Copy, ...] = ()
+    gradients: tuple[Copy, ...] = ()
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Everything that the workers need to enter an epoch; one and the same for all nodes."""
+
+    plan: Plan
+    step: int
+    """The step to run next: every layer enters with state version `step`."""
+    recipes: tuple[tuple[str, Recipe], ...] = ()
+    """(node, recipe): what that node's unit holding the layer has to do; layers without a recipe initialise."""
+    covered: tuple[tuple[int, frozenset[int]], ...] = ()
+    """(layer, micro-batches that some holder already has for the current step)."""
+    todo: tuple[tuple[int, ...], ...] = ()
+    """Micro-batches to run in the current step, per pipeline; later steps follow the plan."""
+    record: StepRecord | None = None
+    """Record of step-1, for replays."""
+    store: str = ""
+    """host:port of the rendezvous store of this epoch."""
+    vaults: tuple[tuple[str, str], ...] = ()
+    """(node, host:port of its vault)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself when it joins."""
+
+    node: str
+    incarnation: str
+    """New at every start of the agent; a restarted agent is a new member."""
+    vault: str
+    """host:port of its vault."""
+    domain: str = ""
+    """Failure domain (zone, rack, spot pool); nodes with the same non-empty one fail together."""
+    workers: int = 1
+    memory_bytes: int = 0
+    """Memory that a unit of this node may use; 0: unknown, taken as unlimited."""
+    host: str = "127.0.0.1"
+    labels: tuple[tuple[str, str], ...] = field(default=())

@@ -1,0 +1,62 @@
+"""Every error that users of this project can meet.
+
+    ElasticError
+     +-- UsageError            a flag, file or message is wrong (exit code 2)
+     |    +-- FieldError       names the field, the value and the remedy
+     +-- StaleError            an older term or epoch was refused
+     +-- VaultError            a copy is missing, torn or corrupt
+     +-- LedgerError           a micro-batch would be doubled or is missing
+     +-- InfeasiblePlan        no plan fits the nodes at hand
+     +-- Unrecoverable         redundancy exceeded and no checkpoint (exit code 3)
+     +-- ChannelClosed         the other side of a local channel went away
+"""
+
+from __future__ import annotations
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+class ElasticError(Exception):
+    """Base of all errors raised by this package."""
+
+    exit_code = EXIT_FAILURE
+
+
+class UsageError(ElasticError):
+    """The user gave something that cannot be used; the text says what to change."""
+
+    exit_code = EXIT_USAGE
+
+
+class FieldError(UsageError):
+    """A named field holds an unusable value."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field, self.value, self.remedy = field, value, remedy
+        super().__init__(f"{field}: {value!r} is not usable: {remedy}")
+
+
+class StaleError(ElasticError):
+    """A message of an older term or epoch was refused."""
+
+
+class VaultError(ElasticError):
+    """A backed-up copy is missing, torn or corrupt."""
+
+
+class LedgerError(ElasticError):
+    """A layer's gradient would hold a micro-batch twice, or lacks one."""
+
+
+class InfeasiblePlan(ElasticError):
+    """No plan fits the nodes at hand; the text says what is short and by how much."""
+
+
+class Unrecoverable(ElasticError):
+    """Redundancy was exceeded and there is no durable checkpoint to fall back to."""
+
+    exit_code = EXIT_UNRECOVERABLE
+
+
+class ChannelClosed(ElasticError):
+    """The process at the other end of a channel went away."""
