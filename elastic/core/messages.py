@@ -138,6 +138,7 @@ class StepDone:
     record: StepRecord
     seconds: float
     lr: float
+    tokens: int = 0
     doubled: int = 0
     missing: int = 0
 
@@ -192,10 +193,10 @@ class Acked:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Pull these into the local vault while training goes on."""
+    """Pull the newest state of these (layer, TP rank, node that holds it) into the local vault while training goes on."""
 
     epoch: int
-    copies: tuple[Copy, ...]
+    sources: tuple[tuple[int, int, str], ...]
     vaults: tuple[tuple[str, str], ...]
 
 
@@ -242,8 +243,11 @@ class NodeReport:
     failed: Failed | None = None
     exit_codes: tuple[int, ...] = ()
     """Of workers that ended, in local-rank order; scripts without elastic."""
-    restart: int = 0
-    """Restart count that these workers were launched with."""
+    restart: int = -1
+    """Restart count that these workers were launched with; -1: not launched."""
+    step: int = 0
+    """Step that the workers are in."""
+    microbatch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,228 @@
+"""The coordinator's state, its events and its actions. Transitions: `elastic.core.coordinator`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from elastic.core.messages import NodePhase, NodeReport
+from elastic.core.types import Assignment, JobSpec, Plan, StepRecord
+
+
+class JobPhase(StrEnum):
+    """Where the job is. The table of transitions is in `elastic.core.coordinator`."""
+
+    WAITING = "waiting"
+    """Fewer nodes than the minimum have joined."""
+    LAUNCHED = "launched"
+    """Workers are starting; a script that never uses elastic stays here until it ends."""
+    HALTING = "halting"
+    """A new epoch: waiting until every member has halted and reported its inventory."""
+    INSTALLING = "installing"
+    """The new plan is out: waiting until every node of the plan is ready."""
+    RUNNING = "running"
+    PAUSED = "paused"
+    """No plan fits the nodes at hand; goes on by itself when nodes come."""
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What the user fixed for the whole job."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    workers_per_node: int = 1
+    max_restarts: int = 0
+    shape: str = "auto"
+    backup: str = "auto"
+    heartbeat_s: float = 0.5
+    lease_s: float = 3.0
+    """A member that is silent this long is lost."""
+    grace_s: float = 0.15
+    """A member whose connection closed has this long to come back before it is taken for lost."""
+    adopt_s: float = 2.0
+    """After a restart of the coordinator, members have this long to report."""
+    checkpoint_dir: str = ""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node as the coordinator knows it."""
+
+    report: NodeReport
+    seen: float
+    """Time of its last sign of life."""
+    rank: int = -1
+    """torchrun's group rank; -1: not launched."""
+    connected: bool = True
+    closed_at: float = 0.0
+    draining: bool = False
+    drain_deadline: float = 0.0
+
+    @property
+    def node(self) -> str:
+        return self.report.info.node
+
+    @property
+    def halted(self) -> bool:
+        """Its vault's inventory is complete and nothing runs on it."""
+        return self.report.phase in (NodePhase.HALTED, NodePhase.IDLE, NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An epoch change under way, and the times of its phases (seconds on the coordinator's clock)."""
+
+    epoch: int
+    cause: str
+    boundary: bool
+    """Planned: everybody stops after the same update."""
+    lost: tuple[str, ...]
+    """Nodes whose workers are gone."""
+    nodes_before: int
+    began: float
+    """When it was decided to halt."""
+    old_plan: Plan | None
+    step: int
+    microbatch: int
+    detect_s: float = 0.0
+    """As told by the agent that found a hang; 0: unknown."""
+    halted: float = 0.0
+    decided: float = 0.0
+    replayed: frozenset[int] = frozenset()
+    """Micro-batches that had reached a lost stage and must run again."""
+    rerun: int = 0
+    """All micro-batches of the step that run again or for the first time after the change."""
+    state_source: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """Everything that a coordinator must not forget; saved at every transition."""
+
+    policy: Policy
+    phase: JobPhase = JobPhase.WAITING
+    epoch: int = 0
+    members: dict[str, Member] = field(default_factory=dict)
+    next_rank: int = 0
+    restart: int = 0
+    spec: JobSpec | None = None
+    plan: Plan | None = None
+    assignment: Assignment | None = None
+    change: Change | None = None
+    record: StepRecord | None = None
+    """Record of the last finished step that is known here."""
+    trained: bool = False
+    """Some epoch has run: fresh initialisation is no longer allowed."""
+    trimmed: int = 0
+    checkpoint: tuple[str, int] | None = None
+    """(directory, step) of the newest durable checkpoint."""
+    parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    """(step, (layer, TP rank) written) of the checkpoint being written."""
+    since: float = 0.0
+    """Time of the last change of phase."""
+
+    def of(self, **changes: Any) -> JobState:
+        return replace(self, **changes)
+
+
+# ---- events ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A node's condition, at joining, after every change of it, and after reconnecting."""
+
+    report: NodeReport
+    connected: bool = False
+    """First report over a new connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    node: str
+    incarnation: str
+    step: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A node's connection ended."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    node: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step was finished."""
+
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PartWritten:
+    step: int
+    layers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A coordinator took the job over from the store."""
+
+
+# ---- actions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    node: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An entry for the event log."""
+
+    kind: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    code: int
+    reason: str
+    params_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """An epoch change is complete: its figures for the summary."""
+
+    change: Change
+    nodes_after: int
+    transfer_s: float
+    rebuild_s: float
+    resumed_at: float
+
+
+Action = Send | Note | Finish | Recovered
+Result = tuple[JobState, tuple[Action, ...], str]

@@ -1,0 +1,374 @@
+"""What an agent does: the node's side of every epoch change, as a pure transition.
+
+    EMPTY --Launch--> STARTING --all attached--> IDLE --Install--> INSTALLING --all ready--> RUNNING
+    RUNNING | INSTALLING --Halt--> HALTING --all halted--> HALTED --Install--> INSTALLING (or IDLE, as a spare)
+    any --worker died--> STARTING (workers of this node alone are started again; its vault stays)
+
+The agent reports its whole condition after every change (`Report`), so messages may be lost and repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic.core import messages as m
+from elastic.core.messages import NodePhase as Phase
+from elastic.core.types import NodeInfo
+
+STOPPED_S = 0.4
+"""A worker that the kernel shows as stopped, and that has been silent this long, is hung."""
+SILENT_S = 15.0
+"""A worker that is silent, and used no CPU, this long is hung."""
+STUCK_S = 60.0
+"""A worker whose main thread has computed on one action this long without using CPU is hung."""
+MAX_CRASHES = 3
+"""Crashes of a node's workers without a finished installation between them, before the node gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker process as its agent sees it."""
+
+    alive: bool = False
+    attach: m.Attach | None = None
+    halted: m.Halted | None = None
+    ready: m.Ready | None = None
+    protected: int = -1
+    progress: m.Progress | None = None
+    seen: float = 0.0
+    """Time of its last message."""
+    moved: float = 0.0
+    """Time at which its counter last grew or it last used CPU."""
+    cpu_s: float = 0.0
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """An agent's knowledge of its node."""
+
+    info: NodeInfo
+    phase: Phase = Phase.EMPTY
+    epoch: int = 0
+    elastic: bool = False
+    launch: m.Launch | None = None
+    workers: tuple[Worker, ...] = ()
+    resumed_at: float = 0.0
+    prefetched: int = -1
+    suspects: tuple[str, ...] = ()
+    cause: str = ""
+    detect_s: float = 0.0
+    crashes: int = 0
+    finished: m.Finished | None = None
+    failed: m.Failed | None = None
+
+    @property
+    def able(self) -> bool:
+        return bool(self.workers) and all(w.alive and w.attach is not None for w in self.workers)
+
+
+# ---- events (coordinator and worker messages are events too) -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A worker said something."""
+
+    rank: int
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the kernel says of a worker process."""
+
+    rank: int
+    stopped: bool
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Periodic look at the worker processes."""
+
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchDone:
+    epoch: int
+
+
+# ---- actions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send `message` to every attached worker (rank None) or one of them."""
+
+    message: Any
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    launch: m.Launch
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorkers:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Refuse copies of epochs below `epoch` from now on; what the vault holds now is the inventory."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """The vault enters the epoch: new peers, new addresses."""
+
+    install: m.Install
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Send the node's condition to the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """End the agent with this exit code."""
+
+    code: int
+
+
+Action = Tell | Spawn | KillWorkers | Fence | Enter | Report | Leave
+Result = tuple[NodeState, tuple[Action, ...], str]
+
+
+def transition(state: NodeState, event: Any, now: float) -> Result:
+    """Return the node's next state, what to do, and why. Unknown or stale events change nothing."""
+    match event:
+        case m.Launch():
+            return _launch(state, event)
+        case m.Halt():
+            return _halt(state, event)
+        case m.Install():
+            return _install(state, event)
+        case m.Stop():
+            return state, (KillWorkers(event.reason or "stop"), Leave(event.code)), "the job is over for this node"
+        case m.Fenced():
+            return state, (KillWorkers(event.reason), Leave(-1)), f"no longer a member: {event.reason}"
+        case Said():
+            return _said(state, event, now)
+        case Exited():
+            return _exited(state, event)
+        case Looked():
+            return _looked(state, event, now)
+        case PrefetchDone():
+            return replace(state, prefetched=event.epoch), (Report(),), "prefetch complete"
+        case _:
+            return state, (), "not for the node"
+
+
+def report(state: NodeState) -> m.NodeReport:
+    """The node's condition, without inventory."""
+    attached = [w.attach for w in state.workers if w.attach]
+    progress = [w.progress for w in state.workers if w.progress]
+    return m.NodeReport(
+        info=state.info,
+        phase=state.phase,
+        epoch=state.epoch,
+        spec=attached[0].spec if attached else None,
+        store=attached[0].store if attached else "",
+        able=state.able,
+        elastic=state.elastic,
+        halted=tuple(w.halted for w in state.workers if w.halted),
+        ready=tuple(w.ready for w in state.workers if w.ready),
+        resumed_at=state.resumed_at,
+        protected=min((w.protected for w in state.workers), default=-1),
+        prefetched=state.prefetched,
+        suspects=state.suspects,
+        cause=state.cause,
+        detect_s=state.detect_s,
+        finished=state.finished,
+        failed=state.failed,
+        exit_codes=tuple(w.exit_code for w in state.workers if w.exit_code is not None),
+        restart=state.launch.restart if state.launch else -1,
+        step=progress[0].step if progress else 0,
+        microbatch=progress[0].microbatch if progress else 0,
+    )
+
+
+def _launch(state: NodeState, event: m.Launch) -> Result:
+    if state.launch is not None and event.restart <= state.launch.restart:
+        return state, (Report(),), "already launched"
+    actions: tuple[Action, ...] = (Spawn(event),)
+    if any(w.alive for w in state.workers):
+        actions = (KillWorkers("group restart"), Spawn(event))
+    return _fresh(replace(state, launch=event, elastic=False, crashes=0)), (*actions, Report()), "launch"
+
+
+def _fresh(state: NodeState) -> NodeState:
+    """The node with all its workers just started."""
+    workers = tuple(Worker(alive=True) for _ in range(state.info.workers))
+    return replace(state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None)
+
+
+def _halt(state: NodeState, event: m.Halt) -> Result:
+    if event.epoch <= state.epoch:
+        return state, (Report(),), f"halt of epoch {event.epoch} is not newer than {state.epoch}"
+    workers = tuple(replace(w, halted=None, ready=None) for w in state.workers)
+    state = replace(state, epoch=event.epoch, workers=workers, resumed_at=0.0, prefetched=-1, finished=None)
+    if state.able and state.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED):
+        return replace(state, phase=Phase.HALTING), (Tell(event),), "workers are told to halt"
+    if state.phase in (Phase.IDLE, Phase.HALTED):
+        return replace(state, phase=Phase.HALTED), (Fence(event.epoch), Report()), "nothing ran here"
+    return state, (Fence(event.epoch), Report()), "no worker to halt; the vault answers"
+
+
+def _install(state: NodeState, event: m.Install) -> Result:
+    if event.epoch != state.epoch or state.phase not in (Phase.HALTED, Phase.IDLE):
+        return state, (Report(),), f"install of epoch {event.epoch} does not fit epoch {state.epoch} ({state.phase})"
+    state = replace(state, suspects=(), cause="", detect_s=0.0)
+    if state.info.node not in event.assignment.plan.nodes():
+        return replace(state, phase=Phase.IDLE), (Enter(event), Report()), "spare in this epoch"
+    return replace(state, phase=Phase.INSTALLING), (Enter(event), Tell(event)), "workers install"
+
+
+def _said(state: NodeState, event: Said, now: float) -> Result:
+    worker = replace(state.workers[event.rank], seen=now)
+    message = event.message
+    match message:
+        case m.Attach():
+            worker = replace(worker, attach=message, moved=now)
+            state = replace(_put(state, event.rank, worker), elastic=True)
+            if not state.able:
+                return state, (), "waiting for the other workers"
+            return replace(state, phase=Phase.IDLE), (Report(),), "all workers attached"
+        case m.Progress():
+            before = worker.progress
+            if before is None or message.counter != before.counter:
+                worker = replace(worker, moved=now)
+            return _put(state, event.rank, replace(worker, progress=message)), (), "progress"
+        case m.Halted():
+            return _halted(_put(state, event.rank, replace(worker, halted=message)))
+        case m.Ready():
+            if message.epoch != state.epoch:
+                return _put(state, event.rank, worker), (), "ready for an older epoch"
+            state = _put(state, event.rank, replace(worker, ready=message))
+            if state.phase is not Phase.INSTALLING or not all(w.ready for w in state.workers):
+                return state, (), "waiting for the other workers"
+            return replace(state, phase=Phase.RUNNING, crashes=0), (Report(),), "installed"
+        case m.Resumed():
+            state = _put(state, event.rank, worker)
+            if message.epoch != state.epoch or state.resumed_at:
+                return state, (), "resumed before"
+            return replace(state, resumed_at=message.at), (Report(),), "first micro-batch of the epoch"
+        case m.Protected():
+            state = _put(state, event.rank, replace(worker, protected=message.epoch))
+            return state, (Report(),), "copies are whole at the peer"
+        case m.CommFailed():
+            state = _put(state, event.rank, worker)
+            if message.epoch != state.epoch:
+                return state, (), "contact lost in an older epoch"
+            suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
+            return replace(state, suspects=suspects), (Report(),), f"contact lost: {message.detail}"
+        case m.Finished():
+            state = replace(_put(state, event.rank, worker), phase=Phase.FINISHED)
+            if state.finished is None or message.params_sha256:
+                state = replace(state, finished=message)
+            return state, (Report(),), "all steps done"
+        case m.Failed():
+            state = replace(_put(state, event.rank, worker), failed=message)
+            return state, (Report(),), message.message
+        case _:
+            return _put(state, event.rank, worker), (), "not for the node"
+
+
+def _halted(state: NodeState) -> Result:
+    if state.phase is not Phase.HALTING:
+        return state, (), "not halting"
+    if not all(w.halted is not None and w.halted.epoch == state.epoch for w in state.workers):
+        return state, (), "waiting for the other workers"
+    return replace(state, phase=Phase.HALTED), (Fence(state.epoch), Report()), "all workers halted"
+
+
+def _exited(state: NodeState, event: Exited) -> Result:
+    if not state.workers[event.rank].alive:
+        return state, (), "already known"
+    worker = replace(state.workers[event.rank], alive=False, exit_code=event.code)
+    state = _put(state, event.rank, worker)
+    if not state.elastic:
+        return _script_exited(state, event)
+    if state.failed is not None or state.finished is not None and event.code == 0:
+        return state, (Report(),), "worker ended"
+    cause = state.cause or f"worker {event.rank} ended with {_name(event.code)}"
+    others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
+    state = replace(state, cause=cause, crashes=state.crashes + 1)
+    if state.crashes > MAX_CRASHES:
+        text = f"{cause}; {state.crashes} crashes without a finished installation between them"
+        dead = tuple(replace(w, alive=False) for w in state.workers)
+        return replace(state, phase=Phase.FAILED, workers=dead), (*others, Report()), text
+    assert state.launch is not None
+    fresh = replace(_fresh(state), cause=cause)
+    return fresh, (*others, Spawn(state.launch), Report()), cause
+
+
+def _script_exited(state: NodeState, event: Exited) -> Result:
+    """A script that does not use elastic: torchrun's rules; the coordinator decides on restarts."""
+    if event.code != 0:
+        dead = tuple(replace(w, alive=False) for w in state.workers)
+        state = replace(state, phase=Phase.FAILED, workers=dead, cause=f"worker {event.rank}: {_name(event.code)}")
+        return state, (KillWorkers("a worker failed"), Report()), f"worker ended with {_name(event.code)}"
+    if any(w.alive for w in state.workers):
+        return state, (), "waiting for the other workers"
+    return replace(state, phase=Phase.FINISHED), (Report(),), "all workers ended"
+
+
+def _looked(state: NodeState, event: Looked, now: float) -> Result:
+    for evidence in event.evidence:
+        worker = state.workers[evidence.rank]
+        if not worker.alive or worker.attach is None:
+            continue
+        if evidence.cpu_s > worker.cpu_s:
+            worker = replace(worker, cpu_s=evidence.cpu_s, moved=now)
+            state = _put(state, evidence.rank, worker)
+        reason = hung(worker, evidence.stopped, now)
+        if reason:
+            state = replace(state, cause=f"hang: {reason}", detect_s=now - worker.seen)
+            return state, (KillWorkers(state.cause),), reason
+    return state, (), "healthy"
+
+
+def hung(worker: Worker, stopped: bool, now: float) -> str:
+    """Say why this worker is hung, or "". Being slow, or waiting for others, is never enough."""
+    silent = now - worker.seen
+    if stopped and silent > STOPPED_S:
+        return f"the process is stopped and silent for {silent:.1f} s"
+    idle = now - worker.moved
+    if silent > SILENT_S and idle > SILENT_S:
+        return f"silent and without CPU time for {min(silent, idle):.0f} s"
+    computing = worker.progress is not None and worker.progress.activity == "compute"
+    if computing and idle > STUCK_S:
+        return f"no progress and no CPU time for {idle:.0f} s while computing"
+    return ""
+
+
+def _put(state: NodeState, rank: int, worker: Worker) -> NodeState:
+    return replace(state, workers=(*state.workers[:rank], worker, *state.workers[rank + 1 :]))
+
+
+def _name(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
