@@ -1,0 +1,48 @@
+# Every target works in a fresh clone with python >= 3.11, make and a package index.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench chaos proto clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+
+setup: $(STAMP) ## environment in .venv with everything installed
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "python >= 3.11 is needed; give it as: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: setup ## train a GPT, kill a node in the middle of a step, compare with a failure-free run
+	$(BIN)/python -m examples.demo
+
+test: setup ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: setup ## lint, types, import rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## every benchmark; results in benchmarks/results/
+	@set -e; for file in $$(grep -l '__main__' benchmarks/*.py); do \
+		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
+
+chaos: setup ## long random fault campaigns
+	$(BIN)/python -m pytest -m chaos
+
+proto: setup ## regenerate elastic/rpc/*_pb2*
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. elastic/rpc/elastic.proto
+
+clean: ## remove the environment and all leftovers
+	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
