@@ -125,8 +125,13 @@ class JobState:
     """(directory, step) of the newest durable checkpoint."""
     parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """(step, (layer, TP rank) written) of the checkpoint being written."""
-    since: float = 0.0
-    """Time of the last change of phase."""
+    considered: tuple[str, ...] = ()
+    """Incarnations of nodes for which it was decided that the running plan does not want them."""
+    joining: tuple[str, ...] = ()
+    """Nodes that pull state in the background before they enter."""
+    joining_since: float = 0.0
+    suspected_since: float = 0.0
+    """When workers first reported lost contact in this epoch; 0: none."""
 
     def of(self, **changes: Any) -> JobState:
         return replace(self, **changes)
@@ -185,6 +190,12 @@ class PartWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointCommitted:
+    path: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Adopted:
     """A coordinator took the job over from the store."""
 
@@ -224,5 +235,12 @@ class Recovered:
     resumed_at: float
 
 
-Action = Send | Note | Finish | Recovered
+@dataclass(frozen=True, slots=True)
+class CommitCheckpoint:
+    """All parts of the checkpoint of this step are on disk: make it the newest one."""
+
+    step: int
+
+
+Action = Send | Note | Finish | Recovered | CommitCheckpoint
 Result = tuple[JobState, tuple[Action, ...], str]

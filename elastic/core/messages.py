@@ -305,19 +305,3 @@ class Trim:
     """Copies of epochs below `epoch` are no longer needed."""
 
     epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCheckpoint:
-    """Write the state of version `step`, once it is whole in the local vault, to `directory`."""
-
-    step: int
-    directory: str
-
-
-@dataclass(frozen=True, slots=True)
-class CommitCheckpoint:
-    """All parts are on disk."""
-
-    step: int
-    directory: str

@@ -229,10 +229,11 @@ def _fresh(state: NodeState) -> NodeState:
 def _halt(state: NodeState, event: m.Halt) -> Result:
     if event.epoch <= state.epoch:
         return state, (Report(),), f"halt of epoch {event.epoch} is not newer than {state.epoch}"
-    workers = tuple(replace(w, halted=None, ready=None) for w in state.workers)
+    workers = tuple(replace(w, ready=None) for w in state.workers)
     state = replace(state, epoch=event.epoch, workers=workers, resumed_at=0.0, prefetched=-1, finished=None)
     if state.able and state.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED):
-        return replace(state, phase=Phase.HALTING), (Tell(event),), "workers are told to halt"
+        running = tuple(replace(w, halted=None) for w in state.workers)
+        return replace(state, phase=Phase.HALTING, workers=running), (Tell(event),), "workers are told to halt"
     if state.phase in (Phase.IDLE, Phase.HALTED):
         return replace(state, phase=Phase.HALTED), (Fence(event.epoch), Report()), "nothing ran here"
     return state, (Fence(event.epoch), Report()), "no worker to halt; the vault answers"

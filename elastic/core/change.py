@@ -1,0 +1,185 @@
+"""Epoch changes: begin one, decide the new plan and assignment, consider nodes that came."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core import messages as m
+from elastic.core import recovery
+from elastic.core.job import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
+from elastic.core.messages import NodePhase
+from elastic.core.types import Copy, Plan, StepRecord
+from elastic.errors import EXIT_UNRECOVERABLE, InfeasiblePlan, Unrecoverable
+from elastic.planning.search import PlanRequest, make_plan
+
+
+def begin(state: JobState, cause: str, now: float, *, boundary: bool = False) -> Result:
+    """Raise the epoch and halt everybody: at once, or (boundary) after the running step."""
+    epoch = state.epoch + 1
+    old = state.change if state.change is not None and not state.change.boundary else None
+    plan = state.plan
+    nodes = plan.nodes() if plan is not None else ()
+    gone = tuple(n for n in nodes if _workers_gone(state, n))
+    found = [state.members[n].report.detect_s for n in gone if n in state.members]
+    change = Change(
+        epoch=epoch,
+        cause=f"{old.cause}; then {cause}" if old else cause,
+        boundary=boundary,
+        lost=tuple(dict.fromkeys((*(old.lost if old else ()), *gone))),
+        nodes_before=old.nodes_before if old else len(nodes),
+        began=old.began if old else now,
+        old_plan=old.old_plan if old else plan,
+        step=max((mb.report.step for mb in state.members.values()), default=0),
+        microbatch=max((mb.report.microbatch for mb in state.members.values()), default=0),
+        detect_s=max(found, default=0.0),
+    )
+    state = state.of(epoch=epoch, phase=JobPhase.HALTING, change=change, suspected_since=0.0, joining=())
+    sends: list[Action] = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
+    note = Note("halt", {"epoch": epoch, "cause": cause, "boundary": boundary})
+    return state, (*sends, note), f"epoch {epoch}: {cause}"
+
+
+def _workers_gone(state: JobState, node: str) -> bool:
+    member = state.members.get(node)
+    return member is None or member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY)
+
+
+def candidates(state: JobState) -> tuple[Member, ...]:
+    """Members that could take a stage now: old holders first, then by rank; at most the user's maximum."""
+    able = [mb for mb in state.members.values() if mb.report.able and mb.connected and not mb.draining]
+    held = set(state.plan.nodes()) if state.plan is not None else set()
+    able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
+    return tuple(able[: state.policy.max_nodes])
+
+
+def request(state: JobState, epoch: int) -> PlanRequest:
+    """What the planner is asked, for the members at hand."""
+    assert state.spec is not None
+    staying = [mb for mb in state.members.values() if not mb.draining and mb.connected]
+    chosen = candidates(state)
+    names = {mb.node for mb in chosen}
+    spares = tuple(mb.report.info for mb in staying if mb.node not in names)
+    return PlanRequest(
+        spec=state.spec,
+        nodes=tuple(mb.report.info for mb in chosen),
+        spares=spares,
+        epoch=epoch,
+        tp=state.spec.tp,
+        shape=state.policy.shape,
+        current=state.plan,
+        backup=state.policy.backup,
+    )
+
+
+def decide(state: JobState, now: float) -> Result:
+    """Everybody has halted: make the plan and tell everybody, or pause, or fall back."""
+    assert state.spec is not None and state.change is not None
+    change = replace(state.change, halted=now)
+    try:
+        if not candidates(state):
+            raise InfeasiblePlan("no node can take a stage at present")
+        plan = make_plan(request(state, state.epoch))
+        assignment = recovery.solve(
+            plan=plan,
+            spec=state.spec,
+            inventory=_inventory(state),
+            records=_records(state),
+            vaults={mb.node: mb.report.info.vault for mb in state.members.values()},
+            checkpoint=state.checkpoint,
+            initial_allowed=not state.trained,
+            live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
+        )
+    except InfeasiblePlan as error:
+        note = Note("paused", {"epoch": state.epoch, "why": str(error)})
+        return state.of(phase=JobPhase.PAUSED, change=change), (note,), f"paused: {error}"
+    except Unrecoverable as error:
+        stops: list[Action] = [Send(n, m.Stop(EXIT_UNRECOVERABLE, str(error))) for n in state.members]
+        finish = Finish(EXIT_UNRECOVERABLE, str(error))
+        return state.of(phase=JobPhase.FAILED), (*stops, finish), f"unrecoverable: {error}"
+    store = state.members[plan.units()[0].node].report.store
+    assignment = replace(assignment, store=store)
+    return _install(state, replace(change, decided=now), plan, assignment)
+
+
+def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
+    halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
+    replayed: frozenset[int] = frozenset()
+    todo = frozenset(mb for part in assignment.todo for mb in part)
+    told = recovery.explain(assignment, state.plan, change.lost)
+    if change.old_plan is not None and change.lost and not change.boundary:
+        replayed = recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted)
+    change = replace(
+        change,
+        replayed=replayed,
+        rerun=len(todo & frozenset(mb for h in halted.values() for mb in h.started)),
+        state_source=told.state_source,
+        reason=f"{plan.reason}; {told.text}",
+    )
+    state = state.of(
+        phase=JobPhase.INSTALLING,
+        plan=plan,
+        assignment=assignment,
+        change=change,
+        record=None if any(recipe.checkpoint for _, recipe in assignment.recipes) else state.record,
+        considered=tuple(mb.report.info.incarnation for mb in state.members.values() if mb.report.able),
+    )
+    sends: list[Action] = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
+    note = Note(
+        "plan",
+        {"epoch": state.epoch, "step": assignment.step, "plan": plan.reason, "reason": told.text,
+         "todo": [list(part) for part in assignment.todo]},
+    )  # fmt: skip
+    return state, (*sends, note), change.reason
+
+
+def _inventory(state: JobState) -> tuple[Copy, ...]:
+    return tuple(copy for mb in state.members.values() for copy in mb.report.inventory)
+
+
+def _records(state: JobState) -> tuple[StepRecord, ...]:
+    found = {h.record.step: h.record for mb in state.members.values() for h in mb.report.halted if h.record}
+    if state.record is not None:
+        found.setdefault(state.record.step, state.record)
+    return tuple(found[step] for step in sorted(found))
+
+
+def consider_joining(state: JobState, now: float) -> Result | None:
+    """If idle nodes came that the planner would use, let them pull state in the background."""
+    assert state.plan is not None
+    able = [mb for mb in state.members.values() if mb.report.able and not mb.draining]
+    new = [mb for mb in able if mb.report.info.incarnation not in state.considered]
+    fresh = tuple(mb.node for mb in new if mb.node not in state.plan.nodes())
+    if not fresh:
+        return None
+    considered = (*state.considered, *(mb.report.info.incarnation for mb in new))
+    state = state.of(considered=considered)
+    try:
+        plan = make_plan(request(state, state.epoch + 1))
+    except InfeasiblePlan as error:
+        return state, (), f"{' '.join(fresh)} stay spare: {error}"
+    wanted = tuple(node for node in fresh if node in plan.nodes())
+    if not wanted:
+        return state, (Note("spare", {"nodes": list(fresh)}),), f"{' '.join(fresh)} stay spare: {plan.reason}"
+    sends = tuple(Send(node, _prefetch(state, plan, node)) for node in wanted)
+    return state.of(joining=wanted, joining_since=now), sends, f"{' '.join(wanted)} pull state"
+
+
+def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
+    assert state.plan is not None
+    layers = [layer for _, _, stage in plan.stages() if stage.unit.node == node for layer in stage.layers]
+    sources = tuple(
+        (layer, shard, state.plan.holders(layer)[0].node) for layer in layers for shard in range(plan.tp)
+    )
+    vaults = tuple((mb.node, mb.report.info.vault) for mb in state.members.values())
+    return m.Prefetch(state.epoch, sources, vaults)
+
+
+def reconsider(state: JobState, now: float) -> Result | None:
+    """While paused: go on as soon as a plan fits the nodes at hand."""
+    if not candidates(state):
+        return None
+    try:
+        make_plan(request(state, state.epoch + 1))
+    except InfeasiblePlan:
+        return None
+    return begin(state, "nodes came", now)

@@ -1,0 +1,424 @@
+"""What the coordinator decides, as one pure transition.
+
+Every event first updates what is known (`KNOW`), then the rule of the current phase (`RULES`) is applied until it has
+nothing more to say. Rules look at conditions, not at messages: an event that was lost, repeated or reordered, or
+a coordinator that took over in between, leads to the same decisions.
+
+    WAITING -> LAUNCHED -> HALTING -> INSTALLING -> RUNNING -> FINISHED
+                            ^  |  ^        |           |
+                            |  v  +--------+-----------+   a fault, a joining or a leaving node: the next epoch
+                          PAUSED                           no plan fits the nodes at hand
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic.core import change as epoch_change
+from elastic.core import messages as m
+from elastic.core.job import (
+    Action,
+    Adopted,
+    Beat,
+    CheckpointCommitted,
+    Closed,
+    CommitCheckpoint,
+    DrainAsked,
+    Finish,
+    JobPhase,
+    JobState,
+    Member,
+    Note,
+    PartWritten,
+    Recovered,
+    Reported,
+    Result,
+    Send,
+    Stepped,
+)
+from elastic.core.messages import NodePhase
+
+CONTACT_S = 0.5
+"""Workers lost contact although every member looks alive: after this long the epoch is abandoned all the same."""
+PREFETCH_S = 20.0
+"""A joining node enters after this long even if its prefetch is not complete."""
+Rule = Callable[[JobState, float], Result | None]
+
+
+def transition(state: JobState, event: Any, now: float) -> Result:
+    """Return the job's next state, what to do, and why."""
+    know = KNOW.get(type(event))
+    state, actions, reason = know(state, event, now) if know else (state, (), "")
+    return _settle(state, now, list(actions), [reason] if reason else [])
+
+
+def _settle(state: JobState, now: float, actions: list[Action], reasons: list[str]) -> Result:
+    """Apply rules until none has anything to say."""
+    for _ in range(16):
+        result = None
+        for rule in (_losses, _endings, *RULES[state.phase][0]):
+            result = rule(state, now)
+            if result is not None:
+                break
+        if result is None:
+            break
+        before = state.phase
+        state, more, reason = result
+        actions += more
+        reasons.append(reason)
+        if state.phase is not before:
+            actions.append(Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason}))
+    return state, tuple(actions), "; ".join(reasons)
+
+
+# ---- what events tell ---------------------------------------------------------------------------------------------
+
+
+def _reported(state: JobState, event: Reported, now: float) -> Result:
+    report, node = event.report, event.report.info.node
+    member = state.members.get(node)
+    if member is None or member.report.info.incarnation != report.info.incarnation:
+        if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
+            fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
+            return state, (Send(node, fenced),), f"{node}: a former member is refused"
+        return _joined(state, event, now)
+    was = member.report
+    if report.epoch < was.epoch:
+        return state, (), f"{node}: stale report of epoch {report.epoch}"
+    state = _put(state, replace(member, report=report, seen=now, connected=True))
+    if report.elastic and state.spec is None and report.spec is not None:
+        state = state.of(spec=report.spec)
+    if report.spec is not None and state.spec is not None and report.spec != state.spec:
+        failed = m.Failed(f"{node} runs another model or configuration than the rest of the job", 2)
+        state = _put(state, replace(state.members[node], report=replace(report, failed=failed)))
+    if report.suspects and not state.suspected_since and report.epoch == state.epoch:
+        state = state.of(suspected_since=now)
+    records = [h.record for h in report.halted if h.record]
+    if records and (state.record is None or records[-1].step > state.record.step):
+        state = state.of(record=records[-1])
+    actions = _resync(state, node) if event.connected else ()
+    return state, actions, f"{node}: {report.phase}" if report.phase is not was.phase else ""
+
+
+def _joined(state: JobState, event: Reported, now: float) -> Result:
+    report = event.report
+    actions: list[Action] = [Note("joined", {"node": report.info.node, "domain": report.info.domain})]
+    if report.info.node in state.members:
+        actions.insert(0, Note("lost", {"node": report.info.node, "why": "came back as a new incarnation"}))
+    state = _put(state, Member(report=report, seen=now))
+    if state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED) and state.spec is not None:
+        state, launch = _launch(state, (report.info.node,))
+        actions += launch
+    return state, tuple(actions), f"{report.info.node} joined"
+
+
+def _resync(state: JobState, node: str) -> tuple[Action, ...]:
+    """Tell a reconnected member what it may have missed."""
+    member = state.members[node]
+    report = member.report
+    if state.phase is JobPhase.HALTING and report.epoch < state.epoch and state.change is not None:
+        return (Send(node, m.Halt(state.epoch, state.change.boundary)),)
+    installed = state.phase in (JobPhase.INSTALLING, JobPhase.RUNNING)
+    if installed and report.epoch == state.epoch and report.phase is NodePhase.HALTED and state.assignment:
+        return (Send(node, m.Install(state.epoch, state.assignment)),)
+    return ()
+
+
+def _beat(state: JobState, event: Beat, now: float) -> Result:
+    member = state.members.get(event.node)
+    if member is None or member.report.info.incarnation != event.incarnation:
+        return state, (Send(event.node, m.Fenced(f"{event.node} is not a member (any more)")),), "former member"
+    report = replace(member.report, step=event.step, microbatch=event.microbatch)
+    return _put(state, replace(member, seen=now, report=report)), (), ""
+
+
+def _closed(state: JobState, event: Closed, now: float) -> Result:
+    member = state.members.get(event.node)
+    if member is None or member.report.info.incarnation != event.incarnation:
+        return state, (), ""
+    state = _put(state, replace(member, connected=False, closed_at=now))
+    return state, (), f"{event.node}: connection closed"
+
+
+def _drain_asked(state: JobState, event: DrainAsked, now: float) -> Result:
+    member = state.members.get(event.node)
+    if member is None or member.draining:
+        return state, (), f"drain of {event.node}: {'already draining' if member else 'no such node'}"
+    state = _put(state, replace(member, draining=True, drain_deadline=now + event.deadline_s))
+    note = Note("drain", {"node": event.node, "deadline_s": event.deadline_s})
+    return state, (note,), f"drain of {event.node} asked"
+
+
+def _stepped(state: JobState, event: Stepped, now: float) -> Result:
+    if state.record is not None and event.record.step < state.record.step:
+        return state, (), ""
+    return state.of(record=event.record), (), ""
+
+
+def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
+    layers = {pair for step, pairs in state.parts if step == event.step for pair in pairs} | set(event.layers)
+    newest = max((step for step, _ in state.parts), default=-1)
+    if state.spec is None or event.step < newest or (state.checkpoint and event.step <= state.checkpoint[1]):
+        return state, (), ""
+    whole = len(layers) == state.spec.n_layers * state.spec.tp
+    state = state.of(parts=((event.step, tuple(sorted(layers))),))
+    return state, ((CommitCheckpoint(event.step),) if whole else ()), ""
+
+
+def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
+    note = Note("checkpoint", {"step": event.step, "path": event.path})
+    return state.of(checkpoint=(event.path, event.step), parts=()), (note,), f"checkpoint of step {event.step}"
+
+
+def _adopted(state: JobState, event: Adopted, now: float) -> Result:
+    late = now + state.policy.adopt_s
+    members = {
+        node: replace(mb, connected=False, closed_at=late, seen=late) for node, mb in state.members.items()
+    }
+    return state.of(members=members), (Note("adopted", {"epoch": state.epoch}),), "took the job over"
+
+
+KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
+    Reported: _reported,
+    Beat: _beat,
+    Closed: _closed,
+    DrainAsked: _drain_asked,
+    Stepped: _stepped,
+    PartWritten: _part_written,
+    CheckpointCommitted: _checkpoint_committed,
+    Adopted: _adopted,
+}
+
+
+# ---- rules of every phase -----------------------------------------------------------------------------------------
+
+
+def _losses(state: JobState, now: float) -> Result | None:
+    """Drop members that are gone: closed and not back in time, accused by their neighbours, or silent."""
+    suspects = {s for mb in state.members.values() for s in mb.report.suspects}
+    for node, member in state.members.items():
+        why = ""
+        if not member.connected and now >= member.closed_at:
+            accused = node in suspects and member.closed_at <= now
+            if now - member.closed_at >= state.policy.grace_s or accused:
+                why = "connection closed" + (" and neighbours lost contact" if accused else "")
+        if not why and now - member.seen > state.policy.lease_s:
+            why = f"silent for {now - member.seen:.1f} s"
+        if why:
+            members = {n: mb for n, mb in state.members.items() if n != node}
+            actions = (Note("lost", {"node": node, "why": why}), Send(node, m.Fenced(f"lost: {why}")))
+            return state.of(members=members), actions, f"{node} lost: {why}"
+    return None
+
+
+def _endings(state: JobState, now: float) -> Result | None:
+    if state.phase in (JobPhase.FINISHED, JobPhase.FAILED):
+        return None
+    for member in state.members.values():
+        failed, finished = member.report.failed, member.report.finished
+        if failed is not None:
+            return _end(state, JobPhase.FAILED, failed.exit_code, f"{member.node}: {failed.message}")
+        if finished is not None and finished.params_sha256:
+            return _end(state, JobPhase.FINISHED, 0, f"all {finished.step} steps done", finished.params_sha256)
+    return None
+
+
+def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "") -> Result:
+    stops: list[Action] = [Send(node, m.Stop(code, reason)) for node in state.members]
+    return state.of(phase=phase), (*stops, Finish(code, reason, sha)), reason
+
+
+# ---- rules of single phases ---------------------------------------------------------------------------------------
+
+
+def _waiting(state: JobState, now: float) -> Result | None:
+    here = [n for n, mb in state.members.items() if mb.connected]
+    if len(here) < state.policy.min_nodes:
+        return None
+    nodes = tuple(sorted(here))[: state.policy.max_nodes]
+    state, actions = _launch(state, nodes)
+    return state.of(phase=JobPhase.LAUNCHED), actions, f"{len(here)} of {state.policy.min_nodes} nodes are here"
+
+
+def _launch(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[Action, ...]]:
+    """Give each node its ranks and start its workers."""
+    policy, sends = state.policy, []
+    size = max(state.next_rank + len(nodes), 1)
+    for node in nodes:
+        rank = state.next_rank
+        state = _put(state.of(next_rank=rank + 1), replace(state.members[node], rank=rank))
+        host, port = policy.master_addr, policy.master_port
+        per = policy.workers_per_node
+        launch = m.Launch(rank, size, rank * per, size * per, host, port, state.restart)
+        sends.append(Send(node, launch))
+    return state, tuple(sends)
+
+
+def _launched(state: JobState, now: float) -> Result | None:
+    launched = [mb for mb in state.members.values() if mb.rank >= 0]
+    if not launched:
+        return state.of(phase=JobPhase.WAITING, next_rank=0), (), "every launched node is gone"
+    if state.spec is not None:
+        late = tuple(n for n, mb in state.members.items() if mb.rank < 0)
+        if late:
+            state, actions = _launch(state, late)
+            return state, actions, "launch late nodes"
+        if all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched):
+            return epoch_change.begin(state, "start", now)
+        return None
+    return _script(state, launched)
+
+
+def _script(state: JobState, launched: list[Member]) -> Result | None:
+    """A script that does not use elastic: torchrun's rules."""
+    done = [mb for mb in launched if mb.report.restart == state.restart]
+    failed = [mb for mb in done if mb.report.phase is NodePhase.FAILED]
+    missing = state.next_rank > len(launched)
+    grown = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < state.policy.max_nodes
+    if failed and state.restart >= state.policy.max_restarts:
+        codes = [c for mb in failed for c in mb.report.exit_codes if c != 0]
+        code = codes[0] if codes and codes[0] > 0 else 1
+        return _end(state, JobPhase.FAILED, code, f"{failed[0].report.cause} (restarts used up: {state.restart})")
+    if failed or missing or grown:
+        why = failed[0].report.cause if failed else "membership changed"
+        policy = state.policy if failed else replace(state.policy, max_restarts=state.policy.max_restarts + 1)
+        members = {n: replace(mb, rank=-1) for n, mb in state.members.items()}
+        state = state.of(members=members, next_rank=0, restart=state.restart + 1, policy=policy)
+        return state.of(phase=JobPhase.WAITING), (Note("restart", {"why": why}),), f"group restart: {why}"
+    if done and len(done) == len(launched) and all(mb.report.phase is NodePhase.FINISHED for mb in done):
+        return _end(state, JobPhase.FINISHED, 0, "all workers ended")
+    return None
+
+
+def _halting(state: JobState, now: float) -> Result | None:
+    change = state.change
+    assert change is not None
+    if change.boundary:
+        why = trouble(state, now) or _deadline(state, now)
+        if why:
+            return epoch_change.begin(state, why, now)
+    waiting = [n for n, mb in state.members.items() if not (mb.report.epoch >= state.epoch and mb.halted)]
+    if waiting:
+        return None
+    return epoch_change.decide(state, now)
+
+
+def _deadline(state: JobState, now: float) -> str:
+    """A draining node whose notice runs out before the step's end leaves at once."""
+    for member in state.members.values():
+        if member.draining and now > member.drain_deadline - 2.0:
+            return f"notice of {member.node} runs out"
+    return ""
+
+
+def _installing(state: JobState, now: float) -> Result | None:
+    why = trouble(state, now)
+    if why:
+        return epoch_change.begin(state, why, now)
+    assert state.plan is not None
+    members = [state.members[n] for n in state.plan.nodes()]
+    ready = (NodePhase.RUNNING, NodePhase.FINISHED)
+    if all(mb.report.epoch == state.epoch and mb.report.phase in ready for mb in members):
+        return state.of(phase=JobPhase.RUNNING, trained=True), (), "every node of the plan is ready"
+    return None
+
+
+def _running(state: JobState, now: float) -> Result | None:
+    why = trouble(state, now)
+    if why:
+        return epoch_change.begin(state, why, now)
+    assert state.plan is not None
+    members = [state.members[n] for n in state.plan.nodes()]
+    resumed = [mb.report.resumed_at for mb in members if mb.report.resumed_at and mb.report.epoch == state.epoch]
+    if state.change is not None and resumed:
+        return _recovered(state, members, min(resumed))
+    if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
+        sends = tuple(Send(n, m.Trim(state.epoch)) for n in state.members)
+        return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
+    return _leaving(state, now) or _joining(state, now)
+
+
+def _recovered(state: JobState, members: list[Member], resumed_at: float) -> Result:
+    ready = [r for mb in members for r in mb.report.ready if r.epoch == state.epoch]
+    assert state.change is not None
+    action = Recovered(
+        change=state.change,
+        nodes_after=len(members),
+        transfer_s=max((r.transfer_s for r in ready), default=0.0),
+        rebuild_s=max((r.rebuild_s for r in ready), default=0.0),
+        resumed_at=resumed_at,
+    )
+    return state.of(change=None), (action,), "training goes on"
+
+
+def _leaving(state: JobState, now: float) -> Result | None:
+    assert state.plan is not None
+    for node, member in state.members.items():
+        if not member.draining:
+            continue
+        if node in state.plan.nodes():
+            return epoch_change.begin(state, f"drain {node}", now, boundary=now < member.drain_deadline - 2.0)
+        if state.trimmed >= state.epoch:
+            members = {n: mb for n, mb in state.members.items() if n != node}
+            actions = (Send(node, m.Stop(0, "drained")), Note("drained", {"node": node}))
+            return state.of(members=members), actions, f"{node} holds nothing any more and may leave"
+        if any(node in pair for pair in state.plan.peers):
+            return epoch_change.begin(state, f"drain {node}", now, boundary=True)
+    return None
+
+
+def _joining(state: JobState, now: float) -> Result | None:
+    """Let idle nodes that the planner wants pull state first, then enter at the end of a step."""
+    if state.change is not None or state.trimmed < state.epoch:
+        return None
+    if state.joining:
+        here = [n for n in state.joining if n in state.members]
+        waiting = [n for n in here if state.members[n].report.prefetched < state.epoch]
+        if waiting and now - state.joining_since < PREFETCH_S:
+            return None
+        return epoch_change.begin(state, f"join {' '.join(here)}", now, boundary=True) if here else (
+            state.of(joining=()), (), "the joining node is gone"
+        )
+    return epoch_change.consider_joining(state, now)
+
+
+def _paused(state: JobState, now: float) -> Result | None:
+    return epoch_change.reconsider(state, now)
+
+
+def trouble(state: JobState, now: float) -> str:
+    """Say why the running plan cannot go on, or ""."""
+    assert state.plan is not None
+    for node in state.plan.nodes():
+        member = state.members.get(node)
+        if member is None:
+            return f"{node} lost"
+        if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
+            return f"{node}: {member.report.cause or 'workers are gone'}"
+    if state.suspected_since and now - state.suspected_since > CONTACT_S:
+        suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
+        return f"contact lost with {' '.join(suspects)}"
+    return ""
+
+
+def _put(state: JobState, member: Member) -> JobState:
+    return state.of(members={**state.members, member.node: member})
+
+
+def _nothing(state: JobState, now: float) -> Result | None:
+    return None
+
+
+RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
+    JobPhase.WAITING: ((_waiting,), (JobPhase.LAUNCHED,)),
+    JobPhase.LAUNCHED: ((_launched,), (JobPhase.HALTING, JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED)),
+    JobPhase.HALTING: ((_halting,), (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FAILED)),
+    JobPhase.INSTALLING: ((_installing,), (JobPhase.RUNNING, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
+    JobPhase.RUNNING: ((_running,), (JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
+    JobPhase.PAUSED: ((_paused,), (JobPhase.HALTING, JobPhase.FAILED)),
+    JobPhase.FINISHED: ((_nothing,), ()),
+    JobPhase.FAILED: ((_nothing,), ()),
+}
+"""Per phase: its rules in order, and the phases that may follow. docs/states.md is drawn from this table."""
