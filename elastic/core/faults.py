@@ -175,9 +175,9 @@ def due(
 ) -> bool:
     """Whether `spec`, not yet carried out, is due where this worker stands.
 
-    `phase` is the point just reached: START of `step`; right before FORWARD or BACKWARD of `microbatch`; REDUCE
-    after the first layer was reduced; OPTIMIZER after the first layer's update; RECOVERY while installing, with
-    `recoveries` earlier ones seen.
+    `phase` is the point just reached: START of `step`; right before FORWARD or BACKWARD of `microbatch`;
+    REDUCE after the first layer was reduced; OPTIMIZER after the first layer's update; RECOVERY while
+    installing, with `recoveries` earlier ones seen.
     """
     if spec.kind in LAUNCHER_KINDS or spec.node != node or not _meant(spec, worker):
         return False

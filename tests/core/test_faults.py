@@ -1,8 +1,6 @@
-"""Fault specs: every text reads back, every wrong one names its part, every point comes due where it should."""
+"""Fault specs: every text reads back, every wrong one names its part, every point is due where it should be."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -81,8 +79,8 @@ WRONG = [
     ("kill node=1 step=-1", "from 0 up"),
     ("kill node=1 step=three", "from 0 up"),
     ("kill node=a/b", "node's name"),
-    ("kill node=1 worker=0", "worker= goes with"),
-    ("kill node=1 factor=2", "factor= goes with slow"),
+    ("kill node=1 worker=0", "goes with kill-worker"),
+    ("kill node=1 factor=2", "goes with slow"),
     ("slow node=1 factor=1", "above 1"),
     ("slow node=1 factor=inf", "a number"),
     ("partition node=1 duration=-3", "a number"),
