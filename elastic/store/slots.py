@@ -1,0 +1,158 @@
+"""Slots: files in shared memory that hold one copy each, readable by other processes while their writer may die.
+
+    0    8 bytes  magic
+    8    u64      sequence of the copy that lies here; 0 while the slot is being written
+    16   u64      bytes of the copy
+    64   ...      the copy
+
+A writer sets the sequence to 0, copies, then sets the real sequence; so whoever finds the expected sequence finds a
+whole copy, also when the writer was killed in the middle. A reader that races with a writer is protected by the
+copy's checksum, which it verifies over the bytes that it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import tempfile
+from pathlib import Path
+
+import xxhash
+
+from elastic.errors import VaultError
+
+DATA_OFFSET = 64
+MAGIC = b"elslot1\0"
+_HEADER = struct.Struct("<8sQQ")
+
+
+def checksum(data: memoryview | bytes | bytearray) -> str:
+    """xxh3-64 of `data`, hexadecimal: `Copy.checksum`."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class Slot:
+    """The writing side. Not thread-safe: one writer at a time."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        """Create the file at `path` with room for `nbytes`. Raises OSError (ENOSPC) when memory is short."""
+        self.path = path
+        self.capacity = -(-(nbytes + DATA_OFFSET) // mmap.PAGESIZE) * mmap.PAGESIZE - DATA_OFFSET
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.capacity + DATA_OFFSET)
+            self._map = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        _HEADER.pack_into(self._map, 0, MAGIC, 0, 0)
+
+    @property
+    def sequence(self) -> int:
+        return _sequence(self._map)
+
+    def view(self, nbytes: int) -> memoryview:
+        """The first `nbytes` of the room, writable."""
+        return memoryview(self._map)[DATA_OFFSET : DATA_OFFSET + nbytes]
+
+    def begin(self) -> None:
+        """Call before the first byte is changed: what lay here is no copy any more."""
+        _HEADER.pack_into(self._map, 0, MAGIC, 0, 0)
+
+    def finish(self, sequence: int, nbytes: int) -> None:
+        """Call after the last byte: the slot holds copy `sequence`."""
+        _HEADER.pack_into(self._map, 0, MAGIC, 0, nbytes)
+        _HEADER.pack_into(self._map, 0, MAGIC, sequence, nbytes)
+
+    def unlink(self) -> None:
+        """Remove the file; whoever still maps it sees an empty slot."""
+        self.begin()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+class SlotReader:
+    """The reading side, in the same or another process."""
+
+    def __init__(self, path: str) -> None:
+        """Raises VaultError if there is no slot at `path`."""
+        try:
+            with open(path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise VaultError(f"slot {path} cannot be read: {error}") from error
+        if len(self._map) < DATA_OFFSET or self._map[:8] != MAGIC:
+            raise VaultError(f"{path} is not a slot")
+
+    @property
+    def sequence(self) -> int:
+        return _sequence(self._map)
+
+    def view(self, nbytes: int) -> memoryview:
+        if nbytes > len(self._map) - DATA_OFFSET:
+            raise VaultError(f"a copy of {nbytes} bytes in a slot of {len(self._map) - DATA_OFFSET}")
+        return memoryview(self._map)[DATA_OFFSET : DATA_OFFSET + nbytes]
+
+
+class SlotPool:
+    """Slots of one writer, reused because fresh pages are dear. Not thread-safe."""
+
+    def __init__(self, directory: Path, prefix: str, fallback: Path | None = None) -> None:
+        """`fallback` is used when `directory` (usually on /dev/shm) is full."""
+        self.directory = directory
+        self._fallback = fallback or Path(tempfile.gettempdir()) / directory.name
+        self._prefix, self._made = prefix, 0
+        self._free: list[Slot] = []
+        self.allocated_bytes = 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot with room for `nbytes`, marked as being written. Raises VaultError when no memory is left."""
+        fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
+        if fitting:
+            slot = min(fitting, key=lambda s: s.capacity)
+            self._free.remove(slot)
+            slot.begin()
+            return slot
+        small = [slot for slot in self._free if slot.capacity < nbytes]
+        if small:
+            self._discard(max(small, key=lambda s: s.capacity))
+        return self._create(nbytes)
+
+    def give(self, slot: Slot) -> None:
+        """Take `slot` back; nobody needs what lies in it."""
+        slot.begin()
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Remove the free slots' files."""
+        while self._free:
+            self._discard(self._free[-1])
+
+    def _discard(self, slot: Slot) -> None:
+        self._free.remove(slot)
+        self.allocated_bytes -= slot.capacity
+        slot.unlink()
+
+    def _create(self, nbytes: int) -> Slot:
+        self._made += 1
+        name = f"{self._prefix}{self._made}.slot"
+        problems = []
+        for directory in (self.directory, self._fallback):
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                slot = Slot(directory / name, nbytes)
+            except OSError as error:
+                problems.append(f"{directory}: {error.strerror or error}")
+                continue
+            self.allocated_bytes += slot.capacity
+            return slot
+        raise VaultError(f"no room for a copy of {nbytes} bytes ({'; '.join(problems)})")
+
+
+def _sequence(data: mmap.mmap) -> int:
+    return int.from_bytes(data[8:16], "little")

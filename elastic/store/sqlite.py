@@ -1,0 +1,259 @@
+"""The embedded default store: one SQLite file, shared by processes of one machine.
+
+Write-ahead log with `synchronous=FULL`: every commit reaches the disk. A coordinator writes once a decision, not
+once a step, so the cost of a sync does not show; and a term that was given out must never be given out again, not
+even after a power failure (`NORMAL` may lose the newest commits then). A process killed at any point leaves the
+last committed state. Deleted keys stay as tombstones, so that watchers see the deletion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic.errors import StaleError
+from elastic.store.base import Change, Entry, Lease, StoreError, Watch, check_key, check_lease, held, mismatch
+
+APPLICATION_ID = 0x656C7374
+"""Marks the file as ours ("elst")."""
+FORMAT = 1
+POLL_S = 0.02
+"""How often a watch looks whether another connection has committed (a counter in shared memory, no disk)."""
+
+_SCHEMA = """
+CREATE TABLE entries (
+    key TEXT PRIMARY KEY,
+    value BLOB,                        -- NULL: deleted
+    revision INTEGER NOT NULL UNIQUE
+) WITHOUT ROWID;
+CREATE TABLE leases (
+    token INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    holder TEXT NOT NULL,
+    ttl_s REAL NOT NULL,
+    expires_at REAL,                   -- NULL: released
+    UNIQUE (name, token)
+);
+"""
+
+
+class SqliteStore:
+    """Implements `elastic.store.base.Store` on `path`; makes the file (not its folder) if it is absent.
+
+    Raises StoreError if the file is damaged, not ours, or cannot be opened. `busy_s`: how long to wait for another
+    process's write.
+    """
+
+    def __init__(self, path: str | Path, busy_s: float = 10.0) -> None:
+        self.path, self._busy_s = Path(path), busy_s
+        self._lock = threading.RLock()
+        if not self.path.parent.is_dir():
+            raise StoreError(
+                f"store {self.path}: the folder {self.path.parent} does not exist; make it first"
+            )
+        with self._errors():
+            self._db = self.connect()
+        try:
+            with self._errors():
+                self._prepare()
+        except StoreError:
+            self._db.close()
+            raise
+
+    def get(self, key: str) -> Entry | None:
+        check_key(key)
+        query = "SELECT key, value, revision FROM entries WHERE key = ? AND value IS NOT NULL"
+        with self._errors():
+            row = self._db.execute(query, (key,)).fetchone()
+        return Entry(*row) if row else None
+
+    def list(self, prefix: str) -> tuple[Entry, ...]:
+        query = (
+            "SELECT key, value, revision FROM entries"
+            " WHERE substr(key, 1, ?) = ? AND value IS NOT NULL ORDER BY key"
+        )
+        with self._errors():
+            return tuple(Entry(*row) for row in self._db.execute(query, (len(prefix), prefix)))
+
+    def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
+        return Entry(key, value, self._write(key, bytes(value), expected, token))
+
+    def delete_if(self, key: str, expected: int, token: int) -> None:
+        self._write(key, None, expected, token)
+
+    def watch(self, prefix: str, from_revision: int = 0) -> Watch:
+        return _SqliteWatch(self, prefix, from_revision)
+
+    def acquire(self, name: str, holder: str, ttl_s: float, now: float) -> Lease:
+        check_lease(name, holder, ttl_s)
+        insert = "INSERT INTO leases (name, holder, ttl_s, expires_at) VALUES (?, ?, ?, ?)"
+        with self._transaction():
+            current = self.current(name)
+            if current is not None and current.holder != holder and current.expires_at > now:
+                raise held(current, now)
+            token = self._db.execute(insert, (name, holder, ttl_s, now + ttl_s)).lastrowid
+        assert token is not None
+        return Lease(name, holder, token, ttl_s, now + ttl_s)
+
+    def renew(self, lease: Lease, now: float) -> Lease:
+        renewed = dataclasses.replace(lease, expires_at=now + lease.ttl_s)
+        with self._transaction():
+            self._fence(lease.token)
+            update = "UPDATE leases SET expires_at = ? WHERE token = ?"
+            self._db.execute(update, (renewed.expires_at, lease.token))
+        return renewed
+
+    def release(self, lease: Lease) -> None:
+        with self._transaction():
+            self._db.execute("UPDATE leases SET expires_at = NULL WHERE token = ?", (lease.token,))
+
+    def current(self, name: str) -> Lease | None:
+        query = "SELECT name, holder, token, ttl_s, expires_at FROM leases WHERE name = ? ORDER BY token DESC"
+        with self._errors():
+            row = self._db.execute(query + " LIMIT 1", (name,)).fetchone()
+        return Lease(*row) if row and row[-1] is not None else None
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def connect(self) -> sqlite3.Connection:
+        """A new connection in autocommit mode; for any thread, one at a time."""
+        db = sqlite3.connect(
+            self.path,
+            timeout=self._busy_s,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=32,
+        )
+        db.execute("PRAGMA synchronous=FULL")
+        return db
+
+    def _prepare(self) -> None:
+        """Make the tables in a new file; check an old one."""
+        self._db.execute("PRAGMA journal_mode=WAL")
+        with self._transaction():
+            (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if not tables:
+                for statement in _SCHEMA.split(";\n"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+            marks = [
+                self._db.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("application_id", "user_version")
+            ]
+        if marks[0] != APPLICATION_ID:
+            raise StoreError(f"store {self.path}: a SQLite file of another program; choose another path")
+        if marks[1] != FORMAT:
+            raise StoreError(f"store {self.path}: has format {marks[1]}, this version reads {FORMAT}")
+        (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Commit what is done inside, or nothing of it. Keeps every other writer out meanwhile."""
+        with self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Serialise this store's threads and put SQLite's errors into words."""
+        with self._lock, _in_words(self.path):
+            yield
+
+    def _fence(self, token: int) -> None:
+        query = (
+            "SELECT 1 FROM leases AS mine WHERE token = ? AND expires_at IS NOT NULL"
+            " AND token = (SELECT max(token) FROM leases WHERE name = mine.name)"
+        )
+        if self._db.execute(query, (token,)).fetchone() is None:
+            raise StaleError(f"token {token} is no longer the newest of its lease")
+
+    def _write(self, key: str, value: bytes | None, expected: int | None, token: int) -> int:
+        check_key(key)
+        with self._transaction():
+            self._fence(token)
+            present = self.get(key)
+            found = present.revision if present else None
+            if found != expected:
+                raise mismatch(key, expected, found)
+            (revision,) = self._db.execute("SELECT coalesce(max(revision), 0) + 1 FROM entries").fetchone()
+            self._db.execute("REPLACE INTO entries VALUES (?, ?, ?)", (key, value, revision))
+        return int(revision)
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into StoreErrors that say what to do."""
+    try:
+        yield
+    except sqlite3.ProgrammingError as error:
+        raise StoreError(f"store {path}: {error}") from error
+    except sqlite3.OperationalError as error:
+        raise StoreError(
+            f"store {path}: {error}; check the permissions and the space of its folder"
+        ) from error
+    except sqlite3.DatabaseError as error:
+        remedy = "the file is damaged or no store; move it away, or restore it from a backup"
+        raise StoreError(f"store {path}: {error}; {remedy}") from error
+
+
+class _SqliteWatch:
+    """Reads on its own connection, whose `data_version` moves when any other connection commits."""
+
+    def __init__(self, store: SqliteStore, prefix: str, revision: int) -> None:
+        self._path, self._prefix, self._revision = store.path, prefix, revision
+        self._closed, self._lock, self._version = threading.Event(), threading.Lock(), -1
+        with _in_words(self._path):
+            self._db = store.connect()
+
+    def next(self, timeout_s: float | None = None) -> Change | None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed.is_set():
+            change = self._poll()
+            if change is not None:
+                return change
+            left = POLL_S if deadline is None else min(POLL_S, deadline - time.monotonic())
+            if left <= 0:
+                return None
+            self._closed.wait(left)
+        return None
+
+    def __iter__(self) -> Iterator[Change]:
+        while (change := self.next()) is not None:
+            yield change
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            self._db.close()
+
+    def _poll(self) -> Change | None:
+        query = "SELECT key, value, revision FROM entries WHERE revision > ? AND substr(key, 1, ?) = ?"
+        with self._lock, _in_words(self._path):
+            if self._closed.is_set():
+                return None
+            (version,) = self._db.execute("PRAGMA data_version").fetchone()
+            if version == self._version:
+                return None
+            arguments = (self._revision, len(self._prefix), self._prefix)
+            row = self._db.execute(query + " ORDER BY revision LIMIT 1", arguments).fetchone()
+            if row is None:
+                self._version = version
+                return None
+            self._revision = row[2]
+            return Change(*row)

@@ -1,0 +1,255 @@
+"""One contract, every store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic.errors import FieldError, StaleError
+from elastic.store.base import Change, Conflict, Entry, Lease, Store
+from elastic.store.memory import MemoryStore
+from elastic.store.sqlite import SqliteStore
+
+NOW = 1000.0
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    made: Store = MemoryStore() if request.param == "memory" else SqliteStore(tmp_path / "store.db")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def token(store: Store) -> int:
+    return store.acquire("coordinator", "a", 10.0, NOW).token
+
+
+def test_is_a_store(store: Store) -> None:
+    assert isinstance(store, Store)
+
+
+def test_absent_key(store: Store) -> None:
+    assert store.get("none") is None
+    assert store.list("") == ()
+
+
+def test_put_get_list_delete(store: Store, token: int) -> None:
+    first = store.put_if("job/plan", b"\x00\xff", None, token)
+    second = store.put_if("job/epoch", b"", None, token)
+    store.put_if("other", b"x", None, token)
+    assert store.get("job/plan") == first == Entry("job/plan", b"\x00\xff", 1)
+    assert store.list("job/") == (second, first)
+    assert second.revision == 2
+    store.delete_if("job/plan", first.revision, token)
+    assert store.get("job/plan") is None
+    assert store.list("job/") == (second,)
+
+
+def test_prefix_is_taken_literally(store: Store, token: int) -> None:
+    for key in ("a%/1", "a_/1", "aX/1", "ä/1"):
+        store.put_if(key, b"", None, token)
+    assert [e.key for e in store.list("a%")] == ["a%/1"]
+    assert [e.key for e in store.list("a_")] == ["a_/1"]
+    assert [e.key for e in store.list("ä/")] == ["ä/1"]
+
+
+def test_compare_and_set(store: Store, token: int) -> None:
+    entry = store.put_if("k", b"1", None, token)
+    with pytest.raises(Conflict, match="k: expected revision absent, found 1"):
+        store.put_if("k", b"2", None, token)
+    with pytest.raises(Conflict, match="expected revision 7, found 1"):
+        store.put_if("k", b"2", 7, token)
+    with pytest.raises(Conflict, match="found absent"):
+        store.put_if("new", b"2", 1, token)
+    with pytest.raises(Conflict):
+        store.delete_if("k", 7, token)
+    changed = store.put_if("k", b"2", entry.revision, token)
+    assert changed.revision > entry.revision
+    assert store.get("k") == changed
+
+
+def test_deleted_key_is_absent_and_revisions_go_on(store: Store, token: int) -> None:
+    entry = store.put_if("k", b"1", None, token)
+    store.delete_if("k", entry.revision, token)
+    with pytest.raises(Conflict, match="found absent"):
+        store.put_if("k", b"2", entry.revision, token)
+    assert store.put_if("k", b"2", None, token).revision == 3
+
+
+@pytest.mark.parametrize("key", ["", "a\x00b", "a\nb", "\ud800"])
+def test_bad_keys(store: Store, token: int, key: str) -> None:
+    with pytest.raises(FieldError, match="key"):
+        store.put_if(key, b"", None, token)
+    with pytest.raises(FieldError, match="key"):
+        store.get(key)
+
+
+@pytest.mark.parametrize(
+    ("name", "holder", "ttl_s"), [("", "a", 1), ("n", "", 1), ("n", "a", 0), ("n", "a", -1)]
+)
+def test_bad_leases(store: Store, name: str, holder: str, ttl_s: float) -> None:
+    with pytest.raises(FieldError):
+        store.acquire(name, holder, ttl_s, NOW)
+
+
+def test_lease_is_exclusive_until_it_runs_out(store: Store) -> None:
+    lease = store.acquire("coordinator", "a", 10.0, NOW)
+    assert lease == Lease("coordinator", "a", lease.token, 10.0, NOW + 10)
+    with pytest.raises(Conflict, match=r"held by a for another 0\.5 s"):
+        store.acquire("coordinator", "b", 10.0, NOW + 9.5)
+    taken = store.acquire("coordinator", "b", 10.0, NOW + 10)
+    assert taken.token > lease.token
+    assert store.current("coordinator") == taken
+
+
+def test_holder_takes_its_own_lease_again_at_once(store: Store) -> None:
+    old = store.acquire("coordinator", "a", 10.0, NOW)
+    new = store.acquire("coordinator", "a", 10.0, NOW + 1)
+    assert new.token > old.token
+    with pytest.raises(StaleError):
+        store.put_if("k", b"", None, old.token)
+    store.put_if("k", b"", None, new.token)
+
+
+def test_renewal_keeps_the_lease(store: Store) -> None:
+    lease = store.acquire("coordinator", "a", 10.0, NOW)
+    renewed = store.renew(lease, NOW + 8)
+    assert (renewed.token, renewed.expires_at) == (lease.token, NOW + 18)
+    with pytest.raises(Conflict):
+        store.acquire("coordinator", "b", 10.0, NOW + 12)
+    assert store.renew(renewed, NOW + 60).expires_at == NOW + 70, "late, but nobody had taken it"
+
+
+def test_the_superseded_holder_is_fenced(store: Store) -> None:
+    old = store.acquire("coordinator", "a", 1.0, NOW)
+    entry = store.put_if("k", b"a", None, old.token)
+    new = store.acquire("coordinator", "b", 1.0, NOW + 2)
+    with pytest.raises(StaleError, match=f"token {old.token}"):
+        store.put_if("k", b"late", entry.revision, old.token)
+    with pytest.raises(StaleError):
+        store.delete_if("k", entry.revision, old.token)
+    with pytest.raises(StaleError):
+        store.renew(old, NOW + 2)
+    store.release(old)
+    assert store.current("coordinator") == new, "a late release changes nothing"
+    assert store.get("k") == entry
+
+
+def test_release(store: Store) -> None:
+    lease = store.acquire("coordinator", "a", 10.0, NOW)
+    store.release(lease)
+    store.release(lease)
+    assert store.current("coordinator") is None
+    with pytest.raises(StaleError):
+        store.put_if("k", b"", None, lease.token)
+    with pytest.raises(StaleError):
+        store.renew(lease, NOW)
+    assert store.acquire("coordinator", "b", 10.0, NOW).token > lease.token
+
+
+def test_leases_of_different_names_do_not_fence_each_other(store: Store) -> None:
+    one = store.acquire("one", "a", 10.0, NOW)
+    two = store.acquire("two", "b", 10.0, NOW)
+    assert two.token > one.token
+    store.put_if("k1", b"", None, one.token)
+    store.put_if("k2", b"", None, two.token)
+
+
+@pytest.mark.parametrize("forged", [0, -1, 99])
+def test_tokens_that_were_never_given_out(store: Store, token: int, forged: int) -> None:
+    with pytest.raises(StaleError):
+        store.put_if("k", b"", None, forged)
+
+
+def test_watch_sees_past_and_coming_changes(store: Store, token: int) -> None:
+    first = store.put_if("job/a", b"1", None, token)
+    store.put_if("other", b"x", None, token)
+    watch = store.watch("job/")
+    assert watch.next(5) == Change("job/a", b"1", first.revision)
+    assert watch.next(0) is None
+    second = store.put_if("job/b", b"2", None, token)
+    store.delete_if("job/a", first.revision, token)
+    assert watch.next(5) == Change("job/b", b"2", second.revision)
+    assert watch.next(5) == Change("job/a", None, 4)
+    watch.close()
+
+
+def test_watch_from_a_revision(store: Store, token: int) -> None:
+    first = store.put_if("a", b"1", None, token)
+    second = store.put_if("b", b"2", None, token)
+    watch = store.watch("", first.revision)
+    assert watch.next(5) == Change("b", b"2", second.revision)
+    watch.close()
+
+
+def test_watch_wakes_for_a_change_and_ends_when_closed(store: Store, token: int) -> None:
+    watch, seen = store.watch(""), []
+    got_one = threading.Event()
+
+    def follow() -> None:
+        for change in watch:
+            seen.append(change.key)
+            got_one.set()
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    store.put_if("k", b"", None, token)
+    assert got_one.wait(5)
+    watch.close()
+    watch.close()
+    follower.join(5)
+    assert not follower.is_alive()
+    assert seen == ["k"]
+    assert watch.next(0) is None
+
+
+def test_threads_race_for_a_counter(store: Store, token: int) -> None:
+    def add(times: int) -> None:
+        while times:
+            entry = store.get("counter")
+            value = int(entry.value) + 1 if entry else 1
+            try:
+                store.put_if("counter", str(value).encode(), entry.revision if entry else None, token)
+                times -= 1
+            except Conflict:
+                continue
+
+    threads = [threading.Thread(target=add, args=(10,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    entry = store.get("counter")
+    assert entry is not None
+    assert (entry.value, entry.revision) == (b"40", 40)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "delete", "lease"])), max_size=12))
+def test_stores_agree(tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str]]) -> None:
+    """Any history gives the same entries, tokens and errors in both stores."""
+    memory, sqlite = MemoryStore(), SqliteStore(tmp_path_factory.mktemp("agree") / "store.db")
+    for key, operation in operations:
+        outcomes = [_outcome(store, key, operation) for store in (memory, sqlite)]
+        assert outcomes[0] == outcomes[1]
+        assert memory.list("") == sqlite.list("")
+    sqlite.close()
+
+
+def _outcome(store: Store, key: str, operation: str) -> object:
+    lease, entry = store.current(key), store.get(key)
+    try:
+        if operation == "lease":
+            return store.acquire(key, "holder", 1.0, NOW)
+        token = lease.token if lease else 0
+        if operation == "put":
+            return store.put_if(key, b"v", entry.revision if entry else None, token)
+        return store.delete_if(key, entry.revision if entry else 1, token)
+    except (Conflict, StaleError) as error:
+        return str(error)
