@@ -1,4 +1,5 @@
-"""Fault specs: every text reads back, every wrong one names its part, every point is due where it should be."""
+"""Fault specs: every text reads back, every wrong one names its part, every point is due where it should
+be."""
 
 from __future__ import annotations
 

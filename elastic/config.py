@@ -1,0 +1,278 @@
+"""The job's configuration: one frozen object, validated once, saved as RUN_DIR/config.json.
+
+`elastic run` writes it; coordinator and agents load it. Nothing below the command line reads flags or
+`PET_*` variables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import string
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elastic.core import codec
+from elastic.core.faults import FaultKind, FaultSpec
+from elastic.core.types import Accumulate
+from elastic.errors import FieldError, UsageError
+
+FILE = "config.json"
+GRADIENT_SCHEMES, STATE_SCHEMES = ("stream", "none"), ("snapshot", "replica", "none")
+LOG_PREFIX = "[${node}:${rank}]: "
+STDOUT, STDERR = 1, 2
+"""Bits of `redirects` and `tee`, as torchrun counts them."""
+_RUN_PATH = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What a worker runs."""
+
+    script: str
+    """Script file, module (with `module`) or executable (without `python`)."""
+    args: tuple[str, ...] = ()
+    module: bool = False
+    python: bool = True
+    run_path: bool = False
+    """Run the script through runpy.run_path in its interpreter."""
+
+    def __post_init__(self) -> None:
+        if not self.script:
+            raise FieldError("SCRIPT", self.script, "a script, or -m and a module")
+        if self.module and not (self.python and not self.run_path):
+            raise FieldError(
+                "-m", self.script, "it does not go with --no-python or --run-path: leave one out"
+            )
+
+    def argv(self, python: str = "") -> tuple[str, ...]:
+        """The worker's command line; `python` is the interpreter (default: this one)."""
+        python = python or sys.executable
+        if self.run_path:
+            return (python, "-u", "-c", _RUN_PATH, self.script, *self.args)
+        if not self.python:
+            return (self.script, *self.args)
+        return (python, "-u", *(("-m",) if self.module else ()), self.script, *self.args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """Everything that is fixed for a whole job. Raises FieldError, naming the command line's flag, when
+    it is wrong."""
+
+    job_id: str
+    """Names the job in logs, memory and the store; new for every start, also with --resume."""
+    run_dir: str
+    """Absolute directory of this run: config.json, events.jsonl, summary.json, logs."""
+    memory_dir: str
+    """Directory of this job alone, in shared memory where there is any: vaults, slots, stores. Removed at
+    the end."""
+    checkpoint_dir: str
+    """Absolute directory of durable checkpoints."""
+    command: Command
+    min_nodes: int = 1
+    """Nodes without which the job waits."""
+    max_nodes: int = 1
+    """Nodes used at most; more are kept as hot spares."""
+    nproc_per_node: int = 1
+    """Workers a node."""
+    local_nodes: int = 1
+    """Nodes that this machine stands for."""
+    standalone: bool = False
+    """All nodes are local and the coordinator is embedded."""
+    coordinator: str = ""
+    """host:port of the coordinator; "": chosen at start and written to RUN_DIR/coordinator.json."""
+    run_id: str = "none"
+    """torchrun's --rdzv-id, as the workers see it."""
+    rdzv_conf: tuple[tuple[str, str], ...] = ()
+    """torchrun's --rdzv-conf."""
+    master_addr: str = "127.0.0.1"
+    """What workers get as MASTER_ADDR under static rendezvous; else rank 0's host."""
+    master_port: int = 0
+    """MASTER_PORT under static rendezvous; 0: a free port at every launch."""
+    local_addr: str = ""
+    """Address under which other nodes reach this one; "": found from the route to the coordinator."""
+    backup: str = "auto"
+    """auto, or GRADIENTS+STATE: stream|none + snapshot|replica|none."""
+    accumulate: Accumulate = Accumulate.FAST
+    pipelines: str = "auto"
+    """auto, a number of pipelines, or their depths as in 3+1."""
+    node_memory_bytes: int = 0
+    """Memory of a node that the plan may use; 0: unlimited."""
+    resume: str = ""
+    """Checkpoint directory to start from; "": start anew."""
+    max_restarts: int = 0
+    """Group restarts of a script that does not use elastic. Changes of membership do not count."""
+    monitor_interval_s: float = 0.1
+    """Longest time between two looks at the processes."""
+    shutdown_timeout_s: float = 30.0
+    """From SIGTERM to SIGKILL."""
+    heartbeat_s: float = 0.5
+    lease_s: float = 3.0
+    """A node that is silent this long is lost."""
+    log_dir: str = ""
+    """Absolute directory of the workers' logs; "": RUN_DIR/logs."""
+    redirects: tuple[int, ...] = (0,)
+    """For each local rank: streams (1 stdout, 2 stderr, 3 both) that go to the log file alone."""
+    tee: tuple[int, ...] = (0,)
+    """For each local rank: streams that go to the console with a prefix on every line, and to the log
+    file."""
+    log_line_prefix: str = LOG_PREFIX
+    """Template of that prefix: ${node} ${rank} ${local_rank} ${role_name}."""
+    local_ranks_filter: tuple[int, ...] = ()
+    """Local ranks whose output reaches the console; (): all. Log files are always written."""
+    role: str = "default"
+    virtual_local_rank: bool = False
+    """Every worker sees LOCAL_RANK=0 and one device."""
+    domains: tuple[str, ...] = ()
+    """Failure domain of each local node, in order; one entry: of all."""
+    faults: tuple[FaultSpec, ...] = ()
+    """Injected faults; the position of a fault is its number."""
+
+    def __post_init__(self) -> None:
+        _check_size(self)
+        _check_times(self)
+        _check_schemes(self)
+        _check_streams(self)
+        _check_faults(self)
+
+    def log_path(self, node: str, restart: int, local_rank: int) -> Path:
+        """Directory of one worker's stdout.log, stderr.log and error.json."""
+        return Path(self.log_dir or Path(self.run_dir, "logs")) / node / str(restart) / str(local_rank)
+
+    def domain(self, index: int) -> str:
+        """Failure domain of local node `index`."""
+        if not self.domains:
+            return ""
+        return self.domains[index % len(self.domains)]
+
+    def schemes(self) -> tuple[str, str] | None:
+        """(gradients, state) that `backup` fixes, or None when it is auto."""
+        if self.backup == "auto":
+            return None
+        gradients, _, state = self.backup.partition("+")
+        return gradients, state
+
+    def save(self) -> Path:
+        """Write RUN_DIR/config.json, whole or not at all."""
+        path = Path(self.run_dir) / FILE
+        draft = path.with_suffix(".tmp")
+        draft.write_text(codec.dumps(self) + "\n")
+        os.replace(draft, path)
+        return path
+
+    def of(self, **changes: object) -> JobConfig:
+        """A copy with other values, validated again."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def load_config(run_dir: str | Path) -> JobConfig:
+    """Read RUN_DIR/config.json. Raises UsageError when there is none, FieldError when it is not one of
+    ours."""
+    path = Path(run_dir) / FILE
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}): give the directory of a run") from error
+    return codec.loads(JobConfig, text)
+
+
+def claim_fault(run_dir: str | Path, number: int) -> bool:
+    """True once per run and fault: for the first process, on whichever node of this machine, that asks.
+
+    Faults are claimed right before they are carried out, so that workers which are started again do not
+    repeat them.
+    """
+    folder = Path(run_dir) / "faults"
+    folder.mkdir(exist_ok=True)
+    try:
+        os.close(os.open(folder / f"{number}.fired", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _check_size(config: JobConfig) -> None:
+    nodes = f"{config.min_nodes}:{config.max_nodes}"
+    if not 1 <= config.min_nodes <= config.max_nodes:
+        raise FieldError("--nnodes", nodes, "N or MIN:MAX with 1 <= MIN <= MAX")
+    if config.max_nodes > 100_000:
+        raise FieldError("--nnodes", nodes, "at most 100000 nodes")
+    if not 1 <= config.nproc_per_node <= 1024:
+        raise FieldError("--nproc-per-node", config.nproc_per_node, "from 1 to 1024 workers a node")
+    if config.max_restarts < 0:
+        raise FieldError("--max-restarts", config.max_restarts, "a whole number from 0 up")
+    if config.node_memory_bytes < 0:
+        raise FieldError("--node-memory", config.node_memory_bytes, "bytes, or a size as 16GiB")
+    if not 0 <= config.master_port <= 65535:
+        raise FieldError("--master-port", config.master_port, "a port from 1 to 65535")
+    if config.standalone and len(config.domains) not in (0, 1, config.max_nodes):
+        raise FieldError(
+            "--domain", ",".join(config.domains), f"one name, or one for each of the {config.max_nodes} nodes"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", config.job_id):
+        raise FieldError("--rdzv-id", config.job_id, "letters, digits, '.', '_' and '-', at most 64")
+
+
+def _check_times(config: JobConfig) -> None:
+    for flag, value, low, high in (
+        ("--monitor-interval", config.monitor_interval_s, 0.001, 60.0),
+        ("--shutdown-timeout", config.shutdown_timeout_s, 0.0, 86400.0),
+        ("--heartbeat", config.heartbeat_s, 0.01, 3600.0),
+        ("--lease", config.lease_s, 0.02, 86400.0),
+    ):
+        if not low <= value <= high:
+            raise FieldError(flag, value, f"seconds from {low:g} to {high:g}")
+    if config.lease_s < 2 * config.heartbeat_s:
+        raise FieldError(
+            "--lease", config.lease_s, f"at least twice the heartbeat of {config.heartbeat_s:g} s"
+        )
+
+
+def _check_schemes(config: JobConfig) -> None:
+    remedy = f"auto, or {'|'.join(GRADIENT_SCHEMES)} + {'|'.join(STATE_SCHEMES)}, as in stream+snapshot"
+    schemes = config.schemes()
+    if schemes and not (schemes[0] in GRADIENT_SCHEMES and schemes[1] in STATE_SCHEMES):
+        raise FieldError("--backup", config.backup, remedy)
+    if config.pipelines != "auto" and not re.fullmatch(r"[1-9]\d{0,4}(\+[1-9]\d{0,4})*", config.pipelines):
+        raise FieldError(
+            "--pipelines", config.pipelines, "auto, a number of pipelines as 2, or their depths as 2+2"
+        )
+
+
+def _check_streams(config: JobConfig) -> None:
+    for flag, values in (("--redirects", config.redirects), ("--tee", config.tee)):
+        if any(value not in (0, 1, 2, 3) for value in values):
+            raise FieldError(flag, values, "0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
+        if len(values) not in (1, config.nproc_per_node):
+            raise FieldError(
+                flag, values, f"one value, or one for each of {config.nproc_per_node} local ranks"
+            )
+    bad = [rank for rank in config.local_ranks_filter if not 0 <= rank < config.nproc_per_node]
+    if bad:
+        raise FieldError("--local-ranks-filter", bad[0], f"local ranks from 0 to {config.nproc_per_node - 1}")
+    names = {"node": "", "rank": "", "local_rank": "", "role_name": ""}
+    try:
+        string.Template(config.log_line_prefix).substitute(names)
+    except (KeyError, ValueError):
+        raise FieldError(
+            "--log-line-prefix-template",
+            config.log_line_prefix,
+            "it may use ${node}, ${rank}, ${local_rank}, ${role_name}",
+        ) from None
+
+
+def _check_faults(config: JobConfig) -> None:
+    joins = sum(spec.kind is FaultKind.JOIN for spec in config.faults)
+    names = {f"node{i}" for i in range(config.local_nodes + joins)}
+    for spec in config.faults:
+        if config.standalone and spec.node and spec.node not in names:
+            known = (
+                f"this job has node0 to node{len(names) - 1}"
+                if len(names) > 1
+                else "this job has node0 alone"
+            )
+            raise FieldError("--fault node", spec.node, known)
+        if spec.worker is not None and spec.worker >= config.nproc_per_node:
+            raise FieldError("--fault worker", spec.worker, f"a local rank below {config.nproc_per_node}")
