@@ -1,0 +1,223 @@
+"""One layer on one worker: its module, its gradient with ledger, its optimizer, and all of it as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from elastic.core.types import Accumulate
+from elastic.errors import LedgerError, VaultError
+from elastic.worker import gradients, randomness
+from elastic.worker.gradients import Accumulator, FlatLayout
+from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
+from elastic.worker.optimizer import LayerOptimizer, OptimizerSpec
+from elastic.worker.state import Named, StatePlan, as_bytes, plan_state, read_state
+
+
+class LayerReplica:
+    """A layer that this worker holds. Its state has version `version`; its gradient belongs to that step."""
+
+    def __init__(
+        self,
+        index: int,
+        shard: int,
+        module: nn.Module,
+        optimizer: LayerOptimizer,
+        accumulator: Accumulator,
+        *,
+        seed: int,
+        uncounted: frozenset[str] = frozenset(),
+    ) -> None:
+        self.index, self.shard, self.module, self.seed = index, shard, module, seed
+        self.version = 0
+        self.ledger: set[int] = set()
+        """Micro-batches whose gradients `gradient` holds."""
+        self.losses: dict[int, float] = {}
+        """Losses of the micro-batches in the ledger; on the last layer only."""
+        self.layout = accumulator.layout
+        self.device = accumulator.flat.device
+        self._accumulator, self._optimizer = accumulator, optimizer
+        self._counted = [slot for slot in self.layout.slots if slot.name not in uncounted]
+        self._parameters = dict(module.named_parameters())
+        self._plan: StatePlan | None = None
+
+    # ---- a micro-batch ----
+
+    @property
+    def gradient(self) -> Tensor:
+        """Sum of the ledger's micro-batch gradients: flat, int64 fixed point (exact) or float32 (fast)."""
+        return self._accumulator.flat
+
+    def gradient_slice(self, name: str) -> slice:
+        """Where parameter `name` lies in `gradient`."""
+        slot = self.layout.by_name[name]
+        return slice(slot.start, slot.stop)
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """Run the layer, random numbers keyed by (seed, step, micro-batch, layer)."""
+        randomness.begin(self.seed, microbatch.step, microbatch.index, self.index, self.device)
+        out: Tensor = self.module(hidden, microbatch)
+        return out
+
+    def collect(self, index: int, *, skip: bool) -> None:
+        """After the backward pass of micro-batch `index`: move `.grad` into the sum, or (skip) drop it."""
+        found = [parameter.grad for parameter in self._parameters.values()]
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if skip:
+            return
+        self._refuse_doubled({index})
+        self._accumulator.add(found)
+        self.ledger.add(index)
+
+    def clear(self) -> None:
+        """Forget gradient, ledger and losses: a step begins."""
+        self._accumulator.clear()
+        self.ledger.clear()
+        self.losses.clear()
+
+    # ---- the gradient as bytes ----
+
+    @property
+    def gradient_nbytes(self) -> int:
+        return self.gradient.nbytes
+
+    def write_gradient(self, out: Tensor) -> None:
+        """Copy the gradient to `out`, uint8 [gradient_nbytes] in host memory."""
+        self._accumulator.check()
+        out.copy_(as_bytes(self.gradient))
+
+    def add_gradient(
+        self, data: Tensor, microbatches: Iterable[int], losses: Mapping[int, float] | Iterable[tuple[int, float]]
+    ) -> None:
+        """Sum in what `write_gradient` wrote elsewhere, with its ledger. LedgerError if one is doubled."""
+        added = set(microbatches)
+        self._refuse_doubled(added)
+        if data.numel() != self.gradient_nbytes:
+            raise VaultError(f"layer {self.index}: gradient of {data.numel()} bytes, not {self.gradient_nbytes}")
+        whole = data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data
+        self._accumulator.merge(whole.view(self.gradient.dtype))
+        self.ledger |= added
+        self.losses.update(losses)
+
+    def _refuse_doubled(self, microbatches: set[int]) -> None:
+        doubled = sorted(self.ledger & microbatches)
+        if doubled:
+            raise LedgerError(f"layer {self.index} already holds micro-batches {doubled} of step {self.version}")
+
+    # ---- the update ----
+
+    def norm_sq(self, reduced: Tensor) -> float:
+        """Squared norm of this layer's share of the whole model's gradient, float64.
+
+        Parameters that every TP rank has count on rank 0 only, tied ones at their first owner only.
+        """
+        self._accumulator.check()
+        return gradients.norm_sq(reduced, self._counted)
+
+    def update(self, reduced: Tensor, clip: float, lr: float) -> None:
+        """Apply `clip` times the gradient `reduced` (flat, left as it is); the version goes up by one."""
+        self._accumulator.check()
+        self._optimizer.step(gradients.to_float(reduced, self.layout, clip), lr)
+        self.version += 1
+
+    # ---- the state as bytes ----
+
+    def state_nbytes(self) -> int:
+        """Bytes of the state as it is now. More after the first update, which makes most optimizers' state."""
+        return self._planned(self._tensors()).nbytes
+
+    def write_state(self, out: Tensor) -> None:
+        """Write the state to the first `state_nbytes()` of `out`, uint8 [n] in host memory."""
+        tensors = self._tensors()
+        self._planned(tensors).write(out, tensors)
+
+    def read_state(self, data: Tensor) -> None:
+        """Take over a written state, version included. VaultError if it is not this layer's."""
+        header, tensors = read_state(data)
+        found = {named.name: named.tensor for named in tensors}
+        values = {f"param/{n}": p for n, p in self._parameters.items()}
+        values |= {f"master/{n}": m for n, m in self._optimizer.masters.items()}
+        moments = {n: t for n, t in found.items() if n.startswith("optim/")}
+        self._match(values, {n: t for n, t in found.items() if n not in moments})
+        with torch.no_grad():
+            for name, value in values.items():
+                value.copy_(found[name])
+        self._optimizer.load({_split(n): t for n, t in moments.items()}, header.extra)
+        self.version = header.version
+        self._plan = None
+
+    def _match(self, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+        for name in sorted(mine.keys() | theirs.keys()):
+            a, b = mine.get(name), theirs.get(name)
+            if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+                told = [f"{tuple(t.shape)} {t.dtype}" if t is not None else "nothing" for t in (a, b)]
+                raise VaultError(f"layer {self.index}: state of {name} is {told[1]}, not {told[0]}")
+
+    def _tensors(self) -> list[Named]:
+        dims = {name: _shard_dim(parameter) for name, parameter in self._parameters.items()}
+        tensors = [Named(f"param/{n}", p, dims[n]) for n, p in self._parameters.items()]
+        tensors += [Named(f"master/{n}", m, dims[n]) for n, m in self._optimizer.masters.items()]
+        for name, key, value in self._optimizer.tensors():
+            same = value.shape == self._parameters[name].shape
+            tensors.append(Named(f"optim/{name}/{key}", value, dims[name] if same else -1))
+        return tensors
+
+    def _planned(self, tensors: list[Named]) -> StatePlan:
+        """The layout at this version; made once a version."""
+        if self._plan is None or self._plan.header.version != self.version:
+            self._plan = plan_state(self.version, tensors, self._optimizer.extra())
+        return self._plan
+
+
+def build_replica(
+    stack: LayerStack,
+    index: int,
+    tp: TensorParallel,
+    optimizer: OptimizerSpec,
+    accumulate: Accumulate,
+    seed: int,
+    device: torch.device,
+    *,
+    empty: bool = False,
+) -> LayerReplica:
+    """Make the replica of layer `index` at version 0; `empty`: fast, for `read_state` to fill."""
+    module = (stack.build_empty if empty else stack.build)(index, device, tp)
+    module.train()
+    parameters = list(module.named_parameters())
+    layout = FlatLayout.of(parameters)
+    uncounted = {name for group in stack.tied for layer, name in group[1:] if layer == index}
+    if tp.rank > 0:
+        uncounted |= {name for name, parameter in parameters if _shard_dim(parameter) < 0}
+    return LayerReplica(
+        index,
+        tp.rank,
+        module,
+        LayerOptimizer(parameters, optimizer, empty=empty),
+        Accumulator(layout, accumulate, device, f"layer {index}"),
+        seed=seed,
+        uncounted=frozenset(uncounted),
+    )
+
+
+def warm_up(
+    stack: LayerStack, tp: TensorParallel, optimizer: OptimizerSpec, accumulate: Accumulate, device: torch.device
+) -> None:
+    """Build a layer of each end and of the middle and drop them, so that no import is left for a recovery."""
+    for index in sorted({0, stack.n_layers // 2, stack.n_layers - 1}):
+        replica = build_replica(stack, index, tp, optimizer, accumulate, 0, device, empty=True)
+        run = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
+        replica.write_state(run)
+        replica.read_state(run)
+
+
+def _shard_dim(parameter: Tensor) -> int:
+    return int(getattr(parameter, "partition_dim", -1))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """optim/NAME/KEY -> (NAME, KEY)."""
+    parameter, key = name.removeprefix("optim/").rsplit("/", 1)
+    return parameter, key

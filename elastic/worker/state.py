@@ -1,0 +1,127 @@
+"""A layer's state as one run of bytes (`elastic.core.layout`), and runs of one TP size as runs of another.
+
+Runs are uint8 tensors [n] in host memory. Nothing is converted: what is read is bit for bit what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic.core.layout import ITEM_BYTES, StateHeader, TensorEntry, plan_layout, read_header
+from elastic.errors import FieldError, VaultError
+
+
+class Named(NamedTuple):
+    """A tensor of a layer's state."""
+
+    name: str
+    tensor: Tensor
+    shard_dim: int = -1
+    """Dimension along which TP ranks split the whole tensor; -1: every rank has all of it."""
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Where everything goes in a run of `nbytes`."""
+
+    text: bytes
+    header: StateHeader
+    nbytes: int
+
+    def write(self, out: Tensor, tensors: Sequence[Named]) -> None:
+        """Write the run to the first `nbytes` of `out`, gaps zeroed."""
+        out[: len(self.text)].copy_(torch.frombuffer(bytearray(self.text), dtype=torch.uint8))
+        end = len(self.text)
+        for entry, (_, tensor, _) in zip(self.header.tensors, tensors, strict=True):
+            stop = entry.offset + entry.nbytes
+            out[end : entry.offset].zero_()
+            out[entry.offset : stop].copy_(as_bytes(tensor))
+            end = stop
+        out[end : self.nbytes].zero_()
+
+
+def plan_state(version: int, tensors: Sequence[Named], extra: dict[str, str]) -> StatePlan:
+    """Lay out these tensors."""
+    rows = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), dim) for name, t, dim in tensors]
+    for name, dtype, _, _ in rows:
+        if dtype not in ITEM_BYTES:
+            raise FieldError(name, dtype, f"state may be of {', '.join(ITEM_BYTES)}")
+    return StatePlan(*plan_layout(version, rows, extra))
+
+
+def read_state(run: Tensor) -> tuple[StateHeader, list[Named]]:
+    """Parse a run. The tensors are views of it. Raises VaultError if it is malformed or cut short."""
+    header = read_header(memoryview(run.numpy()))
+    return header, [Named(e.name, _view(run, e), e.shard_dim) for e in header.tensors]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of `tensor` as uint8 [nbytes]; a view if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def merge_shards(runs: Sequence[Tensor]) -> Tensor:
+    """Join the runs of all TP ranks, in rank order, to the run of TP size 1."""
+    shards = [read_state(run) for run in runs]
+    header, first = shards[0]
+    for rank, (other, tensors) in enumerate(shards):
+        names = [(t.name, t.shard_dim) for t in tensors]
+        if other.version != header.version or names != [(t.name, t.shard_dim) for t in first]:
+            raise VaultError(f"TP rank {rank} does not match rank 0: version {other.version} and {header.version}")
+    whole = []
+    for place, (name, tensor, dim) in enumerate(first):
+        parts = [tensors[place].tensor for _, tensors in shards]
+        _refuse_private(name, parts, dim)
+        whole.append(Named(name, torch.cat(parts, dim) if dim >= 0 and len(parts) > 1 else tensor, dim))
+    return _run(header, whole)
+
+
+def slice_shard(run: Tensor, rank: int, size: int) -> Tensor:
+    """Cut TP rank `rank`'s run of `size` out of the run of TP size 1."""
+    header, tensors = read_state(run)
+    part = []
+    for name, tensor, dim in tensors:
+        if dim >= 0 and tensor.shape[dim] % size:
+            raise FieldError("tp", size, f"must divide dimension {dim} of {name}, which is {tensor.shape[dim]}")
+        part.append(Named(name, tensor.chunk(size, dim)[rank] if dim >= 0 else tensor, dim))
+    return _run(header, part)
+
+
+def reshard(runs: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    """Return TP rank `rank`'s run of `size` ranks from the runs of all ranks of another (or the same) TP size."""
+    if len(runs) == size:
+        return runs[rank]
+    whole = merge_shards(runs)
+    return whole if size == 1 else slice_shard(whole, rank, size)
+
+
+def _run(header: StateHeader, tensors: Sequence[Named]) -> Tensor:
+    plan = plan_state(header.version, tensors, header.extra)
+    out = torch.empty(plan.nbytes, dtype=torch.uint8)
+    plan.write(out, tensors)
+    return out
+
+
+def _view(run: Tensor, entry: TensorEntry) -> Tensor:
+    stop = entry.offset + entry.nbytes
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype) or entry.offset < 0 or stop > run.numel():
+        raise VaultError(f"{entry.name}: {entry.dtype} at {entry.offset} to {stop} in a run of {run.numel()}")
+    data = run[entry.offset : stop]
+    if data.storage_offset() % 8:
+        data = data.clone()
+    try:
+        return data.view(dtype).view(entry.shape)
+    except RuntimeError as error:
+        raise VaultError(f"{entry.name}: {entry.nbytes} bytes are no {entry.dtype} of {entry.shape}") from error
+
+
+def _refuse_private(name: str, parts: Sequence[Tensor], dim: int) -> None:
+    """State that is neither split along a known dimension nor the same on all ranks has no other TP size."""
+    if dim < 0 and not all(torch.equal(parts[0], part) for part in parts[1:]):
+        raise VaultError(f"{name} differs between TP ranks and is not split along a dimension: TP size must stay")
