@@ -1,0 +1,134 @@
+"""Where workers' output goes: always to log files, and to the console as torchrun does.
+
+    neither flag   log file, and the console as it comes (torchrun: inherited)
+    --redirects    log file alone
+    --tee          log file, and the console line by line behind a prefix
+
+One thread a group copies what goes to both; what goes to the file alone is written there by the worker
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import string
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from elastic.config import STDERR, STDOUT, JobConfig
+
+_CHUNK_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 16
+
+
+@dataclass
+class _Stream:
+    """One pipe from a worker: copied to `log` and, unless `console` is -1, to that descriptor."""
+
+    log: IO[bytes]
+    console: int
+    prefix: bytes
+    rest: bytes = field(default=b"")
+    """The last, unfinished line."""
+
+    def feed(self, data: bytes) -> None:
+        self.log.write(data)
+        if not self.prefix:
+            return self._show(data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > _LONGEST_LINE_BYTES:
+            lines, self.rest = [*lines, self.rest], b""
+        self._show(b"".join(self.prefix + line + b"\n" for line in lines))
+
+    def end(self) -> None:
+        if self.rest:
+            self._show(self.prefix + self.rest + b"\n")
+        self.log.close()
+
+    def _show(self, data: bytes) -> None:
+        try:
+            while data and self.console >= 0:
+                data = data[os.write(self.console, data) :]
+        except OSError:
+            self.console = -1  # nobody reads the console any more; the log file still has everything
+
+
+class Output:
+    """Log files and console of one group of workers."""
+
+    def __init__(self, config: JobConfig, console: tuple[int, int] = (1, 2)) -> None:
+        """`console` are the descriptors that stand for the console's standard output and error."""
+        self._config, self._console = config, console
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._pump, name="worker-output", daemon=True)
+
+    def open(self, folder: Path, local_rank: int, names: dict[str, str]) -> tuple[int, int]:
+        """Create the log files in `folder`; return the descriptors for the worker's stdout and stderr.
+
+        `names` fill the prefix template. The caller closes the descriptors once the worker has them.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        out = self._route(folder / "stdout.log", local_rank, STDOUT, names)
+        return out, self._route(folder / "stderr.log", local_rank, STDERR, names)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, timeout_s: float = 1.0) -> None:
+        """Copy what is still in the pipes, then stop; not later than `timeout_s` if descendants hold them."""
+        with contextlib.suppress(BrokenPipeError):  # every stream has ended already
+            os.write(self._wake_write, b".")
+        os.close(self._wake_write)
+        self._thread.join(timeout_s)
+
+    def _route(self, path: Path, local_rank: int, bit: int, names: dict[str, str]) -> int:
+        config, log = self._config, path.open("ab", buffering=0)
+        tee, redirect = _of(config.tee, local_rank) & bit, _of(config.redirects, local_rank) & bit
+        hidden = bool(config.local_ranks_filter) and local_rank not in config.local_ranks_filter
+        if hidden or (redirect and not tee):
+            descriptor = os.dup(log.fileno())
+            log.close()
+            return descriptor
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        prefix = string.Template(config.log_line_prefix).substitute(names).encode() if tee else b""
+        self._selector.register(read, selectors.EVENT_READ, _Stream(log, self._console[bit - 1], prefix))
+        return write
+
+    def _pump(self) -> None:
+        open_ends = True
+        while open_ends:
+            ready = self._selector.select()
+            for key, _ in ready:
+                if key.data is not None:
+                    self._copy(key.fd, key.data)
+            woken = any(key.data is None for key, _ in ready)
+            idle = len(ready) == 1
+            open_ends = len(self._selector.get_map()) > 1 and not (woken and idle)
+        self._close()
+
+    def _copy(self, descriptor: int, stream: _Stream) -> None:
+        data = os.read(descriptor, _CHUNK_BYTES)
+        if data:
+            return stream.feed(data)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        stream.end()
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Stream):
+                os.close(key.fd)
+                key.data.end()
+        self._selector.close()
+        os.close(self._wake_read)
+
+
+def _of(values: tuple[int, ...], local_rank: int) -> int:
+    return values[local_rank] if len(values) > 1 else values[0]
