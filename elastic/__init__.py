@@ -1,4 +1,4 @@
-"""Fault-tolerant elastic training. Training scripts need `Trainer`, a layer stack and an optimizer; see examples/.
+"""Fault-tolerant elastic training. Scripts need `Trainer`, a layer stack and an optimizer; see examples/.
 
 Names are loaded at first use, so that importing the package (the command line does) never loads torch.
 """

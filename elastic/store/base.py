@@ -4,8 +4,8 @@ What a coordinator must not lose lives here: keys with revisions, compare-and-se
 fencing token is the coordinator's term.
 
 - **Revisions** are one counter for the whole store; every change takes the next one.
-- **Tokens** are one counter too, so a newer lease always has a higher token. Every write carries the token of the
-  lease that it is made under and is refused with `StaleError` once that lease was acquired anew or released.
+- **Tokens** are one counter too, so a newer lease always has a higher token. Every write carries the token of
+  the lease that it is made under and is refused with `StaleError` once that lease was acquired anew or released.
   A lease that merely ran out still writes, until somebody else takes it (an implementation may be stricter).
 - **Time is an argument** (`now`, seconds since 1970): whoever calls owns the clock. Stores that keep time by
   themselves ignore it.
@@ -61,7 +61,7 @@ class Lease:
 
 
 class Watch(Protocol):
-    """Changes in revision order. Changes of one key in quick succession may be delivered as the last one only."""
+    """Changes in revision order. Of quick changes of one key only the last may be delivered."""
 
     def next(self, timeout_s: float | None = None) -> Change | None:
         """Wait for the next change. None: `timeout_s` passed, or the watch was closed."""

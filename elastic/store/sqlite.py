@@ -1,9 +1,10 @@
 """The embedded default store: one SQLite file, shared by processes of one machine.
 
-Write-ahead log with `synchronous=FULL`: every commit reaches the disk. A coordinator writes once a decision, not
-once a step, so the cost of a sync does not show; and a term that was given out must never be given out again, not
-even after a power failure (`NORMAL` may lose the newest commits then). A process killed at any point leaves the
-last committed state. Deleted keys stay as tombstones, so that watchers see the deletion.
+Write-ahead log with `synchronous=FULL`: every commit reaches the disk. A coordinator writes once a decision,
+not once a step, so the cost of a sync does not show; and a term that was given out must never be given out
+again, not even after a power failure (`NORMAL` may lose the newest commits then). A process killed at any point
+leaves the last committed state. Deleted keys stay as tombstones, so that watchers see the deletion. The file
+must lie on a local disk: SQLite's log does not work over network file systems.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ CREATE TABLE leases (
 class SqliteStore:
     """Implements `elastic.store.base.Store` on `path`; makes the file (not its folder) if it is absent.
 
-    Raises StoreError if the file is damaged, not ours, or cannot be opened. `busy_s`: how long to wait for another
-    process's write.
+    Raises StoreError if the file is damaged, not ours, or cannot be opened. `busy_s`: how long to wait for
+    another process's write.
     """
 
     def __init__(self, path: str | Path, busy_s: float = 10.0) -> None:

@@ -1,0 +1,105 @@
+"""What travels: an envelope with term, epoch and sender around one dataclass of `elastic.core.messages` as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.core import codec, messages
+from elastic.errors import FieldError
+from elastic.rpc import elastic_pb2
+
+MAX_BODY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Answer on a session to a message that could not be read; the session goes on."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Header of a message. `body` is a JSON object in UTF-8."""
+
+    term: int
+    epoch: int
+    kind: str
+    body: bytes
+    sender: str = ""
+
+
+def _kinds() -> dict[str, type]:
+    found = {
+        name: kind
+        for name, kind in inspect.getmembers(messages, inspect.isclass)
+        if dataclasses.is_dataclass(kind) and kind.__module__ == messages.__name__
+    }
+    return found | {Rejected.__name__: Rejected}
+
+
+KINDS: dict[str, type] = _kinds()
+"""Every message that a session carries, by class name."""
+
+
+def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
+    """Wrap a message. Raises FieldError if it is no known message or too large."""
+    kind = type(message).__name__
+    if KINDS.get(kind) is not type(message):
+        raise FieldError("message", kind, "a dataclass of elastic.core.messages is needed")
+    body = codec.dumps(message).encode()
+    _check_size(kind, body)
+    return Envelope(term, max(epoch, 0), kind, body, sender)
+
+
+def unpack(envelope: Envelope) -> Any:
+    """Return the message inside. Raises FieldError naming the kind or the field that is wrong."""
+    kind = KINDS.get(envelope.kind)
+    if kind is None:
+        raise FieldError("kind", envelope.kind, "unknown message; do all machines run the same version?")
+    try:
+        return codec.loads(kind, envelope.body)
+    except (ValueError, ArithmeticError, RecursionError) as error:
+        raise FieldError(envelope.kind, envelope.body[:80], f"cannot be read: {error}") from error
+
+
+def pack_call(kind: str, body: dict[str, Any], term: int = 0) -> Envelope:
+    """Wrap a question or an answer of `Call`: free JSON, no dataclass."""
+    data = json.dumps(codec.encode(body), separators=(",", ":")).encode()
+    _check_size(kind, data)
+    return Envelope(term, 0, kind, data)
+
+
+def unpack_call(envelope: Envelope) -> dict[str, Any]:
+    """Return the JSON object of a question or an answer. Raises FieldError."""
+    try:
+        data = json.loads(envelope.body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"{envelope.kind}.body", envelope.body[:80], f"not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise FieldError(f"{envelope.kind}.body", data, "an object is needed")
+    return data
+
+
+def to_proto(envelope: Envelope) -> elastic_pb2.Envelope:
+    return elastic_pb2.Envelope(
+        term=envelope.term,
+        epoch=envelope.epoch,
+        kind=envelope.kind,
+        body=envelope.body,
+        sender=envelope.sender,
+    )
+
+
+def from_proto(proto: elastic_pb2.Envelope) -> Envelope:
+    return Envelope(proto.term, proto.epoch, proto.kind, proto.body, proto.sender)
+
+
+def _check_size(kind: str, body: bytes) -> None:
+    if len(body) > MAX_BODY_BYTES:
+        raise FieldError(f"{kind}.body", f"{len(body)} bytes", f"at most {MAX_BODY_BYTES} bytes can be sent")

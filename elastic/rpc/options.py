@@ -1,0 +1,56 @@
+"""Channel settings of both sides, and what an address looks like."""
+
+from __future__ import annotations
+
+from elastic.errors import FieldError
+from elastic.rpc.envelope import MAX_BODY_BYTES
+
+RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
+"""Waits between two attempts to reach the coordinator (jittered)."""
+CONNECT_TIMEOUT_S = 2.0
+
+
+def check_address(address: str, lowest_port: int = 1) -> None:
+    """Raise FieldError unless `address` is host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and lowest_port <= int(port) < 65536):
+        raise FieldError("address", address, f"host:port is needed, with a port from {lowest_port} to 65535")
+
+
+def client_options(keepalive_s: float) -> list[tuple[str, int]]:
+    """No proxies; look for a dead server often; notice a silent one within two keepalive intervals."""
+    return [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        ("grpc.service_config_disable_resolution", 1),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", _ms(RETRY_MIN_S)),
+        ("grpc.max_reconnect_backoff_ms", _ms(RETRY_MAX_S)),
+        ("grpc.min_reconnect_backoff_ms", _ms(CONNECT_TIMEOUT_S)),  # how long one attempt may take
+        *_both(keepalive_s),
+    ]
+
+
+def server_options(keepalive_s: float) -> list[tuple[str, int]]:
+    """One server a port; anybody may ping as often as it likes; notice silent nodes."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),
+        ("grpc.http2.max_ping_strikes", 0),
+        *_both(keepalive_s),
+    ]
+
+
+def _both(keepalive_s: float) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MAX_BODY_BYTES + 4096),
+        ("grpc.max_send_message_length", MAX_BODY_BYTES + 4096),
+        ("grpc.keepalive_time_ms", _ms(keepalive_s)),
+        ("grpc.keepalive_timeout_ms", _ms(keepalive_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

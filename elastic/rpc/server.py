@@ -1,0 +1,174 @@
+"""The coordinator's side: one session a node, and calls of the command line.
+
+Callbacks `on_open`, `on_message` and `on_close` run on one thread, one after another, a session's in their order;
+`on_call` runs on a small pool beside it and may block. A message that cannot be read is answered with `Rejected`
+and the session goes on; a bad call ends with INVALID_ARGUMENT. A sender that knows a newer term than ours tells
+us that we were replaced: its session is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+
+from elastic.errors import ElasticError, FieldError, StaleError, UsageError
+from elastic.rpc import elastic_pb2, elastic_pb2_grpc
+from elastic.rpc.envelope import (
+    Envelope,
+    Rejected,
+    from_proto,
+    pack,
+    pack_call,
+    to_proto,
+    unpack,
+    unpack_call,
+)
+from elastic.rpc.loop import Dispatcher, event_loop, run
+from elastic.rpc.options import check_address, server_options
+
+log = logging.getLogger(__name__)
+CALL_THREADS = 4
+
+
+class Session:
+    """A node's open stream. All methods are thread-safe and return at once."""
+
+    def __init__(self, sender: str, peer: str, term: Callable[[], int]) -> None:
+        self.sender, self.peer = sender, peer
+        self._term = term
+        self._outbox: asyncio.Queue[Envelope | None] = asyncio.Queue()
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"Session({self.sender or '?'} at {self.peer})"
+
+    @property
+    def open(self) -> bool:
+        return self._open
+
+    def send(self, message: Any, epoch: int) -> bool:
+        """Queue a message of `elastic.core.messages`. False: the session is closed and nothing was sent."""
+        if not self._open:
+            return False
+        self._put(pack(message, term=self._term(), epoch=epoch))
+        return True
+
+    def close(self) -> None:
+        """End the stream once what was queued is sent; `on_close` follows."""
+        self._put(None)
+
+    async def write_to(self, context: Any) -> None:
+        """Send what is queued until `close`."""
+        while (envelope := await self._outbox.get()) is not None:
+            await context.write(to_proto(envelope))
+
+    def ended(self) -> None:
+        """The stream is gone; nothing can be sent any more."""
+        self._open = False
+
+    def _put(self, envelope: Envelope | None) -> None:
+        event_loop().call_soon_threadsafe(self._outbox.put_nowait, envelope)
+
+
+class Server:
+    """Serves on `address` (host:port; port 0: any free one) from the moment it is made until `close`.
+
+    Raises FieldError if the address cannot be had. `term` is asked for every envelope and must not block.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        on_open: Callable[[Session], object],
+        on_message: Callable[[Session, Any, Envelope], object],
+        on_close: Callable[[Session], object],
+        on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
+        term: Callable[[], int],
+        keepalive_s: float = 10.0,
+    ) -> None:
+        check_address(address, lowest_port=0)
+        self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
+        self._on_call, self._term = on_call, term
+        self._dispatcher = Dispatcher("rpc-server")
+        self._pool = ThreadPoolExecutor(CALL_THREADS, "rpc-call")
+        try:
+            self.address = run(self._start(address, keepalive_s))
+        except BaseException:
+            self._dispatcher.close()
+            raise
+
+    def close(self) -> None:
+        """End all sessions and free the port; every `on_close` has run afterwards."""
+        run(self._server.stop(grace=None))
+        self._dispatcher.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self, address: str, keepalive_s: float) -> str:
+        self._server = grpc.aio.server(options=server_options(keepalive_s))
+        servicer = SimpleNamespace(Session=self._session, Call=self._call)
+        elastic_pb2_grpc.add_CoordinatorServicer_to_server(servicer, self._server)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise FieldError("address", address, "a free port of this machine is needed") from error
+        await self._server.start()
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    async def _session(self, requests: AsyncIterator[elastic_pb2.Envelope], context: Any) -> None:
+        """One node's stream, from its opening to its end."""
+        metadata = dict(context.invocation_metadata() or ())
+        session = Session(str(metadata.get("sender", "")), context.peer(), self._term)
+        self._dispatcher.post(partial(self._on_open, session))
+        tasks = {
+            asyncio.create_task(self._read(session, requests)),
+            asyncio.create_task(session.write_to(context)),
+        }
+        try:
+            await context.send_initial_metadata(())
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if isinstance(error := task.exception(), StaleError):
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        finally:
+            session.ended()
+            self._dispatcher.post(partial(self._on_close, session))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, session: Session, requests: AsyncIterator[elastic_pb2.Envelope]) -> None:
+        """Hand on every message until the node ends the stream or is gone."""
+        async for request in requests:
+            envelope = from_proto(request)
+            if envelope.term > self._term():
+                raise StaleError(
+                    f"this coordinator has term {self._term()}, {session.sender} knows {envelope.term}"
+                )
+            try:
+                message = unpack(envelope)
+            except FieldError as error:
+                log.warning("%s sent a message that cannot be read: %s", session, error)
+                session.send(Rejected(envelope.kind, str(error)), envelope.epoch)
+            else:
+                self._dispatcher.post(partial(self._on_message, session, message, envelope))
+
+    async def _call(self, request: elastic_pb2.Envelope, context: Any) -> elastic_pb2.Envelope:
+        """One question of the command line."""
+        envelope = from_proto(request)
+        try:
+            body = unpack_call(envelope)
+            answer = await event_loop().run_in_executor(self._pool, self._on_call, envelope.kind, body)
+            return to_proto(pack_call(envelope.kind, answer, self._term()))
+        except UsageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except ElasticError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise AssertionError("abort raises")
