@@ -1,4 +1,4 @@
-"""Text as one long run of bytes: a file, or all files of a folder end to end, mapped and never copied whole."""
+"""Text as one long run of bytes: a file, or a folder's files end to end, mapped and never copied whole."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAPPED_FILES = 128
 class ByteCorpus:
     """Bytes of a file or folder; `None` stands for the Python standard library's own sources.
 
-    A folder's regular files count in the order of their paths below it; hidden ones do not, and links to folders are
-    not followed. Raises FieldError("data", ...) if there is nothing to read.
+    A folder's regular files count, in the order of their paths below it; hidden ones do not, and links to
+    folders are not followed. Raises FieldError("data", ...) if there is nothing to read.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -31,7 +31,9 @@ class ByteCorpus:
         self._files = [file for file, _ in sized]
         self._ends = list(accumulate(size for _, size in sized))
         if not self._files:
-            raise FieldError("data", str(self.path), "there is no text in it; name a file or folder with some")
+            raise FieldError(
+                "data", str(self.path), "there is no text in it; name a file or folder with some"
+            )
         self._map = lru_cache(MAPPED_FILES)(self._open)
 
     def __len__(self) -> int:
@@ -54,7 +56,9 @@ class ByteCorpus:
         """Raise FieldError unless the corpus has at least `count` bytes."""
         if len(self) < count:
             raise FieldError(
-                "data", str(self.path), f"it has {len(self)} bytes and a sequence needs {count}; give more text"
+                "data",
+                str(self.path),
+                f"it has {len(self)} bytes and a sequence needs {count}; give more text",
             )
 
     def _open(self, index: int) -> mmap.mmap:

@@ -28,4 +28,6 @@ class ByteDataset:
     def microbatch(self, step: int, index: int) -> Microbatch:
         windows = b"".join(self.corpus.read(start, self.seq_len + 1) for start in self.offsets(step, index))
         rows = torch.frombuffer(bytearray(windows), dtype=torch.uint8).view(self.microbatch_size, -1).long()
-        return Microbatch(step, index, {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+        return Microbatch(
+            step, index, {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+        )

@@ -1,10 +1,10 @@
 """Accumulated gradients of one layer: one flat tensor, summed over micro-batches.
 
-FAST sums in float32. EXACT sums in fixed point, int64 with 44 fractional bits, so that a sum does not depend on the
-order of its terms, nor on how they are spread over pipelines, backups and recoveries.
+FAST sums in float32. EXACT sums in fixed point, int64 with 44 fractional bits, so that a sum does not
+depend on the order of its terms, nor on how they are spread over pipelines, backups and recoveries.
 
-    resolution   2**-44 = 5.7e-14; a float32 gradient of 2**-20 = 1e-6 or more enters without any rounding, one of 1e-7
-                 with an error below float32's own half unit in the last place, smaller ones to within 2.9e-14
+    resolution   2**-44 = 5.7e-14: a float32 gradient of 2**-20 = 1e-6 or more enters without any rounding,
+                 smaller ones to within 2.9e-14, as good as float32 addition itself down to 1e-7 or so
     range        |sum| < 2**19. Each accumulator refuses more than 2**13 = 8192, counted as the sum of the
                  micro-batches' largest elements, so that up to 64 of them add up without overflow
 
@@ -89,15 +89,14 @@ class Accumulator:
         self._peaks.zero_()
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's gradients, in slot order; None counts as zero. On the CPU bad values raise here."""
+        """Add one micro-batch's gradients, in slot order; None is zero. On the CPU bad values raise here."""
         pairs = [(i, g) for i, g in enumerate(gradients) if g is not None]
         if not pairs:
             return
         if not self.exact:
             torch._foreach_add_([self._parts[i] for i, _ in pairs], [g.reshape(-1) for _, g in pairs])
             return
-        peaks = torch._foreach_norm([g for _, g in pairs], torch.inf)
-        self._peaks[[i for i, _ in pairs]] += torch.stack(list(peaks)).to(self._peaks)
+        self._peaks[[i for i, _ in pairs]] += _peaks([g for _, g in pairs]).to(self._peaks)
         if self.flat.device.type == "cpu":
             self.check()
         for i, gradient in pairs:
@@ -106,11 +105,8 @@ class Accumulator:
     def merge(self, other: Tensor) -> None:
         """Add another accumulator's flat tensor of the same layout."""
         if self.exact:
-            tops = [
-                other[s.start : s.stop].double().abs().amax() if s.stop > s.start else self._peaks.new_zeros(())
-                for s in self.layout.slots
-            ]
-            self._peaks += (torch.stack([top.double() for top in tops]) / SCALE).to(self._peaks)
+            tops = _peaks([other[slot.start : slot.stop] for slot in self.layout.slots])
+            self._peaks += (tops.double() / SCALE).to(self._peaks)
             self.check()
         self.flat += other.to(self.flat.device)
 
@@ -119,10 +115,11 @@ class Accumulator:
         if not self.exact or bool((self._peaks < LIMIT).all()):
             return
         worst = next(i for i, peak in enumerate(self._peaks.tolist()) if not peak < LIMIT)
+        name = self.layout.slots[worst].name
         raise GradientError(
-            f"{self.label}: gradient of {self.layout.slots[worst].name} reaches {self._peaks[worst].item():g}; "
-            f"exact accumulation holds finite values up to {LIMIT:g} (lower the learning rate, scale the loss, "
-            "or use --accumulate fast)"
+            f"{self.label}: gradient of {name} reaches {self._peaks[worst].item():g}; "
+            f"exact accumulation holds finite values up to {LIMIT:g} "
+            "(lower the learning rate, scale the loss, or use --accumulate fast)"
         )
 
     def _add_exact(self, target: Tensor, gradient: Tensor) -> None:
@@ -135,6 +132,13 @@ class Accumulator:
             torch.mul(piece, SCALE, out=scaled[:n])
             fixed[:n].copy_(scaled[:n].round_())
             target[start : start + n] += fixed[:n]
+
+
+def _peaks(tensors: Sequence[Tensor]) -> Tensor:
+    """Largest magnitude in each tensor, NaN if one is in it. [len(tensors)]"""
+    ends = [torch.aminmax(t) if t.numel() else (t.new_zeros(()), t.new_zeros(())) for t in tensors]
+    low, high = (torch.stack(list(end)) for end in zip(*ends, strict=True))
+    return torch.maximum(low.neg(), high)
 
 
 def to_float(reduced: Tensor, layout: FlatLayout, factor: float = 1.0) -> list[Tensor]:

@@ -44,14 +44,14 @@ class TensorParallel:
 class LayerStack(ABC):
     """All layers of a model.
 
-    A layer's module has `forward(hidden: Tensor | None, microbatch: Microbatch) -> Tensor`. Layer 0 gets None and
-    reads the micro-batch's fields; the last layer returns the scalar mean loss. A parameter that TP ranks split
-    carries its dimension as `partition_dim`. Modules must not keep state besides parameters and constant buffers.
+    A layer's module has `forward(hidden: Tensor | None, microbatch: Microbatch) -> Tensor`. Layer 0 gets None
+    and reads the micro-batch's fields; the last layer returns the scalar mean loss. A parameter that TP ranks
+    split carries its dimension as `partition_dim`. Modules keep no state but parameters and constant buffers.
     """
 
     seed: int
     tied: Tied = ()
-    """Tied tensors. Each owner holds a copy, initialised equal; their gradients are summed before the update."""
+    """Each owner of a tied tensor holds a copy, initialised equal; gradients are summed before the update."""
 
     @property
     @abstractmethod
@@ -95,7 +95,8 @@ def layer_spec(
     return LayerSpec(
         param_bytes=sum(n * dtype.itemsize for dtype, n in elements.items()),
         state_bytes=sum(
-            n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES) for dtype, n in elements.items()
+            n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES)
+            for dtype, n in elements.items()
         ),
         gradient_bytes=layout.numel * DTYPES[accumulate].itemsize,
         forward_s=forward_s,

@@ -1,8 +1,9 @@
 """A GPT from megatron-core's layers; the only file that imports megatron.core.
 
-Each of embedding, transformer layers and head (final norm, output matrix, cross entropy) is one layer. Hidden states
-are [sequence, batch, hidden], megatron's order. One code path for CPU and CUDA, with or without tensor parallelism:
-initial values are drawn whole, on the CPU, from (seed, layer, name), and sliced for the rank.
+Each of embedding, transformer layers and head (final norm, output matrix, cross entropy) is one layer.
+Hidden states are [sequence, batch, hidden], megatron's order. One code path for CPU and CUDA, with or
+without tensor parallelism: initial values are drawn whole, on the CPU, from (seed, layer, name), and sliced
+for the rank.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401  (layers import it when built)
-    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.layers import (
+    warnings.simplefilter("ignore") from megatron.core import parallel_state from
+    megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401  (layers import it when
+    built) from megatron.core.models.common.embeddings.language_model_embedding import
+    LanguageModelEmbedding from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection from
+    megatron.core.tensor_parallel import vocab_parallel_cross_entropy from
+    megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
@@ -63,7 +63,8 @@ def init_tensor_parallel(
     `store_path` is a file that all ranks of the group, and nobody else, can reach. Size 1 needs it too.
     """
     backend = "nccl" if device is not None and device.type == "cuda" and size > 1 else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(store_path, size), rank=rank, world_size=size)
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     return TensorParallel(rank, size, dist.group.WORLD)
 
@@ -103,7 +104,9 @@ class EmbeddingLayer(nn.Module):
 class BlockLayer(nn.Module):
     """One transformer layer."""
 
-    def __init__(self, index: int, config: TransformerConfig, groups: ProcessGroupCollection, spec: Any) -> None:
+    def __init__(
+        self, index: int, config: TransformerConfig, groups: ProcessGroupCollection, spec: Any
+    ) -> None:
         super().__init__()
         self.layer = build_module(spec, config=config, layer_number=index, pg_collection=groups)
 
@@ -119,7 +122,12 @@ class HeadLayer(nn.Module):
         super().__init__()
         self.norm = WrappedTorchNorm(config=config, hidden_size=gpt.hidden, eps=config.layernorm_epsilon)
         self.output = ColumnParallelLinear(
-            gpt.hidden, gpt.vocab, config=config, init_method=config.init_method, bias=False, tp_group=groups.tp
+            gpt.hidden,
+            gpt.vocab,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            tp_group=groups.tp,
         )
 
     def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:

@@ -1,7 +1,8 @@
 """Any torch optimizer whose state is per parameter, applied layer by layer.
 
-Each layer has its own optimizer instance, so that a layer moves between workers with all it needs. The learning rate
-is a function of the step and the clip coefficient comes with the step's record: nothing depends on the past.
+Each layer has its own optimizer instance, so that a layer moves between workers with all it needs. The
+learning rate is a function of the step and the clip coefficient comes with the step's record: nothing
+depends on the past.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def decay_matrices(weight_decay: float) -> Callable[[list[tuple[str, Parameter]]
     def groups(parameters: list[tuple[str, Parameter]]) -> Groups:
         decayed = [p for _, p in parameters if p.ndim >= 2]
         rest = [p for _, p in parameters if p.ndim < 2]
-        both: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        both: Groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
         return [group for group in both if group["params"]]
 
     return groups
@@ -59,7 +63,7 @@ class OptimizerSpec:
             raise FieldError("clip_norm", self.clip_norm, "a positive number, or None for no clipping")
 
     def state_bytes_per_element(self, dtype: torch.dtype) -> int:
-        """Bytes that the update keeps per element of a parameter of `dtype`, found by one update of a tiny layer."""
+        """Bytes kept per element of a parameter of `dtype` besides itself, found by updating a tiny layer."""
         parameter = Parameter(torch.zeros(4, 4, dtype=dtype))
         tiny = LayerOptimizer([("probe", parameter)], self)
         tiny.step([torch.zeros(4, 4)], 0.0)
@@ -78,7 +82,9 @@ class LayerOptimizer:
         if spec.master_weights:
             low = {n: p for n, p in parameters if p.dtype.itemsize < 4}
             with torch.no_grad():
-                self.masters = {n: Parameter(torch.empty_like(p, dtype=torch.float32)) for n, p in low.items()}
+                self.masters = {
+                    n: Parameter(torch.empty_like(p, dtype=torch.float32)) for n, p in low.items()
+                }
                 for name, master in () if empty else self.masters.items():
                     master.copy_(low[name])
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
@@ -136,7 +142,8 @@ class LayerOptimizer:
                 self.optimizer.param_groups[int(name)][key] = json.loads(text)
 
     def _state(self, target: Parameter) -> dict[str, Any]:
-        return self.optimizer.state.get(target, {})
+        state: dict[str, Any] = self.optimizer.state.get(target, {})
+        return state
 
     def _on_device(self, target: Parameter) -> bool:
         group = next(g for g in self.optimizer.param_groups if any(p is target for p in g["params"]))
@@ -150,7 +157,9 @@ class LayerOptimizer:
         held = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         missing = [n for n, p in self.targets.items() if id(p) not in held]
         if missing or len(held) != len(self.targets):
-            raise FieldError("groups", missing or held, "every parameter of the layer must be in exactly one group")
+            raise FieldError(
+                "groups", missing or held, "every parameter of the layer must be in exactly one group"
+            )
 
 
 def constant(lr: float) -> Schedule:

@@ -1,9 +1,9 @@
 """Random numbers as a function of (seed, step, micro-batch, layer), never of who computes or when.
 
-Right before a layer's forward pass `begin` seeds this process's default generators, so whatever draws from them
-(torch's dropout, user code) gives the same numbers wherever and however often the layer runs. Inside the pass,
-`sharded` lends tensor-parallel ranks different numbers for what they hold a shard of (attention heads), and leaves
-the generators in step for what they hold whole (hidden states).
+Right before a layer's forward pass `begin` seeds this process's default generators, so whatever draws from
+them (torch's dropout, user code) gives the same numbers wherever and however often the layer runs. Inside
+the pass `sharded` lends tensor-parallel ranks different numbers for what they hold a shard of (attention
+heads), and leaves the generators in step for what they hold whole (hidden states).
 """
 
 from __future__ import annotations

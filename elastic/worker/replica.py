@@ -32,6 +32,8 @@ class LayerReplica:
     ) -> None:
         self.index, self.shard, self.module, self.seed = index, shard, module, seed
         self.version = 0
+        self.owner = ""
+        """Node of this worker; set by whoever places the layer."""
         self.ledger: set[int] = set()
         """Micro-batches whose gradients `gradient` holds."""
         self.losses: dict[int, float] = {}
@@ -90,13 +92,18 @@ class LayerReplica:
         out.copy_(as_bytes(self.gradient))
 
     def add_gradient(
-        self, data: Tensor, microbatches: Iterable[int], losses: Mapping[int, float] | Iterable[tuple[int, float]]
+        self,
+        data: Tensor,
+        microbatches: Iterable[int],
+        losses: Mapping[int, float] | Iterable[tuple[int, float]],
     ) -> None:
         """Sum in what `write_gradient` wrote elsewhere, with its ledger. LedgerError if one is doubled."""
         added = set(microbatches)
         self._refuse_doubled(added)
         if data.numel() != self.gradient_nbytes:
-            raise VaultError(f"layer {self.index}: gradient of {data.numel()} bytes, not {self.gradient_nbytes}")
+            raise VaultError(
+                f"layer {self.index}: gradient of {data.numel()} bytes, not {self.gradient_nbytes}"
+            )
         whole = data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data
         self._accumulator.merge(whole.view(self.gradient.dtype))
         self.ledger |= added
@@ -105,7 +112,9 @@ class LayerReplica:
     def _refuse_doubled(self, microbatches: set[int]) -> None:
         doubled = sorted(self.ledger & microbatches)
         if doubled:
-            raise LedgerError(f"layer {self.index} already holds micro-batches {doubled} of step {self.version}")
+            raise LedgerError(
+                f"layer {self.index} already holds micro-batches {doubled} of step {self.version}"
+            )
 
     # ---- the update ----
 
@@ -126,7 +135,7 @@ class LayerReplica:
     # ---- the state as bytes ----
 
     def state_nbytes(self) -> int:
-        """Bytes of the state as it is now. More after the first update, which makes most optimizers' state."""
+        """Bytes of the state as it is now. More after the first update, when most optimizers make theirs."""
         return self._planned(self._tensors()).nbytes
 
     def write_state(self, out: Tensor) -> None:
@@ -203,7 +212,11 @@ def build_replica(
 
 
 def warm_up(
-    stack: LayerStack, tp: TensorParallel, optimizer: OptimizerSpec, accumulate: Accumulate, device: torch.device
+    stack: LayerStack,
+    tp: TensorParallel,
+    optimizer: OptimizerSpec,
+    accumulate: Accumulate,
+    device: torch.device,
 ) -> None:
     """Build a layer of each end and of the middle and drop them, so that no import is left for a recovery."""
     for index in sorted({0, stack.n_layers // 2, stack.n_layers - 1}):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def plan_state(version: int, tensors: Sequence[Named], extra: dict[str, str]) ->
 
 def read_state(run: Tensor) -> tuple[StateHeader, list[Named]]:
     """Parse a run. The tensors are views of it. Raises VaultError if it is malformed or cut short."""
-    header = read_header(memoryview(run.numpy()))
+    header = read_header(memoryview(cast(Any, run.numpy())))
     return header, [Named(e.name, _view(run, e), e.shard_dim) for e in header.tensors]
 
 
@@ -72,7 +72,9 @@ def merge_shards(runs: Sequence[Tensor]) -> Tensor:
     for rank, (other, tensors) in enumerate(shards):
         names = [(t.name, t.shard_dim) for t in tensors]
         if other.version != header.version or names != [(t.name, t.shard_dim) for t in first]:
-            raise VaultError(f"TP rank {rank} does not match rank 0: version {other.version} and {header.version}")
+            raise VaultError(
+                f"TP rank {rank} does not match rank 0: version {other.version} and {header.version}"
+            )
     whole = []
     for place, (name, tensor, dim) in enumerate(first):
         parts = [tensors[place].tensor for _, tensors in shards]
@@ -87,13 +89,15 @@ def slice_shard(run: Tensor, rank: int, size: int) -> Tensor:
     part = []
     for name, tensor, dim in tensors:
         if dim >= 0 and tensor.shape[dim] % size:
-            raise FieldError("tp", size, f"must divide dimension {dim} of {name}, which is {tensor.shape[dim]}")
+            raise FieldError(
+                "tp", size, f"must divide dimension {dim} of {name}, which is {tensor.shape[dim]}"
+            )
         part.append(Named(name, tensor.chunk(size, dim)[rank] if dim >= 0 else tensor, dim))
     return _run(header, part)
 
 
 def reshard(runs: Sequence[Tensor], rank: int, size: int) -> Tensor:
-    """Return TP rank `rank`'s run of `size` ranks from the runs of all ranks of another (or the same) TP size."""
+    """Return TP rank `rank`'s run of `size` ranks from the runs of all ranks of any TP size."""
     if len(runs) == size:
         return runs[rank]
     whole = merge_shards(runs)
@@ -118,10 +122,14 @@ def _view(run: Tensor, entry: TensorEntry) -> Tensor:
     try:
         return data.view(dtype).view(entry.shape)
     except RuntimeError as error:
-        raise VaultError(f"{entry.name}: {entry.nbytes} bytes are no {entry.dtype} of {entry.shape}") from error
+        raise VaultError(
+            f"{entry.name}: {entry.nbytes} bytes are no {entry.dtype} of {entry.shape}"
+        ) from error
 
 
 def _refuse_private(name: str, parts: Sequence[Tensor], dim: int) -> None:
-    """State that is neither split along a known dimension nor the same on all ranks has no other TP size."""
+    """State that differs between ranks and is not split along a known dimension has no other TP size."""
     if dim < 0 and not all(torch.equal(parts[0], part) for part in parts[1:]):
-        raise VaultError(f"{name} differs between TP ranks and is not split along a dimension: TP size must stay")
+        raise VaultError(
+            f"{name} differs between TP ranks and is not split along a dimension: TP size must stay"
+        )
