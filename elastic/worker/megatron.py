@@ -20,19 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore") from megatron.core import parallel_state from
-    megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401  (layers import it when
-    built) from megatron.core.models.common.embeddings.language_model_embedding import
-    LanguageModelEmbedding from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection from
-    megatron.core.tensor_parallel import vocab_parallel_cross_entropy from
-    megatron.core.tensor_parallel.layers import (
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401 - imported by layers
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
         set_tensor_model_parallel_attributes,
     )
-    from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: F401  (layers import it when built)
+    from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: F401 - imported by layers
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
