@@ -133,7 +133,7 @@ class WorkerGroup:
         self._changed = threading.Condition()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: dict[int, WorkerExit] = {}
-        self._finished = False
+        self._finishing, self._finished = threading.Lock(), False
         self.tp_store = str(
             Path(config.memory_dir, place.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
         )
@@ -258,11 +258,11 @@ class WorkerGroup:
         return str(message["message"] if isinstance(message, dict) and "message" in message else message)
 
     def _finish(self) -> None:
-        with self._changed:
-            if self._finished:
-                return
-            self._finished = True
-        self._output.finish()
+        """Whoever returns from here knows that all output is in its files."""
+        with self._finishing:
+            if not self._finished:
+                self._finished = True
+                self._output.finish()
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -32,13 +32,12 @@ LAUNCH = Launch(
 )
 PLACE = Place(node="node1", agent="/tmp/agent.sock", host="10.0.0.2")
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+Running = tuple[WorkerGroup, "queue.Queue[WorkerExit]"]
 MakeConfig = Callable[..., JobConfig]
 
 
 @contextmanager
-def running(
-    config: JobConfig, console: tuple[int, int] = (1, 2)
-) -> Iterator[tuple[WorkerGroup, queue.Queue]]:
+def running(config: JobConfig, console: tuple[int, int] = (1, 2)) -> Iterator[Running]:
     exits: queue.Queue[WorkerExit] = queue.Queue()
     group = WorkerGroup(config, LAUNCH, PLACE, exits.put, console)
     group.start()
@@ -119,7 +118,7 @@ def test_exit_codes(make_config: MakeConfig, source: str, code: int) -> None:
 
 def test_command_that_cannot_run(make_config: MakeConfig) -> None:
     config = make_config(command=Command(script="/nonexistent/tool", python=False))
-    with running(config) as (group, exits):
+    with running(config) as (_, exits):
         assert exits.get(timeout=20).returncode == 127
     assert "cannot start /nonexistent/tool" in log(config, 0, "stderr")
 
@@ -143,7 +142,8 @@ def test_kinds_of_commands(make_config: MakeConfig, tmp_path: Path) -> None:
 def test_error_file_is_reported(make_config: MakeConfig) -> None:
     source = (
         "import json, os, sys\n"
-        "json.dump({'message': {'message': 'out of luck'}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "file = open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w')\n"
+        "json.dump({'message': {'message': 'out of luck'}}, file)\n"
         "sys.exit(3)"
     )
     with running(make_config(source)) as (_, exits):
@@ -228,7 +228,7 @@ def test_console_that_went_away(make_config: MakeConfig) -> None:
     read, write = os.pipe()
     os.close(read)
     config = make_config("for i in range(1000): print('line', i)")
-    with running(config, (write, write)) as (group, exits):
+    with running(config, (write, write)) as (_, exits):
         assert exits.get(timeout=20).returncode == 0
     assert log(config, 0).endswith("line 999\n")
 
@@ -240,7 +240,8 @@ from elastic.config import load_config
 from elastic.agent.processes import Place, WorkerGroup
 from elastic.core.messages import Launch
 if len(sys.argv) > 2: lifeline.watch(int(sys.argv[2]))
-group = WorkerGroup(load_config(sys.argv[1]), Launch(0, 1, 0, 2, "127.0.0.1", 1, 0), Place("n", ""), lambda e: None)
+launch = Launch(0, 1, 0, 2, "127.0.0.1", 1, 0)
+group = WorkerGroup(load_config(sys.argv[1]), launch, Place("n", ""), lambda e: None)
 group.start()
 print(*group.pids.values(), flush=True)
 signal.pause()
