@@ -1,13 +1,16 @@
-"""Slots: files in shared memory that hold one copy each, readable by other processes while their writer may die.
+"""Slots: files in shared memory that hold one copy each, readable by other processes though their writer may die.
 
     0    8 bytes  magic
-    8    u64      sequence of the copy that lies here; 0 while the slot is being written
+    8    u64      sequence of the copy that lies here; 0: none, or one that is being written
     16   u64      bytes of the copy
+    24   u64      epoch of the copy
     64   ...      the copy
 
-A writer sets the sequence to 0, copies, then sets the real sequence; so whoever finds the expected sequence finds a
-whole copy, also when the writer was killed in the middle. A reader that races with a writer is protected by the
+A writer sets the sequence to 0, copies, then sets the real sequence; so whoever finds the expected sequence finds
+a whole copy, also when the writer was killed in the middle. A reader that races with a writer is protected by the
 copy's checksum, which it verifies over the bytes that it took.
+
+A slot that its writer has set aside belongs to the vault, which hands it back by setting the sequence to 0.
 """
 
 from __future__ import annotations
@@ -25,12 +28,17 @@ from elastic.errors import VaultError
 
 DATA_OFFSET = 64
 MAGIC = b"elslot1\0"
-_HEADER = struct.Struct("<8sQQ")
+_HEADER = struct.Struct("<8sQQQ")
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:
     """xxh3-64 of `data`, hexadecimal: `Copy.checksum`."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def slot_prefix(pid: int) -> str:
+    """Start of the file names of a worker's slots."""
+    return f"worker-{pid}-"
 
 
 class Slot:
@@ -49,11 +57,11 @@ class Slot:
             raise
         finally:
             os.close(descriptor)
-        _HEADER.pack_into(self._map, 0, MAGIC, 0, 0)
+        self.begin()
 
     @property
     def sequence(self) -> int:
-        return _sequence(self._map)
+        return _field(self._map, 8)
 
     def view(self, nbytes: int) -> memoryview:
         """The first `nbytes` of the room, writable."""
@@ -61,12 +69,12 @@ class Slot:
 
     def begin(self) -> None:
         """Call before the first byte is changed: what lay here is no copy any more."""
-        _HEADER.pack_into(self._map, 0, MAGIC, 0, 0)
+        _HEADER.pack_into(self._map, 0, MAGIC, 0, 0, 0)
 
-    def finish(self, sequence: int, nbytes: int) -> None:
+    def finish(self, sequence: int, nbytes: int, epoch: int) -> None:
         """Call after the last byte: the slot holds copy `sequence`."""
-        _HEADER.pack_into(self._map, 0, MAGIC, 0, nbytes)
-        _HEADER.pack_into(self._map, 0, MAGIC, sequence, nbytes)
+        _HEADER.pack_into(self._map, 0, MAGIC, 0, nbytes, epoch)
+        _HEADER.pack_into(self._map, 0, MAGIC, sequence, nbytes, epoch)
 
     def unlink(self) -> None:
         """Remove the file; whoever still maps it sees an empty slot."""
@@ -81,8 +89,8 @@ class SlotReader:
     def __init__(self, path: str) -> None:
         """Raises VaultError if there is no slot at `path`."""
         try:
-            with open(path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with open(path, "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as error:
             raise VaultError(f"slot {path} cannot be read: {error}") from error
         if len(self._map) < DATA_OFFSET or self._map[:8] != MAGIC:
@@ -90,12 +98,21 @@ class SlotReader:
 
     @property
     def sequence(self) -> int:
-        return _sequence(self._map)
+        return _field(self._map, 8)
+
+    @property
+    def epoch(self) -> int:
+        return _field(self._map, 24)
 
     def view(self, nbytes: int) -> memoryview:
+        """The copy's bytes, read-only."""
         if nbytes > len(self._map) - DATA_OFFSET:
             raise VaultError(f"a copy of {nbytes} bytes in a slot of {len(self._map) - DATA_OFFSET}")
-        return memoryview(self._map)[DATA_OFFSET : DATA_OFFSET + nbytes]
+        return memoryview(self._map)[DATA_OFFSET : DATA_OFFSET + nbytes].toreadonly()
+
+    def release(self) -> None:
+        """Hand a slot that its writer has set aside back to it."""
+        _HEADER.pack_into(self._map, 0, MAGIC, 0, 0, self.epoch)
 
 
 class SlotPool:
@@ -104,14 +121,14 @@ class SlotPool:
     def __init__(self, directory: Path, prefix: str, fallback: Path | None = None) -> None:
         """`fallback` is used when `directory` (usually on /dev/shm) is full."""
         self.directory = directory
-        self._fallback = fallback or Path(tempfile.gettempdir()) / directory.name
+        self._fallback = fallback or Path(tempfile.gettempdir()) / "-".join(directory.absolute().parts[-2:])
         self._prefix, self._made = prefix, 0
         self._free: list[Slot] = []
         self.allocated_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
 
     def take(self, nbytes: int) -> Slot:
-        """A slot with room for `nbytes`, marked as being written. Raises VaultError when no memory is left."""
+        """A slot with room for `nbytes`, marked as being written. Raises VaultError when memory is short."""
         fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
         if fitting:
             slot = min(fitting, key=lambda s: s.capacity)
@@ -154,5 +171,5 @@ class SlotPool:
         raise VaultError(f"no room for a copy of {nbytes} bytes ({'; '.join(problems)})")
 
 
-def _sequence(data: mmap.mmap) -> int:
-    return int.from_bytes(data[8:16], "little")
+def _field(data: mmap.mmap, offset: int) -> int:
+    return int.from_bytes(data[offset : offset + 8], "little")

@@ -1,0 +1,163 @@
+"""Sends what this node's workers publish to the peer's vault, in order, and acknowledges what is whole there.
+
+One thread. A bundle that cannot be delivered is held, never acknowledged and never skipped: the failure is
+reported once, delivery is tried again with growing pauses, and `reset` (the epoch is over) drops it. Bundles for no
+peer are acknowledged in their turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elastic.agent.vault import Vault
+from elastic.core.messages import Published
+from elastic.errors import ElasticError, FieldError, StaleError, VaultError
+from elastic.rpc.bulk import VaultClient
+
+RETRY_S, RETRY_LIMIT_S = 0.05, 2.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    worker: int
+    published: Published
+    round: int
+    """Which reset it came after."""
+
+
+class Replicator:
+    """`acked(worker, bundle)` and `failed(bundle, peer, error)` are called from the replicator's thread."""
+
+    def __init__(
+        self,
+        vault: Vault,
+        acked: Callable[[int, int], None],
+        failed: Callable[[int, str, ElasticError], None],
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
+        self._changed = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._vaults: dict[str, str] = {}
+        self._clients: dict[str, VaultClient] = {}
+        self._round, self._epoch, self._closed = 0, 0, False
+        self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
+        self._thread.start()
+
+    @property
+    def vaults(self) -> dict[str, str]:
+        """Node -> host:port of its vault."""
+        with self._changed:
+            return dict(self._vaults)
+
+    @vaults.setter
+    def vaults(self, book: Mapping[str, str]) -> None:
+        with self._changed:
+            for node in [n for n in self._clients if book.get(n) != self._vaults.get(n)]:
+                self._clients.pop(node).close()
+            self._vaults = dict(book)
+            self._changed.notify_all()
+
+    def submit(self, worker: int, published: Published) -> None:
+        """Queue a bundle that the vault has indexed. One for a peer and of an epoch already reset is dropped."""
+        with self._changed:
+            stale = any(local.copy.epoch < self._epoch for local in published.copies)
+            if self._closed or (published.peer and stale):
+                return
+            self._jobs.append(_Job(worker, published, self._round))
+            self._changed.notify_all()
+
+    def reset(self, epoch: int) -> None:
+        """Drop all that is not acknowledged, refuse bundles of epochs below `epoch`, end a send in progress."""
+        with self._changed:
+            self._epoch = max(self._epoch, epoch)
+            self._clear()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._clear()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(self._timeout_s)
+
+    @property
+    def pending(self) -> int:
+        """Bundles not yet acknowledged."""
+        with self._changed:
+            return len(self._jobs)
+
+    def _clear(self) -> None:
+        self._round += 1
+        self._jobs.clear()
+        for client in self._clients.values():
+            client.close()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        pause_s, reported = RETRY_S, -1
+        while (job := self._next()) is not None:
+            error = self._deliver(job)
+            if error is None:
+                pause_s, reported = RETRY_S, -1
+                self._finish(job)
+            else:
+                if reported != job.round and self._current(job):
+                    log.warning(
+                        "bundle %d for %s is held: %s", job.published.bundle, job.published.peer, error
+                    )
+                    self._failed(job.published.bundle, job.published.peer, error)
+                    reported = job.round
+                self._pause(job, pause_s)
+                pause_s = min(2 * pause_s, RETRY_LIMIT_S)
+
+    def _next(self) -> _Job | None:
+        """Wait for the oldest bundle; it stays at the head until it is finished."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._jobs))
+            return None if self._closed else self._jobs[0]
+
+    def _deliver(self, job: _Job) -> ElasticError | None:
+        peer, copies = job.published.peer, job.published.copies
+        if not peer or not copies:
+            return None
+        try:
+            bundle = [(local.copy, self._vault.view(local)) for local in copies]
+            self._client(peer).put(bundle)
+        except (VaultError, StaleError, FieldError) as error:
+            return error
+        return None
+
+    def _client(self, peer: str) -> VaultClient:
+        with self._changed:
+            if peer not in self._vaults:
+                raise VaultError(f"no vault of {peer} is known")
+            if peer not in self._clients:
+                address = self._vaults[peer]
+                self._clients[peer] = VaultClient(address, node=self._vault.node, timeout_s=self._timeout_s)
+            return self._clients[peer]
+
+    def _current(self, job: _Job) -> bool:
+        with self._changed:
+            return job.round == self._round
+
+    def _finish(self, job: _Job) -> None:
+        """Acknowledge, unless a reset came between: then the bundle is none of ours any more."""
+        with self._changed:
+            if job.round != self._round:
+                return
+            self._jobs.popleft()
+        self._acked(job.worker, job.published.bundle)
+
+    def _pause(self, job: _Job, pause_s: float) -> None:
+        with self._changed:
+            book = self._vaults
+            self._changed.wait_for(
+                lambda: self._closed or job.round != self._round or book is not self._vaults, pause_s
+            )

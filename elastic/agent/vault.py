@@ -1,0 +1,321 @@
+"""The vault: a node's index of whole copies, its own workers' and its peers', outside every worker process.
+
+Copies come in two ways. A worker writes one to a slot in shared memory and announces it (`publish`); a peer sends
+one (`store`), which is received into a slot of the vault's own, verified, and only then becomes part of the index.
+So the last whole copy is never overwritten by one that is not.
+
+Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else was
+overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
+
+Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
+Whole epochs go by `trim`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elastic.core.messages import LocalCopy
+from elastic.core.types import Copy
+from elastic.errors import StaleError, VaultError
+from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
+
+KEPT_STEPS = 2
+
+_Group = tuple[str, int, int, str, int]
+
+
+@dataclass(slots=True)
+class _Entry:
+    copy: Copy
+    path: str
+    slot: Slot | SlotReader
+    pins: int = 0
+    dropped: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return self.slot.sequence == self.copy.sequence
+
+    @property
+    def data(self) -> memoryview:
+        return self.slot.view(self.copy.nbytes)
+
+
+class Incoming:
+    """A copy on its way in: fill `buffer`, then `commit` or `abort`."""
+
+    def __init__(self, vault: Vault, copy: Copy, slot: Slot, trusted: bool) -> None:
+        self._vault, self._copy, self._trusted = vault, copy, trusted
+        self._slot: Slot | None = slot
+        self.buffer = slot.view(copy.nbytes)
+
+    def verify(self, digest: str | None = None) -> None:
+        """Raise VaultError unless the bytes match; `digest` is their checksum if it is known already."""
+        found = checksum(self.buffer) if digest is None else digest
+        if found != self._copy.checksum:
+            raise VaultError(f"{self._copy.key} arrived corrupt: checksum {found}, not {self._copy.checksum}")
+
+    def commit(self, digest: str | None = None) -> None:
+        """Verify the bytes and add the copy to the vault. Raises VaultError or StaleError, keeping nothing."""
+        if self._slot is None:
+            raise VaultError(f"{self._copy.key} was aborted")
+        try:
+            self.verify(digest)
+            self._slot.finish(self._copy.sequence, self._copy.nbytes, self._copy.epoch)
+            self._vault._add(self._copy, self._slot, self._trusted)
+            self._slot = None
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Give the room back unless the copy was committed."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._vault._give(slot)
+
+
+class Vault:
+    """Thread-safe. `directory` should lie on /dev/shm; `fallback` is used when that is full."""
+
+    def __init__(self, node: str, directory: Path, *, fallback: Path | None = None) -> None:
+        self.node, self.directory = node, Path(directory)
+        self._lock = threading.RLock()
+        self._pool = SlotPool(self.directory, "vault-", fallback)
+        self._entries: dict[str, _Entry] = {}
+        self._groups: dict[_Group, dict[int, str]] = {}
+        self._places: dict[str, str] = {}
+        self._readers: dict[str, SlotReader] = {}
+        self._gone: set[str] = set()
+        self._fence = 0
+
+    # ---- copies come in ----
+
+    def publish(self, local: LocalCopy) -> None:
+        """Index a copy that one of this node's workers wrote. Not fenced: only own children announce here.
+
+        What the index had in the same slot is dropped. Raises VaultError if the slot does not hold the copy.
+        """
+        with self._lock:
+            self._refuse_unusable(local.copy)
+            reader = self._reader(local)
+            if local.path in self._places:
+                self._drop(self._entries[self._places[local.path]])
+            self._insert(_Entry(replace(local.copy, node=self.node), local.path, reader))
+
+    def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
+        """Make room for a copy that arrives. `trusted`: this node pulled it itself, so no fence applies.
+
+        Raises StaleError if its epoch is fenced off, VaultError if memory is short.
+        """
+        with self._lock:
+            self._refuse_unusable(copy)
+            self._refuse_stale(copy, trusted)
+            return Incoming(self, copy, self._pool.take(copy.nbytes), trusted)
+
+    def fence(self, epoch: int) -> None:
+        """From now on refuse arriving copies of epochs below `epoch`, also those half arrived."""
+        with self._lock:
+            self._fence = max(self._fence, epoch)
+
+    # ---- copies go out ----
+
+    @contextlib.contextmanager
+    def lease(self, key: str) -> Iterator[memoryview]:
+        """The bytes of a copy, in place; a slot of the vault's own is not reused meanwhile.
+
+        A worker's slot may be rewritten under the reader: whoever takes bytes away verifies their checksum.
+        """
+        with self._lock:
+            entry = self._find(key)
+            entry.pins += 1
+        try:
+            yield entry.data
+        finally:
+            with self._lock:
+                entry.pins -= 1
+                self._release(entry)
+
+    def read(self, key: str) -> memoryview:
+        """A verified private copy of the bytes. A corrupt one is dropped, with VaultError."""
+        with self.lease(key) as view:
+            data, expected = bytes(view), self.copy(key).checksum
+        if checksum(data) != expected:
+            self.verify(key)
+            raise VaultError(f"{key} is torn or corrupt")
+        return memoryview(data)
+
+    def view(self, local: LocalCopy) -> memoryview:
+        """The bytes that a worker announced, also if a newer copy has taken their place in the index."""
+        with self._lock:
+            return self._reader(local).view(local.copy.nbytes)
+
+    def locate(self, key: str) -> LocalCopy:
+        """Where a copy lies, for readers on this node (`elastic.store.slots.SlotReader`)."""
+        with self._lock:
+            entry = self._find(key)
+            return LocalCopy(entry.copy, entry.path, DATA_OFFSET)
+
+    def copy(self, key: str) -> Copy:
+        with self._lock:
+            return self._find(key).copy
+
+    def find(self, kind: str, layer: int, shard: int, step: int) -> Copy | None:
+        """Some whole copy of that description, of the newest epoch and sequence; None if there is none."""
+        wanted = (kind, layer, shard, step)
+        found = [c for c in self.inventory() if (c.kind, c.layer, c.shard, c.step) == wanted]
+        return max(found, key=lambda c: (c.epoch, c.sequence), default=None)
+
+    def inventory(self) -> tuple[Copy, ...]:
+        """All whole copies, `node` filled in, sorted by key. Torn ones are dropped here."""
+        with self._lock:
+            for entry in [e for e in self._entries.values() if not e.whole]:
+                self._drop(entry)
+            return tuple(self._entries[key].copy for key in sorted(self._entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies in the index, workers' slots included."""
+        with self._lock:
+            return sum(entry.copy.nbytes for entry in self._entries.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the vault's own slots, free ones included."""
+        return self._pool.allocated_bytes
+
+    # ---- copies go away ----
+
+    def trim(self, epoch: int) -> None:
+        """Drop copies of epochs below `epoch`, and hand the slots that workers set aside back to them."""
+        with self._lock:
+            for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
+                self._drop(entry)
+            for reader in self._readers.values():
+                if reader.epoch < epoch:
+                    reader.release()
+
+    def worker_gone(self, pid: int, directory: Path | None = None) -> None:
+        """The worker is dead and its last announcement read: remove its slots as their copies go."""
+        prefix = slot_prefix(pid)
+        with self._lock:
+            self._gone.add(prefix)
+            for path in (directory or self.directory).glob(f"{prefix}*"):
+                if str(path) not in self._places:
+                    path.unlink(missing_ok=True)
+                    self._readers.pop(str(path), None)
+
+    def verify(self, key: str) -> bool:
+        """Compare a copy with its checksum; drop it and return False if it does not match."""
+        with self.lease(key) as view:
+            found = checksum(view)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and (found != entry.copy.checksum or not entry.whole):
+                self._drop(entry)
+                return False
+            return entry is not None
+
+    def check_integrity(self) -> tuple[Copy, ...]:
+        """Verify every copy and the index itself; return the copies that had to be dropped."""
+        bad = tuple(copy for copy in self.inventory() if not self.verify(copy.key))
+        with self._lock:
+            indexed = {key for steps in self._groups.values() for key in steps.values()}
+            assert indexed == set(self._entries), "groups and entries disagree"
+            assert all(0 < len(steps) <= KEPT_STEPS for steps in self._groups.values()), "retention is broken"
+            places = {entry.path: key for key, entry in self._entries.items()}
+            assert places == self._places, "places and entries disagree"
+        return bad
+
+    def close(self) -> None:
+        """Drop everything and remove the vault's files."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                self._drop(entry)
+            self._pool.close()
+
+    # ---- inside, all under the lock ----
+
+    def _refuse_unusable(self, copy: Copy) -> None:
+        if copy.sequence < 1 or copy.nbytes < 1:
+            raise VaultError(f"{copy.key} of {copy.nbytes} bytes: sequence and size must be positive")
+
+    def _refuse_stale(self, copy: Copy, trusted: bool) -> None:
+        if copy.epoch < self._fence and not trusted:
+            raise StaleError(
+                f"{copy.key} is of epoch {copy.epoch}; {self.node} refuses those below {self._fence}"
+            )
+
+    def _add(self, copy: Copy, slot: Slot, trusted: bool) -> None:
+        with self._lock:
+            self._refuse_stale(copy, trusted)
+            self._insert(_Entry(replace(copy, node=self.node), str(slot.path), slot))
+
+    def _give(self, slot: Slot) -> None:
+        with self._lock:
+            self._pool.give(slot)
+
+    def _insert(self, entry: _Entry) -> None:
+        """Apply retention, in which the new entry itself may lose against a newer one."""
+        copy = entry.copy
+        if copy.key in self._entries:
+            self._drop(self._entries[copy.key])
+        steps = self._groups.setdefault((copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch), {})
+        rival = self._entries[steps[copy.step]] if copy.step in steps else None
+        self._entries[copy.key], self._places[entry.path] = entry, copy.key
+        if rival is not None and rival.whole and _age(rival.copy) > _age(copy):
+            self._drop(entry)
+            return
+        if rival is not None:
+            self._drop(rival)
+            steps = self._groups.setdefault((copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch), {})
+        steps[copy.step] = copy.key
+        for step in sorted(steps)[:-KEPT_STEPS]:
+            self._drop(self._entries[steps[step]])
+
+    def _find(self, key: str) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None or not entry.whole:
+            if entry is not None:
+                self._drop(entry)
+            raise VaultError(f"{key} is not in the vault of {self.node}")
+        return entry
+
+    def _drop(self, entry: _Entry) -> None:
+        copy = entry.copy
+        del self._entries[copy.key], self._places[entry.path]
+        group = (copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch)
+        steps = self._groups.get(group, {})
+        if steps.get(copy.step) == copy.key:
+            del steps[copy.step]
+        if not steps:
+            self._groups.pop(group, None)
+        entry.dropped = True
+        self._release(entry)
+
+    def _release(self, entry: _Entry) -> None:
+        """Give the room of a dropped entry back once nobody reads it."""
+        if not entry.dropped or entry.pins:
+            return
+        if isinstance(entry.slot, Slot):
+            self._pool.give(entry.slot)
+        elif any(Path(entry.path).name.startswith(prefix) for prefix in self._gone):
+            Path(entry.path).unlink(missing_ok=True)
+            self._readers.pop(entry.path, None)
+
+    def _reader(self, local: LocalCopy) -> SlotReader:
+        reader = self._readers.get(local.path)
+        if reader is None:
+            reader = SlotReader(local.path)
+        if local.offset != DATA_OFFSET or reader.sequence != local.copy.sequence:
+            raise VaultError(f"{local.path}+{local.offset} does not hold {local.copy.key}")
+        self._readers[local.path] = reader
+        return reader
+
+
+def _age(copy: Copy) -> tuple[int, int]:
+    return len(copy.microbatches), copy.sequence

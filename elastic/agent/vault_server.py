@@ -1,0 +1,178 @@
+"""Serves a vault to peers and local workers over TCP; the protocol is `elastic.rpc.bulk`.
+
+One thread a connection: a node has a handful of peers, and each waits in the kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import xxhash
+
+from elastic.agent.vault import Incoming, Vault
+from elastic.core import codec
+from elastic.core.types import Copy
+from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError
+from elastic.rpc.bulk import REQUESTS, Get, Inventory, Locate, Put, Reply, VaultClient, Verify, tune
+from elastic.rpc.frames import Stream
+
+__all__ = ["VaultClient", "VaultServer"]
+
+log = logging.getLogger(__name__)
+
+
+class VaultServer:
+    """`start()` listens; `address` is then host:port. A client that stalls within a frame is dropped."""
+
+    def __init__(
+        self, vault: Vault, host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30.0
+    ) -> None:
+        self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
+        self._listener: socket.socket | None = None
+        self._streams: set[Stream] = set()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self.address = ""
+
+    def start(self) -> VaultServer:
+        """Raises FieldError if the address is not free."""
+        try:
+            self._listener = socket.create_server(self._where, backlog=64)
+        except OSError as error:
+            address = f"{self._where[0]}:{self._where[1]}"
+            raise FieldError("vault address", address, f"a free local address is needed: {error}") from error
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"{host}:{port}"
+        self._spawn(self._accept, self._listener)
+        return self
+
+    def close(self) -> None:
+        """End every connection and wait for the threads."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+            streams, threads = tuple(self._streams), tuple(self._threads)
+        if listener is not None:
+            Stream(listener).close()
+        for stream in streams:
+            stream.close()
+        for thread in threads:
+            thread.join(self._timeout_s)
+
+    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="vault", daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                if self._listener is None:
+                    sock.close()
+                    return
+                stream = Stream(tune(sock))
+                self._streams.add(stream)
+                self._spawn(self._serve, stream)
+
+    def _serve(self, stream: Stream) -> None:
+        try:
+            while True:
+                stream.timeout_s = None
+                header, nbytes = stream.receive()
+                stream.timeout_s = self._timeout_s
+                self._answer(stream, header, nbytes)
+        except (ChannelClosed, TimeoutError) as error:
+            log.debug("vault connection ended: %s", error)
+        except FieldError as error:
+            log.warning("vault %s: a client is dropped: %s", self._vault.node, error)
+        finally:
+            stream.close()
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _answer(self, stream: Stream, header: Any, nbytes: int) -> None:
+        """Carry out one request; its errors go back as a reply and the connection goes on."""
+        kind = REQUESTS.get(header.get("kind", "")) if isinstance(header, dict) else None
+        if kind is None:
+            raise FieldError("vault request", str(header)[:80], f"one of {', '.join(REQUESTS)}")
+        request: Any = codec.decode(kind, header.get("body"))
+        try:
+            if isinstance(request, Put):
+                self._put(stream, request.copies, nbytes)
+                return
+            stream.drain(nbytes)
+            if isinstance(request, Get):
+                self._get(stream, request.key)
+                return
+            reply = self._look(request)
+        except (ChannelClosed, FieldError):
+            raise
+        except ElasticError as error:
+            reply = Reply(error=str(error), stale=isinstance(error, StaleError))
+        stream.send(codec.encode(reply))
+
+    def _look(self, request: Locate | Inventory | Verify) -> Reply:
+        if isinstance(request, Inventory):
+            return Reply(copies=self._vault.inventory())
+        if isinstance(request, Verify):
+            good = self._vault.verify(request.key)
+            return Reply(copies=(self._vault.copy(request.key),) if good else ())
+        if request.node != self._vault.node:
+            raise VaultError(f"{request.node} cannot map memory of {self._vault.node}")
+        local = self._vault.locate(request.key)
+        return Reply(path=local.path, offset=local.offset)
+
+    def _get(self, stream: Stream, key: str) -> None:
+        with self._vault.lease(key) as view:
+            stream.send(codec.encode(Reply()), (view,))
+
+    def _put(self, stream: Stream, copies: tuple[Copy, ...], nbytes: int) -> None:
+        """Take a bundle in: every copy verified before the first is kept."""
+        if sum(copy.nbytes for copy in copies) != nbytes:
+            raise FieldError("payload bytes", nbytes, "the sum of the copies' sizes is needed")
+        incoming: list[tuple[Incoming, str]] = []
+        try:
+            error = self._receive(stream, copies, incoming)
+            if error is None:
+                error = self._commit(incoming)
+        finally:
+            for arrival, _ in incoming:
+                arrival.abort()
+        reply = Reply() if error is None else Reply(error=str(error), stale=isinstance(error, StaleError))
+        stream.send(codec.encode(reply))
+
+    def _receive(
+        self, stream: Stream, copies: tuple[Copy, ...], incoming: list[tuple[Incoming, str]]
+    ) -> ElasticError | None:
+        """Read the whole payload, whatever is wrong with it, so that the connection stays in step."""
+        problem: ElasticError | None = None
+        for copy in copies:
+            try:
+                arrival = self._vault.store(copy) if problem is None else None
+            except (VaultError, StaleError) as error:
+                problem, arrival = error, None
+            if arrival is None:
+                stream.drain(copy.nbytes)
+                continue
+            hasher = xxhash.xxh3_64()
+            incoming.append((arrival, ""))
+            stream.read_into(arrival.buffer, on_chunk=hasher.update)
+            incoming[-1] = (arrival, hasher.hexdigest())
+        return problem
+
+    def _commit(self, incoming: list[tuple[Incoming, str]]) -> ElasticError | None:
+        try:
+            for arrival, digest in incoming:
+                arrival.verify(digest)
+            for arrival, digest in incoming:
+                arrival.commit(digest)
+        except (VaultError, StaleError) as error:
+            return error
+        return None

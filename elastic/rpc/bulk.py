@@ -1,0 +1,194 @@
+"""The vaults' bulk protocol: requests, and the client that agents and workers use.
+
+Frames (`elastic.rpc.frames`) whose header is {"kind": request, "body": fields}; payloads are the copies'
+bytes, one after another. Every request is answered by a `Reply`, whose `error` is empty when all went well.
+
+    Put(copies) + bytes   verified, then kept: all of them or none; the reply is the acknowledgement
+    Get(key)              the copy's bytes
+    Locate(key, node)     where the copy lies in shared memory; only for requesters on the vault's own node
+    Inventory()           all whole copies
+    Verify(key)           compare a copy with its checksum again; a corrupt one is dropped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from elastic.core import codec
+from elastic.core.types import Copy
+from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError
+from elastic.rpc.frames import Stream
+
+BUFFER_BYTES = 4 << 20
+"""Socket buffers: fewer turns between the two sides of a big copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    key: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    error: str = ""
+    stale: bool = False
+    """The error is a refusal of an old epoch."""
+    copies: tuple[Copy, ...] = ()
+    path: str = ""
+    offset: int = 0
+
+
+REQUESTS: dict[str, type] = {kind.__name__: kind for kind in (Put, Get, Locate, Inventory, Verify)}
+
+
+def tune(sock: socket.socket) -> socket.socket:
+    """Set the options that both sides of a bulk connection want."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    return sock
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "host:port" as a pair. Raises FieldError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise FieldError("vault address", address, "HOST:PORT is needed")
+    return host.strip("[]"), int(port)
+
+
+class VaultClient:
+    """One connection to a vault, opened when first needed and reused. Thread-safe; calls queue."""
+
+    def __init__(self, address: str, *, node: str = "", timeout_s: float = 10.0) -> None:
+        """`node` is the requester's own; `timeout_s` bounds every wait without progress."""
+        self.address = address
+        self._where = split_address(address)
+        self._node, self._timeout_s = node, timeout_s
+        self._stream: Stream | None = None
+        self._calling = threading.Lock()
+
+    def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
+        """Send copies with their bytes; returns once the vault holds all of them, verified.
+
+        Raises StaleError when the vault has been fenced against their epoch, VaultError for everything else.
+        """
+        with self._calling, self._connected(None) as stream:
+            self._ask(stream, Put(tuple(copy for copy, _ in bundle)), tuple(data for _, data in bundle))
+            self._reply(stream, None)
+
+    def get(
+        self, copy: Copy, out: memoryview | None = None, check: Callable[[], None] | None = None
+    ) -> memoryview:
+        """Read `copy` into `out` (of its size; by default a new buffer) and return that, verified.
+
+        `check` is called between pieces and may raise to give up. VaultError if the copy is gone or corrupt.
+        """
+        data = memoryview(bytearray(copy.nbytes)) if out is None else out
+        with self._calling, self._connected(check) as stream:
+            self._ask(stream, Get(copy.key))
+            nbytes = self._reply(stream, check)[1]
+            if nbytes != copy.nbytes or len(data) != nbytes:
+                raise VaultError(f"{copy.key}: {nbytes} bytes came, {len(data)} of {copy.nbytes} are wanted")
+            stream.read_into(data, check=check)
+        if xxhash.xxh3_64_hexdigest(data) != copy.checksum:
+            self.verify(copy)
+            raise VaultError(f"{copy.key} from {self.address} does not match its checksum")
+        return data
+
+    def locate(self, copy: Copy) -> tuple[str, int]:
+        """(path, offset) of a copy on this very node. VaultError if it is gone or the node another one."""
+        with self._calling, self._connected(None) as stream:
+            self._ask(stream, Locate(copy.key, self._node))
+            reply, _ = self._reply(stream, None)
+        return reply.path, reply.offset
+
+    def inventory(self) -> tuple[Copy, ...]:
+        with self._calling, self._connected(None) as stream:
+            self._ask(stream, Inventory())
+            return self._reply(stream, None)[0].copies
+
+    def verify(self, copy: Copy) -> bool:
+        """Let the vault look at the copy again; False (and dropped there) if it is not whole."""
+        with self._calling, self._connected(None) as stream:
+            self._ask(stream, Verify(copy.key))
+            return bool(self._reply(stream, None)[0].copies)
+
+    def close(self) -> None:
+        """Close from any thread; a call in progress ends with VaultError."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    @contextlib.contextmanager
+    def _connected(self, check: Callable[[], None] | None) -> Iterator[Stream]:
+        """The connection; dropped after anything but a clean answer: it may be in the middle of a frame."""
+        if check is not None:
+            check()
+        try:
+            if self._stream is None:
+                sock = socket.create_connection(self._where, timeout=self._timeout_s)
+                self._stream = Stream(tune(sock), self._timeout_s)
+            yield self._stream
+        except _Refused as refusal:
+            raise refusal.error from None
+        except TimeoutError as error:
+            self.close()
+            raise VaultError(f"vault {self.address} made no progress for {self._timeout_s:g} s") from error
+        except (ChannelClosed, FieldError, OSError) as error:
+            self.close()
+            raise VaultError(f"vault {self.address}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _ask(self, stream: Stream, request: Any, payload: Sequence[memoryview] = ()) -> None:
+        header = {"kind": type(request).__name__, "body": codec.encode(request)}
+        with contextlib.suppress(
+            ChannelClosed
+        ):  # a vault that refuses early and closes has left its reason to read
+            stream.send(header, payload)
+
+    def _reply(self, stream: Stream, check: Callable[[], None] | None) -> tuple[Reply, int]:
+        body, nbytes = stream.receive(check)
+        reply = codec.decode(Reply, body)
+        if reply.error:
+            stream.drain(nbytes)
+            raise _Refused(StaleError(reply.error) if reply.stale else VaultError(reply.error))
+        return reply, nbytes
+
+
+class _Refused(Exception):
+    """A clean refusal: the connection can be used on."""
+
+    def __init__(self, error: ElasticError) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -1,0 +1,191 @@
+"""Length-prefixed frames over a stream socket, and typed messages on top of them.
+
+    u32  length of the header | header: JSON | u64  length of the payload | payload        (little-endian)
+
+`Stream` carries frames with bulk payloads (vaults); `Channel` carries the dataclasses of
+`elastic.core.messages` (worker <-> agent). Whatever ends a connection - end of file, reset, a closed descriptor -
+is a `ChannelClosed`; a frame that is no frame is a `FieldError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from elastic.core import codec, messages
+from elastic.errors import ChannelClosed, FieldError
+
+MAX_HEADER_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 1 << 40
+CHUNK_BYTES = 512 << 10
+"""Read at a time: small enough that a checksum of what just came is computed from the cache."""
+SLICE_S = 0.05
+"""How long a read that may be abandoned blocks between two looks."""
+_HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
+
+KINDS: dict[str, type] = {
+    name: kind
+    for name, kind in vars(messages).items()
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == messages.__name__
+}
+"""Every message that may travel, by class name."""
+
+
+class Stream:
+    """Frames over a connected socket. Not thread-safe, but for `close`, which wakes a blocked call."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
+        self._sock = sock
+        self.timeout_s = timeout_s
+        """Seconds without any progress after which a call raises TimeoutError; None: never."""
+
+    def send(self, header: Any, payload: Iterable[memoryview] = ()) -> None:
+        """Send one frame; the payload is the concatenation of `payload`, flat byte views."""
+        text = json.dumps(header, separators=(",", ":")).encode()
+        _limit("header", len(text), MAX_HEADER_BYTES)
+        parts = tuple(payload)
+        nbytes = sum(part.nbytes for part in parts)
+        _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
+        self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)))
+        for part in parts:
+            self._write(part)
+
+    def receive(self, check: Callable[[], None] | None = None) -> tuple[Any, int]:
+        """Return the next frame's header and its payload's bytes, which the caller must read or drain."""
+        (length,) = _HEADER.unpack(self._exactly(_HEADER.size, check))
+        _limit("header", length, MAX_HEADER_BYTES)
+        text = self._exactly(length, check)
+        (nbytes,) = _PAYLOAD.unpack(self._exactly(_PAYLOAD.size, check))
+        _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
+        try:
+            return json.loads(text), nbytes
+        except ValueError as error:
+            raise FieldError("frame header", bytes(text[:80]), f"not JSON: {error}") from error
+
+    def read_into(
+        self,
+        out: memoryview,
+        on_chunk: Callable[[memoryview], object] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Fill `out` (flat bytes). `on_chunk` gets every piece as it comes; `check` may raise to give up."""
+        position, idle_s = 0, 0.0
+        wait_s = self._patience(check)
+        while position < len(out):
+            try:
+                with _closing_errors():
+                    count = self._sock.recv_into(out[position : position + CHUNK_BYTES])
+            except TimeoutError:
+                idle_s += wait_s or 0.0
+                if check is None or (self.timeout_s is not None and idle_s >= self.timeout_s):
+                    raise
+                check()
+                continue
+            if count == 0:
+                raise ChannelClosed("the other side closed the connection")
+            if on_chunk is not None:
+                on_chunk(out[position : position + count])
+            if check is not None:
+                check()
+            position, idle_s = position + count, 0.0
+
+    def drain(self, nbytes: int) -> None:
+        """Read and forget `nbytes` of payload."""
+        scratch = memoryview(bytearray(min(nbytes, CHUNK_BYTES)))
+        while nbytes > 0:
+            self.read_into(scratch[:nbytes])
+            nbytes -= min(nbytes, len(scratch))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def _patience(self, check: Callable[[], None] | None) -> float | None:
+        wait_s = self.timeout_s
+        if check is not None:
+            wait_s = SLICE_S if wait_s is None else min(SLICE_S, wait_s)
+        with _closing_errors():
+            self._sock.settimeout(wait_s)
+        return wait_s
+
+    def _exactly(self, nbytes: int, check: Callable[[], None] | None) -> bytearray:
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data), check=check)
+        return data
+
+    def _write(self, data: memoryview) -> None:
+        """Send all of `data`; chunked, because the socket's timeout bounds a whole `sendall`."""
+        with _closing_errors():
+            self._sock.settimeout(self.timeout_s)
+            for start in range(0, len(data), 8 * CHUNK_BYTES):
+                self._sock.sendall(data[start : start + 8 * CHUNK_BYTES])
+
+
+class Channel:
+    """Typed messages over a connected socket. Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._stream = Stream(sock)
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a dataclass of `elastic.core.messages`. Raises ChannelClosed if nobody is there any more."""
+        name = type(message).__name__
+        if KINDS.get(name) is not type(message):
+            raise FieldError("message", name, "a message of elastic.core.messages is needed")
+        frame = {"kind": name, "body": codec.encode(message)}
+        with self._sending:
+            self._stream.send(frame)
+
+    def receive(self) -> Any:
+        """Block for the next message. A FieldError leaves the channel usable: the frame was read whole."""
+        header, nbytes = self._stream.receive()
+        self._stream.drain(nbytes)
+        if not isinstance(header, dict) or header.get("kind") not in KINDS:
+            raise FieldError("message.kind", str(header)[:80], "a message of elastic.core.messages is needed")
+        kind = KINDS[header["kind"]]
+        return codec.decode(kind, header.get("body"))
+
+    def close(self) -> None:
+        """Wakes a blocked `receive` with ChannelClosed."""
+        self._stream.close()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def connect_unix(path: str) -> Channel:
+    """Connect to the agent's socket at `path`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise ChannelClosed(f"no agent listens at {path}: {error}") from error
+    return Channel(sock)
+
+
+@contextlib.contextmanager
+def _closing_errors() -> Iterator[None]:
+    """Every OSError but a timeout means that the connection is gone."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ChannelClosed(f"connection lost: {error}") from error
+
+
+def _limit(name: str, nbytes: int, limit: int) -> None:
+    if nbytes > limit:
+        raise FieldError(f"frame {name} bytes", nbytes, f"at most {limit} are allowed; is the peer ours?")
