@@ -1,7 +1,8 @@
 """A node's side of its stream to the coordinator, and one-shot calls.
 
-A `Session` looks for its coordinator for as long as it is open: a dead coordinator is found again within about
-half a second of its return. Nothing is kept while it is away; a node tells its whole condition anew in `on_up`.
+A `Session` looks for its coordinator for as long as it is open: a dead coordinator is found again within
+about half a second of its return. Nothing is kept while it is away; a node tells its whole condition anew in
+`on_up`.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ log = logging.getLogger(__name__)
 class Session:
     """Keeps one stream to `address` open from the moment it is made until `close`.
 
-    Callbacks run on one thread of this session, in order: `on_up()` when the coordinator has accepted the stream,
-    `on_message(message, envelope)`, `on_down(reason)` when it is lost; up and down alternate. Messages of an
-    older term than the highest seen are dropped (and counted in `stale`).
+    Callbacks run on one thread of this session, in order: `on_up()` when the coordinator has accepted the
+    stream, `on_message(message, envelope)`, `on_down(reason)` when it is lost; up and down alternate.
+    Messages of an older term than the highest seen are dropped (and counted in `stale`).
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Session:
         return self._outbox is not None
 
     def send(self, message: Any, epoch: int) -> bool:
-        """Queue a message and return at once; thread-safe. False: the coordinator is away, nothing was queued."""
+        """Queue a message and return at once; thread-safe. False: the coordinator is away, nothing was
+        queued.
+        """
         outbox = self._outbox
         if outbox is None:
             return False
@@ -78,8 +81,9 @@ class Session:
         return True
 
     def close(self) -> None:
-        """End the stream. No callback begins any more, and none is running when this returns (unless it is called
-        from one). Idempotent."""
+        """End the stream. No callback begins any more, and none is running when this returns, unless it is
+        called from one. Idempotent.
+        """
         if not self._closed:
             self._closed = True
             run(self._cancel())
@@ -93,7 +97,9 @@ class Session:
         await asyncio.wait({self._task})
 
     async def _keep_up(self, keepalive_s: float) -> None:
-        """Open one stream after another. gRPC itself searches for the server; the wait here is between streams."""
+        """Open one stream after another. gRPC itself searches for the server; the wait here is between
+        streams.
+        """
         delay_s = RETRY_MIN_S
         async with grpc.aio.insecure_channel(self.address, options=client_options(keepalive_s)) as channel:
             stub = elastic_pb2_grpc.CoordinatorStub(channel)
@@ -148,8 +154,8 @@ class Session:
 def call(address: str, kind: str, body: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
     """Ask the coordinator one question.
 
-    Raises UsageError if it cannot be reached or refuses the question (with its words), ElasticError if it cannot
-    do what was asked.
+    Raises UsageError if it cannot be reached or refuses the question (with its words), ElasticError if it
+    cannot do what was asked.
     """
     check_address(address)
     with grpc.insecure_channel(address, options=client_options(keepalive_s=5.0)) as channel:

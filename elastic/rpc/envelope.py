@@ -1,4 +1,6 @@
-"""What travels: an envelope with term, epoch and sender around one dataclass of `elastic.core.messages` as JSON."""
+"""What travels: an envelope with term, epoch and sender around one dataclass of `elastic.core.messages` as
+JSON.
+"""
 
 from __future__ import annotations
 

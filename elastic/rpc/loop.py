@@ -63,5 +63,5 @@ class Dispatcher:
         while (callback := self._queue.get()) is not None and not self._abandoned:
             try:
                 callback()
-            except Exception:  # noqa: BLE001 - its owner reads of it in the log; the others must be served
+            except Exception:  # its owner reads of it in the log; the others must be served
                 log.exception("a callback failed")

@@ -1,9 +1,9 @@
 """The coordinator's side: one session a node, and calls of the command line.
 
-Callbacks `on_open`, `on_message` and `on_close` run on one thread, one after another, a session's in their order;
-`on_call` runs on a small pool beside it and may block. A message that cannot be read is answered with `Rejected`
-and the session goes on; a bad call ends with INVALID_ARGUMENT. A sender that knows a newer term than ours tells
-us that we were replaced: its session is refused.
+Callbacks `on_open`, `on_message` and `on_close` run on one thread, one after another, a session's in their
+order; `on_call` runs on a small pool beside it and may block. A message that cannot be read is answered with
+`Rejected` and the session goes on; a bad call ends with INVALID_ARGUMENT. A sender that knows a newer term
+than ours tells us that we were replaced: its session is refused.
 """
 
 from __future__ import annotations

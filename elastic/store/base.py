@@ -5,8 +5,9 @@ fencing token is the coordinator's term.
 
 - **Revisions** are one counter for the whole store; every change takes the next one.
 - **Tokens** are one counter too, so a newer lease always has a higher token. Every write carries the token of
-  the lease that it is made under and is refused with `StaleError` once that lease was acquired anew or released.
-  A lease that merely ran out still writes, until somebody else takes it (an implementation may be stricter).
+  the lease that it is made under and is refused with `StaleError` once that lease was acquired anew or
+  released. A lease that merely ran out still writes, until somebody else takes it (an implementation may be
+  stricter).
 - **Time is an argument** (`now`, seconds since 1970): whoever calls owns the clock. Stores that keep time by
   themselves ignore it.
 - **Keys** are texts such as `job/plan`; they sort as texts. Values are bytes.
@@ -132,7 +133,5 @@ def held(lease: Lease, now: float) -> Conflict:
 
 
 def mismatch(key: str, expected: int | None, found: int | None) -> Conflict:
-    name = {None: "absent"}
-    return Conflict(
-        f"{key}: expected revision {name.get(expected, expected)}, found {name.get(found, found)}"
-    )
+    wanted, present = ("absent" if revision is None else revision for revision in (expected, found))
+    return Conflict(f"{key}: expected revision {wanted}, found {present}")

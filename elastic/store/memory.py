@@ -74,10 +74,10 @@ class MemoryStore:
     def close(self) -> None:
         """Nothing to release."""
 
-    def changes_after(self, revision: int, prefix: str) -> list[Change]:
-        """Newest change of each key under `prefix` with a revision above `revision`, in order. Lock held."""
-        found = [c for c in self._changes.values() if c.revision > revision and c.key.startswith(prefix)]
-        return sorted(found, key=lambda change: change.revision)
+    def change_after(self, revision: int, prefix: str) -> Change | None:
+        """The first change under `prefix` with a revision above `revision`. The lock is held."""
+        found = (c for c in self._changes.values() if c.revision > revision and c.key.startswith(prefix))
+        return min(found, key=lambda change: change.revision, default=None)
 
     @property
     def changed(self) -> threading.Condition:
@@ -110,10 +110,10 @@ class _MemoryWatch:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._store.changed:
             while not self._closed:
-                changes = self._store.changes_after(self._revision, self._prefix)
-                if changes:
-                    self._revision = changes[0].revision
-                    return changes[0]
+                change = self._store.change_after(self._revision, self._prefix)
+                if change is not None:
+                    self._revision = change.revision
+                    return change
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None

@@ -2,9 +2,9 @@
 
 Write-ahead log with `synchronous=FULL`: every commit reaches the disk. A coordinator writes once a decision,
 not once a step, so the cost of a sync does not show; and a term that was given out must never be given out
-again, not even after a power failure (`NORMAL` may lose the newest commits then). A process killed at any point
-leaves the last committed state. Deleted keys stay as tombstones, so that watchers see the deletion. The file
-must lie on a local disk: SQLite's log does not work over network file systems.
+again, not even after a power failure (`NORMAL` may lose the newest commits then). A process killed at any
+point leaves the last committed state. Deleted keys stay as tombstones, so that watchers see the deletion. The
+file must lie on a local disk: SQLite's log does not work over network file systems.
 """
 
 from __future__ import annotations
