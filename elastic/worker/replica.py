@@ -156,7 +156,6 @@ class LayerReplica:
                 value.copy_(found[name])
         self._optimizer.load({_split(n): t for n, t in moments.items()}, header.extra)
         self.version = header.version
-        self._plan = None
 
     def _match(self, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
         for name in sorted(mine.keys() | theirs.keys()):
@@ -175,10 +174,14 @@ class LayerReplica:
         return tensors
 
     def _planned(self, tensors: list[Named]) -> StatePlan:
-        """The layout at this version; made once a version."""
-        if self._plan is None or self._plan.header.version != self.version:
-            self._plan = plan_state(self.version, tensors, self._optimizer.extra())
-        return self._plan
+        """The layout at this version, from that of another one where possible."""
+        extra, plan = self._optimizer.extra(), self._plan
+        if plan is not None and plan.header.version != self.version:
+            plan = plan.at(self.version)
+        if plan is None or not plan.fits(tensors, extra):
+            plan = plan_state(self.version, tensors, extra)
+        self._plan = plan
+        return plan
 
 
 def build_replica(

@@ -6,7 +6,7 @@ Runs are uint8 tensors [n] in host memory. Nothing is converted: what is read is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,8 +30,24 @@ class StatePlan:
     """Where everything goes in a run of `nbytes`."""
 
     text: bytes
+    """Length and padded JSON, as it lies at the start of the run."""
     header: StateHeader
     nbytes: int
+
+    def at(self, version: int) -> StatePlan | None:
+        """The same plan for another version; None if the header's room is too small. Spares laying out anew."""
+        old, new = (f'{{"version":{v},'.encode() for v in (self.header.version, version))
+        room = len(self.text) - 8
+        body = (new + self.text[8:].rstrip().removeprefix(old)).ljust(room)
+        if len(body) > room:
+            return None
+        return StatePlan(self.text[:8] + body, replace(self.header, version=version), self.nbytes)
+
+    def fits(self, tensors: Sequence[Named], extra: dict[str, str]) -> bool:
+        """Whether the plan is for just these tensors (by name and size) and texts."""
+        return extra == self.header.extra and [(n, t.nbytes) for n, t, _ in tensors] == [
+            (entry.name, entry.nbytes) for entry in self.header.tensors
+        ]
 
     def write(self, out: Tensor, tensors: Sequence[Named]) -> None:
         """Write the run to the first `nbytes` of `out`, gaps zeroed."""
