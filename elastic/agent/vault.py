@@ -1,11 +1,11 @@
 """The vault: a node's index of whole copies, its own workers' and its peers', outside every worker process.
 
-Copies come in two ways. A worker writes one to a slot in shared memory and announces it (`publish`); a peer sends
-one (`store`), which is received into a slot of the vault's own, verified, and only then becomes part of the index.
-So the last whole copy is never overwritten by one that is not.
+Copies come in two ways. A worker writes one to a slot in shared memory and announces it (`publish`); a peer
+sends one (`store`), which is received into a slot of the vault's own, verified, and only then becomes part of the
+index. So the last whole copy is never overwritten by one that is not.
 
-Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else was
-overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
+Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
+was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
 Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
 Whole epochs go by `trim`.
@@ -61,7 +61,7 @@ class Incoming:
             raise VaultError(f"{self._copy.key} arrived corrupt: checksum {found}, not {self._copy.checksum}")
 
     def commit(self, digest: str | None = None) -> None:
-        """Verify the bytes and add the copy to the vault. Raises VaultError or StaleError, keeping nothing."""
+        """Verify the bytes and add the copy to the vault, or raise VaultError or StaleError, keeping nothing."""
         if self._slot is None:
             raise VaultError(f"{self._copy.key} was aborted")
         try:
@@ -90,7 +90,7 @@ class Vault:
         self._groups: dict[_Group, dict[int, str]] = {}
         self._places: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
-        self._gone: set[str] = set()
+        self._gone: set[tuple[Path, str]] = set()
         self._fence = 0
 
     # ---- copies come in ----
@@ -191,23 +191,27 @@ class Vault:
     # ---- copies go away ----
 
     def trim(self, epoch: int) -> None:
-        """Drop copies of epochs below `epoch`, and hand the slots that workers set aside back to them."""
+        """Drop copies of epochs below `epoch`; hand back slots that workers set aside, remove those of dead ones."""
         with self._lock:
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
                 self._drop(entry)
             for reader in self._readers.values():
                 if reader.epoch < epoch:
                     reader.release()
+            self._sweep()
 
     def worker_gone(self, pid: int, directory: Path | None = None) -> None:
-        """The worker is dead and its last announcement read: remove its slots as their copies go."""
-        prefix = slot_prefix(pid)
+        """The worker is dead; its copies stay. `trim` removes its slots (in `directory`) as their copies go."""
         with self._lock:
-            self._gone.add(prefix)
-            for path in (directory or self.directory).glob(f"{prefix}*"):
-                if str(path) not in self._places:
-                    path.unlink(missing_ok=True)
-                    self._readers.pop(str(path), None)
+            self._gone.add((directory or self.directory, slot_prefix(pid)))
+
+    def _sweep(self) -> None:
+        for directory, prefix in self._gone:
+            announced = [path for path in self._readers if Path(path).name.startswith(prefix)]
+            for path in {*announced, *map(str, directory.glob(f"{prefix}*"))}:
+                if path not in self._places:
+                    Path(path).unlink(missing_ok=True)
+                    self._readers.pop(path, None)
 
     def verify(self, key: str) -> bool:
         """Compare a copy with its checksum; drop it and return False if it does not match."""
@@ -303,9 +307,6 @@ class Vault:
             return
         if isinstance(entry.slot, Slot):
             self._pool.give(entry.slot)
-        elif any(Path(entry.path).name.startswith(prefix) for prefix in self._gone):
-            Path(entry.path).unlink(missing_ok=True)
-            self._readers.pop(entry.path, None)
 
     def _reader(self, local: LocalCopy) -> SlotReader:
         reader = self._readers.get(local.path)

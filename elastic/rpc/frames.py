@@ -3,7 +3,7 @@
     u32  length of the header | header: JSON | u64  length of the payload | payload        (little-endian)
 
 `Stream` carries frames with bulk payloads (vaults); `Channel` carries the dataclasses of
-`elastic.core.messages` (worker <-> agent). Whatever ends a connection - end of file, reset, a closed descriptor -
+`elastic.core.messages` (worker <-> agent). Whatever ends a connection (end of file, reset, a closed descriptor)
 is a `ChannelClosed`; a frame that is no frame is a `FieldError`.
 """
 

@@ -1,4 +1,4 @@
-"""Slots: files in shared memory that hold one copy each, readable by other processes though their writer may die.
+"""Slots: files in shared memory that hold one copy each, readable by others though their writer may die.
 
     0    8 bytes  magic
     8    u64      sequence of the copy that lies here; 0: none, or one that is being written
@@ -6,9 +6,9 @@
     24   u64      epoch of the copy
     64   ...      the copy
 
-A writer sets the sequence to 0, copies, then sets the real sequence; so whoever finds the expected sequence finds
-a whole copy, also when the writer was killed in the middle. A reader that races with a writer is protected by the
-copy's checksum, which it verifies over the bytes that it took.
+A writer sets the sequence to 0, copies, then sets the real sequence; so whoever finds the expected sequence
+finds a whole copy, also when the writer was killed in the middle. A reader that races with a writer is protected
+by the copy's checksum, which it verifies over the bytes that it took.
 
 A slot that its writer has set aside belongs to the vault, which hands it back by setting the sequence to 0.
 """
@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import tempfile
+import time
 from pathlib import Path
 
 import xxhash
@@ -122,7 +123,7 @@ class SlotPool:
         """`fallback` is used when `directory` (usually on /dev/shm) is full."""
         self.directory = directory
         self._fallback = fallback or Path(tempfile.gettempdir()) / "-".join(directory.absolute().parts[-2:])
-        self._prefix, self._made = prefix, 0
+        self._prefix, self._made = f"{prefix}{time.monotonic_ns():x}-", 0
         self._free: list[Slot] = []
         self.allocated_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,265 @@
+"""Publishes a worker's layers: copies them to shared memory, and tells the agent, who sends them on.
+
+Every (kind, layer) has a ring of two slots. A slot is written again only when the bundle that it was last announced
+in is acknowledged, that is, whole at the peer; so the agent may send it meanwhile, and the previous copy stays whole
+while the next one is written. At most one bundle is ever unprotected.
+
+Two slots suffice for recovery by rolling forward, which needs, of a worker whose agent lives, at any moment either
+state v+1, or state v and the final gradients of step v:
+
+- Before the update of step v the rings hold state v and v-1, and the last two gradient copies of step v, the later
+  of which is final. State v+1 goes into the slot of v-1: v and the final gradients stay whole while it is written.
+- Gradients of step v+1 are published only after state v+1 was; they alone overwrite gradients of step v.
+- A copy becomes part of the agent's index by `Published`, which travels in order and survives the death of its
+  sender: when the agent has read a worker's last words it knows all that was announced.
+
+Slots belong to one epoch. Those of an older one are set aside when the first copy of a new epoch is published, and
+come back once the agent's vault has trimmed that epoch: what an unfinished recovery may still need is not
+overwritten by the recovery itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from elastic.core.messages import LocalCopy, Published
+from elastic.core.types import GRADIENT, STATE, Copy
+from elastic.errors import StaleError
+from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
+from elastic.worker.abandon import Abandon
+from elastic.worker.replica import LayerReplica
+
+SLOTS_A_RING = 2
+
+
+class Sender(Protocol):
+    """A channel to the agent."""
+
+    def send(self, message: Published) -> None: ...
+
+
+@dataclass(slots=True)
+class _Held:
+    slot: Slot
+    bundle: int = 0
+    """What it was announced in; 0: not announced, so free to be written."""
+
+
+@dataclass(slots=True)
+class _Item:
+    """One copy to be made."""
+
+    kind: str
+    layer: int
+    step: int
+    nbytes: int
+    write: Callable[[Tensor], None]
+    microbatches: frozenset[int] = frozenset()
+    losses: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def content(self) -> tuple[int, frozenset[int]]:
+        return self.step, self.microbatches
+
+
+@dataclass(slots=True)
+class _Ring:
+    held: list[_Held] = field(default_factory=list)
+    last: tuple[int, frozenset[int], str] | None = None
+    """(step, ledger, peer) of the newest announced copy, which is not announced again."""
+    bundle: int = 0
+    """Its bundle."""
+
+
+class Publisher:
+    """One a worker. Publishing belongs to the main thread; `on_acked` comes from the thread that reads orders."""
+
+    def __init__(
+        self,
+        channel: Sender,
+        directory: Path | str,
+        node: str,
+        shard: int = 0,
+        *,
+        fallback: Path | None = None,
+    ) -> None:
+        """`directory` is the job's in shared memory; `shard` the TP rank of this worker's layers."""
+        self._channel, self._node, self._shard = channel, node, shard
+        self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()), fallback)
+        self._rings: dict[tuple[str, int], _Ring] = {}
+        self._aside: list[Slot] = []
+        self._epoch = 0
+        self._sequence = time.monotonic_ns() // 1000
+        """Starts above that of any earlier worker of this node."""
+        self._bundle, self._acked = 0, 0
+        self._changed = threading.Condition()
+
+    def publish_gradients(
+        self,
+        replicas: Iterable[LayerReplica],
+        step: int,
+        epoch: int,
+        peer: str,
+        abandon: Abandon | None = None,
+    ) -> int:
+        """Publish the accumulated gradients that have changed since they were last published.
+
+        Returns the bundle that protects them (0: there was nothing ever). Waits for a free slot until `abandon` is
+        set (EpochAbandoned); without `abandon` it never waits but takes more memory.
+        """
+        items = [
+            _Item(
+                GRADIENT,
+                replica.index,
+                step,
+                replica.gradient_nbytes,
+                replica.write_gradient,
+                frozenset(replica.ledger),
+                tuple(sorted(replica.losses.items())),
+            )
+            for replica in replicas
+            if replica.ledger
+        ]
+        return self._publish(items, epoch, peer, abandon)
+
+    def publish_states(
+        self,
+        replicas: Iterable[LayerReplica],
+        epoch: int,
+        peer: str,
+        peer_layers: Collection[int] | None = None,
+        abandon: Abandon | None = None,
+    ) -> int:
+        """Publish the layers' states, those of `peer_layers` (None: all) to the peer, the others locally.
+
+        Returns the bundle that protects them; waits as `publish_gradients` does.
+        """
+        items = [
+            _Item(STATE, replica.index, replica.version, replica.state_nbytes(), replica.write_state)
+            for replica in replicas
+        ]
+        away = [item for item in items if peer_layers is None or item.layer in peer_layers]
+        here = [item for item in items if item not in away]
+        local = self._publish(here, epoch, "", abandon)
+        return max(local, self._publish(away, epoch, peer, abandon))
+
+    def on_acked(self, bundle: int) -> None:
+        """The agent says that `bundle` and all before it are whole where they should be."""
+        with self._changed:
+            self._acked = max(self._acked, bundle)
+            self._changed.notify_all()
+
+    def wait_acked(self, bundle: int, abandon: Abandon) -> None:
+        """Block until `bundle` is acknowledged. Raises EpochAbandoned when `abandon` is set first."""
+        if self._acked >= bundle:
+            return
+        abandon.subscribe(self._wake)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._acked >= bundle or abandon.is_set())
+        finally:
+            abandon.unsubscribe(self._wake)
+        if self._acked < bundle:
+            abandon.check()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Shared memory in use for slots."""
+        return self._pool.allocated_bytes
+
+    def close(self) -> None:
+        """Remove the files of slots that hold nothing; the others are the vault's."""
+        self._pool.close()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _publish(self, items: list[_Item], epoch: int, peer: str, abandon: Abandon | None) -> int:
+        """Write and announce those of `items` that are new, as one bundle."""
+        self._enter(epoch)
+        written: list[tuple[_Item, _Ring, _Held, LocalCopy]] = []
+        protecting = 0
+        for item in items:
+            ring = self._rings.setdefault((item.kind, item.layer), _Ring())
+            if ring.last == (*item.content, peer):
+                protecting = max(protecting, ring.bundle)
+                continue
+            held = self._free(ring, item.nbytes, abandon)
+            written.append((item, ring, held, self._write(item, held.slot, epoch)))
+        if not written:
+            return protecting
+        self._bundle += 1
+        for item, ring, held, _ in written:
+            held.bundle = ring.bundle = self._bundle
+            ring.last = (*item.content, peer)
+        self._channel.send(Published(self._bundle, tuple(local for *_, local in written), peer))
+        return self._bundle
+
+    def _write(self, item: _Item, slot: Slot, epoch: int) -> LocalCopy:
+        view = slot.view(item.nbytes)
+        slot.begin()
+        item.write(torch.frombuffer(view, dtype=torch.uint8))
+        self._sequence += 1
+        copy = Copy(
+            kind=item.kind,
+            layer=item.layer,
+            shard=self._shard,
+            step=item.step,
+            epoch=epoch,
+            owner=self._node,
+            sequence=self._sequence,
+            nbytes=item.nbytes,
+            checksum=checksum(view),
+            microbatches=item.microbatches,
+            losses=item.losses,
+            node=self._node,
+        )
+        slot.finish(self._sequence, item.nbytes, epoch)
+        return LocalCopy(copy, str(slot.path), DATA_OFFSET)
+
+    def _free(self, ring: _Ring, nbytes: int, abandon: Abandon | None) -> _Held:
+        """A slot of the ring that may be written now, never the one announced last."""
+        oldest = min(ring.held, key=lambda held: held.bundle, default=None)
+        if oldest is None or (oldest.bundle and len(ring.held) < SLOTS_A_RING):
+            return self._new(ring, nbytes)
+        if oldest.bundle > self._acked:
+            if abandon is None:
+                return self._new(ring, nbytes)
+            self.wait_acked(oldest.bundle, abandon)
+        oldest.bundle = 0
+        if oldest.slot.capacity < nbytes:
+            self._pool.give(oldest.slot)
+            oldest.slot = self._pool.take(nbytes)
+        return oldest
+
+    def _new(self, ring: _Ring, nbytes: int) -> _Held:
+        for slot in [slot for slot in self._aside if slot.sequence == 0]:
+            self._aside.remove(slot)
+            self._pool.give(slot)
+        held = _Held(self._pool.take(nbytes))
+        ring.held.append(held)
+        return held
+
+    def _enter(self, epoch: int) -> None:
+        """Set the slots of an older epoch aside, for the vault to hand back."""
+        if epoch < self._epoch:
+            raise StaleError(f"copies of epoch {epoch} after those of epoch {self._epoch}")
+        if epoch == self._epoch:
+            return
+        for held in [held for ring in self._rings.values() for held in ring.held]:
+            if held.bundle:
+                self._aside.append(held.slot)
+            else:
+                self._pool.give(held.slot)
+        self._rings.clear()
+        self._epoch = epoch
