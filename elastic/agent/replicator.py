@@ -1,8 +1,8 @@
 """Sends what this node's workers publish to the peer's vault, in order, and acknowledges what is whole there.
 
 One thread. A bundle that cannot be delivered is held, never acknowledged and never skipped: the failure is
-reported once, delivery is tried again with growing pauses, and `reset` (the epoch is over) drops it. Bundles for
-no peer are acknowledged in their turn.
+reported once, delivery is tried again with growing pauses, and `reset` (the epoch is over) drops it.
+Bundles for no peer are acknowledged in their turn.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Replicator:
             self._changed.notify_all()
 
     def submit(self, worker: int, published: Published) -> None:
-        """Queue a bundle that the vault has indexed. One for a peer, of an epoch already reset, is dropped."""
+        """Queue a bundle that the vault has indexed; dropped if it is for a peer and of a past epoch."""
         with self._changed:
             stale = any(local.copy.epoch < self._epoch for local in published.copies)
             if self._closed or (published.peer and stale):
@@ -75,7 +75,7 @@ class Replicator:
             self._changed.notify_all()
 
     def reset(self, epoch: int) -> None:
-        """Drop what is not acknowledged, refuse bundles of epochs below `epoch`, end a send in progress."""
+        """Drop what is unacknowledged, refuse bundles of epochs below `epoch`, end a send in progress."""
         with self._changed:
             self._epoch = max(self._epoch, epoch)
             self._clear()

@@ -1,8 +1,8 @@
 """The vault: a node's index of whole copies, its own workers' and its peers', outside every worker process.
 
 Copies come in two ways. A worker writes one to a slot in shared memory and announces it (`publish`); a peer
-sends one (`store`), which is received into a slot of the vault's own, verified, and only then becomes part of the
-index. So the last whole copy is never overwritten by one that is not.
+sends one (`store`), which is received into a slot of the vault's own, verified, and only then becomes part
+of the index. So the last whole copy is never overwritten by one that is not.
 
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
@@ -61,7 +61,7 @@ class Incoming:
             raise VaultError(f"{self._copy.key} arrived corrupt: checksum {found}, not {self._copy.checksum}")
 
     def commit(self, digest: str | None = None) -> None:
-        """Verify the bytes and add the copy to the vault, or raise VaultError or StaleError, keeping nothing."""
+        """Verify the bytes and add the copy to the vault; VaultError or StaleError keep nothing."""
         if self._slot is None:
             raise VaultError(f"{self._copy.key} was aborted")
         try:
@@ -191,7 +191,7 @@ class Vault:
     # ---- copies go away ----
 
     def trim(self, epoch: int) -> None:
-        """Drop copies of epochs below `epoch`; hand back slots that workers set aside, remove those of dead ones."""
+        """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers."""
         with self._lock:
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
                 self._drop(entry)
@@ -201,7 +201,7 @@ class Vault:
             self._sweep()
 
     def worker_gone(self, pid: int, directory: Path | None = None) -> None:
-        """The worker is dead; its copies stay. `trim` removes its slots (in `directory`) as their copies go."""
+        """The worker is dead, its copies stay; `trim` removes its slots as those go."""
         with self._lock:
             self._gone.add((directory or self.directory, slot_prefix(pid)))
 

@@ -3,8 +3,8 @@
     u32  length of the header | header: JSON | u64  length of the payload | payload        (little-endian)
 
 `Stream` carries frames with bulk payloads (vaults); `Channel` carries the dataclasses of
-`elastic.core.messages` (worker <-> agent). Whatever ends a connection (end of file, reset, a closed descriptor)
-is a `ChannelClosed`; a frame that is no frame is a `FieldError`.
+`elastic.core.messages` (worker <-> agent). Whatever ends a connection (end of file, reset, a closed
+descriptor) is a `ChannelClosed`; a frame that is no frame is a `FieldError`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     64   ...      the copy
 
 A writer sets the sequence to 0, copies, then sets the real sequence; so whoever finds the expected sequence
-finds a whole copy, also when the writer was killed in the middle. A reader that races with a writer is protected
-by the copy's checksum, which it verifies over the bytes that it took.
+finds a whole copy, also when the writer was killed in the middle. A reader that races with a writer is
+protected by the copy's checksum, which it verifies over the bytes that it took.
 
 A slot that its writer has set aside belongs to the vault, which hands it back by setting the sequence to 0.
 """

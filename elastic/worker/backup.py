@@ -1,21 +1,22 @@
 """Publishes a worker's layers: copies them to shared memory, and tells the agent, who sends them on.
 
-Every (kind, layer) has a ring of two slots. A slot is written again only when the bundle that it was last announced
-in is acknowledged, that is, whole at the peer; so the agent may send it meanwhile, and the previous copy stays whole
-while the next one is written. At most one bundle is ever unprotected.
+Every (kind, layer) has a ring of two slots. A slot is written again only when the bundle that it was last
+announced in is acknowledged, that is, whole at the peer; so the agent may send it meanwhile, and the
+previous copy stays whole while the next one is written. At most one bundle is ever unprotected.
 
-Two slots suffice for recovery by rolling forward, which needs, of a worker whose agent lives, at any moment either
-state v+1, or state v and the final gradients of step v:
+Two slots suffice for recovery by rolling forward, which needs, of a worker whose agent lives, at any moment
+either state v+1, or state v and the final gradients of step v:
 
-- Before the update of step v the rings hold state v and v-1, and the last two gradient copies of step v, the later
-  of which is final. State v+1 goes into the slot of v-1: v and the final gradients stay whole while it is written.
+- Before the update of step v the rings hold state v and v-1, and the last two gradient copies of step v,
+  the later of which is final. State v+1 goes into the slot of v-1: v and the final gradients stay whole
+  while it is written.
 - Gradients of step v+1 are published only after state v+1 was; they alone overwrite gradients of step v.
-- A copy becomes part of the agent's index by `Published`, which travels in order and survives the death of its
-  sender: when the agent has read a worker's last words it knows all that was announced.
+- A copy becomes part of the agent's index by `Published`, which travels in order and survives the death of
+  its sender: when the agent has read a worker's last words it knows all that was announced.
 
-Slots belong to one epoch. Those of an older one are set aside when the first copy of a new epoch is published, and
-come back once the agent's vault has trimmed that epoch: what an unfinished recovery may still need is not
-overwritten by the recovery itself.
+Slots belong to one epoch. Those of an older one are set aside when the first copy of a new epoch is
+published, and come back once the agent's vault has trimmed that epoch: what an unfinished recovery may
+still need is not overwritten by the recovery itself.
 """
 
 from __future__ import annotations
@@ -74,14 +75,15 @@ class _Item:
 @dataclass(slots=True)
 class _Ring:
     held: list[_Held] = field(default_factory=list)
-    last: tuple[int, frozenset[int], str] | None = None
-    """(step, ledger, peer) of the newest announced copy, which is not announced again."""
+    content: tuple[int, frozenset[int]] | None = None
+    """(step, ledger) of the newest announced copy, which is not announced again."""
+    peer: str = ""
     bundle: int = 0
-    """Its bundle."""
+    """Where and in which bundle it was announced."""
 
 
 class Publisher:
-    """One a worker. Publishing belongs to the main thread; `on_acked` comes from the thread that reads orders."""
+    """One a worker. The main thread publishes; `on_acked` comes from the thread that reads orders."""
 
     def __init__(
         self,
@@ -113,8 +115,8 @@ class Publisher:
     ) -> int:
         """Publish the accumulated gradients that have changed since they were last published.
 
-        Returns the bundle that protects them (0: there was nothing ever). Waits for a free slot until `abandon` is
-        set (EpochAbandoned); without `abandon` it never waits but takes more memory.
+        Returns the bundle that protects them (0: there was nothing ever). Waits for a free slot until
+        `abandon` is set (EpochAbandoned); without `abandon` it never waits but takes more memory.
         """
         items = [
             _Item(
@@ -139,7 +141,7 @@ class Publisher:
         peer_layers: Collection[int] | None = None,
         abandon: Abandon | None = None,
     ) -> int:
-        """Publish the layers' states, those of `peer_layers` (None: all) to the peer, the others locally.
+        """Publish the layers' states: those of `peer_layers` (None: all) to the peer, others locally.
 
         Returns the bundle that protects them; waits as `publish_gradients` does.
         """
@@ -191,7 +193,7 @@ class Publisher:
         protecting = 0
         for item in items:
             ring = self._rings.setdefault((item.kind, item.layer), _Ring())
-            if ring.last == (*item.content, peer):
+            if ring.content == item.content and peer in ("", ring.peer):
                 protecting = max(protecting, ring.bundle)
                 continue
             held = self._free(ring, item.nbytes, abandon)
@@ -201,7 +203,7 @@ class Publisher:
         self._bundle += 1
         for item, ring, held, _ in written:
             held.bundle = ring.bundle = self._bundle
-            ring.last = (*item.content, peer)
+            ring.content, ring.peer = item.content, peer
         self._channel.send(Published(self._bundle, tuple(local for *_, local in written), peer))
         return self._bundle
 

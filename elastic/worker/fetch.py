@@ -1,4 +1,4 @@
-"""Reads copies out of vaults: this node's through shared memory, others' over TCP. Every byte is verified."""
+"""Reads copies out of vaults: this node's through shared memory, others' over TCP. All is verified."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Fetcher:
     def fetch(self, copy: Copy) -> Fetched:
         """The bytes of `copy`, from the vault of `copy.node`.
 
-        Raises VaultError if the vault is away or the copy gone or corrupt, EpochAbandoned when told to give up.
+        Raises VaultError if the vault is away or the copy gone or corrupt, EpochAbandoned when told to stop.
         """
         self._check()
         client = self._clients.get(copy.node)
@@ -53,7 +53,7 @@ class Fetcher:
         if copy.node == self._node:
             self._map(client, copy, out)
             return Fetched(out, SHARED_MEMORY)
-        client.get(copy, memoryview(out.numpy()), check=self._check)
+        client.get(copy, _bytes(out), check=self._check)
         return Fetched(out, f"peer:{copy.node}")
 
     def fetch_all(self, copies: Sequence[Copy]) -> list[Fetched]:
@@ -83,7 +83,7 @@ class Fetcher:
         reader = SlotReader(path)
         if reader.sequence == copy.sequence:
             np.copyto(out.numpy(), np.frombuffer(reader.view(copy.nbytes), dtype=np.uint8))
-            if checksum(memoryview(out.numpy())) == copy.checksum:
+            if checksum(_bytes(out)) == copy.checksum:
                 return
         client.verify(copy)
         raise VaultError(f"{copy.key} is torn or was overwritten")
@@ -104,3 +104,7 @@ def fetch(
         return fetcher.fetch(copy)
     finally:
         fetcher.close()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.numpy().data)
