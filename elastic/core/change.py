@@ -129,6 +129,10 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         {"epoch": state.epoch, "step": assignment.step, "plan": plan.reason, "reason": told.text,
          "todo": [list(part) for part in assignment.todo]},
     )  # fmt: skip
+    fallback = [recipe for _, recipe in assignment.recipes if recipe.checkpoint]
+    if fallback and state.trained:
+        lost = {"from_step": assignment.step, "why": told.text, "checkpoint": fallback[0].checkpoint}
+        return state, (*sends, note, Note("lost-steps", lost)), change.reason
     return state, (*sends, note), change.reason
 
 

@@ -397,6 +397,9 @@ def trouble(state: JobState, now: float) -> str:
             return f"{node} lost"
         if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
             return f"{node}: {member.report.cause or 'workers are gone'}"
+    for node, peer in state.plan.peers:
+        if peer not in state.members:
+            return f"{peer} lost, which kept the backups of {node}"
     if state.suspected_since and now - state.suspected_since > CONTACT_S:
         suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
         return f"contact lost with {' '.join(suspects)}"

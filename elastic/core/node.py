@@ -148,12 +148,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """End the agent with this exit code."""
+    """Let the workers end, then end the agent with this exit code."""
 
     code: int
 
 
-Action = Tell | Spawn | KillWorkers | Fence | Enter | Report | Leave
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Forget everything, vault included, and join again as a new incarnation."""
+
+
+Action = Tell | Spawn | KillWorkers | Fence | Enter | Report | Leave | Rejoin
 Result = tuple[NodeState, tuple[Action, ...], str]
 
 
@@ -167,9 +172,9 @@ def transition(state: NodeState, event: Any, now: float) -> Result:
         case m.Install():
             return _install(state, event)
         case m.Stop():
-            return state, (KillWorkers(event.reason or "stop"), Leave(event.code)), "the job is over for this node"
+            return state, (Tell(event), Leave(event.code)), "the job is over for this node"
         case m.Fenced():
-            return state, (KillWorkers(event.reason), Leave(-1)), f"no longer a member: {event.reason}"
+            return state, (KillWorkers(event.reason), Rejoin()), f"no longer a member: {event.reason}"
         case Said():
             return _said(state, event, now)
         case Exited():

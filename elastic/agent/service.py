@@ -1,0 +1,348 @@
+"""The agent process: supervises a node's workers, keeps its vault, and speaks for it to the coordinator.
+
+A thin shell around `elastic.core.node.transition`. One thread owns the node's state and takes events from a queue:
+orders of the coordinator, words of workers (in the order in which they were said), exits, and a periodic look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from elastic import lifeline
+from elastic.agent.checkpoints import CheckpointWriter
+from elastic.agent.prefetch import prefetch
+from elastic.agent.processes import Place, WorkerExit, WorkerGroup
+from elastic.agent.replicator import Replicator
+from elastic.agent.vault import Vault
+from elastic.agent.vault_server import VaultServer
+from elastic.config import JobConfig, load_config
+from elastic.core import messages as m
+from elastic.core import node as core
+from elastic.core.faults import parse_fault
+from elastic.core.messages import NodePhase
+from elastic.core.types import NodeInfo
+from elastic.errors import ChannelClosed, ElasticError, FieldError
+from elastic.rpc.client import Session
+from elastic.rpc.frames import Channel
+from elastic.telemetry import configure_logging
+
+log = logging.getLogger("elastic.agent")
+LOOK_S = 0.1
+GRACE_S = 10.0
+"""How long workers may take to end by themselves when the job is over."""
+RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
+
+
+class Agent:
+    """Owns a node. Everything happens on the thread that calls `run`, but for transfers and sockets."""
+
+    def __init__(self, config: JobConfig, node: str, coordinator: str, domain: str, host: str) -> None:
+        self._config, self._node, self._domain, self._host = config, node, domain, host
+        self._queue: queue.Queue[Any] = queue.Queue()
+        self._directory = Path(config.memory_dir) / node
+        self._steps: deque[m.StepDone] = deque(maxlen=4096)
+        self._channels: dict[int, Channel] = {}
+        self._group: WorkerGroup | None = None
+        self._generation = 0
+        self._partitioned_until = 0.0
+        self._exit_code: int | None = None
+        self._begin()
+        self._socket = self._listen()
+        self._session = Session(
+            coordinator,
+            on_message=lambda message, envelope: self._queue.put(message),
+            on_up=lambda: self._queue.put("up"),
+            on_down=lambda reason: log.info("coordinator away: %s", reason),
+            sender=node,
+        )
+
+    def _begin(self) -> None:
+        """A new incarnation: empty vault, no workers."""
+        self._vault = Vault(self._node, self._directory / "vault")
+        self._server = VaultServer(self._vault, self._host).start()
+        self._replicator = Replicator(self._vault, self._acked, self._held)
+        self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
+        info = NodeInfo(
+            node=self._node,
+            incarnation=uuid.uuid4().hex[:12],
+            vault=self._server.address,
+            domain=self._domain,
+            workers=self._config.nproc_per_node,
+            memory_bytes=self._config.node_memory_bytes,
+            host=self._host,
+        )
+        self._state = core.NodeState(info)
+
+    def _listen(self) -> socket.socket:
+        path = self._directory / "agent.sock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        os.chmod(path, 0o600)
+        listener.listen(64)
+        threading.Thread(target=self._accept, args=(listener,), name="workers", daemon=True).start()
+        return listener
+
+    def run(self) -> int:
+        """Serve until the job is over for this node; return the exit code."""
+        next_look = next_beat = time.monotonic()
+        while self._exit_code is None:
+            with contextlib.suppress(queue.Empty):
+                self._take(self._queue.get(timeout=max(0.001, min(next_look, next_beat) - time.monotonic())))
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + LOOK_S
+                self._look()
+            if now >= next_beat:
+                next_beat = now + self._config.heartbeat_s
+                self._beat()
+        self._close()
+        return self._exit_code
+
+    # ---- events in ---------------------------------------------------------------------------------------------
+
+    def _take(self, item: Any) -> None:
+        match item:
+            case "up":
+                self._report()
+                for step in self._steps:
+                    self._say(step)
+            case (int() as generation, int() as rank, message):
+                if generation == self._generation:
+                    self._from_worker(rank, message)
+            case m.CheckpointPart():
+                self._say(item)
+            case m.Trim():
+                self._vault.trim(item.epoch)
+            case m.Prefetch() if not self._partitioned:
+                self._start_prefetch(item)
+            case _ if not self._partitioned:
+                self._apply(item)
+
+    def _from_worker(self, rank: int, message: Any) -> None:
+        match message:
+            case m.Published():
+                self._published(rank, message)
+            case m.StepDone():
+                self._steps.append(message)
+                self._say(message)
+            case m.FaultReached():
+                fault = parse_fault(message.fault)
+                log.warning("partitioned from everybody for %g s (injected)", fault.duration_s)
+                self._partitioned_until = time.monotonic() + fault.duration_s
+            case WorkerExit():
+                self._channels.pop(rank, None)
+                self._vault.worker_gone(message.pid)
+                self._apply(core.Exited(rank, message.returncode))
+            case m.Attach() | m.Halted() | m.Failed() | m.Finished():
+                log.info("worker %d: %s", rank, type(message).__name__)
+                if isinstance(message, m.Attach):
+                    self._checkpoints.every = message.spec.checkpoint_every
+                self._apply(core.Said(rank, message))
+            case _:
+                self._apply(core.Said(rank, message))
+
+    def _published(self, rank: int, message: m.Published) -> None:
+        for local in message.copies:
+            self._vault.publish(local)
+        self._checkpoints.offer(message)
+        self._replicator.submit(rank, message)
+
+    def _look(self) -> None:
+        if self._group is None:
+            return
+        found = self._group.states()
+        evidence = tuple(core.Evidence(rank, s.stopped, s.cpu_s) for rank, s in found.items())
+        self._apply(core.Looked(evidence))
+
+    def _beat(self) -> None:
+        told = core.report(self._state)
+        self._say(m.Heartbeat(self._node, self._state.info.incarnation, told.step, told.microbatch))
+
+    def _apply(self, event: Any) -> None:
+        before = self._state
+        self._state, actions, reason = core.transition(before, event, time.monotonic())
+        if self._state.phase is not before.phase:
+            log.info("%s -> %s (epoch %d): %s", before.phase, self._state.phase, self._state.epoch, reason)
+        for action in actions:
+            self._act(action)
+
+    # ---- actions out -------------------------------------------------------------------------------------------
+
+    def _act(self, action: core.Action) -> None:
+        match action:
+            case core.Tell(message, rank):
+                for r, channel in list(self._channels.items()):
+                    if rank is None or rank == r:
+                        self._tell(channel, message)
+            case core.Spawn(launch):
+                self._spawn(launch)
+            case core.KillWorkers(reason):
+                log.warning("workers are killed: %s", reason)
+                self._kill()
+            case core.Fence(epoch):
+                self._replicator.reset(epoch)
+                self._vault.fence(epoch)
+            case core.Enter(install):
+                self._replicator.vaults = dict(install.assignment.vaults)
+                self._checkpoints.enter(self._node, install.assignment.plan)
+            case core.Report():
+                self._report()
+            case core.Leave(code):
+                self._exit_code = code
+            case core.Rejoin():
+                self._rejoin()
+
+    def _tell(self, channel: Channel, message: Any) -> None:
+        with contextlib.suppress(ChannelClosed):  # its exit is reported by the process group
+            channel.send(message)
+
+    def _say(self, message: Any) -> None:
+        if not self._partitioned:
+            self._session.send(message, self._state.epoch)
+
+    @property
+    def _partitioned(self) -> bool:
+        if self._partitioned_until and time.monotonic() >= self._partitioned_until:
+            self._partitioned_until = 0.0
+            self._queue.put("up")
+        return self._partitioned_until > 0
+
+    def _report(self) -> None:
+        report = core.report(self._state)
+        if report.phase not in RUNNING:
+            report = m.NodeReport(**{f: getattr(report, f) for f in report.__slots__} | {
+                "inventory": self._vault.inventory()
+            })  # fmt: skip
+        self._say(report)
+
+    def _spawn(self, launch: m.Launch) -> None:
+        self._generation += 1
+        generation = self._generation
+        place = Place(self._node, str(self._directory / "agent.sock"), self._host)
+
+        def ended(exit: WorkerExit) -> None:
+            self._queue.put((generation, exit.local_rank, exit))
+
+        self._group = WorkerGroup(self._config, launch, place, ended)
+        try:
+            self._group.start()
+        except OSError as error:
+            log.error("workers cannot be started: %s", error)
+            for rank in range(self._config.nproc_per_node):
+                self._queue.put((generation, rank, WorkerExit(rank, 0, 127, time.time())))
+
+    def _kill(self) -> None:
+        """Kill the workers; their exits, and whatever they said before, arrive through the queue as usual."""
+        if self._group is not None:
+            self._group.kill()
+
+    def _rejoin(self) -> None:
+        self._generation += 1
+        self._group = None
+        for part in (self._replicator, self._server, self._vault):
+            part.close()
+        self._channels.clear()
+        self._begin()
+        self._report()
+
+    def _start_prefetch(self, order: m.Prefetch) -> None:
+        def work() -> None:
+            try:
+                prefetch(self._vault, order)
+            except ElasticError as error:
+                log.warning("prefetch: %s", error)
+            self._queue.put(core.PrefetchDone(order.epoch))
+
+        threading.Thread(target=work, name="prefetch", daemon=True).start()
+
+    # ---- callbacks of other threads ----------------------------------------------------------------------------
+
+    def _acked(self, worker: int, bundle: int) -> None:
+        channel = self._channels.get(worker)
+        if channel is not None:
+            self._tell(channel, m.Acked(bundle))
+
+    def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
+        failed = m.CommFailed(self._state.epoch, (peer,), f"backup of bundle {bundle}: {error}")
+        self._queue.put((self._generation, 0, failed))
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # closed: the agent ends
+            threading.Thread(target=self._hear, args=(Channel(sock),), name="worker", daemon=True).start()
+
+    def _hear(self, channel: Channel) -> None:
+        """One worker's words, into the queue, until it is gone."""
+        try:
+            first = channel.receive()
+            if not isinstance(first, m.Attach):
+                raise FieldError("first message", type(first).__name__, "a worker begins with Attach")
+            rank, generation = first.local_rank, self._generation
+            pids = self._group.pids if self._group is not None else {}
+            if pids.get(rank) != first.pid:
+                raise FieldError("pid", first.pid, f"not a worker of this launch ({pids})")
+            self._channels[rank] = channel
+            self._queue.put((generation, rank, first))
+            while True:
+                self._queue.put((generation, rank, channel.receive()))
+        except ChannelClosed:
+            return
+        except FieldError as error:
+            log.error("a worker's channel is closed: %s", error)
+            channel.close()
+
+    def _close(self) -> None:
+        if self._group is not None:
+            if not self._group.wait(GRACE_S):
+                log.warning("workers did not end within %g s", GRACE_S)
+            self._group.kill()
+        self._session.close()
+        for part in (self._checkpoints, self._replicator, self._server, self._vault):
+            part.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="elastic.agent.service")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--domain", default="")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--parent-pipe", type=int, default=-1)
+    args = parser.parse_args(argv)
+    config = load_config(args.run_dir)
+    configure_logging(args.node, Path(config.run_dir) / "logs" / f"{args.node}.log")
+    if args.parent_pipe >= 0:
+        lifeline.watch(args.parent_pipe)
+    try:
+        agent = Agent(config, args.node, args.coordinator, args.domain, args.host)
+    except ElasticError as error:
+        print(f"elastic agent: {error}", file=sys.stderr)
+        return error.exit_code
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: agent.stop())
+    return agent.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

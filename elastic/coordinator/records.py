@@ -1,0 +1,96 @@
+"""What a run leaves behind: events.jsonl, progress.jsonl, summary.json, exit.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic.coordinator.summary import plan_entry, recovery_entry, summarize
+from elastic.core import messages as m
+from elastic.core.job import JobState, Recovered
+from elastic.core.types import Plan
+from elastic.telemetry import EventLog, read_events
+
+
+class Records:
+    """Files of one run directory. Only the coordinator writes them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._events = EventLog(run_dir / "events.jsonl")
+        self._progress = EventLog(run_dir / "progress.jsonl")
+        self._last_recovery = 0.0
+
+    def event(self, kind: str, data: dict[str, Any]) -> None:
+        self._events.write({"kind": kind, **data})
+
+    def decision(self, state: JobState, reason: str) -> None:
+        self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
+
+    def plan(self, plan: Plan, step: int, reason: str) -> None:
+        self.event("plan", {"epoch": plan.epoch, "step": step, "reason": reason, **plan_entry(plan)})
+
+    def step(self, done: m.StepDone, state: JobState) -> None:
+        entry = {
+            "epoch": done.epoch,
+            "step": done.record.step,
+            "loss": done.record.loss,
+            "grad_norm": done.record.grad_norm,
+            "clip": done.record.clip,
+            "lr": done.lr,
+            "seconds": round(done.seconds, 5),
+            "tokens": done.tokens,
+            "doubled": done.doubled,
+            "missing": done.missing,
+        }
+        self.event("step", entry)
+        self.progress(state, done)
+
+    def progress(self, state: JobState, done: m.StepDone | None = None) -> None:
+        """One line for whoever shows how far the job is."""
+        plan = state.plan
+        reports = [mb.report for mb in state.members.values()]
+        entry: dict[str, Any] = {
+            "step": done.record.step + 1 if done else max((r.step for r in reports), default=0),
+            "microbatch": 0 if done else max((r.microbatch for r in reports), default=0),
+            "steps": state.spec.n_steps if state.spec else 0,
+            "nodes": len(plan.nodes()) if plan else len(state.members),
+            "plan": shape(plan) if plan else "",
+            "phase": state.phase.value,
+            "epoch": state.epoch,
+        }
+        if done is not None:
+            entry |= {"loss": done.record.loss, "tokens_per_s": round(done.tokens / max(done.seconds, 1e-9), 1)}
+        self._progress.write(entry)
+
+    def recovered(self, event: Recovered) -> None:
+        entry = recovery_entry(event, self._fault_time(event))
+        self._last_recovery = event.resumed_at
+        self.event("recovery", entry)
+
+    def _fault_time(self, event: Recovered) -> float | None:
+        """When the newest injected fault since the last recovery was carried out."""
+        times = [p.stat().st_mtime for p in (self.run_dir / "faults").glob("*.fired")]
+        recent = [t for t in times if self._last_recovery < t <= event.change.began]
+        return min(recent, default=None)
+
+    def end(self, code: int, reason: str, params_sha256: str) -> None:
+        """The job is over: write the summary, then the exit record that the launcher waits for."""
+        self.event("end", {"code": code, "reason": reason, "params_sha256": params_sha256})
+        summary = summarize(read_events(self.run_dir / "events.jsonl"))
+        _replace(self.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        _replace(self.run_dir / "exit.json", json.dumps({"code": code, "reason": reason}) + "\n")
+
+
+def shape(plan: Plan) -> str:
+    """Depths of the pipelines, as in 3+1."""
+    return "+".join(str(len(p.stages)) for p in plan.pipelines)
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
+    draft.write_text(text)
+    os.replace(draft, path)

@@ -1,0 +1,345 @@
+"""The coordinator process: a thin shell around `elastic.core.coordinator.transition`.
+
+One thread takes events from a queue (messages of agents, ticks, requests of the command line), asks the pure
+transition what to do, saves the new state, and then acts. State is saved before anything is sent, under the fencing
+token of the coordinator's lease, so that a former coordinator can neither save nor, by its older term, be heard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import queue
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic import lifeline
+from elastic.agent.checkpoint import commit as commit_checkpoint
+from elastic.agent.checkpoint import latest as latest_checkpoint
+from elastic.config import JobConfig, load_config
+from elastic.coordinator.records import Records
+from elastic.core import codec, job
+from elastic.core import messages as m
+from elastic.core.coordinator import transition
+from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, StaleError
+from elastic.planning.plan import format_plan
+from elastic.rpc.server import Server, ServerSession
+from elastic.store.base import Lease
+from elastic.store.sqlite import SqliteStore
+from elastic.telemetry import configure_logging
+
+log = logging.getLogger("elastic.coordinator")
+STATE_KEY, LEASE_NAME = "job/state", "coordinator"
+TICK_S = 0.05
+LEASE_S = 10.0
+LINGER_S = 5.0
+"""How long a finished coordinator waits for its agents to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """A request of the command line and where its answer goes."""
+
+    kind: str
+    body: dict[str, Any]
+    answer: Future[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    message: m.StepDone
+
+
+class Clock:
+    """Wall time that never jumps back while the process lives."""
+
+    def __init__(self) -> None:
+        self._base = time.time() - time.monotonic()
+
+    def now(self) -> float:
+        return self._base + time.monotonic()
+
+
+class Coordinator:
+    """Owns the job's state. Everything happens on the thread that calls `run`."""
+
+    def __init__(self, config: JobConfig, address: str) -> None:
+        self._config, self._clock = config, Clock()
+        self._run_dir = Path(config.run_dir)
+        self._records = Records(self._run_dir)
+        self._queue: queue.Queue[Any] = queue.Queue()
+        self._sessions: dict[str, ServerSession] = {}
+        self._fresh: set[ServerSession] = set()
+        self._ending = 0.0
+        self._open_store()
+        self._server = Server(
+            address,
+            on_open=self._fresh.add,
+            on_message=lambda session, message, envelope: self._queue.put((session, message)),
+            on_close=lambda session: self._queue.put((session, None)),
+            on_call=self._call,
+            term=lambda: self._lease.token,
+        )
+
+    def _open_store(self) -> None:
+        now = self._clock.now()
+        self._store = SqliteStore(self._run_dir / "coordinator.db")
+        holder = f"{self._config.job_id}"
+        self._lease: Lease = self._store.acquire(LEASE_NAME, holder, LEASE_S, now)
+        entry = self._store.get(STATE_KEY)
+        self._revision = entry.revision if entry else None
+        if entry is None:
+            checkpoint = latest_checkpoint(self._config.resume) if self._config.resume else None
+            self._state = job.JobState(policy=policy_of(self._config))
+            if checkpoint is not None:
+                self._state = self._state.of(checkpoint=(str(checkpoint), step_of(checkpoint)))
+        else:
+            self._state = codec.loads(job.JobState, entry.value)
+            self._queue.put(job.Adopted())
+        self._saved = entry.value if entry else b""
+
+    def run(self) -> int:
+        """Serve until the job is over; return its exit code."""
+        self._announce()
+        next_tick = self._clock.now()
+        while True:
+            try:
+                item = self._queue.get(timeout=max(0.001, next_tick - self._clock.now()))
+                self._take(item)
+            except queue.Empty:
+                next_tick = self._clock.now() + TICK_S
+                self._apply(job.Tick())
+                self._renew()
+            if self._ending and (not self._sessions or self._clock.now() > self._ending):
+                self._server.close()
+                self._store.close()
+                return self._code
+
+    def _announce(self) -> None:
+        text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
+        draft = self._run_dir / f"coordinator.{os.getpid()}.tmp"
+        draft.write_text(json.dumps(text) + "\n")
+        os.replace(draft, self._run_dir / "coordinator.json")
+        self._records.event("coordinator", text)
+
+    def _renew(self) -> None:
+        now = self._clock.now()
+        if self._lease.expires_at - now < LEASE_S / 2:
+            self._lease = self._store.renew(self._lease, now)
+
+    # ---- events in ---------------------------------------------------------------------------------------------
+
+    def _take(self, item: Any) -> None:
+        if isinstance(item, _Query):
+            self._answer(item)
+        elif isinstance(item, tuple):
+            self._message(*item)
+        else:
+            self._apply(item)
+
+    def _message(self, session: ServerSession, message: Any) -> None:
+        match message:
+            case None:
+                self._left(session)
+            case m.NodeReport():
+                node = message.info.node
+                connected = self._sessions.get(node) is not session
+                self._sessions[node] = session
+                self._apply(job.Reported(message, connected))
+            case m.Heartbeat():
+                self._sessions.setdefault(message.node, session)
+                self._apply(job.Beat(message.node, message.incarnation, message.step, message.microbatch))
+            case m.StepDone():
+                self._records.step(message, self._state)
+                self._apply(job.Stepped(message.record))
+            case m.CheckpointPart():
+                self._apply(job.PartWritten(message.step, message.layers))
+            case _:
+                log.warning("unexpected %s from %s", type(message).__name__, session.peer)
+
+    def _left(self, session: ServerSession) -> None:
+        self._fresh.discard(session)
+        for node in [n for n, s in self._sessions.items() if s is session]:
+            del self._sessions[node]
+            member = self._state.members.get(node)
+            if member is not None:
+                self._apply(job.Closed(node, member.report.info.incarnation))
+
+    def _apply(self, event: Any) -> None:
+        """One transition: decide, save, act."""
+        before = self._state
+        self._state, actions, reason = transition(before, event, self._clock.now())
+        if self._state is before and not actions:
+            return
+        if not isinstance(event, (job.Beat, job.Tick)) or actions:
+            self._save()
+        if reason and (actions or self._state.phase is not before.phase):
+            log.info("%s: %s", type(event).__name__, reason)
+            self._records.decision(self._state, reason)
+        for action in actions:
+            self._act(action)
+
+    def _save(self) -> None:
+        value = codec.dumps(self._state).encode()
+        if value != self._saved:
+            entry = self._store.put_if(STATE_KEY, value, self._revision, self._lease.token)
+            self._revision, self._saved = entry.revision, value
+
+    # ---- actions out -------------------------------------------------------------------------------------------
+
+    def _act(self, action: job.Action) -> None:
+        match action:
+            case job.Send(node, message):
+                self._send(node, message)
+            case job.Note("plan", data):
+                if self._state.plan is not None:
+                    self._records.plan(self._state.plan, data["step"], data["reason"])
+            case job.Note(kind, data):
+                self._records.event(kind, data)
+                if kind == "phase":
+                    self._records.progress(self._state)
+            case job.Recovered():
+                if action.change.cause != "start":
+                    self._records.recovered(action)
+                self._records.progress(self._state)
+            case job.CommitCheckpoint(step):
+                self._commit(step)
+            case job.Finish():
+                self._code = action.code
+                self._records.end(action.code, action.reason, action.params_sha256)
+                self._ending = self._clock.now() + LINGER_S
+
+    def _send(self, node: str, message: Any) -> None:
+        session = self._sessions.get(node)
+        if session is not None:
+            session.send(message, self._state.epoch)
+        if isinstance(message, m.Fenced) and session is not None:
+            del self._sessions[node]
+
+    def _commit(self, step: int) -> None:
+        assert self._state.spec is not None
+        try:
+            path = commit_checkpoint(Path(self._config.checkpoint_dir), step, self._state.spec)
+        except (ElasticError, OSError) as error:
+            log.error("checkpoint of step %d is not whole: %s", step, error)
+            self._records.event("checkpoint-failed", {"step": step, "why": str(error)})
+            return
+        self._queue.put(job.CheckpointCommitted(str(path), step))
+
+    # ---- requests of the command line --------------------------------------------------------------------------
+
+    def _call(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Called from a server thread; answered by the coordinator's own."""
+        query = _Query(kind, body, Future())
+        self._queue.put(query)
+        return query.answer.result(timeout=10.0)
+
+    def _answer(self, query: _Query) -> None:
+        try:
+            query.answer.set_result(self._reply(query.kind, query.body))
+        except ElasticError as error:
+            query.answer.set_exception(error)
+
+    def _reply(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        match kind:
+            case "status":
+                return status(self._state)
+            case "nodes":
+                return {"nodes": nodes(self._state)}
+            case "plan":
+                plan = self._state.plan
+                return {"plan": format_plan(plan) if plan else "", "reason": plan.reason if plan else "no plan yet"}
+            case "drain":
+                return self._drain(body)
+            case _:
+                raise FieldError("kind", kind, "one of status, nodes, plan, drain")
+
+    def _drain(self, body: dict[str, Any]) -> dict[str, Any]:
+        node, deadline = body.get("node"), body.get("deadline_s", 30.0)
+        if not isinstance(node, str) or node not in self._state.members:
+            known = ", ".join(sorted(self._state.members)) or "none"
+            raise FieldError("node", node, f"one of the members ({known})")
+        if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or deadline < 0:
+            raise FieldError("deadline_s", deadline, "seconds from 0 up")
+        self._apply(job.DrainAsked(node, float(deadline)))
+        return {"node": node, "deadline_s": deadline, "phase": self._state.phase.value}
+
+
+def policy_of(config: JobConfig) -> job.Policy:
+    """What of the configuration the decisions depend on."""
+    return job.Policy(
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        workers_per_node=config.nproc_per_node,
+        max_restarts=config.max_restarts,
+        shape=config.pipelines,
+        backup=config.backup,
+        heartbeat_s=config.heartbeat_s,
+        lease_s=config.lease_s,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+    )
+
+
+def step_of(checkpoint: Path) -> int:
+    """Step of a checkpoint directory step-XXXXXXXX."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
+
+
+def status(state: job.JobState) -> dict[str, Any]:
+    return {
+        "phase": state.phase.value,
+        "epoch": state.epoch,
+        "step": max((mb.report.step for mb in state.members.values()), default=0),
+        "steps": state.spec.n_steps if state.spec else 0,
+        "loss": state.record.loss if state.record else None,
+        "nodes": nodes(state),
+        "plan": format_plan(state.plan) if state.plan else "",
+        "checkpoint": state.checkpoint[0] if state.checkpoint else "",
+    }
+
+
+def nodes(state: job.JobState) -> list[dict[str, Any]]:
+    held = state.plan.nodes() if state.plan else ()
+    return [
+        {
+            "node": node,
+            "phase": mb.report.phase.value,
+            "role": "stage" if node in held else "spare",
+            "connected": mb.connected,
+            "draining": mb.draining,
+            "domain": mb.report.info.domain,
+            "vault": mb.report.info.vault,
+        }
+        for node, mb in sorted(state.members.items())
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="elastic.coordinator.service")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--address", default="127.0.0.1:0")
+    parser.add_argument("--parent-pipe", type=int, default=-1)
+    args = parser.parse_args(argv)
+    config = load_config(args.run_dir)
+    configure_logging("coordinator", Path(config.run_dir) / "logs" / "coordinator.log")
+    if args.parent_pipe >= 0:
+        lifeline.watch(args.parent_pipe)
+    try:
+        return Coordinator(config, args.address).run()
+    except StaleError as error:
+        log.error("another coordinator took over: %s", error)
+        return EXIT_FAILURE
+    except ElasticError as error:
+        print(f"elastic coordinator: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

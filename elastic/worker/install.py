@@ -1,0 +1,171 @@
+"""Brings the layers of a stage to the version and ledger that an assignment asks for.
+
+Live state is kept whenever its version fits; what is missing comes from the local vault through shared memory, from a
+peer's vault, or from a checkpoint. Follows `types.Recipe` step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from elastic.core.types import Assignment, Copy, Recipe, StepRecord
+from elastic.errors import VaultError
+from elastic.planning.roster import Member
+from elastic.worker.checkpoint import load_layer
+from elastic.worker.fetch import Fetched, Fetcher
+from elastic.worker.layers import Tied
+from elastic.worker.replica import LayerReplica
+
+Fetches = dict[str, Future[Fetched]]
+
+
+@dataclass
+class Installed:
+    """Layers of the stage, in order, and where each one's state came from."""
+
+    replicas: list[LayerReplica] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+
+
+class Installer:
+    """Builds the layers of one worker's stage for an assignment.
+
+    build(layer, empty) makes a replica; `fetcher` reads vaults; `lr` is the learning-rate schedule; `reached` is
+    called after every layer (a point for injected faults); `check` raises when the epoch was left.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[int, bool], LayerReplica],
+        fetcher: Fetcher,
+        lr: Callable[[int], float],
+        reached: Callable[[], None],
+        check: Callable[[], None],
+        tied: Tied,
+    ) -> None:
+        self._build, self._fetcher, self._lr = build, fetcher, lr
+        self._reached, self._check, self._tied = reached, check, tied
+
+    def install(self, assignment: Assignment, member: Member, live: dict[int, LayerReplica]) -> Installed:
+        """Return the stage's replicas at the assignment's version and ledger.
+
+        Raises VaultError when a source is gone; the caller then waits for the next epoch.
+        """
+        recipes = {
+            recipe.layer: recipe
+            for node, recipe in assignment.recipes
+            if node == member.unit.node and recipe.shard == member.shard and recipe.layer in member.layers
+        }
+        installed = Installed()
+        with ThreadPoolExecutor(4, "elastic-fetch") as pool:
+            fetches = {c.key: pool.submit(self._fetcher.fetch, c) for c in _wanted(recipes.values(), live)}
+            for layer in member.layers:
+                self._check()
+                recipe = recipes.get(layer)
+                if recipe is None:
+                    replica, source = self._build(layer, False), "initial"
+                else:
+                    replica, source = self._state(recipe, live.get(layer), assignment.record, fetches)
+                    _gradients(recipe, replica, replica is live.get(layer), fetches)
+                installed.replicas.append(replica)
+                installed.sources.append(source)
+                self._reached()
+        return installed
+
+    def _state(
+        self, recipe: Recipe, live: LayerReplica | None, record: StepRecord | None, fetches: Fetches
+    ) -> tuple[LayerReplica, str]:
+        """The replica at the recipe's version, and where it came from."""
+        if live is not None and live.version == recipe.version:
+            return live, "memory"
+        if recipe.checkpoint:
+            replica = self._build(recipe.layer, True)
+            load_layer(recipe.checkpoint, replica)
+            return replica, "checkpoint"
+        if recipe.state is None:
+            return self._build(recipe.layer, False), "initial"
+        if live is not None and live.version == recipe.state.step:
+            replica, source = live, "memory"
+        else:
+            replica = self._build(recipe.layer, True)
+            data, source = fetches[recipe.state.key].result()
+            replica.read_state(data)
+        if recipe.replay:
+            self._replay(recipe, replica, record, fetches)
+        if replica.version != recipe.version:
+            raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
+        return replica, source
+
+    def _replay(self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None, fetches: Fetches) -> None:
+        """Apply the update of step version-1 from the gradients of its holders, as they would have."""
+        if record is None or record.step != recipe.version - 1:
+            raise VaultError(f"layer {recipe.layer}: no record of step {recipe.version - 1}")
+        owners = {recipe.layer: replica}
+        replica.clear()
+        for copy in recipe.replay:
+            if copy.layer not in owners:
+                owners[copy.layer] = self._build(copy.layer, True)
+                owners[copy.layer].clear()
+            owners[copy.layer].add_gradient(fetches[copy.key].result().data, copy.microbatches, copy.losses)
+        reduced = replica.gradient.clone()
+        for group in self._tied:
+            if any(layer == recipe.layer for layer, _ in group):
+                self._sum_tied(group, recipe.layer, owners, reduced)
+        replica.update(reduced, record.clip, self._lr(record.step))
+        replica.clear()
+
+    @staticmethod
+    def _sum_tied(
+        group: tuple[tuple[int, str], ...], mine: int, owners: dict[int, LayerReplica], reduced: torch.Tensor
+    ) -> None:
+        """Give `reduced` the sum over all owners of one tied tensor, added in the group's order."""
+        rows = []
+        for layer, name in group:
+            if layer not in owners:
+                raise VaultError(f"layer {mine}: the gradient of {name} in layer {layer} is needed to replay")
+            rows.append(owners[layer].gradient[owners[layer].gradient_slice(name)])
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        for layer, name in group:
+            if layer == mine:
+                reduced[owners[mine].gradient_slice(name)] = total
+
+
+def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterator[Copy]:
+    """Copies to fetch, states first, each once."""
+    gradients: dict[str, Copy] = {}
+    for recipe in recipes:
+        replica = live.get(recipe.layer)
+        have = replica.version if replica is not None else -1
+        if have != recipe.version:
+            if recipe.state is not None and have != recipe.state.step:
+                yield recipe.state
+            gradients.update((c.key, c) for c in recipe.replay)
+        kept = have == recipe.version
+        gradients.update((c.key, c) for c in recipe.gradients if not (kept and _is_live(replica, c)))
+    yield from gradients.values()
+
+
+def _gradients(recipe: Recipe, replica: LayerReplica, kept: bool, fetches: Fetches) -> None:
+    """Make the accumulator the sum of the recipe's gradients, beginning with what is live."""
+    mine = [c for c in recipe.gradients if kept and _is_live(replica, c)]
+    if not mine:
+        replica.clear()
+    for copy in recipe.gradients:
+        if copy not in mine:
+            replica.add_gradient(fetches[copy.key].result().data, copy.microbatches, copy.losses)
+
+
+def _is_live(replica: LayerReplica | None, copy: Copy) -> bool:
+    """Whether this copy is what the live accumulator holds, so that nothing has to be read."""
+    return (
+        replica is not None
+        and replica.version == copy.step
+        and copy.owner == copy.node == replica.owner
+        and replica.ledger == set(copy.microbatches)
+    )

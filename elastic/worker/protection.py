@@ -1,0 +1,114 @@
+"""When a worker's gradients and states are published, and what must be whole before a commit.
+
+The scheme comes from the plan: gradients `stream` go to the peer's vault after every micro-batch; state `snapshot` goes
+there after every update, `replica` stays in the local vault (another pipeline holds the layer), `none` is published
+only when the epoch ends, for those who will need it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from elastic.core import messages as m
+from elastic.core.types import Plan
+from elastic.worker.abandon import Abandon
+from elastic.worker.backup import Publisher
+from elastic.worker.replica import LayerReplica
+
+
+class Protection:
+    """Backup of one worker's layers during one epoch."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        plan: Plan,
+        node: str,
+        replicas: Sequence[LayerReplica],
+        abandon: Abandon,
+        send: Callable[[object], None],
+    ) -> None:
+        self._publisher, self._replicas, self._abandon, self._send = publisher, replicas, abandon, send
+        self._epoch = plan.epoch
+        peer = plan.peer_of(node) or ""
+        self._gradients = plan.gradients != "none"
+        self._states = plan.state != "none"
+        self._gradient_peer = peer if plan.gradients == "stream" else ""
+        self._state_peer = peer if plan.state == "snapshot" else ""
+        self._published: dict[int, tuple[int, frozenset[int]]] = {}
+        """Layer -> (step, ledger) of its newest published gradient."""
+        self._versions: dict[int, int] = {}
+        self._gradient_bundle = self._state_bundle = 0
+        self._entered = False
+        self._lock = threading.Lock()
+        self._acked, self._install_bundle, self._told = 0, -1, False
+
+    def enter(self) -> None:
+        """Publish what the epoch began with. Once; the old copies are kept until the agent has confirmed these."""
+        if self._entered:
+            return
+        self._entered = True
+        if self._states:
+            self._publish_states()
+        if self._gradients and any(r.ledger for r in self._replicas):
+            self._publish_gradients()
+        with self._lock:
+            self._install_bundle = max(self._gradient_bundle, self._state_bundle)
+        self.on_acked(0)
+
+    def on_acked(self, bundle: int) -> None:
+        """A bundle is whole; called from the thread that reads orders."""
+        with self._lock:
+            self._acked = max(self._acked, bundle)
+            tell = not self._told and 0 <= self._install_bundle <= self._acked
+            self._told = self._told or tell
+        if tell:
+            self._send(m.Protected(self._epoch))
+
+    def after_microbatch(self, step: int) -> None:
+        """All layers have one more micro-batch in their gradients."""
+        if self._gradients:
+            self._publish_gradients()
+        self.enter()
+
+    def before_commit(self, step: int) -> None:
+        """Wait until the final gradients and the current state are where they must be."""
+        self.enter()
+        self._publisher.wait_acked(self._gradient_bundle, self._abandon)
+        self._publisher.wait_acked(self._state_bundle, self._abandon)
+
+    def after_update(self) -> None:
+        if self._states:
+            self._publish_states()
+
+    def flush(self) -> None:
+        """Put everything into the local vault that is not there yet: the epoch is over."""
+        states = [r for r in self._replicas if self._versions.get(r.index) != r.version]
+        if states:
+            self._publisher.publish_states(states, self._epoch, "")
+        gradients = [
+            r for r in self._replicas if r.ledger and self._published.get(r.index) != (r.version, frozenset(r.ledger))
+        ]
+        if gradients:
+            self._publisher.publish_gradients(gradients, gradients[0].version, self._epoch, "")
+
+    def finish(self) -> None:
+        """All steps are done: the last state is in the local vault, and whole at the peer."""
+        self.enter()
+        if not self._states:
+            self._state_peer = ""
+            self._publish_states()
+        self._publisher.wait_acked(self._state_bundle, self._abandon)
+
+    def _publish_states(self) -> None:
+        self._state_bundle = self._publisher.publish_states(
+            self._replicas, self._epoch, self._state_peer, abandon=self._abandon
+        )
+        self._versions = {r.index: r.version for r in self._replicas}
+
+    def _publish_gradients(self) -> None:
+        self._gradient_bundle = self._publisher.publish_gradients(
+            self._replicas, self._replicas[0].version, self._epoch, self._gradient_peer, self._abandon
+        )
+        self._published = {r.index: (r.version, frozenset(r.ledger)) for r in self._replicas}

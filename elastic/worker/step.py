@@ -1,0 +1,152 @@
+"""One optimizer step on one worker: run the schedule, reduce, commit, update.
+
+Order of things that makes every later recovery possible (docs/design.md, "Versions"): gradients are published after
+each micro-batch; the commit is entered only when the final gradients and the current state are whole at the peer;
+states are published right after the update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.core.faults import Phase
+from elastic.core.types import Plan, StepRecord
+from elastic.planning.roster import Roster
+from elastic.planning.schedule import Action, Kind, one_f_one_b
+from elastic.worker.abandon import Abandon
+from elastic.worker.commit import commit
+from elastic.worker.control import Position
+from elastic.worker.injector import Injector
+from elastic.worker.layers import LayerStack, Microbatch
+from elastic.worker.links import Links
+from elastic.worker.optimizer import OptimizerSpec
+from elastic.worker.pipeline import StageRunner
+from elastic.worker.protection import Protection
+from elastic.worker.reduction import Reduction
+from elastic.worker.replica import LayerReplica
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step came to; the same on every worker."""
+
+    record: StepRecord
+    halt_epoch: int
+    """Epoch for which everybody stops now; -1: go on."""
+    lr: float
+    seconds: float
+
+
+class StepRunner:
+    """Runs the steps of one epoch on one worker. Also the pipeline runner's hooks."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        roster: Roster,
+        rank: int,
+        replicas: Sequence[LayerReplica],
+        links: Links,
+        stack: LayerStack,
+        optimizer: OptimizerSpec,
+        data: Callable[[int, int], Microbatch],
+        abandon: Abandon,
+        tp_sync: Callable[[bool], bool] | None,
+        protection: Protection,
+        injector: Injector,
+        position: Position,
+        boundary_requested: Callable[[], int],
+        on_microbatch: Callable[[], None],
+    ) -> None:
+        self._plan, self._roster, self._replicas, self._links = plan, roster, replicas, links
+        self._optimizer, self._protection = optimizer, protection
+        self._injector, self._position = injector, position
+        self._boundary_requested, self._on_microbatch = boundary_requested, on_microbatch
+        self._member = roster.members[rank]
+        previous, following = roster.neighbours(rank)
+        self.runner = StageRunner(
+            replicas,
+            links,
+            previous=previous,
+            following=following,
+            n_microbatches=plan.n_microbatches,
+            data=data,
+            abandon=abandon,
+            tp_sync=tp_sync,
+        )
+        self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
+        self._depth = len(plan.pipelines[self._member.pipeline].stages)
+        self.step, self._began, self._computing = -1, 0.0, False
+        self.record: StepRecord | None = None
+        """Record of the last step whose update was begun here."""
+
+    def run(
+        self, step: int, microbatches: tuple[int, ...], covered: Mapping[int, frozenset[int]]
+    ) -> Outcome:
+        """Do step `step`: this worker's micro-batches, then the common end.
+
+        `covered[layer]`: micro-batches that some holder's ledger has already. Raises EpochAbandoned or LinkFailed; the
+        ledgers and versions of the replicas then tell how far it came.
+        """
+        started = time.perf_counter()
+        self.step = step
+        self._injector.reach(step, Phase.START)
+        actions = one_f_one_b(self._member.stage, self._depth, microbatches)
+        self.runner.run(step, actions, covered, self)
+        self._stretch()
+        with self.runner.agreement:
+            self._position.at("wait", step)
+            reduced = self._reduction.run(lambda layer: self._injector.reach(step, Phase.REDUCE))
+            norms = {r.index: r.norm_sq(reduced[r.index]) for r in self._replicas}
+            self._protection.before_commit(step)
+            agreed = commit(
+                self._links,
+                self._roster,
+                self._replicas,
+                norms,
+                step=step,
+                halt_epoch=self._boundary_requested() or -1,
+            )
+        clip = _clip(agreed.norm, self._optimizer.clip_norm)
+        self.record = StepRecord(step, clip, agreed.norm, agreed.loss)
+        self._position.at("compute", step)
+        lr = self._optimizer.lr(step)
+        for replica in self._replicas:
+            replica.update(reduced[replica.index], clip, lr)
+            replica.clear()
+            self._injector.reach(step, Phase.OPTIMIZER)
+        self._protection.after_update()
+        return Outcome(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
+
+    # ---- hooks of the pipeline runner --------------------------------------------------------------------------
+
+    def before(self, action: Action) -> None:
+        self._stretch()
+        self._computing = action.kind.computes
+        activity = "wait" if action.kind.receives else "compute"
+        self._position.at(activity, self.step, action.microbatch)
+        if action.kind is Kind.F:
+            self._injector.reach(self.step, Phase.FORWARD, action.microbatch)
+        elif action.kind is Kind.B:
+            self._injector.reach(self.step, Phase.BACKWARD, action.microbatch)
+        self._began = time.perf_counter()
+
+    def on_backward(self, index: int) -> None:
+        self._stretch()
+        self._on_microbatch()
+        self._protection.after_microbatch(self.step)
+
+    def _stretch(self) -> None:
+        if self._computing:
+            self._computing = False
+            self._injector.stretch(time.perf_counter() - self._began)
+
+
+def _clip(norm: float, limit: float | None) -> float:
+    """Coefficient that brings a gradient of this norm down to `limit` (as torch.nn.utils.clip_grad_norm_)."""
+    if limit is None:
+        return 1.0
+    return min(1.0, limit / (norm + 1e-6))
