@@ -86,8 +86,9 @@ class Session:
         """
         if not self._closed:
             self._closed = True
+            self._dispatcher.abandon()
             run(self._cancel())
-            self._dispatcher.close(abandon=True)
+            self._dispatcher.close()
 
     async def _start(self, keepalive_s: float) -> asyncio.Task[None]:
         return asyncio.create_task(self._keep_up(keepalive_s))

@@ -49,12 +49,12 @@ class Dispatcher:
     def post(self, callback: Callable[[], object]) -> None:
         self._queue.put(callback)
 
-    def close(self, *, abandon: bool = False) -> None:
-        """Run what was posted so far (abandon: only finish the one at hand), then end.
+    def abandon(self) -> None:
+        """Begin no callback any more; the one at hand goes on."""
+        self._abandoned = True
 
-        Waits for the end, unless called from a callback.
-        """
-        self._abandoned = abandon
+    def close(self) -> None:
+        """Run what was posted so far, then end. Waits for the end, unless called from a callback."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -47,6 +47,7 @@ def _both(keepalive_s: float) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", MAX_BODY_BYTES + 4096),
         ("grpc.keepalive_time_ms", _ms(keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive_s)),
+        ("grpc.http2.ping_timeout_ms", _ms(keepalive_s)),  # else the keepalive's own ping may take a minute
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -127,15 +127,15 @@ class Server:
         metadata = dict(context.invocation_metadata() or ())
         session = Session(str(metadata.get("sender", "")), context.peer(), self._term)
         self._dispatcher.post(partial(self._on_open, session))
-        tasks = {
-            asyncio.create_task(self._read(session, requests)),
-            asyncio.create_task(session.write_to(context)),
-        }
+        tasks: set[asyncio.Task[None]] = set()
         try:
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(())  # not beside a write: gRPC refuses two sends at a time
+            tasks.add(asyncio.create_task(self._read(session, requests)))
+            tasks.add(asyncio.create_task(session.write_to(context)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if isinstance(error := task.exception(), StaleError):
+            for error in filter(None, (task.exception() for task in done)):
+                log.info("%s ended: %s", session, error)
+                if isinstance(error, StaleError):
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         finally:
             session.ended()

@@ -1,0 +1,105 @@
+"""What a run leaves behind for people and programs: the event log and the text logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from elastic.core import codec
+from elastic.errors import FieldError
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class EventLog:
+    """Append-only JSON lines: {"at": seconds since 1970, "kind": ..., fields ...}; one `write` a line.
+
+    A line cut short by a crash of its writer is removed when the log is opened again.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _drop_torn_line(self._fd)
+
+    def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
+        """Write one event. Values may be anything that `elastic.core.codec` encodes; `at` defaults to now.
+
+        Raises OSError when the disk is full; the log stays readable.
+        """
+        record = {"at": time.time() if at is None else at, "kind": kind} | codec.encode(dict(fields))
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        written = os.write(self._fd, line)
+        if written != len(line):
+            _drop_torn_line(self._fd)
+            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """All events of a log. A last line without its newline is still being written, and left out.
+
+    Raises FieldError naming the file and line of anything else that is no event.
+    """
+    try:
+        whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
+    except OSError as error:
+        raise FieldError("events", str(path), f"a readable file is needed: {error.strerror}") from error
+    return [_parse(f"{path}:{i}", line) for i, line in enumerate(whole.split(b"\n"), 1) if line]
+
+
+def configure_logging(name: str, file: str | Path, level: int = logging.INFO) -> logging.Logger:
+    """Send everything that this process logs to `file` (its folder is made) and return the logger `name`.
+
+    Warnings of libraries arrive there too. Calling it again moves the log to the new file.
+    """
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    logging.basicConfig(level=level, format=LOG_FORMAT, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    return logging.getLogger(name)
+
+
+def _parse(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError as error:
+        raise FieldError(where, line[:80], f"not JSON: {error}") from error
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str):
+        raise FieldError(where, line[:80], 'an object with "kind" is needed')
+    return event
+
+
+def _drop_torn_line(fd: int) -> None:
+    """Cut the file after its last newline."""
+    size = end = os.fstat(fd).st_size
+    while end > 0:
+        start = max(0, end - 65536)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(fd, end)

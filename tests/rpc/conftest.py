@@ -1,0 +1,107 @@
+"""A server and a session whose callbacks are recorded, so that tests wait for events and never sleep."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elastic.errors import ElasticError, FieldError
+from elastic.rpc.client import Session
+from elastic.rpc.envelope import Envelope
+from elastic.rpc.server import Server
+from elastic.rpc.server import Session as ServerSession
+
+WAIT_S = 20.0
+
+
+class Recorder:
+    """Puts every callback into a queue as (name, arguments)."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+
+    def callback(self, name: str) -> Callable[..., None]:
+        return lambda *args: self._queue.put((name, args))
+
+    def expect(self, name: str, timeout_s: float = WAIT_S) -> tuple[Any, ...]:
+        """The next callback, which must be `name`; its arguments."""
+        found, args = self._queue.get(timeout=timeout_s)
+        assert found == name, (found, args)
+        return args
+
+    def empty(self) -> bool:
+        return self._queue.empty()
+
+
+class ServerBench(Recorder):
+    """A server with a settable term."""
+
+    def __init__(self, address: str = "127.0.0.1:0", term: int = 1) -> None:
+        super().__init__()
+        self.term = term
+        self.server = Server(
+            address,
+            on_open=self.callback("open"),
+            on_message=self.callback("message"),
+            on_close=self.callback("close"),
+            on_call=answer,
+            term=lambda: self.term,
+        )
+        self.address = self.server.address
+
+    def accepted(self) -> ServerSession:
+        session: ServerSession
+        (session,) = self.expect("open")
+        return session
+
+    def message(self) -> tuple[Any, Envelope]:
+        _, message, envelope = self.expect("message")
+        return message, envelope
+
+
+class ClientBench(Recorder):
+    def __init__(self, address: str, sender: str = "node0", keepalive_s: float = 5.0) -> None:
+        super().__init__()
+        self.session = Session(
+            address,
+            on_message=self.callback("message"),
+            on_up=self.callback("up"),
+            on_down=self.callback("down"),
+            sender=sender,
+            keepalive_s=keepalive_s,
+        )
+
+
+def answer(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The calls that the test server knows."""
+    if kind == "echo":
+        return body
+    if kind == "busy":
+        raise ElasticError("a recovery is under way")
+    if kind == "broken":
+        raise RuntimeError("a bug")
+    raise FieldError("kind", kind, "one of echo, busy, broken")
+
+
+@pytest.fixture
+def server() -> Iterator[ServerBench]:
+    bench = ServerBench()
+    yield bench
+    bench.server.close()
+
+
+@pytest.fixture
+def connect(server: ServerBench) -> Iterator[Callable[..., ClientBench]]:
+    """Open sessions to `server`; closed at the end."""
+    benches: list[ClientBench] = []
+
+    def make(sender: str = "node0") -> ClientBench:
+        benches.append(ClientBench(server.address, sender))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.session.close()

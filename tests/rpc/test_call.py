@@ -1,0 +1,93 @@
+"""Questions of the command line, and servers that cannot start."""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+import pytest
+
+from elastic.errors import ElasticError, FieldError, UsageError
+from elastic.rpc import elastic_pb2, elastic_pb2_grpc
+from elastic.rpc.client import call
+from tests.rpc.conftest import ServerBench
+
+
+def test_answer(server: ServerBench) -> None:
+    body = {"node": "node1", "deadline_s": 30.5, "deep": [{"ä": None}]}
+    assert call(server.address, "echo", body) == body
+    assert call(server.address, "echo", {}) == {}
+
+
+def test_large_answer(server: ServerBench) -> None:
+    body = {"text": "x" * (20 << 20)}
+    assert call(server.address, "echo", body, timeout_s=30) == body
+
+
+def test_refused_question(server: ServerBench) -> None:
+    with pytest.raises(UsageError, match="kind: 'dance' is not usable: one of echo") as caught:
+        call(server.address, "dance", {})
+    assert caught.value.exit_code == 2
+
+
+def test_question_that_cannot_be_met_now(server: ServerBench) -> None:
+    with pytest.raises(ElasticError, match="a recovery is under way") as caught:
+        call(server.address, "busy", {})
+    assert not isinstance(caught.value, UsageError)
+
+
+def test_bug_in_the_coordinator(server: ServerBench) -> None:
+    with pytest.raises(ElasticError, match=r"failed on 'broken': UNKNOWN.*a bug"):
+        call(server.address, "broken", {})
+    assert call(server.address, "echo", {}) == {}
+
+
+@pytest.mark.parametrize("body", [b"\xff", b"[]", b"3", b"{", b"[" * 100_000])
+def test_malformed_question(server: ServerBench, body: bytes) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = elastic_pb2_grpc.CoordinatorStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Call(elastic_pb2.Envelope(kind="echo", body=body), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "echo.body" in caught.value.details()
+
+
+def test_nobody_there() -> None:
+    bench = ServerBench()
+    bench.server.close()
+    with pytest.raises(UsageError, match=f"no coordinator answers at {bench.address} .*is the job running"):
+        call(bench.address, "status", {})
+
+
+def test_no_answer_in_time() -> None:
+    bench, asked, release = ServerBench(), threading.Event(), threading.Event()
+
+    def hang(kind: str, body: dict[str, object]) -> dict[str, object]:
+        asked.set()
+        release.wait(30)
+        return {}
+
+    bench.server._on_call = hang
+    with pytest.raises(UsageError, match=r"did not answer 'status' within 0\.3 s"):
+        call(bench.address, "status", {}, timeout_s=0.3)
+    assert asked.is_set()
+    release.set()
+    bench.server.close()
+
+
+def test_proxies_are_ignored(server: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert call(server.address, "echo", {"a": 1}) == {"a": 1}
+
+
+def test_address_in_use(server: ServerBench) -> None:
+    with pytest.raises(FieldError, match=r"address: .* a free port"):
+        ServerBench(server.address)
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:http", "127.0.0.1:99999"])
+def test_bad_server_address(address: str) -> None:
+    with pytest.raises(FieldError, match="host:port is needed"):
+        ServerBench(address)

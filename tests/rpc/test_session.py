@@ -1,0 +1,265 @@
+"""Streams between nodes and the coordinator: order, terms, bad messages, kills, silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from elastic.core.messages import Halt, Heartbeat, Stop, Trim
+from elastic.errors import FieldError
+from elastic.rpc import elastic_pb2, elastic_pb2_grpc
+from elastic.rpc.client import Session, call
+from elastic.rpc.envelope import MAX_BODY_BYTES, Rejected, from_proto, unpack
+from tests.rpc.conftest import ClientBench, ServerBench
+
+ROOT = Path(__file__).parents[2]
+Connect = Callable[..., ClientBench]
+
+
+def spawn(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.rpc.peers", *args], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_messages_both_ways(server: ServerBench, connect: Connect) -> None:
+    client = connect("node3")
+    client.expect("up")
+    session = server.accepted()
+    assert session.sender == "node3"
+    assert session.peer.startswith("ipv4:127.0.0.1:")
+    assert client.session.send(Heartbeat("node3", "i", 7, 2), 4)
+    message, envelope = server.message()
+    assert message == Heartbeat("node3", "i", 7, 2)
+    assert (envelope.epoch, envelope.sender, envelope.kind, envelope.term) == (4, "node3", "Heartbeat", 0)
+    assert session.send(Halt(5), 5)
+    message, envelope = client.expect("message")
+    assert (message, envelope.term, envelope.epoch) == (Halt(5), 1, 5)
+    client.session.send(Heartbeat("node3", "i", 7, 3), 4)
+    assert server.message()[1].term == 1, "a node tells the highest term that it has seen"
+
+
+def test_order_is_kept_from_many_senders(server: ServerBench, connect: Connect) -> None:
+    clients = [connect(f"node{i}") for i in range(5)]
+    for client in clients:
+        client.expect("up")
+    sessions = {session.sender: session for session in (server.accepted() for _ in clients)}
+    for step in range(50):
+        for i, client in enumerate(clients):
+            client.session.send(Heartbeat(f"node{i}", "", step, 0), 0)
+    seen: dict[str, list[int]] = {}
+    for _ in range(250):
+        message, _ = server.message()
+        seen.setdefault(message.node, []).append(message.step)
+    assert seen == {f"node{i}": list(range(50)) for i in range(5)}
+    for epoch in range(50):
+        for session in sessions.values():
+            session.send(Trim(epoch), epoch)
+    for client in clients:
+        assert [client.expect("message")[0].epoch for _ in range(50)] == list(range(50))
+
+
+def test_large_message(server: ServerBench, connect: Connect) -> None:
+    client = connect()
+    client.expect("up")
+    large = Stop(0, "x" * (48 << 20))
+    client.session.send(large, 0)
+    server.accepted().send(large, 0)
+    assert server.message()[0] == large
+    assert client.expect("message")[0] == large
+
+
+def test_too_large_or_unknown_message(server: ServerBench, connect: Connect) -> None:
+    client = connect()
+    client.expect("up")
+    with pytest.raises(FieldError, match=r"Stop\.body.*at most 67108864 bytes"):
+        client.session.send(Stop(0, "x" * MAX_BODY_BYTES), 0)
+    with pytest.raises(FieldError, match="message: 'dict'"):
+        client.session.send({"kind": "Stop"}, 0)
+
+
+def test_closing_either_side(server: ServerBench, connect: Connect) -> None:
+    one, two = connect("one"), connect("two")
+    sessions = {session.sender: session for session in (server.accepted() for _ in range(2))}
+    one.expect("up")
+    two.expect("up")
+    one.session.close()
+    one.session.close()
+    (closed,) = server.expect("close")
+    assert closed is sessions["one"]
+    assert not closed.open
+    assert not closed.send(Trim(0), 0)
+    assert not one.session.send(Trim(0), 0)
+    assert one.empty(), "no callback after close"
+    sessions["two"].send(Stop(0), 0)
+    sessions["two"].close()
+    assert two.expect("message")[0] == Stop(0), "what was queued before the close arrives"
+    two.expect("down")
+    assert server.expect("close") == (sessions["two"],)
+    assert server.accepted().sender == "two", "it comes back"
+
+
+def test_older_term_is_refused(server: ServerBench, connect: Connect) -> None:
+    client = connect()
+    client.expect("up")
+    session = server.accepted()
+    for term, epoch in ((5, 1), (4, 2), (5, 3)):
+        server.term = term
+        session.send(Trim(epoch), epoch)
+    assert client.expect("message")[0] == Trim(1)
+    assert client.expect("message")[0] == Trim(3)
+    assert client.session.stale == 1
+    assert client.session.term == 5
+
+
+def test_replaced_coordinator_loses_its_sessions(server: ServerBench, connect: Connect) -> None:
+    client = connect()
+    client.expect("up")
+    session = server.accepted()
+    server.term = 5
+    session.send(Trim(0), 0)
+    client.expect("message")
+    server.term = 4
+    client.session.send(Heartbeat("node0", "", 0, 0), 0)
+    (reason,) = client.expect("down")
+    assert reason == "this coordinator has term 4, node0 knows 5"
+    assert server.expect("close") == (session,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "text"),
+    [
+        ("Nonsense", b"{}", "kind: 'Nonsense'"),
+        ("", b"", "kind: ''"),
+        ("Heartbeat", b"\xff\xfe", "not JSON"),
+        ("Heartbeat", b"", "not JSON"),
+        ("Heartbeat", b"[1]", "an object is needed"),
+        ("Heartbeat", b'{"node":"a"}', "Heartbeat.incarnation: None is not usable: missing field"),
+        ("Heartbeat", b'{"node":"a","incarnation":"b","step":"x","microbatch":0}', "Heartbeat.step: 'x'"),
+        ("Heartbeat", b"[" * 100_000, "Heartbeat"),
+        ("NodeReport", b'{"info":{},"phase":"x","epoch":0}', "NodeReport.info.node"),
+    ],
+)
+def test_bad_message_is_answered_and_the_session_goes_on(
+    server: ServerBench, kind: str, body: bytes, text: str
+) -> None:
+    good = elastic_pb2.Envelope(
+        kind="Heartbeat", body=b'{"node":"a","incarnation":"b","step":1,"microbatch":0}'
+    )
+    with grpc.insecure_channel(server.address) as channel:
+        stream = elastic_pb2_grpc.CoordinatorStub(channel).Session(
+            iter([elastic_pb2.Envelope(kind=kind, body=body), good])
+        )
+        rejected = unpack(from_proto(next(stream)))
+        assert isinstance(rejected, Rejected)
+        assert rejected.kind == kind
+        assert text in rejected.text
+        server.accepted()
+        assert server.message()[0] == Heartbeat("a", "b", 1, 0)
+        server.expect("close")
+
+
+def test_noise_on_the_port_does_not_hurt(server: ServerBench) -> None:
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(4096))
+        while sock.recv(65536):
+            continue
+    assert call(server.address, "echo", {"a": 1}) == {"a": 1}
+
+
+def test_a_failing_callback_does_not_stop_the_others(server: ServerBench, connect: Connect) -> None:
+    client = connect()
+    server.server._on_message = lambda *args: 1 / 0  # type: ignore[method-assign]
+    client.expect("up")
+    client.session.send(Heartbeat("node0", "", 0, 0), 0)
+    server.accepted()
+    client.session.close()
+    server.expect("close")
+
+
+def test_killed_node_is_noticed_at_once(server: ServerBench) -> None:
+    delays = []
+    for _ in range(3):
+        process = spawn("node", server.address)
+        server.accepted()
+        server.message()
+        killed = time.monotonic()
+        os.kill(process.pid, signal.SIGKILL)
+        server.expect("close")
+        delays.append(time.monotonic() - killed)
+        process.communicate()
+    assert statistics.median(delays) < 0.25, delays
+
+
+def test_killed_coordinator_is_found_again_at_the_same_address() -> None:
+    process = spawn("coordinator", "127.0.0.1:0", "1")
+    address = first_line(process)
+    client = ClientBench(address)
+    client.expect("up")
+    for term in (2, 3):
+        os.kill(process.pid, signal.SIGKILL)
+        client.expect("down")
+        assert not client.session.send(Trim(0), 0)
+        assert not client.session.up
+        process.communicate()
+        process = spawn("coordinator", address, str(term))
+        assert first_line(process) == address
+        returned = time.monotonic()
+        client.expect("up")
+        assert time.monotonic() - returned < 3
+    client.session.close()
+    process.kill()
+    process.communicate()
+
+
+def test_silent_coordinator_is_noticed() -> None:
+    process = spawn("coordinator", "127.0.0.1:0", "1")
+    client = ClientBench(first_line(process), keepalive_s=0.3)
+    client.expect("up")
+    os.kill(process.pid, signal.SIGSTOP)
+    client.expect("down", 10)
+    os.kill(process.pid, signal.SIGCONT)
+    client.expect("up")
+    client.session.close()
+    process.kill()
+    process.communicate()
+
+
+def test_session_waits_for_a_coordinator_that_is_not_there_yet() -> None:
+    placeholder = ServerBench()
+    placeholder.server.close()
+    client = ClientBench(placeholder.address)
+    assert not client.session.send(Trim(0), 0)
+    late = ServerBench(placeholder.address)
+    client.expect("up")
+    assert client.empty()
+    client.session.close()
+    late.server.close()
+
+
+@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:0", "host:65536", "host:-1"])
+def test_bad_address(address: str) -> None:
+    with pytest.raises(FieldError, match="host:port"):
+        Session(
+            address,
+            on_message=lambda message, envelope: None,
+            on_up=lambda: None,
+            on_down=lambda reason: None,
+            sender="a",
+        )
