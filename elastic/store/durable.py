@@ -1,0 +1,265 @@
+"""Durable checkpoints: directories that are whole or do not exist.
+
+    DIR/step-00000012.tmp/          parts come in, from several nodes
+        layer-0003-tp-0.safetensors     one (layer, TP rank); tensors and metadata as `elastic.core.layout`
+        names them layer-0003-tp-0.json            its size and checksum, written after it
+    DIR/step-00000012/              the same, renamed once all parts are there, with
+        manifest.json                   every file with its size and checksum
+
+Everything is synced before the rename, so that a directory without .tmp is whole, whenever the machines
+stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from elastic.core import codec
+from elastic.core.layout import StateHeader, plan_layout, read_header
+from elastic.errors import FieldError
+from elastic.store import tensorfile
+
+FORMAT, MANIFEST = "elastic-checkpoint-1", "manifest.json"
+_FINAL = re.compile(r"step-(\d{8,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file: one layer's state on one TP rank."""
+
+    name: str
+    layer: int
+    shard: int
+    nbytes: int
+    checksum: str
+    n_layers: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    format: str
+    step: int
+    """Version of all states in it: updates applied."""
+    n_layers: int
+    tp: int
+    parts: tuple[Part, ...]
+
+    def part(self, layer: int, shard: int) -> Part:
+        for part in self.parts:
+            if (part.layer, part.shard) == (layer, shard):
+                return part
+        raise FieldError("layer", layer, f"layers 0 to {self.n_layers - 1} of {self.tp} TP ranks are there")
+
+
+def final_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def staging_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}.tmp"
+
+
+def write_part(
+    directory: Path, step: int, layer: int, shard: int, n_layers: int, tp: int, run: memoryview
+) -> Part:
+    """Write one layer's state (`run`, of version `step`) into the staging directory of `step`, synced.
+
+    Raises VaultError if `run` is no state, FieldError if it is of another version or the disk refuses.
+    """
+    header = read_header(run)
+    if header.version != step:
+        raise FieldError("step", step, f"layer {layer} has version {header.version}")
+    staging = staging_path(directory, step)
+    name = f"layer-{layer:04d}-tp-{shard}.safetensors"
+    fresh = staging / f"{name}.{uuid.uuid4().hex}"
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        nbytes, checksum = tensorfile.write(fresh, _tensors(header, run), _metadata(header))
+        os.replace(fresh, staging / name)
+        part = Part(name, layer, shard, nbytes, checksum, n_layers, tp)
+        _write_json(staging / f"{name.removesuffix('.safetensors')}.json", codec.dumps(part))
+        _sync(staging)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise FieldError("checkpoint directory", str(directory), f"cannot be written: {error}") from error
+    return part
+
+
+def commit(directory: Path, step: int) -> Path:
+    """Make the checkpoint of `step` out of its parts and return its path. Repeating it changes nothing.
+
+    Raises FieldError, naming what is missing, if it is not complete.
+    """
+    staging, final = staging_path(directory, step), final_path(directory, step)
+    if not staging.is_dir():
+        if (final / MANIFEST).is_file():
+            return final
+        raise FieldError("checkpoint", str(staging), "parts must be written before the commit")
+    manifest = _collect(staging, step)
+    try:
+        _write_json(staging / MANIFEST, codec.dumps(manifest))
+        _sync(staging)
+        if final.exists():
+            os.rename(final, directory / f"{final.name}.{uuid.uuid4().hex}.replaced")
+        os.rename(staging, final)
+        _sync(directory)
+    except OSError as error:
+        if not staging.exists() and (final / MANIFEST).is_file():
+            return final  # another node committed it at the same moment
+        raise FieldError("checkpoint", str(final), f"cannot be committed: {error}") from error
+    for replaced in directory.glob(f"{final.name}.*.replaced"):
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest whole checkpoint in `directory`, by manifest and file sizes; None if there is none."""
+    if not directory.is_dir():
+        return None
+    for path in sorted((p for p in directory.iterdir() if _FINAL.match(p.name)), key=_step, reverse=True):
+        try:
+            read_manifest(path)
+        except FieldError:
+            continue
+        return path
+    return None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are there in full size, or FieldError."""
+    remedy = "a whole checkpoint (a directory step-NNNNNNNN with manifest.json) is needed"
+    try:
+        manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes())
+    except (OSError, FieldError) as error:
+        raise FieldError("checkpoint", str(path), f"{remedy}: {error}") from error
+    if manifest.format != FORMAT:
+        raise FieldError("checkpoint", str(path), f"its format is {manifest.format!r}, not {FORMAT!r}")
+    problem = _incomplete(manifest.parts, manifest.n_layers, manifest.tp)
+    if problem:
+        raise FieldError("checkpoint", str(path), f"{remedy}: {problem}")
+    for part in manifest.parts:
+        file = path / part.name
+        if Path(part.name).name != part.name or not file.is_file() or file.stat().st_size != part.nbytes:
+            raise FieldError("checkpoint", str(file), f"{remedy}: {part.nbytes} bytes are expected here")
+    return manifest
+
+
+def validate(path: Path) -> Manifest:
+    """Read the whole checkpoint and compare every checksum. Raises FieldError naming the first bad file."""
+    manifest = read_manifest(path)
+    for part in manifest.parts:
+        _verify(path, part)
+    return manifest
+
+
+def read_run(
+    path: Path,
+    manifest: Manifest,
+    layer: int,
+    shard: int,
+    allocate: Callable[[int], memoryview] | None = None,
+) -> memoryview:
+    """One layer's state as the run of bytes that was saved (`elastic.core.layout`), verified.
+
+    `allocate` gives a writable buffer of the size that it is asked for. Raises FieldError if the file is
+    corrupt.
+    """
+    part = manifest.part(layer, shard)
+    _verify(path, part)
+    metadata, tensors = tensorfile.read(path / part.name)
+    found = {tensor.name: tensor for tensor in tensors}
+    try:
+        dims = json.loads(metadata["shard_dims"])
+        rows = [(name, found[name].dtype, found[name].shape, int(dim)) for name, dim in dims]
+        text, header, nbytes = plan_layout(int(metadata["version"]), rows, json.loads(metadata["extra"]))
+    except (KeyError, ValueError, TypeError) as error:
+        raise FieldError("checkpoint", str(path / part.name), f"metadata is unusable: {error}") from error
+    run = allocate(nbytes) if allocate is not None else memoryview(bytearray(nbytes))
+    run[: len(text)] = text
+    end = len(text)
+    for entry in header.tensors:
+        run[end : entry.offset] = bytes(entry.offset - end)
+        end = entry.offset + entry.nbytes
+        run[entry.offset : end] = found[entry.name].data
+    run[end:] = bytes(nbytes - end)
+    return run
+
+
+def discard_incomplete(directory: Path) -> None:
+    """Remove what attempts that ended before their commit left; call before any node writes."""
+    for path in (*directory.glob("step-*.tmp"), *directory.glob("step-*.replaced")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _tensors(header: StateHeader, run: memoryview) -> list[tensorfile.Tensor]:
+    return [
+        tensorfile.Tensor(e.name, e.dtype, e.shape, run[e.offset : e.offset + e.nbytes])
+        for e in header.tensors
+    ]
+
+
+def _metadata(header: StateHeader) -> dict[str, str]:
+    return {
+        "version": str(header.version),
+        "shard_dims": json.dumps([[entry.name, entry.shard_dim] for entry in header.tensors]),
+        "extra": json.dumps(header.extra),
+    }
+
+
+def _collect(staging: Path, step: int) -> Manifest:
+    parts = [codec.loads(Part, file.read_bytes()) for file in sorted(staging.glob("layer-*.json"))]
+    shapes = {(part.n_layers, part.tp) for part in parts}
+    if len(shapes) != 1:
+        remedy = f"parts of one job are needed, not of {len(shapes)}"
+        raise FieldError("checkpoint", str(staging), remedy)
+    n_layers, tp = shapes.pop()
+    problem = _incomplete(tuple(parts), n_layers, tp)
+    if problem:
+        raise FieldError("checkpoint", str(staging), problem)
+    return Manifest(FORMAT, step, n_layers, tp, tuple(sorted(parts, key=lambda p: (p.layer, p.shard))))
+
+
+def _incomplete(parts: tuple[Part, ...], n_layers: int, tp: int) -> str:
+    wanted = {(layer, shard) for layer in range(n_layers) for shard in range(tp)}
+    missing = sorted(wanted ^ {(part.layer, part.shard) for part in parts})
+    return f"(layer, TP rank) {missing[:4]} are missing or too many" if missing or not parts else ""
+
+
+def _verify(path: Path, part: Part) -> None:
+    found = xxhash.xxh3_64_hexdigest(tensorfile.open_map(path / part.name))
+    if found != part.checksum:
+        remedy = f"the file is corrupt (checksum {found}, not {part.checksum}); use another checkpoint"
+        raise FieldError("checkpoint", str(path / part.name), remedy)
+
+
+def _write_json(path: Path, text: str) -> None:
+    """Replace `path` at once, synced."""
+    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with open(fresh, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step(path: Path) -> int:
+    match = _FINAL.match(path.name)
+    return int(match[1]) if match else -1

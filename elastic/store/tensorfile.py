@@ -1,0 +1,105 @@
+"""safetensors files, streamed to disk from views and read back as views, without torch or numpy.
+
+Written here rather than through the package, whose raw interface changed incompatibly between its versions
+and wants every tensor at once; the format is its own: u64 header length, JSON header, tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from elastic.core.layout import ITEM_BYTES
+from elastic.errors import FieldError
+
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_NAMES = {code: name for name, code in DTYPES.items()}
+_REMEDY = "a whole safetensors file is needed"
+
+
+class Tensor(NamedTuple):
+    """A tensor as raw little-endian bytes."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix."""
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def write(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> tuple[int, str]:
+    """Write and sync a file that must not exist. Return its bytes and its xxh3-64, hexadecimal."""
+    ordered = sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for tensor in ordered:
+        end = position + tensor.data.nbytes
+        offsets = [position, end]
+        header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    hasher, nbytes = xxhash.xxh3_64(), 0
+    with open(path, "xb", buffering=0) as file:
+        for part in (memoryview(len(text).to_bytes(8, "little") + text), *(t.data for t in ordered)):
+            hasher.update(part)
+            nbytes += _write_all(file.fileno(), part)
+        os.fsync(file.fileno())
+    return nbytes, hasher.hexdigest()
+
+
+def read(path: Path) -> tuple[dict[str, str], list[Tensor]]:
+    """Map a file. Return metadata and tensors, views of the map. FieldError if it is torn or foreign."""
+    data = open_map(path)
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= len(data) - 8:
+        raise FieldError("file", str(path), _REMEDY)
+    try:
+        header = json.loads(bytes(data[8 : 8 + length]))
+        metadata = header.pop("__metadata__", {})
+        tensors = [_tensor(name, entry, data[8 + length :]) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FieldError("file", str(path), f"{_REMEDY} ({type(error).__name__}: {error})") from error
+    return metadata, tensors
+
+
+def open_map(path: Path) -> memoryview:
+    """The whole file as a read-only view. Raises FieldError if it cannot be read or is empty."""
+    try:
+        with open(path, "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:
+        raise FieldError("file", str(path), f"{_REMEDY} ({error})") from error
+
+
+def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> Tensor:
+    start, end = entry["data_offsets"]
+    dtype, shape = _NAMES[entry["dtype"]], tuple(int(extent) for extent in entry["shape"])
+    nbytes = ITEM_BYTES[dtype]
+    for extent in shape:
+        nbytes *= extent
+    if not 0 <= start <= end <= len(data) or end - start != nbytes:
+        raise ValueError(f"{name} at {start} to {end} of {len(data)} bytes")
+    return Tensor(name, dtype, shape, data[start:end])
+
+
+def _write_all(descriptor: int, data: memoryview) -> int:
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done : done + (64 << 20)])
+    return done
