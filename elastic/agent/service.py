@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,9 +227,7 @@ class Agent:
     def _report(self) -> None:
         report = core.report(self._state)
         if report.phase not in RUNNING:
-            report = m.NodeReport(**{f: getattr(report, f) for f in report.__slots__} | {
-                "inventory": self._vault.inventory()
-            })  # fmt: skip
+            report = replace(report, inventory=self._vault.inventory())
         self._say(report)
 
     def _spawn(self, launch: m.Launch) -> None:
@@ -270,6 +269,10 @@ class Agent:
             self._queue.put(core.PrefetchDone(order.epoch))
 
         threading.Thread(target=work, name="prefetch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Kill the workers and end; for signal handlers."""
+        self._queue.put(m.Stop(130, "told to stop"))
 
     # ---- callbacks of other threads ----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class Records:
         self._last_recovery = 0.0
 
     def event(self, kind: str, data: dict[str, Any]) -> None:
-        self._events.write({"kind": kind, **data})
+        self._events.append(kind, data)
 
     def decision(self, state: JobState, reason: str) -> None:
         self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
@@ -64,7 +64,7 @@ class Records:
         }
         if done is not None:
             entry |= {"loss": done.record.loss, "tokens_per_s": round(done.tokens / max(done.seconds, 1e-9), 1)}
-        self._progress.write(entry)
+        self._progress.append("progress", entry)
 
     def recovered(self, event: Recovered) -> None:
         entry = recovery_entry(event, self._fault_time(event))

@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
-from elastic.agent.checkpoint import commit as commit_checkpoint
-from elastic.agent.checkpoint import latest as latest_checkpoint
 from elastic.config import JobConfig, load_config
 from elastic.coordinator.records import Records
 from elastic.core import codec, job
@@ -29,7 +28,8 @@ from elastic.core import messages as m
 from elastic.core.coordinator import transition
 from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, StaleError
 from elastic.planning.plan import format_plan
-from elastic.rpc.server import Server, ServerSession
+from elastic.rpc.server import Server, Session
+from elastic.store import durable
 from elastic.store.base import Lease
 from elastic.store.sqlite import SqliteStore
 from elastic.telemetry import configure_logging
@@ -74,8 +74,8 @@ class Coordinator:
         self._run_dir = Path(config.run_dir)
         self._records = Records(self._run_dir)
         self._queue: queue.Queue[Any] = queue.Queue()
-        self._sessions: dict[str, ServerSession] = {}
-        self._fresh: set[ServerSession] = set()
+        self._sessions: dict[str, Session] = {}
+        self._fresh: set[Session] = set()
         self._ending = 0.0
         self._open_store()
         self._server = Server(
@@ -95,7 +95,7 @@ class Coordinator:
         entry = self._store.get(STATE_KEY)
         self._revision = entry.revision if entry else None
         if entry is None:
-            checkpoint = latest_checkpoint(self._config.resume) if self._config.resume else None
+            checkpoint = durable.latest(Path(self._config.resume)) if self._config.resume else None
             self._state = job.JobState(policy=policy_of(self._config))
             if checkpoint is not None:
                 self._state = self._state.of(checkpoint=(str(checkpoint), step_of(checkpoint)))
@@ -143,7 +143,7 @@ class Coordinator:
         else:
             self._apply(item)
 
-    def _message(self, session: ServerSession, message: Any) -> None:
+    def _message(self, session: Session, message: Any) -> None:
         match message:
             case None:
                 self._left(session)
@@ -163,7 +163,7 @@ class Coordinator:
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, session.peer)
 
-    def _left(self, session: ServerSession) -> None:
+    def _left(self, session: Session) -> None:
         self._fresh.discard(session)
         for node in [n for n, s in self._sessions.items() if s is session]:
             del self._sessions[node]
@@ -223,14 +223,16 @@ class Coordinator:
             del self._sessions[node]
 
     def _commit(self, step: int) -> None:
-        assert self._state.spec is not None
-        try:
-            path = commit_checkpoint(Path(self._config.checkpoint_dir), step, self._state.spec)
-        except (ElasticError, OSError) as error:
-            log.error("checkpoint of step %d is not whole: %s", step, error)
-            self._records.event("checkpoint-failed", {"step": step, "why": str(error)})
-            return
-        self._queue.put(job.CheckpointCommitted(str(path), step))
+        """Make the checkpoint the newest one; the disk is waited for by a thread."""
+
+        def work() -> None:
+            try:
+                path = durable.commit(Path(self._config.checkpoint_dir), step)
+                self._queue.put(job.CheckpointCommitted(str(path), step))
+            except ElasticError as error:
+                log.error("checkpoint of step %d is not whole: %s", step, error)
+
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
 
     # ---- requests of the command line --------------------------------------------------------------------------
 

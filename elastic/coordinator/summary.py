@@ -17,7 +17,8 @@ def recovery_entry(event: Recovered, fault_at: float | None) -> dict[str, Any]:
     """Figures of one epoch change. `fault_at`: when the fault was injected, if it was; seconds since 1970.
 
     detect_s: fault to the coordinator's decision to halt; decide_s: until the plan was sent (halting included);
-    transfer_s and rebuild_s: the slowest worker's; total_s: fault to the first micro-batch computed.
+    transfer_s and rebuild_s: the slowest worker's; total_s: fault to the first micro-batch computed. pause_s, of a
+    planned change: from the end of the last step before it to the first micro-batch computed after it.
     """
     change = event.change
     planned = change.boundary
@@ -38,7 +39,7 @@ def recovery_entry(event: Recovered, fault_at: float | None) -> dict[str, Any]:
         "transfer_s": round(event.transfer_s, 4),
         "rebuild_s": round(event.rebuild_s, 4),
         "total_s": round(event.resumed_at - start, 4),
-        "pause_s": round(event.resumed_at - change.halted, 4),
+        "pause_s": round(event.resumed_at - change.paused, 4) if planned and change.paused else 0.0,
         "microbatches_lost": len(change.replayed),
         "microbatches_replayed": len(change.replayed),
         "microbatches_rerun": change.rerun,
@@ -53,13 +54,13 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     recoveries, plan, backup, end, checkpoints = [], "", {}, {}, []
     first = last = 0.0
     for entry in events:
-        at = float(entry.get("time", 0.0))
+        at = float(entry.get("at", 0.0))
         first, last = first or at, at
         match entry.get("kind"):
             case "step":
                 steps[entry["step"]] = entry
             case "recovery":
-                recoveries.append({k: v for k, v in entry.items() if k not in ("time", "kind")})
+                recoveries.append({k: v for k, v in entry.items() if k not in ("at", "kind")})
             case "plan":
                 plan, backup = entry["text"], entry["backup"]
             case "checkpoint":

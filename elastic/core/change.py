@@ -45,24 +45,20 @@ def _workers_gone(state: JobState, node: str) -> bool:
 
 
 def candidates(state: JobState) -> tuple[Member, ...]:
-    """Members that could take a stage now: old holders first, then by rank; at most the user's maximum."""
+    """Members that could take a stage now: old holders first, then by rank."""
     able = [mb for mb in state.members.values() if mb.report.able and mb.connected and not mb.draining]
     held = set(state.plan.nodes()) if state.plan is not None else set()
     able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
-    return tuple(able[: state.policy.max_nodes])
+    return tuple(able)
 
 
 def request(state: JobState, epoch: int) -> PlanRequest:
     """What the planner is asked, for the members at hand."""
     assert state.spec is not None
-    staying = [mb for mb in state.members.values() if not mb.draining and mb.connected]
-    chosen = candidates(state)
-    names = {mb.node for mb in chosen}
-    spares = tuple(mb.report.info for mb in staying if mb.node not in names)
     return PlanRequest(
         spec=state.spec,
-        nodes=tuple(mb.report.info for mb in chosen),
-        spares=spares,
+        nodes=tuple(mb.report.info for mb in candidates(state)),
+        max_nodes=state.policy.max_nodes,
         epoch=epoch,
         tp=state.spec.tp,
         shape=state.policy.shape,
@@ -74,7 +70,7 @@ def request(state: JobState, epoch: int) -> PlanRequest:
 def decide(state: JobState, now: float) -> Result:
     """Everybody has halted: make the plan and tell everybody, or pause, or fall back."""
     assert state.spec is not None and state.change is not None
-    change = replace(state.change, halted=now)
+    change = replace(state.change, halted=now, paused=state.stepped_at)
     try:
         if not candidates(state):
             raise InfeasiblePlan("no node can take a stage at present")

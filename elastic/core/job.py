@@ -92,6 +92,8 @@ class Change:
     microbatch: int
     detect_s: float = 0.0
     """As told by the agent that found a hang; 0: unknown."""
+    paused: float = 0.0
+    """When the last step before the change ended."""
     halted: float = 0.0
     decided: float = 0.0
     replayed: frozenset[int] = frozenset()
@@ -118,6 +120,8 @@ class JobState:
     change: Change | None = None
     record: StepRecord | None = None
     """Record of the last finished step that is known here."""
+    stepped_at: float = 0.0
+    """When that was."""
     trained: bool = False
     """Some epoch has run: fresh initialisation is no longer allowed."""
     trimmed: int = 0

@@ -61,6 +61,15 @@ class LayerStack(ABC):
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         """Build layer `index` with its initial values, which depend on (seed, index) alone."""
 
+    def tensor_parallel(self, rank: int, size: int, store_path: str, device: torch.device) -> TensorParallel:
+        """Form this worker's tensor-parallel group, once a process; `store_path` is a file of this group alone.
+
+        Stacks whose layers know no tensor parallelism run with size 1 only (FieldError).
+        """
+        if size != 1:
+            raise FieldError("tp", size, "these layers run without tensor parallelism; use 1")
+        return TensorParallel()
+
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         """Build layer `index` as fast as can be; its parameters may hold anything."""
         return self.build(index, device, tp)

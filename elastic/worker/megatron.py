@@ -61,8 +61,11 @@ def init_tensor_parallel(
 ) -> TensorParallel:
     """Form this worker's tensor-parallel group, once a process; it is torch.distributed's WORLD.
 
-    `store_path` is a file that all ranks of the group, and nobody else, can reach. Size 1 needs it too.
+    `store_path` is a file that all ranks of the group, and nobody else, can reach. Size 1 needs it too. A second
+    call for the same place returns the same group.
     """
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size):
+        return TensorParallel(rank, size, dist.group.WORLD)
     backend = "nccl" if device is not None and device.type == "cuda" and size > 1 else "gloo"
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -149,6 +152,9 @@ class GPTStack(LayerStack):
     @property
     def n_layers(self) -> int:
         return self.gpt.n_layers
+
+    def tensor_parallel(self, rank: int, size: int, store_path: str, device: torch.device) -> TensorParallel:
+        return init_tensor_parallel(rank, size, store_path, device)
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         module = self.build_empty(index, device, tp)

@@ -25,7 +25,7 @@ from elastic.planning.roster import Roster, roster
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
 from elastic.worker.control import Control, WorkerContext
-from elastic.worker.export import job_sha256
+from elastic.worker.finish import job_sha256
 from elastic.worker.fetch import Fetcher
 from elastic.worker.injector import Injector
 from elastic.worker.install import Installer

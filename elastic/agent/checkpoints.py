@@ -1,0 +1,72 @@
+"""Durable checkpoints without waiting: when a worker publishes the state of a checkpoint's step, it is copied aside at
+once and written to disk by a thread. One node a layer writes it: the holder in the first pipeline."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic.agent.vault import Vault
+from elastic.core.messages import CheckpointPart, Published
+from elastic.core.types import STATE, Copy, Plan
+from elastic.errors import ElasticError
+from elastic.store import durable
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """`emit` gets a CheckpointPart, from the writer's thread, when this node's files of a step are on disk."""
+
+    def __init__(self, directory: Path, vault: Vault, emit: Callable[[CheckpointPart], None]) -> None:
+        self._directory, self._vault, self._emit = directory, vault, emit
+        self.every = 0
+        """Steps between checkpoints; 0: none."""
+        self._node = ""
+        self._plan: Plan | None = None
+        self._last: set[tuple[int, int, int]] = set()
+        self._queue: queue.Queue[tuple[Plan, list[tuple[Copy, memoryview]]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def enter(self, node: str, plan: Plan) -> None:
+        """A new plan: it says which layers this node writes."""
+        self._node, self._plan = node, plan
+
+    def offer(self, published: Published) -> None:
+        """Take what belongs to a checkpoint out of a bundle that the vault has just indexed."""
+        plan = self._plan
+        if not self.every or plan is None:
+            return
+        runs: list[tuple[Copy, memoryview]] = []
+        for local in published.copies:
+            copy = local.copy
+            due = copy.kind == STATE and copy.step > 0 and copy.step % self.every == 0
+            mine = due and plan.holders(copy.layer)[0].node == self._node
+            if mine and (copy.step, copy.layer, copy.shard) not in self._last:
+                runs.append((copy, self._vault.read(copy.key)))
+                self._last = {t for t in self._last if t[0] >= copy.step} | {(copy.step, copy.layer, copy.shard)}
+        if runs:
+            self._queue.put((plan, runs))
+
+    def close(self) -> None:
+        """Finish what is queued."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            plan, runs = item
+            step = runs[0][0].step
+            try:
+                for copy, run in runs:
+                    durable.write_part(
+                        self._directory, step, copy.layer, copy.shard, plan.n_layers, plan.tp, run
+                    )
+            except (ElasticError, OSError) as error:
+                log.error("checkpoint of step %d: %s", step, error)
+                continue
+            self._emit(CheckpointPart(step, tuple((copy.layer, copy.shard) for copy, _ in runs)))
