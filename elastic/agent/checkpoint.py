@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from elastic.core.types import STATE
 from elastic.errors import VaultError
 from elastic.store.durable import commit, discard_incomplete, latest, validate
 from elastic.store.durable import write_part as _write
-from elastic.store.slots import checksum
 
 __all__ = ["commit", "discard_incomplete", "latest", "validate", "write_part"]
 
@@ -19,21 +19,22 @@ __all__ = ["commit", "discard_incomplete", "latest", "validate", "write_part"]
 def write_part(
     vault: Vault, directory: Path, step: int, layers: Iterable[tuple[int, int]], n_layers: int, tp: int
 ) -> CheckpointPart:
-    """Write the states of version `step` of `layers`, (layer, TP rank) pairs, to the checkpoint in
-    `directory`.
+    """Write the states of version `step` of `layers`, (layer, TP rank) pairs, to the checkpoint in `directory`.
 
-    Blocks on the disk: call it from a thread of its own. Raises VaultError if a state is not in the vault
-    or goes while it is written, FieldError if the directory cannot be written.
+    All states are taken hold of first, so that training may overwrite them while the disk is slow; those that
+    peers sent are not copied for that. Blocks: call it from a thread of its own. Raises VaultError if a state
+    is not in the vault, FieldError if the directory cannot be written.
     """
     wanted = tuple(layers)
-    for layer, shard in wanted:
-        copy = vault.find(STATE, layer, shard, step)
-        if copy is None:
-            raise VaultError(
-                f"state {step} of ({layer}, TP rank {shard}) is not in the vault of {vault.node}"
-            )
-        with vault.lease(copy.key) as run:
+    with contextlib.ExitStack() as held:
+        runs = [held.enter_context(vault.hold(_key(vault, layer, shard, step))) for layer, shard in wanted]
+        for (layer, shard), run in zip(wanted, runs, strict=True):
             _write(Path(directory), step, layer, shard, n_layers, tp, run)
-            if checksum(run) != copy.checksum:
-                raise VaultError(f"{copy.key} was overwritten while it was saved")
     return CheckpointPart(step, wanted)
+
+
+def _key(vault: Vault, layer: int, shard: int, step: int) -> str:
+    copy = vault.find(STATE, layer, shard, step)
+    if copy is None:
+        raise VaultError(f"state {step} of layer {layer}, TP rank {shard}: not in the vault of {vault.node}")
+    return copy.key

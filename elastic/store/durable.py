@@ -25,6 +25,7 @@ import xxhash
 
 from elastic.core import codec
 from elastic.core.layout import StateHeader, plan_layout, read_header
+from elastic.core.types import JobSpec
 from elastic.errors import FieldError
 from elastic.store import tensorfile
 
@@ -95,17 +96,19 @@ def write_part(
     return part
 
 
-def commit(directory: Path, step: int) -> Path:
+def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Path:
     """Make the checkpoint of `step` out of its parts and return its path. Repeating it changes nothing.
 
-    Raises FieldError, naming what is missing, if it is not complete.
+    With `spec`, parts that an earlier job of another shape left behind are passed over. Raises FieldError,
+    naming what is missing, if it is not complete.
     """
+    directory = Path(directory)
     staging, final = staging_path(directory, step), final_path(directory, step)
     if not staging.is_dir():
         if (final / MANIFEST).is_file():
             return final
         raise FieldError("checkpoint", str(staging), "parts must be written before the commit")
-    manifest = _collect(staging, step)
+    manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
     try:
         _write_json(staging / MANIFEST, codec.dumps(manifest))
         _sync(staging)
@@ -122,10 +125,17 @@ def commit(directory: Path, step: int) -> Path:
     return final
 
 
-def latest(directory: Path) -> Path | None:
-    """The newest whole checkpoint in `directory`, by manifest and file sizes; None if there is none."""
+def latest(directory: Path | str) -> Path | None:
+    """The newest whole checkpoint in `directory`, by manifest and file sizes; None if there is none.
+
+    A checkpoint itself is also taken, and must then be whole (FieldError).
+    """
+    directory = Path(directory)
     if not directory.is_dir():
         return None
+    if (directory / MANIFEST).is_file():
+        read_manifest(directory)
+        return directory
     for path in sorted((p for p in directory.iterdir() if _FINAL.match(p.name)), key=_step, reverse=True):
         try:
             read_manifest(path)
@@ -154,8 +164,9 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def validate(path: Path) -> Manifest:
+def validate(path: Path | str) -> Manifest:
     """Read the whole checkpoint and compare every checksum. Raises FieldError naming the first bad file."""
+    path = Path(path)
     manifest = read_manifest(path)
     for part in manifest.parts:
         _verify(path, part)
@@ -195,8 +206,9 @@ def read_run(
     return run
 
 
-def discard_incomplete(directory: Path) -> None:
+def discard_incomplete(directory: Path | str) -> None:
     """Remove what attempts that ended before their commit left; call before any node writes."""
+    directory = Path(directory)
     for path in (*directory.glob("step-*.tmp"), *directory.glob("step-*.replaced")):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -216,8 +228,9 @@ def _metadata(header: StateHeader) -> dict[str, str]:
     }
 
 
-def _collect(staging: Path, step: int) -> Manifest:
+def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifest:
     parts = [codec.loads(Part, file.read_bytes()) for file in sorted(staging.glob("layer-*.json"))]
+    parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
         remedy = f"parts of one job are needed, not of {len(shapes)}"
