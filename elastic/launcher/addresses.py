@@ -1,0 +1,55 @@
+"""Which addresses are this machine's."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from enum import StrEnum
+
+from elastic.errors import FieldError
+
+
+class Owner(StrEnum):
+    FREE = "free"
+    """The address is this machine's, and nothing listens there."""
+    TAKEN = "taken"
+    """The address is this machine's, and somebody listens there."""
+    ELSEWHERE = "elsewhere"
+
+
+def owner(address: str) -> Owner:
+    """Try to take `address` (host:port) for a moment. Raises FieldError when its host is unknown."""
+    family, place = _resolve(address)
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(place)
+            sock.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return Owner.ELSEWHERE
+            if error.errno == errno.EADDRINUSE:
+                return Owner.TAKEN
+            raise FieldError("--rdzv-endpoint", address, f"it cannot be used: {error.strerror}") from error
+    return Owner.FREE
+
+
+def local_address(towards: str) -> str:
+    """Address of this machine on the route to `towards` (host:port); nothing is sent."""
+    family, place = _resolve(towards)
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(place)
+        except OSError:
+            return "127.0.0.1"  # no route at all: only this machine can be meant
+        return str(sock.getsockname()[0])
+
+
+def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise FieldError("--rdzv-endpoint", address, f"the host is unknown: {error.strerror}") from error
+    family, _, _, _, place = min(found, key=lambda item: item[0] != socket.AF_INET)
+    return family, (str(place[0]), int(place[1]))

@@ -1,0 +1,105 @@
+"""The `elastic` command. Starts in a blink: neither torch, numpy nor grpc is imported before it is needed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from elastic.errors import EXIT_OK, EXIT_USAGE, ElasticError
+
+USAGE = """usage: elastic COMMAND [flags]
+
+  run           train a script or module on elastic nodes; torchrun's flags and more
+  status        phase, step, loss, nodes and plan of a running job
+  nodes         who takes part
+  drain NODE    move a node's state out, then release it
+  plan [FILE]   the plan of a running job, or of a text file
+  export CHECKPOINT OUT.safetensors
+  coordinator, agent   one service of a job in the foreground, for several machines
+  --version
+
+`elastic COMMAND --help` tells the flags. Try:
+  elastic run --standalone --nnodes 4 -m examples.train_gpt --steps 10 --fault "kill node=2 step=3"
+"""
+
+Command = Callable[[list[str], Mapping[str, str]], int]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; return the exit code. Users' mistakes are one line on standard error and exit code
+    2."""
+    words = sys.argv[1:] if argv is None else argv
+    name, rest = (words[0], words[1:]) if words else ("", [])
+    try:
+        if name in ("-h", "--help", "help"):
+            print(USAGE, end="")
+            return EXIT_OK
+        if name in ("-V", "--version", "version"):
+            return _version()
+        command = _commands().get(name)
+        if command is None:
+            known = ", ".join(_commands())
+            print(f"elastic: {name!r} is no command: {known} (see `elastic --help`)", file=sys.stderr)
+            return EXIT_USAGE
+        return command(rest, os.environ)
+    except ElasticError as error:
+        print(f"elastic {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def _commands() -> dict[str, Command]:
+    return {
+        "run": _run,
+        "status": _query("status"),
+        "nodes": _query("nodes"),
+        "drain": _query("drain"),
+        "plan": _query("plan"),
+        "export": _query("export"),
+        "coordinator": _service("coordinator"),
+        "agent": _service("agent"),
+    }
+
+
+def _run(argv: list[str], environ: Mapping[str, str]) -> int:
+    from elastic.launcher.flags import run_parser
+    from elastic.launcher.options import request
+
+    wanted = request(run_parser(environ).parse_args(argv), environ)
+    from elastic.launcher.local import launch
+
+    return launch(wanted)
+
+
+def _query(name: str) -> Command:
+    def ask(argv: list[str], environ: Mapping[str, str]) -> int:
+        from elastic.launcher import queries
+
+        command: Command = getattr(queries, name)
+        return command(argv, environ)
+
+    return ask
+
+
+def _service(name: str) -> Command:
+    def serve(argv: list[str], environ: Mapping[str, str]) -> int:
+        from elastic.launcher import services
+
+        command: Command = getattr(services, name)
+        return command(argv, environ)
+
+    return serve
+
+
+def _version() -> int:
+    from elastic import __version__
+
+    print(f"elastic {__version__}")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

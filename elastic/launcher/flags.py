@@ -1,0 +1,136 @@
+"""The flags of `elastic run`: torchrun's, with torchrun's meanings, and ours. Only text here; meanings in
+`options`.
+
+Every flag may be written --a-b or --a_b, and PET_<A_B> in the environment replaces its default, as for
+torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from elastic.errors import FieldError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. Its value is text until `options` reads it."""
+
+    name: str
+    default: str | None
+    help: str
+    short: str = ""
+    switch: bool = False
+    repeat: bool = False
+    metavar: str | None = None
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+    @property
+    def spellings(self) -> list[str]:
+        names = [self.short, self.name, "--" + self.dest]
+        return [name for name in dict.fromkeys(names) if name]
+
+
+TORCHRUN = (
+    Flag("--nnodes", "1:1", "number of nodes, or MIN:MAX"),
+    Flag("--nproc-per-node", "1", "workers a node: a number, auto, cpu or gpu"),
+    Flag("--rdzv-backend", "static", "static, c10d or elastic (the last two are the same here)"),
+    Flag("--rdzv-endpoint", "", "HOST:PORT of the coordinator; the machine that owns it starts it"),
+    Flag("--rdzv-id", "none", "name of the job, seen by the workers"),
+    Flag("--rdzv-conf", "", "KEY=VALUE,...; is_host=true|false says who starts the coordinator"),
+    Flag("--standalone", None, "embedded coordinator; every node is a local process group", switch=True),
+    Flag("--max-restarts", "0", "group restarts of a script that does not use elastic"),
+    Flag("--monitor-interval", "0.1", "longest time between two looks at processes, seconds"),
+    Flag("--start-method", "spawn", "spawn, fork or forkserver; workers are always new processes"),
+    Flag(
+        "--event-log-handler", "null", "null, or console: print every event; events.jsonl is always written"
+    ),
+    Flag("--role", "default", "role of the workers"),
+    Flag("--module", None, "SCRIPT is a module, run as python -m", short="-m", switch=True),
+    Flag("--no-python", None, "SCRIPT is an executable of any kind", switch=True),
+    Flag("--run-path", None, "run SCRIPT, an absolute path, with runpy.run_path", switch=True),
+    Flag("--log-dir", None, "directory of the workers' logs (default RUN_DIR/logs)"),
+    Flag("--redirects", "0", "streams to log files alone: 0..3, or as 0:1,1:2 by rank", short="-r"),
+    Flag("--tee", "0", "streams to log files and, with a prefix, to the console", short="-t"),
+    Flag("--log-line-prefix-template", None, "prefix of --tee: ${node} ${rank} ${local_rank} ${role_name}"),
+    Flag("--local-ranks-filter", "", "only these local ranks reach the console, as 0,1"),
+    Flag("--node-rank", "0", "this node's rank; static rendezvous only"),
+    Flag("--master-addr", "127.0.0.1", "node rank 0's address; static rendezvous only"),
+    Flag("--master-port", None, "its port (29500); static rendezvous only"),
+    Flag("--local-addr", None, "address under which other nodes reach this one"),
+    Flag("--numa-binding", None, "not available yet: bind with numactl and --no-python"),
+    Flag("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "signals that end the job in order"),
+    Flag("--shutdown-timeout", None, "seconds from SIGTERM to SIGKILL (30)"),
+    Flag("--virtual-local-rank", None, "every worker sees LOCAL_RANK=0 and one device", switch=True),
+)
+
+OURS = (
+    Flag("--run-dir", None, "directory of this run (default ./runs/TIME-ID; ./runs/latest points at it)"),
+    Flag("--backup", "auto", "auto, or GRADIENTS+STATE, as stream+snapshot"),
+    Flag("--accumulate", "fast", "fast, or exact: bit-identical whatever fails"),
+    Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),
+    Flag("--node-memory", None, "memory of a node that the plan may use, as 16GiB"),
+    Flag("--checkpoint-dir", None, "directory of durable checkpoints (default RUN_DIR/checkpoints)"),
+    Flag("--resume", None, "start from this checkpoint; auto: from the newest in --checkpoint-dir, if any"),
+    Flag("--domain", "", "failure domain of this node; with --standalone one for each, comma-separated"),
+    Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
+    Flag("--lease", "3", "a node that is silent this many seconds is lost"),
+    Flag(
+        "--fault", None, 'inject a fault, as "kill node=2 step=3 microbatch=5"', repeat=True, metavar="SPEC"
+    ),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def run_parser(environ: Mapping[str, str], prog: str = "elastic run", script: bool = True) -> Parser:
+    """Parser of `elastic run`; with `script` False the script may be left out."""
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} [flags] SCRIPT|-m MODULE [args...]",
+        description="Run a training script on elastic nodes.",
+        allow_abbrev=False,
+    )
+    for title, flags in (("torchrun's flags", TORCHRUN), ("elastic's flags", OURS)):
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add(group, flag, environ)
+    parser.add_argument(
+        "script", nargs=None if script else "?", metavar="SCRIPT", help="what the workers run"
+    )
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="args", help="its arguments")
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag, environ: Mapping[str, str]) -> None:
+    variable = f"PET_{flag.dest.upper()}"
+    given = environ.get(variable)
+    text = flag.help.replace("%", "%%")
+    if flag.switch:
+        on = _switch(variable, given) if given is not None else False
+        group.add_argument(*flag.spellings, dest=flag.dest, action="store_true", default=on, help=text)
+    elif flag.repeat:
+        default = [given] if given else []
+        group.add_argument(
+            *flag.spellings, dest=flag.dest, action="append", default=default, metavar=flag.metavar, help=text
+        )
+    else:
+        default_text = flag.default if given is None else given
+        group.add_argument(*flag.spellings, dest=flag.dest, default=default_text, metavar="X", help=text)
+
+
+def _switch(variable: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise FieldError(variable, value, "1 (on) or 0 (off)")
+    return value == "1"

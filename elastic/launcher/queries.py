@@ -1,0 +1,132 @@
+"""`elastic status|nodes|drain|plan|export`: ask a running job, read a plan, write out a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic.errors import FieldError, UsageError
+from elastic.launcher.flags import Parser
+from elastic.launcher.follow import read_object
+from elastic.launcher.options import DYNAMIC_PORT
+from elastic.launcher.reports import as_text
+from elastic.launcher.values import address, seconds
+
+LATEST = "runs/latest"
+
+
+def status(argv: list[str], environ: Mapping[str, str]) -> int:
+    """How the job is."""
+    args = _parser(
+        "status", "Show the phase, step, loss, nodes and plan of a running job.", environ
+    ).parse_args(argv)
+    return _show(_ask(args, "status", {}), args.json)
+
+
+def nodes(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Who takes part."""
+    args = _parser("nodes", "List the nodes of a running job.", environ).parse_args(argv)
+    answer = _ask(args, "nodes", {})
+    return _show(answer if args.json or answer.get("nodes") else {"nodes": "none yet"}, args.json)
+
+
+def drain(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Move a node's state out, then let it go."""
+    parser = _parser("drain", "Move all state off a node, then release it; nothing is lost.", environ)
+    parser.add_argument("node", metavar="NODE", help="name of the node, as `elastic nodes` shows it")
+    parser.add_argument("--deadline", default="30", help="seconds after which the node goes anyhow (30)")
+    args = parser.parse_args(argv)
+    deadline = seconds("--deadline", args.deadline)
+    if deadline < 0:
+        raise FieldError("--deadline", args.deadline, "seconds from 0 up")
+    return _show(_ask(args, "drain", {"node": args.node, "deadline_s": deadline}), args.json)
+
+
+def plan(argv: list[str], environ: Mapping[str, str]) -> int:
+    """The plan of a running job, or of a file."""
+    parser = _parser("plan", "Show the plan of a running job, or check one in a text file.", environ)
+    parser.add_argument("file", nargs="?", metavar="FILE", help="text file with a plan to check and print")
+    args = parser.parse_args(argv)
+    if args.file is None:
+        return _show(_ask(args, "plan", {}), args.json)
+    return _show(_checked_plan(Path(args.file)), args.json)
+
+
+def export(argv: list[str], environ: Mapping[str, str]) -> int:
+    """A checkpoint as one safetensors file."""
+    parser = Parser(
+        prog="elastic export", description="Write a checkpoint's parameters to a safetensors file."
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint directory, step-...")
+    parser.add_argument("out", metavar="OUT", help="file to write")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    source, out = Path(args.checkpoint), Path(args.out)
+    if not source.is_dir():
+        raise FieldError("CHECKPOINT", args.checkpoint, "there is no such directory; give one as step-...")
+    if out.is_dir() or not out.parent.is_dir():
+        raise FieldError("OUT", args.out, "a file in a directory that exists")
+    if out.exists() and not args.force:
+        raise FieldError("OUT", args.out, "it exists; give another, or --force")
+    from elastic.worker.export import export_checkpoint
+
+    export_checkpoint(source, out, force=args.force)
+    return _show({"checkpoint": str(source), "out": str(out), "bytes": out.stat().st_size}, args.json)
+
+
+def _parser(name: str, description: str, environ: Mapping[str, str]) -> Parser:
+    parser = Parser(prog=f"elastic {name}", description=description, allow_abbrev=False)
+    endpoint = environ.get("PET_RDZV_ENDPOINT")
+    parser.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", default=endpoint, help="HOST:PORT of the coordinator"
+    )
+    parser.add_argument(
+        "--run-dir", "--run_dir", default=environ.get("PET_RUN_DIR"), help=f"a run ({LATEST})"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _ask(args: Any, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    where = _where(args)
+    from elastic.rpc.client import call
+
+    return call(where, kind, body)
+
+
+def _where(args: Any) -> str:
+    """Address of the coordinator. Raises UsageError when it cannot be known, or the run is over."""
+    if args.rdzv_endpoint:
+        return address("--rdzv-endpoint", args.rdzv_endpoint, DYNAMIC_PORT)
+    path = Path(args.run_dir or LATEST)
+    found = read_object(path / "coordinator.json")
+    verdict = read_object(path / "exit.json")
+    if verdict is not None:
+        raise UsageError(
+            f"the run in {path} is over: {verdict.get('reason')} (exit code {verdict.get('code')})"
+        )
+    if found is None or not isinstance(found.get("address"), str):
+        raise FieldError(
+            "--run-dir", str(path), "no coordinator runs there; give --run-dir or --rdzv-endpoint"
+        )
+    return str(found["address"])
+
+
+def _checked_plan(path: Path) -> dict[str, Any]:
+    from elastic.planning.plan import format_plan, parse_plan, validate_plan
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FieldError("FILE", str(path), f"it cannot be read as text: {error}") from error
+    found = parse_plan(text)
+    validate_plan(found)
+    return {"plan": format_plan(found), "reason": found.reason}
+
+
+def _show(answer: dict[str, Any], as_json: bool) -> int:
+    print(json.dumps(answer) if as_json else as_text(answer))
+    return 0

@@ -1,0 +1,52 @@
+"""Entries of the event log and answers of the coordinator, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_PHASES = ("detect_s", "decide_s", "transfer_s", "rebuild_s", "total_s")
+
+
+def recovery_line(event: dict[str, Any]) -> str:
+    """One line for a recovery: where, why, how long each phase took, what was lost."""
+    times = [f"{key[:-2]} {event[key]:.3f}" for key in _PHASES if isinstance(event.get(key), (int, float))]
+    nodes = f"{event.get('nodes_before', '?')} -> {event.get('nodes_after', '?')} nodes"
+    lost = f"{event.get('microbatches_lost', '?')} micro-batches lost"
+    where = f"step {event.get('step', '?')}, micro-batch {event.get('microbatch', '?')}"
+    return f"recovered at {where} ({event.get('cause', '')}): {nodes}, {lost}; seconds: {', '.join(times)}"
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """One event as key=value pairs."""
+    return " ".join(f"{key}={value}" for key, value in event.items() if not isinstance(value, (dict, list)))
+
+
+def as_text(answer: dict[str, Any]) -> str:
+    """An answer as lines; lists of objects become tables, longer texts stand below."""
+    lines, below = [], []
+    for key, value in answer.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            below.append(table(value))
+        elif isinstance(value, str) and "\n" in value:
+            below.append(value.rstrip("\n"))
+        elif value not in (None, "", []):
+            lines.append(f"{key}: {value}")
+    return "\n\n".join(part for part in ("\n".join(lines), *below) if part)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of equal keys under their names."""
+    heads = list(rows[0])
+    cells = [[_cell(row.get(head)) for head in heads] for row in rows]
+    widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in [heads, *cells]
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
