@@ -140,17 +140,6 @@ class Vault:
                 entry.pins -= 1
                 self._release(entry)
 
-    @contextlib.contextmanager
-    def hold(self, key: str) -> Iterator[memoryview]:
-        """The verified bytes of a copy that nobody can change for as long as this is open.
-
-        In place in the vault's own slots; out of a worker's slot they are copied.
-        """
-        with self.lease(key) as view:
-            with self._lock:
-                own = isinstance(self._find(key).slot, Slot)
-            yield view if own else self.read(key)
-
     def read(self, key: str) -> memoryview:
         """A verified private copy of the bytes. A corrupt one is dropped, with VaultError."""
         with self.lease(key) as view:
