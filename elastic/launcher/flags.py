@@ -91,11 +91,13 @@ class Parser(argparse.ArgumentParser):
     """Raises UsageError instead of printing usage and leaving."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required: SCRIPT"):
+            message = "SCRIPT is missing: give a script, or -m and a module"
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
-def run_parser(environ: Mapping[str, str], prog: str = "elastic run", script: bool = True) -> Parser:
-    """Parser of `elastic run`; with `script` False the script may be left out."""
+def run_parser(environ: Mapping[str, str], prog: str = "elastic run") -> Parser:
+    """Parser of `elastic run` and of the commands that take the same flags."""
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags] SCRIPT|-m MODULE [args...]",
@@ -106,9 +108,7 @@ def run_parser(environ: Mapping[str, str], prog: str = "elastic run", script: bo
         group = parser.add_argument_group(title)
         for flag in flags:
             _add(group, flag, environ)
-    parser.add_argument(
-        "script", nargs=None if script else "?", metavar="SCRIPT", help="what the workers run"
-    )
+    parser.add_argument("script", metavar="SCRIPT", help="what the workers run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="args", help="its arguments")
     return parser
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from elastic.core.faults import FaultKind, FaultSpec
@@ -89,7 +88,7 @@ class Supervisor:
                 self._lifeline.close()
         return EXIT_FAILURE if self._code is None else self._code
 
-    # ---- starting --------------------------------------------------------------------------------------------
+    # ---- starting ---------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self._hosting:
@@ -112,7 +111,7 @@ class Supervisor:
         console = self._view.output if isinstance(self._view, Bar) else None
         self._agents.append(Child.start(node, "elastic.agent.service", args, self._lifeline, console))
 
-    # ---- looking after ---------------------------------------------------------------------------------------
+    # ---- looking after ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Everything that may have happened since the last look."""
@@ -186,7 +185,7 @@ class Supervisor:
             self._view.note(f"every node ended before the job did; logs are in {self._path / 'logs'}")
             self._code = EXIT_FAILURE
 
-    # ---- injected faults -------------------------------------------------------------------------------------
+    # ---- injected faults --------------------------------------------------------------------------------
 
     def _carry_out(self, spec: FaultSpec) -> None:
         self._view.note(f"fault: {spec.text}")
@@ -210,7 +209,7 @@ class Supervisor:
         except ElasticError as error:
             self._view.note(f"drain of {spec.node}: {error}")
 
-    # ---- ending ----------------------------------------------------------------------------------------------
+    # ---- ending -----------------------------------------------------------------------------------------
 
     def _end(self, wake: int) -> None:
         """Let agents end by themselves after a finished job, else ask them; kill what is left. Second
@@ -242,7 +241,7 @@ class Supervisor:
         for child in (*self._agents, *([self._coordinator] if self._coordinator else [])):
             child.kill()
 
-    # ---- signals ---------------------------------------------------------------------------------------------
+    # ---- signals ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[int]:
@@ -276,8 +275,3 @@ def _named(returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
         return signal.Signals(-returncode).name
     return f"exit code {returncode}"
-
-
-def outcome(path: Path) -> dict[str, Any] | None:
-    """What the coordinator wrote at the end of the run in `path`."""
-    return read_object(path / "exit.json")
