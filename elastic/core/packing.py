@@ -2,13 +2,17 @@
 
 Copies of several epochs and owners overlap, so the best choice is a weighted set packing. Ledgers are few and nearly
 consecutive; walking over the micro-batches from low to high and remembering only which higher ones are taken keeps
-the search small and exact.
+the search small. It is exact as long as no more than `WIDTH` partial choices are open at once (dozens of overlapping
+epochs would be needed for more); beyond that only the best of them are followed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+WIDTH = 2048
+"""Partial choices followed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,18 @@ def best_packing(costs: Mapping[int, int], useful: int = -1) -> tuple[int, ...]:
     They cover the most bits of `useful` (-1: all bits), then the most bits at all, then cost least in sum, then are
     fewest. `costs` maps mask to cost; the empty mask is never chosen.
     """
+    choice = _walk(costs, useful, 0)
+    return choice.masks if choice else ()
+
+
+def exact_cover(costs: Mapping[int, int], full: int) -> tuple[int, ...] | None:
+    """Return the cheapest disjoint masks that together are exactly `full`, or None if there are none."""
+    choice = _walk({mask: cost for mask, cost in costs.items() if not mask & ~full}, -1, full)
+    return choice.masks if choice and choice.union == full else None
+
+
+def _walk(costs: Mapping[int, int], useful: int, needed: int) -> _Choice | None:
+    """Return the best choice; with `needed`, only among those that hold all of these bits."""
     groups: dict[int, list[int]] = {}
     for mask in sorted(costs):
         if mask:
@@ -39,19 +55,20 @@ def best_packing(costs: Mapping[int, int], useful: int = -1) -> tuple[int, ...]:
     for i, low in enumerate(lows):
         above = -(lows[i + 1]) if i + 1 < len(lows) else 0
         following: dict[int, _Choice] = {}
-        for choice in frontier.values():
-            _keep(following, choice, above)
-            for mask in groups[low]:
-                if not choice.union & mask:
-                    _keep(following, _extend(choice, mask, costs[mask], useful), above)
+        for choice in _widest(frontier):
+            options = [_extend(choice, m, costs[m], useful) for m in groups[low] if not choice.union & m]
+            for option in (choice, *options):
+                if not needed & ~above & ~option.union:
+                    _keep(following, option, above)
         frontier = following
-    return max(frontier.values(), key=lambda choice: choice.rank).masks
+    return max(frontier.values(), key=lambda choice: choice.rank, default=None)
 
 
-def exact_cover(costs: Mapping[int, int], full: int) -> tuple[int, ...] | None:
-    """Return the cheapest disjoint masks that together are exactly `full`, or None if there are none."""
-    masks = best_packing({mask: cost for mask, cost in costs.items() if not mask & ~full})
-    return masks if sum(masks) == full else None
+def _widest(frontier: Mapping[int, _Choice]) -> list[_Choice]:
+    choices = list(frontier.values())
+    if len(choices) > WIDTH:
+        choices.sort(key=lambda choice: choice.rank, reverse=True)
+    return choices[:WIDTH]
 
 
 def _extend(choice: _Choice, mask: int, cost: int, useful: int) -> _Choice:
