@@ -25,6 +25,8 @@ class ByteCorpus:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        if path == "":
+            raise FieldError("data", path, "name a file or folder of text")
         self.path = Path(path) if path is not None else Path(sysconfig.get_path("stdlib"))
         found = list(_sources(self.path)) if path is None else list(_files(self.path))
         sized = [(file, size) for file, size in found if size]

@@ -66,7 +66,7 @@ def init_tensor_parallel(
     """
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size):
         return TensorParallel(rank, size, dist.group.WORLD)
-    backend = "nccl" if device is not None and device.type == "cuda" and size > 1 else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device is not None and device.type == "cuda" else "gloo"
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -168,9 +168,9 @@ class GPTStack(LayerStack):
             raise FieldError("tp", tp.size, f"this model was configured for {self.gpt.tp}")
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
         with torch.device(device):
-            module = self._module(index, self._config(device), groups)
+            module = self._module(index, self._config(device), groups).to(DTYPES[self.gpt.dtype])
         for part in module.modules():
-            for name, dim in SHARD_DIMS.get(type(part), {}).items() if tp.size > 1 else ():
+            for name, dim in SHARD_DIMS.get(type(part), {}).items():
                 _mark_sharded(getattr(part, name), dim)
         return module
 
@@ -266,8 +266,9 @@ class GPTStack(LayerStack):
         return [Shape(str(i), shape, dtype) for i, shape in enumerate(shapes)]
 
 
-def _mark_sharded(parameter: Tensor, dim: int) -> None:
-    if not hasattr(parameter, "partition_dim") or parameter.partition_dim < 0:
+def _mark_sharded(parameter: Tensor | None, dim: int) -> None:
+    """As megatron does when it initialises; with one rank too, so that its state can be split later."""
+    if parameter is not None and getattr(parameter, "partition_dim", -1) < 0:
         set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 

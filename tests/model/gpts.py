@@ -1,0 +1,80 @@
+"""Small GPTs for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from elastic.core.types import Accumulate
+from elastic.worker.gpt import GPTConfig
+from elastic.worker.layers import Microbatch, TensorParallel
+from elastic.worker.megatron import GPTStack
+from elastic.worker.optimizer import OptimizerSpec, adamw
+from elastic.worker.replica import LayerReplica, build_replica
+from tests.model.toys import CPU
+
+MICROBATCHES = 3
+
+
+def config(**changes: object) -> GPTConfig:
+    small: dict[str, object] = {"layers": 2, "hidden": 32, "heads": 4, "seq_len": 16, "vocab": 64, "seed": 11}
+    return GPTConfig(**{**small, **changes})  # type: ignore[arg-type]
+
+
+def microbatch(step: int, index: int, vocab: int = 64) -> Microbatch:
+    seeded = torch.Generator().manual_seed(100 * step + index)
+    rows = torch.randint(vocab, (2, 17), generator=seeded)
+    return Microbatch(step, index, {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+
+
+def build(
+    gpt: GPTConfig, tp: TensorParallel, optimizer: OptimizerSpec | None = None, *, empty: bool = False
+) -> list[LayerReplica]:
+    stack = GPTStack(gpt)
+    return [
+        build_replica(stack, i, tp, optimizer or adamw(0.01), Accumulate.EXACT, gpt.seed, CPU, empty=empty)
+        for i in range(stack.n_layers)
+    ]
+
+
+def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
+    hidden: Tensor | None = None
+    for replica in layers:
+        hidden = replica.forward(hidden, microbatch(step, index))
+    assert hidden is not None
+    (hidden / MICROBATCHES).backward()
+    for replica in layers:
+        replica.collect(index, skip=False)
+    return hidden.item()
+
+
+def tie(layers: Sequence[LayerReplica], group: Sequence[tuple[int, str]]) -> list[Tensor]:
+    """Reduced gradients with those of a tied tensor summed, as the engine does it."""
+    reduced = [replica.gradient.clone() for replica in layers]
+    places = [(reduced[layer], layers[layer].gradient_slice(name)) for layer, name in group]
+    total = sum(flat[place] for flat, place in places)
+    for flat, place in places:
+        flat[place] = total
+    return reduced
+
+
+def train(
+    layers: Sequence[LayerReplica], steps: int, tied: Sequence[Sequence[tuple[int, str]]] = ()
+) -> list[float]:
+    losses = []
+    for step in range(steps):
+        for replica in layers:
+            replica.clear()
+        losses.append(sum(run(layers, step, index) for index in range(MICROBATCHES)) / MICROBATCHES)
+        reduced = tie(layers, tied[0]) if tied else [replica.gradient for replica in layers]
+        for replica, gradient in zip(layers, reduced, strict=True):
+            replica.update(gradient, 1.0, 0.01)
+    return losses
+
+
+def state_of(replica: LayerReplica) -> Tensor:
+    out = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
+    replica.write_state(out)
+    return out
