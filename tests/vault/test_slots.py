@@ -1,0 +1,103 @@
+"""Slots and their pool."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import VaultError
+from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader
+
+
+def test_a_slot_shows_its_copy_only_when_finished(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "s", 100)
+    reader = SlotReader(str(slot.path))
+    assert reader.sequence == 0
+    slot.view(5)[:] = b"hello"
+    slot.finish(7, 5, 3)
+    assert (reader.sequence, reader.epoch, bytes(reader.view(5))) == (7, 3, b"hello")
+    slot.begin()
+    assert reader.sequence == 0
+    slot.finish(8, 5, 3)
+    reader.release()
+    assert slot.sequence == 0
+
+
+def test_readers_refuse_what_is_no_slot(tmp_path: Path) -> None:
+    for name, data in (("empty", b""), ("short", b"x"), ("foreign", bytes(4096))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(VaultError):
+            SlotReader(str(tmp_path / name))
+    with pytest.raises(VaultError):
+        SlotReader(str(tmp_path / "absent"))
+    with pytest.raises(VaultError, match="bytes in a slot"):
+        SlotReader(str(Slot(tmp_path / "s", 10).path)).view(1 << 20)
+
+
+def test_readers_cannot_change_a_copy(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "s", 10)
+    with pytest.raises(TypeError):
+        SlotReader(str(slot.path)).view(4)[0] = 1
+
+
+def _overwrite_and_hang(path: str, began: object) -> None:
+    """Rewrite a slot, half of it, and then wait to be killed."""
+    descriptor = os.open(path, os.O_RDWR)
+    os.pwrite(descriptor, bytes(8), 8)
+    os.pwrite(descriptor, b"B" * 500, DATA_OFFSET)
+    began.set()  # type: ignore[attr-defined]
+    signal.pause()
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_copy(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "s", 1000)
+    slot.view(1000)[:] = b"A" * 1000
+    slot.finish(1, 1000, 1)
+    context = multiprocessing.get_context("spawn")
+    began = context.Event()
+    writer = context.Process(target=_overwrite_and_hang, args=(str(slot.path), began))
+    writer.start()
+    assert began.wait(30)
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join(10)
+    assert SlotReader(str(slot.path)).sequence == 0
+
+
+def test_pool_reuses_what_fits_and_replaces_what_does_not(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "p-")
+    small, big = pool.take(10_000), pool.take(10_000_000)
+    pool.give(small)
+    pool.give(big)
+    assert pool.take(9_000) is small
+    pool.give(small)
+    grown = pool.take(20_000)
+    assert grown is not small and grown is not big and not small.path.exists()
+    assert pool.take(9_999_999) is big
+    assert pool.allocated_bytes == grown.capacity + big.capacity
+
+
+def test_pool_gives_empty_slots(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "p-")
+    slot = pool.take(10)
+    slot.finish(4, 10, 1)
+    reader = SlotReader(str(slot.path))
+    pool.give(slot)
+    assert reader.sequence == 0 and pool.take(10) is slot
+    pool.give(slot)
+    pool.close()
+    assert list(tmp_path.iterdir()) == [] and pool.allocated_bytes == 0
+
+
+def test_pool_falls_back_and_then_says_what_is_short(tmp_path: Path) -> None:
+    full, spare = tmp_path / "full", tmp_path / "spare"
+    pool = SlotPool(full, "p-", spare)
+    full.rmdir()
+    full.write_text("not a directory, as a full one refuses files")
+    slot = pool.take(100)
+    assert slot.path.parent == spare
+    with pytest.raises(VaultError, match=r"no room for a copy of 4611686018427387904 bytes .*spare"):
+        pool.take(1 << 62)

@@ -1,0 +1,294 @@
+"""What the vault keeps, refuses, drops and hands out."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.vault.copies import LocalWriter, content, gradient, make, put
+
+from elastic.agent.vault import Vault
+from elastic.core.types import GRADIENT, STATE, Copy
+from elastic.errors import StaleError, VaultError
+from elastic.store.slots import SlotReader
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Vault:
+    return Vault("a", tmp_path / "vault")
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> LocalWriter:
+    return LocalWriter(tmp_path / "worker")
+
+
+def keys(vault: Vault) -> list[tuple[str, int, int]]:
+    return sorted((c.kind, c.step, len(c.microbatches)) for c in vault.inventory())
+
+
+def test_an_arrived_copy_is_whole_only_after_commit(vault: Vault) -> None:
+    data = content(1)
+    copy = make(data)
+    incoming = vault.store(copy)
+    incoming.buffer[:] = data
+    assert vault.inventory() == () and vault.nbytes == 0
+    incoming.commit()
+    assert vault.inventory() == (dataclasses.replace(copy, node="a"),)
+    assert bytes(vault.read(copy.key)) == data and vault.nbytes == len(data)
+    incoming.abort()  # too late to matter
+    assert bytes(vault.read(copy.key)) == data
+    assert vault.check_integrity() == ()
+
+
+def test_a_corrupt_arrival_leaves_the_last_whole_copy(vault: Vault) -> None:
+    old, new = content(1), content(2)
+    kept = put(vault, make(old, step=4), old)
+    incoming = vault.store(make(new, step=4))
+    incoming.buffer[:] = b"x" + new[1:]
+    with pytest.raises(VaultError, match="corrupt"):
+        incoming.commit()
+    with pytest.raises(VaultError, match="aborted"):
+        incoming.commit()
+    assert vault.inventory() == (kept,) and bytes(vault.read(kept.key)) == old
+
+
+def test_two_newest_steps_and_the_newest_of_each(vault: Vault) -> None:
+    for step, ledger in ((1, {0}), (1, {0, 1}), (2, {0}), (2, {0, 2}), (3, {1})):
+        data = content(step + len(ledger))
+        put(vault, gradient(data, step, ledger), data)
+    assert keys(vault) == [(GRADIENT, 2, 2), (GRADIENT, 3, 1)]
+    for version in (1, 2, 3):
+        put(vault, make(content(version), step=version), content(version))
+    assert keys(vault)[2:] == [(STATE, 2, 0), (STATE, 3, 0)]
+    assert vault.check_integrity() == ()
+
+
+def test_a_late_older_copy_loses(vault: Vault) -> None:
+    late = gradient(content(1), 1, {0})
+    newest = put(vault, gradient(content(2), 1, {0, 1}), content(2))
+    put(vault, late, content(1))
+    assert vault.inventory() == (newest,)
+    for version in (7, 8, 3):
+        put(vault, make(content(version), step=version), content(version))
+    assert keys(vault)[1:] == [(STATE, 7, 0), (STATE, 8, 0)]
+
+
+def test_retention_keeps_owners_layers_shards_and_epochs_apart(vault: Vault) -> None:
+    for change in ({}, {"owner": "c"}, {"layer": 1}, {"shard": 1}, {"epoch": 2}):
+        for step in (1, 2, 3):
+            put(vault, make(content(step), step=step, **change), content(step))
+    assert len(vault.inventory()) == 10
+    vault.trim(2)
+    assert {c.epoch for c in vault.inventory()} == {2}
+    assert vault.check_integrity() == ()
+
+
+def test_trim_drops_older_epochs_only(vault: Vault) -> None:
+    for epoch in (1, 2, 3):
+        put(vault, make(content(epoch), epoch=epoch), content(epoch))
+    vault.trim(2)
+    assert [c.epoch for c in vault.inventory()] == [2, 3]
+
+
+def test_fenced_epochs_are_refused_even_half_arrived(vault: Vault) -> None:
+    half = vault.store(make(content(1), epoch=1))
+    half.buffer[:] = content(1)
+    vault.fence(2)
+    vault.fence(1)  # never goes back
+    with pytest.raises(StaleError, match="below 2"):
+        half.commit()
+    with pytest.raises(StaleError):
+        vault.store(make(content(1), epoch=1))
+    assert vault.inventory() == ()
+    put(vault, make(content(2), epoch=2), content(2))
+    pulled = vault.store(make(content(3), epoch=1), trusted=True)
+    pulled.buffer[:] = content(3)
+    pulled.commit()
+    assert [c.epoch for c in vault.inventory()] == [1, 2]
+
+
+def test_own_workers_publish_through_the_fence(vault: Vault, writer: LocalWriter) -> None:
+    vault.fence(5)
+    copy = make(content(1), epoch=4)
+    vault.publish(writer.write(0, copy, content(1)))
+    assert [c.key for c in vault.inventory()] == [copy.key]
+
+
+def test_a_slot_announced_again_drops_what_was_in_it(vault: Vault, writer: LocalWriter) -> None:
+    first, second = make(content(1), step=1), make(content(2), layer=9, step=2)
+    vault.publish(writer.write(0, first, content(1)))
+    vault.publish(writer.write(0, second, content(2)))
+    assert [c.key for c in vault.inventory()] == [second.key]
+    with pytest.raises(VaultError, match="not in the vault"):
+        vault.read(first.key)
+    assert vault.check_integrity() == ()
+
+
+def test_a_slot_being_rewritten_is_no_copy_any_more(vault: Vault, writer: LocalWriter) -> None:
+    """The worker dies between the first changed byte and its announcement."""
+    old, new = make(content(1), step=1), make(content(2), step=2)
+    vault.publish(writer.write(0, old, content(1)))
+    vault.publish(writer.write(1, new, content(2)))
+    writer.slots[0].begin()
+    writer.slots[0].view(10)[:] = b"torn torn "
+    assert [c.step for c in vault.inventory()] == [2]
+    with pytest.raises(VaultError):
+        vault.locate(old.key)
+
+
+def test_a_flipped_byte_is_found(vault: Vault, writer: LocalWriter) -> None:
+    copies = [make(content(n), layer=n) for n in range(4)]
+    for n, copy in enumerate(copies):
+        vault.publish(writer.write(n, copy, content(n)))
+    for n in (1, 2, 3):
+        writer.slots[n].view(100)[50] ^= 1
+    with pytest.raises(VaultError, match="torn or corrupt"):
+        vault.read(copies[1].key)
+    assert not vault.verify(copies[2].key)
+    assert [c.layer for c in vault.inventory()] == [0, 3]
+    assert [c.layer for c in vault.check_integrity()] == [3]
+    assert [c.layer for c in vault.inventory()] == [0]
+
+
+def test_announcements_must_be_true(vault: Vault, writer: LocalWriter, tmp_path: Path) -> None:
+    copy = make(content(1))
+    local = writer.write(0, copy, content(1))
+    for wrong in (
+        dataclasses.replace(local, path=str(tmp_path / "absent")),
+        dataclasses.replace(local, offset=0),
+        dataclasses.replace(local, copy=dataclasses.replace(copy, sequence=copy.sequence + 1)),
+        dataclasses.replace(local, copy=dataclasses.replace(copy, nbytes=0)),
+    ):
+        with pytest.raises(VaultError):
+            vault.publish(wrong)
+    with pytest.raises(VaultError, match="positive"):
+        vault.store(dataclasses.replace(copy, sequence=0))
+
+
+def test_a_leased_copy_is_not_reused_under_its_reader(vault: Vault) -> None:
+    data = content(1)
+    copy = put(vault, make(data, step=1), data)
+    with vault.lease(copy.key) as view:
+        vault.trim(9)
+        assert vault.inventory() == ()
+        other = make(content(2), epoch=9)
+        put(vault, other, content(2))
+        assert bytes(view) == data
+    before = vault.allocated_bytes
+    put(vault, make(content(3), epoch=9, layer=1), content(3))
+    assert vault.allocated_bytes == before, "the leased slot came back"
+
+
+def test_superseded_announcements_can_still_be_sent(vault: Vault, writer: LocalWriter) -> None:
+    older = writer.write(0, gradient(content(1), 1, {0}), content(1))
+    newer = writer.write(1, gradient(content(2), 1, {0, 1}), content(2))
+    vault.publish(older)
+    vault.publish(newer)
+    assert [c.key for c in vault.inventory()] == [newer.copy.key]
+    assert bytes(vault.view(older)) == content(1)
+
+
+def test_trim_hands_back_slots_of_past_epochs(vault: Vault, writer: LocalWriter) -> None:
+    vault.publish(writer.write(0, make(content(1), epoch=1), content(1)))
+    vault.publish(writer.write(1, make(content(2), epoch=2), content(2)))
+    vault.trim(2)
+    assert writer.slots[0].sequence == 0 and writer.slots[1].sequence > 0
+
+
+def test_slots_of_a_dead_worker_go_with_their_copies(vault: Vault, tmp_path: Path) -> None:
+    writer = LocalWriter(tmp_path / "worker", "worker-77-1-")
+    copy = make(content(1), epoch=1)
+    local = writer.write(0, copy, content(1))
+    vault.publish(local)
+    unannounced = writer.write(1, make(content(2), epoch=1), content(2))
+    vault.worker_gone(77, tmp_path / "worker")
+    assert bytes(vault.read(copy.key)) == content(1)
+    vault.trim(1)
+    assert Path(local.path).exists() and not Path(unannounced.path).exists()
+    vault.trim(2)
+    assert not Path(local.path).exists()
+
+
+def test_find_and_locate(vault: Vault) -> None:
+    put(vault, make(content(1), step=3, epoch=1), content(1))
+    newest = put(vault, make(content(1), step=3, epoch=2), content(1))
+    assert vault.find(STATE, 0, 0, 3) == newest == vault.copy(newest.key)
+    assert vault.find(STATE, 0, 0, 4) is None
+    local = vault.locate(newest.key)
+    assert bytes(SlotReader(local.path).view(newest.nbytes)) == content(1)
+
+
+def test_close_leaves_no_file(vault: Vault) -> None:
+    for n in range(3):
+        put(vault, make(content(n), layer=n), content(n))
+    vault.close()
+    assert list(vault.directory.iterdir()) == [] and vault.inventory() == ()
+
+
+def test_many_threads(vault: Vault) -> None:
+    def work(owner: str) -> None:
+        for step in range(40):
+            put(vault, make(content(step), owner=owner, step=step), content(step))
+            vault.inventory()
+            if step % 10 == 9:
+                vault.check_integrity()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "wxyz"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted((c.owner, c.step) for c in vault.inventory()) == [(o, s) for o in "wxyz" for s in (38, 39)]
+    assert vault.check_integrity() == ()
+
+
+copies = st.builds(
+    lambda kind, layer, step, epoch, size: (kind, layer, step, epoch, size),
+    st.sampled_from((STATE, GRADIENT)),
+    st.integers(0, 1),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(copies, st.integers(1, 4)), max_size=25))
+def test_the_inventory_is_what_the_rules_say(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int, int, int, int] | int]
+) -> None:
+    vault = Vault("a", tmp_path_factory.mktemp("vault"))
+    came: list[Copy] = []
+    floor = 0
+    for event in events:
+        if isinstance(event, int):
+            vault.trim(event)
+            floor = max(floor, event)
+            came = [c for c in came if c.epoch >= event]
+            continue
+        kind, layer, step, epoch, size = event
+        ledger = frozenset(range(size)) if kind == GRADIENT else frozenset()
+        data = content(size, 64)
+        copy = make(data, kind=kind, layer=layer, step=step, epoch=epoch, microbatches=ledger)
+        came.append(put(vault, copy, data))
+    assert set(vault.inventory()) == _kept(came)
+    assert vault.check_integrity() == ()
+    vault.close()
+
+
+def _kept(came: list[Copy]) -> set[Copy]:
+    """Retention, said once more: greedy, in order of arrival."""
+    kept: set[Copy] = set()
+    for copy in came:
+        same = {c for c in kept if (c.kind, c.layer, c.epoch) == (copy.kind, copy.layer, copy.epoch)}
+        of_step = {c for c in same if c.step == copy.step} | {copy}
+        best = max(of_step, key=lambda c: (len(c.microbatches), c.sequence))
+        group = {c for c in same if c.step != copy.step} | {best}
+        newest = sorted({c.step for c in group})[-2:]
+        kept = (kept - same) | {c for c in group if c.step in newest}
+    return kept
