@@ -61,8 +61,8 @@ def init_tensor_parallel(
 ) -> TensorParallel:
     """Form this worker's tensor-parallel group, once a process; it is torch.distributed's WORLD.
 
-    `store_path` is a file that all ranks of the group, and nobody else, can reach. Size 1 needs it too. A second
-    call for the same place returns the same group.
+    `store_path` is a file that all ranks of the group, and nobody else, can reach. Size 1 needs it too. A
+    second call for the same place returns the same group.
     """
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size):
         return TensorParallel(rank, size, dist.group.WORLD)
