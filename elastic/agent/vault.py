@@ -215,18 +215,29 @@ class Vault:
 
     def verify(self, key: str) -> bool:
         """Compare a copy with its checksum; drop it and return False if it does not match."""
-        with self.lease(key) as view:
-            found = checksum(view)
+        corrupt = self._drop_corrupt(key)
+        with self._lock:
+            return not corrupt and key in self._entries
+
+    def _drop_corrupt(self, key: str) -> bool:
+        """Drop the copy and return True if it is corrupt; one that went meanwhile is not."""
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and (found != entry.copy.checksum or not entry.whole):
-                self._drop(entry)
+            if entry is None:
                 return False
-            return entry is not None
+            entry.pins += 1
+        found = checksum(entry.data)
+        with self._lock:
+            entry.pins -= 1
+            self._release(entry)
+            corrupt = not entry.dropped and (found != entry.copy.checksum or not entry.whole)
+            if corrupt:
+                self._drop(entry)
+            return corrupt
 
     def check_integrity(self) -> tuple[Copy, ...]:
         """Verify every copy and the index itself; return the copies that had to be dropped."""
-        bad = tuple(copy for copy in self.inventory() if not self.verify(copy.key))
+        bad = tuple(copy for copy in self.inventory() if self._drop_corrupt(copy.key))
         with self._lock:
             indexed = {key for steps in self._groups.values() for key in steps.values()}
             assert indexed == set(self._entries), "groups and entries disagree"

@@ -68,7 +68,9 @@ class LocalWriter:
 
 
 def state_run(
-    version: int, tensors: list[tuple[str, str, tuple[int, ...], int, bytes]], extra: dict[str, str] | None = None
+    version: int,
+    tensors: list[tuple[str, str, tuple[int, ...], int, bytes]],
+    extra: dict[str, str] | None = None,
 ) -> bytes:
     """A layer's state, from (name, dtype, shape, shard_dim, bytes)."""
     text, header, nbytes = plan_layout(version, [row[:4] for row in tensors], extra or {})

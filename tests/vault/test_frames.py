@@ -64,7 +64,9 @@ def test_limits_and_garbage_are_field_errors(pair: tuple[socket.socket, socket.s
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x05", struct.pack("<I", 4) + b"{}"])
-def test_end_of_file_anywhere_is_channel_closed(pair: tuple[socket.socket, socket.socket], sent: bytes) -> None:
+def test_end_of_file_anywhere_is_channel_closed(
+    pair: tuple[socket.socket, socket.socket], sent: bytes
+) -> None:
     pair[0].sendall(sent)
     pair[0].close()
     with pytest.raises(ChannelClosed):
@@ -124,7 +126,12 @@ def test_every_message_is_known_and_nothing_else() -> None:
 
 def test_bad_messages_leave_the_channel_usable(pair: tuple[socket.socket, socket.socket]) -> None:
     stream, channel = Stream(pair[0]), Channel(pair[1])
-    for bad in ({"kind": "Evil", "body": {}}, [], {"kind": "Acked", "body": {"bundle": "x"}}, {"kind": "Acked"}):
+    for bad in (
+        {"kind": "Evil", "body": {}},
+        [],
+        {"kind": "Acked", "body": {"bundle": "x"}},
+        {"kind": "Acked"},
+    ):
         stream.send(bad)
         with pytest.raises(FieldError):
             channel.receive()

@@ -153,7 +153,11 @@ def test_closing_a_client_ends_its_call() -> None:
 
 def test_garbage_does_not_harm_the_server(server: VaultServer, client: VaultClient) -> None:
     where = split_address(server.address)
-    for raw in (b"GET / HTTP/1.0\r\n\r\n" * 10, b"\x02\x00\x00\x00{}" + bytes(8), b"\x04\x00\x00\x00null" + bytes(8)):
+    for raw in (
+        b"GET / HTTP/1.0\r\n\r\n" * 10,
+        b"\x02\x00\x00\x00{}" + bytes(8),
+        b"\x04\x00\x00\x00null" + bytes(8),
+    ):
         with socket.create_connection(where) as sock:
             sock.sendall(raw)
             sock.settimeout(5)
@@ -169,7 +173,10 @@ def test_a_client_that_dies_in_the_middle_leaves_nothing(vault: Vault, server: V
     copy = make(data)
     sock = socket.create_connection(split_address(server.address))
     stream = Stream(sock)
-    header = {"kind": "Put", "body": {"copies": [dataclasses.asdict(copy) | {"microbatches": [], "losses": []}]}}
+    header = {
+        "kind": "Put",
+        "body": {"copies": [dataclasses.asdict(copy) | {"microbatches": [], "losses": []}]},
+    }
     sent = threading.Thread(target=lambda: _send_half(stream, header, data), daemon=True)
     sent.start()
     sent.join(5)
