@@ -35,7 +35,7 @@ class StatePlan:
     nbytes: int
 
     def at(self, version: int) -> StatePlan | None:
-        """The same plan for another version; None if the header's room is too small. Spares laying out anew."""
+        """The same plan for another version, at little cost; None if the header's room is too small."""
         old, new = (f'{{"version":{v},'.encode() for v in (self.header.version, version))
         room = len(self.text) - 8
         body = (new + self.text[8:].rstrip().removeprefix(old)).ljust(room)
