@@ -62,7 +62,7 @@ class LayerStack(ABC):
         """Build layer `index` with its initial values, which depend on (seed, index) alone."""
 
     def tensor_parallel(self, rank: int, size: int, store_path: str, device: torch.device) -> TensorParallel:
-        """Form this worker's tensor-parallel group, once a process. `store_path`: a file for this group alone.
+        """Form this worker's tensor-parallel group, once a process. `store_path`: a file of this group's own.
 
         Stacks whose layers know no tensor parallelism run with size 1 only (FieldError).
         """
