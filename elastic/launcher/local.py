@@ -33,8 +33,8 @@ from elastic.launcher.progress import Bar, View, make_view
 from elastic.launcher.reports import event_line, recovery_line
 from elastic.launcher.rundir import RunDir, free_port
 
-QUICK_S, QUICK_DEATHS = 5.0, 4
-"""A coordinator that dies this many times, each within so many seconds of its start, is given up."""
+MAX_FAILED_STARTS = 3
+"""A coordinator that dies this many times in a row before it serves is given up."""
 FAULT_LOOK_S = 0.02
 """How often progress is read while a fault of the launcher is to come."""
 
@@ -67,7 +67,7 @@ class Supervisor:
         )
         self._coordinator: Child | None = None
         self._restart_at: float | None = None
-        self._quick_deaths = 0
+        self._failed_starts = 0
         self._agents: list[Child] = []
         self._noted: set[str] = set()
         self._alone_since: float | None = None
@@ -102,14 +102,14 @@ class Supervisor:
         with (self._path / "logs" / "coordinator.out").open("ab") as out:
             args = ["--run-dir", str(self._path), "--address", self._address]
             self._coordinator = Child.start(
-                "coordinator", "elastic.coordinator.service", args, self._lifeline, out
+                "coordinator", self._request.services[0], args, self._lifeline, out
             )
 
     def _start_agent(self, node: str, domain: str) -> None:
         args = ["--run-dir", str(self._path), "--node", node, "--coordinator", self._address]
         args += ["--host", self._host, *(["--domain", domain] if domain else [])]
         console = self._view.output if isinstance(self._view, Bar) else None
-        self._agents.append(Child.start(node, "elastic.agent.service", args, self._lifeline, console))
+        self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
 
     # ---- looking after ----------------------------------------------------------------------------------
 
@@ -149,18 +149,18 @@ class Supervisor:
             self._coordinator_died(child)
 
     def _coordinator_died(self, child: Child) -> None:
-        quick = time.monotonic() - child.started < QUICK_S
-        self._quick_deaths = self._quick_deaths + 1 if quick else 0
         if self._request.hosts is None and owner(self._address) is Owner.TAKEN:
             self._hosting, self._coordinator = False, None  # another launcher here was faster
             return
-        self._view.note(f"the coordinator ended ({child.returncode}); starting it again")
-        if self._quick_deaths >= QUICK_DEATHS:
+        announced = read_object(self._path / "coordinator.json") or {}
+        self._failed_starts = 0 if announced.get("pid") == child.pid else self._failed_starts + 1
+        self._view.note(f"the coordinator ended ({_named(child.returncode)}); starting it again")
+        if self._failed_starts >= MAX_FAILED_STARTS:
             log = self._path / "logs" / "coordinator.out"
             self._view.note(f"the coordinator cannot run; the end of {log}:\n{tail_of(log)}")
             self._code = EXIT_FAILURE
             return
-        self._restart_at = time.monotonic() + 0.1 * self._quick_deaths
+        self._restart_at = time.monotonic() + 0.2 * self._failed_starts
 
     def _look_at_agents(self) -> None:
         for agent in self._agents:

@@ -53,6 +53,8 @@ class Request:
     console_events: bool = False
     in_place: bool = False
     """Resume in a run directory that was used before: what it holds is moved aside."""
+    services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")
+    """Modules that are run as coordinator and as agent."""
 
 
 def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:

@@ -246,7 +246,8 @@ def test_configuration_reads_back(place: Path) -> None:
 
     config = read(
         "--standalone", "--nnodes", "4", "--fault", "kill node=2 step=3",
-        "--fault", "join step=4", "--node-memory", "1.5GiB", "--domain", "a,a,b,b", "--run-dir", "out", "script.py", "--x", "y",
+        "--fault", "join step=4", "--node-memory", "1.5GiB", "--domain", "a,a,b,b",
+        "--run-dir", "out", "script.py", "--x", "y",
     ).config  # fmt: skip
     Path(config.run_dir).mkdir()
     config.save()
