@@ -1,4 +1,4 @@
-"""The supervisor: ends, signals, restarts, faults, nothing left behind. Real processes, acted-out services."""
+"""The supervisor: ends, signals, restarts, faults, nothing left behind. Acted-out services."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
