@@ -80,7 +80,7 @@ def decide(state: JobState, now: float) -> Result:
             spec=state.spec,
             inventory=_inventory(state),
             records=_records(state),
-            vaults={mb.node: mb.report.info.vault for mb in state.members.values()},
+            vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
             checkpoint=state.checkpoint,
             initial_allowed=not state.trained,
             live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
@@ -101,7 +101,7 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
     replayed: frozenset[int] = frozenset()
     todo = frozenset(mb for part in assignment.todo for mb in part)
-    told = recovery.explain(assignment, state.plan, change.lost)
+    told = recovery.explain(assignment)
     if change.old_plan is not None and change.lost and not change.boundary:
         replayed = recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted)
     change = replace(

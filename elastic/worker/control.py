@@ -87,6 +87,7 @@ class Control:
         self._epoch = 0
         self._halt = threading.Condition(self._lock)
         self._newest = m.Halt(0)
+        self._stopping = False
         self._closing = threading.Event()
         self.position = Position()
 
@@ -118,11 +119,11 @@ class Control:
         with self._lock:
             return self._newest.epoch if self._newest.boundary and self._newest.epoch > self._epoch else 0
 
-    def await_halt(self, epoch: int) -> int:
-        """Wait until a newer epoch than `epoch` is announced; return it."""
+    def await_halt(self, epoch: int) -> int | None:
+        """Wait until a newer epoch than `epoch` is announced and return it, or None when the job is over."""
         with self._halt:
-            self._halt.wait_for(lambda: self._newest.epoch > epoch)
-            return self._newest.epoch
+            self._halt.wait_for(lambda: self._stopping or self._newest.epoch > epoch)
+            return None if self._stopping else self._newest.epoch
 
     def _listen(self) -> None:
         try:
@@ -143,8 +144,10 @@ class Control:
                     self._halt.notify_all()
                 self._orders.put(message)
             case m.Stop():
-                with self._lock:
+                with self._halt:
+                    self._stopping = True
                     self._abandon.set(f"stop: {message.reason}")
+                    self._halt.notify_all()
                 self._orders.put(message)
             case _:
                 self._orders.put(message)

@@ -142,6 +142,8 @@ class Trainer:
         self._control.position.at("wait")
         self._left_epoch = order.epoch
         newest = self._control.await_halt(order.epoch)
+        if newest is None:
+            return
         if self._protection is not None:
             self._protection.flush()
         self._control.send(epoch.halted(newest))
