@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WIDTH = 2048
+WIDTH = 512
 """Partial choices followed at once."""
 
 

@@ -1,0 +1,227 @@
+"""How every layer comes to one and the same version, from whatever copies are left: the proof behind each recovery.
+
+A (layer, TP rank) can be brought to version v if
+
+- a copy of its state of version v exists in a living vault; or
+- a copy of version v-1, gradients of step v-1 that together hold every micro-batch exactly once, and the record of
+  step v-1 (which exists only if the commit of step v-1 happened); or
+- the durable checkpoint is of version v; or
+- v is 0 and nothing was ever trained: it is initialised.
+
+The target is the highest version that all of them can be brought to; versions are never mixed. Survivors that are ahead of
+it go back to an older copy, and make the same update again. The update of a
+layer that shares a tensor with another (tied embeddings) needs the other's gradient too: its replay lists both layers' copies.
+
+For the step that was running, each layer keeps the finished micro-batches that some living vault holds: of all pairwise
+disjoint choices the one that leaves the fewest micro-batches to run again, and each chosen gradient goes to exactly one
+holder. All TP ranks choose the same ledgers. Micro-batches missing in any layer are run again by whichever pipeline;
+layers that have them already add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elastic.core.ledger import from_mask
+from elastic.core.messages import Halted
+from elastic.core.shelf import Shelf, Slot
+from elastic.core.shortage import lacking, lost
+from elastic.core.solver import Solver, fetched
+from elastic.core.types import Assignment, Copy, JobSpec, LayerSpec, Pipeline, Plan, Recipe, Stage, StepRecord
+from elastic.errors import Unrecoverable
+from elastic.planning import batches
+from elastic.planning.plan import format_indices
+
+__all__ = ["Assignment", "Outcome", "explain", "replayed", "solve"]
+
+
+def solve(
+    *,
+    plan: Plan,
+    spec: JobSpec,
+    inventory: tuple[Copy, ...],
+    records: tuple[StepRecord, ...],
+    vaults: tuple[tuple[str, str], ...],
+    checkpoint: tuple[str, int] | None,
+    initial_allowed: bool,
+    live: Mapping[str, int],
+) -> Assignment:
+    """Return what every holder in `plan` has to do, or raise Unrecoverable naming layers and what they lack.
+
+    `inventory` is that of all living vaults (each `Copy.node` says where); copies on nodes that are not in `vaults`
+    are ignored. `checkpoint` is (path, step). `initial_allowed`: no update was ever committed, so layers may be
+    initialised; refused all the same when a copy of a later version is seen. `live` (node: version that its workers
+    hold) tells up to where training had come, so that a fall-back can say what it loses.
+    """
+    shelf = Shelf.of(inventory, plan, (node for node, _ in vaults))
+    newest = max([shelf.newest, *live.values(), *(record.step + 1 for record in records)])
+    solver = Solver(
+        plan=plan,
+        shelf=shelf,
+        records=_one_each(records),
+        checkpoint=checkpoint,
+        initial=initial_allowed and newest <= 0,
+        tied=_partners(spec.tied),
+    )
+    version = solver.target()
+    if version is None:
+        raise Unrecoverable(f"{lacking(solver, newest)}; there is no durable checkpoint to fall back to")
+    sums, covered = solver.gradients(version)
+    recipes = _recipes(solver, version, sums)
+    if any(recipe.checkpoint for _, recipe in recipes):
+        why = f"fell back to the checkpoint of step {version}: {lacking(solver, newest)}; {lost(version, newest)}"
+        plan = replace(plan, reason="; ".join(text for text in (plan.reason, why) if text))
+    return Assignment(
+        plan=plan,
+        step=version,
+        recipes=recipes,
+        covered=tuple((layer, from_mask(mask)) for layer, mask in enumerate(covered)),
+        todo=_todo(plan, spec, version, covered),
+        record=solver.records.get(version - 1),
+        vaults=vaults,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a recovery does, for summaries and logs."""
+
+    step: int
+    network_bytes: int
+    """Bytes that vaults send to other nodes."""
+    moved_layers: tuple[int, ...]
+    """Layers that got a holder which did not hold them before."""
+    state_source: str
+    """memory: every holder has its state on its own node | peer: some state is a copy that a peer kept |
+    checkpoint: some state is read from the checkpoint | initial: layers are initialised."""
+    replays: int
+    """(layer, TP rank)s that make the last update again."""
+    todo: frozenset[int]
+    """Micro-batches of the step that have to run."""
+    text: str
+
+
+def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()) -> Outcome:
+    """Count what `assignment` moves; `before` is the plan that it replaces, `lost_nodes` those whose workers are gone."""
+    plan, recipes = assignment.plan, assignment.recipes
+    network = sum(fetched(list(_copies(recipe)), node) for node, recipe in recipes)
+    moved = tuple(
+        layer
+        for layer in range(plan.n_layers if before else 0)
+        if {u.node for u in plan.holders(layer)} - {u.node for u in (before or plan).holders(layer)}
+    )
+    source = _state_source(assignment)
+    replays = sum(bool(recipe.replay) for _, recipe in recipes)
+    todo = frozenset(index for share in assignment.todo for index in share)
+    gone = sorted({layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers})
+    text = (
+        f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
+        f"step {assignment.step}, state from {source}, {len(moved)} of {plan.n_layers} layers move, "
+        f"{network} bytes over the network, {len(todo)} of {plan.n_microbatches} micro-batches to run"
+    )
+    return Outcome(assignment.step, network, moved, source, replays, todo, text)
+
+
+def replayed(
+    old_plan: Plan,
+    lost_nodes: frozenset[str],
+    todo: frozenset[int],
+    halted: Mapping[str, Halted],
+    step: int | None = None,
+) -> frozenset[int]:
+    """Return those of `todo` that had reached a lost stage: work that is really done twice.
+
+    The lost stage cannot be asked, so its neighbours in its pipeline are. For stage s of a pipeline:
+
+    - s > 0: what the nearest living stage before it had `sent`. With one lost node that is exactly what had been handed to
+      the lost stage; with several lost in a row it is an upper bound for the later ones.
+    - no living stage before it (s = 0, or all before it lost too): what the nearest living stage after it had `started`;
+      a lower bound, since the lost stage may have been ahead.
+    - the whole pipeline lost: nothing is known, and nothing is counted.
+
+    With `step`, evidence of nodes that hold another version (already a step further, or behind) is left out.
+    """
+    reached: frozenset[int] = frozenset()
+    for pipeline in old_plan.pipelines:
+        nodes = [stage.unit.node for stage in pipeline.stages]
+        told = [halted.get(node) if node not in lost_nodes else None for node in nodes]
+        told = [h if h and (step is None or h.step == step) else None for h in told]
+        for s in (s for s, node in enumerate(nodes) if node in lost_nodes):
+            before = next((h for h in reversed(told[:s]) if h), None)
+            after = next((h for h in told[s + 1 :] if h), None)
+            reached |= before.sent if before else after.started if after else frozenset()
+    return reached & todo
+
+
+def _copies(recipe: Recipe) -> Iterator[Copy]:
+    if recipe.state:
+        yield recipe.state
+    yield from recipe.replay
+    yield from recipe.gradients
+
+
+def _state_source(assignment: Assignment) -> str:
+    recipes = assignment.recipes
+    if any(recipe.checkpoint for _, recipe in recipes):
+        return "checkpoint"
+    states = [(node, recipe.state) for node, recipe in recipes if recipe.state]
+    if not states:
+        return "initial"
+    return "peer" if any(copy.node != node or copy.owner != node for node, copy in states) else "memory"
+
+
+def _recipes(
+    solver: Solver, version: int, sums: Mapping[tuple[str, Slot], list[Copy]]
+) -> tuple[tuple[str, Recipe], ...]:
+    """One recipe for every holder of every (layer, TP rank); none where it only initialises and has no gradient."""
+    recipes = []
+    for _, _, stage in solver.plan.stages():
+        node = stage.unit.node
+        for slot in ((layer, shard) for layer in stage.layers for shard in range(solver.plan.tp)):
+            recipe = solver.state_recipe(node, slot, version)
+            recipe = replace(recipe, gradients=tuple(sums.get((node, slot), ())))
+            if recipe.state or recipe.checkpoint or recipe.gradients:
+                recipes.append((node, recipe))
+    return tuple(recipes)
+
+
+def _partners(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
+    """Layer: all others that it is tied to, directly or through a third."""
+    groups: dict[int, frozenset[int]] = {}
+    for a, b in pairs:
+        group = groups.get(a, frozenset((a,))) | groups.get(b, frozenset((b,)))
+        groups.update(dict.fromkeys(group, group))
+    return {layer: group - {layer} for layer, group in groups.items()}
+
+
+def _todo(plan: Plan, spec: JobSpec, version: int, covered: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Share out the micro-batches that some layer lacks; nothing after the last step."""
+    if version >= spec.n_steps:
+        return tuple(() for _ in plan.pipelines)
+    complete = (1 << plan.n_microbatches) - 1
+    for mask in covered:
+        complete &= mask
+    if not complete:
+        return tuple(pipeline.microbatches for pipeline in plan.pipelines)
+    left = [index for index in range(plan.n_microbatches) if not complete >> index & 1]
+    costs = [_finish(pipeline, spec.layers) for pipeline in plan.pipelines]
+    return batches.deal(left, batches.allot(len(left), costs, least=0))
+
+
+def _finish(pipeline: Pipeline, layers: Sequence[LayerSpec]) -> batches.Cost:
+    """Finishing time of a pipeline as a function of its micro-batches, in the unit of the layers' figures."""
+
+    def seconds(stage: Stage) -> float:
+        return sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
+
+    slowest, fill = max(map(seconds, pipeline.stages)) or 1.0, len(pipeline.stages) - 1
+    return lambda microbatches: (microbatches + fill) * slowest if microbatches else 0.0
+
+
+def _one_each(records: Sequence[StepRecord]) -> dict[int, StepRecord]:
+    """One record a step. Several differ only if a commit was made twice in fast mode: take the one most often given."""
+    counts: dict[StepRecord, int] = {}
+    for record in records:
+        counts[record] = counts.get(record, 0) + 1
+    return {record.step: record for record, _ in sorted(counts.items(), key=lambda item: item[1])}

@@ -1,0 +1,54 @@
+"""Why memory alone does not bring every layer to one version, in words."""
+
+from __future__ import annotations
+
+from elastic.core.ledger import format_microbatches, from_mask
+from elastic.core.packing import best_packing
+from elastic.core.shelf import Slot
+from elastic.core.solver import Solver, union_of
+from elastic.planning.plan import format_indices
+
+
+def lost(version: int, newest: int) -> str:
+    if newest <= version:
+        return "no step is lost"
+    text = f"step {version} is" if newest == version + 1 else f"steps {version} to {newest - 1} are"
+    return f"{text} computed again"
+
+
+def lacking(solver: Solver, newest: int) -> str:
+    """Say which layers can reach no version near `newest` that the others can, and what they lack."""
+    reach = {slot: _reaches(solver, slot) for slot in solver.slots}
+    goal = max((max(versions) for versions in reach.values() if versions), default=newest)
+    best = max(range(max(goal - 1, 0), goal + 1), key=lambda v: (sum(v in versions for versions in reach.values()), v))
+    reasons: dict[str, list[int]] = {}
+    for slot, versions in reach.items():
+        if best not in versions:
+            reasons.setdefault(_why(solver, slot, best), []).append(slot[0])
+    if not reasons:
+        return "vaults hold no state at all"
+    return "; ".join(f"layers {format_indices(sorted(set(layers)))}: {why}" for why, layers in reasons.items())
+
+
+def _reaches(solver: Solver, slot: Slot) -> frozenset[int]:
+    versions = frozenset(solver.shelf.versions(slot))
+    return versions | {v + 1 for v in versions if solver.replayable(slot, v + 1)}
+
+
+def _why(solver: Solver, slot: Slot, version: int) -> str:
+    """Why no vault can bring `slot` to `version`."""
+    before = version - 1
+    if (slot, before) not in solver.shelf.states:
+        others = ", ".join(map(str, solver.shelf.versions(slot)))
+        wanted = f"{before} or {version}" if before >= 0 else f"{version}"
+        return f"no copy of state {wanted} is left" + (f" (only {others})" if others else "")
+    if before not in solver.records:
+        return f"no copy of state {version} is left, nor the record of step {before}"
+    for layer in (slot[0], *sorted(solver.tied.get(slot[0], ()))):
+        by_mask = solver.shelf.gradients.get(((layer, slot[1]), before), {})
+        held = union_of(best_packing(dict.fromkeys(by_mask, 0)))
+        if held != solver.full:
+            absent = format_microbatches(from_mask(solver.full & ~held))
+            which = "" if layer == slot[0] else f" of layer {layer}, which shares a tensor,"
+            return f"no copy of state {version} is left, and gradients{which} of step {before} lack micro-batches {absent}"
+    return f"version {version} can be reached"

@@ -1,0 +1,178 @@
+"""The choices behind a recovery: which version, which copies, who takes which gradient. See `elastic.core.recovery`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic.core.packing import best_packing, exact_cover
+from elastic.core.shelf import Shelf, Slot, on_node
+from elastic.core.types import Copy, Plan, Recipe, StepRecord
+
+
+@dataclass(slots=True)
+class Solver:
+    """One recovery. `load` counts bytes that each vault is asked for, so that the work spreads."""
+
+    plan: Plan
+    shelf: Shelf
+    records: Mapping[int, StepRecord]
+    checkpoint: tuple[str, int] | None
+    initial: bool
+    tied: Mapping[int, frozenset[int]]
+    """Layer: the others that it shares tensors with, whose gradients its update needs too."""
+    load: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [(layer, shard) for layer in range(self.plan.n_layers) for shard in range(self.plan.tp)]
+
+    @property
+    def full(self) -> int:
+        return (1 << self.plan.n_microbatches) - 1
+
+    # ---- which version ---------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[int]:
+        """Versions that anything leads to, highest first."""
+        versions = {version for _, version in self.shelf.states}
+        versions |= {step + 1 for step in self.records if step in versions}
+        if self.checkpoint:
+            versions.add(self.checkpoint[1])
+        if self.initial:
+            versions.add(0)
+        return sorted(versions, reverse=True)
+
+    def has(self, slot: Slot, version: int) -> bool:
+        """Whether `version` of `slot` can be had without a replay."""
+        return (slot, version) in self.shelf.states or self.durable(version)
+
+    def durable(self, version: int) -> bool:
+        """Whether `version` can be had of every layer without any vault."""
+        return (self.checkpoint is not None and self.checkpoint[1] == version) or (self.initial and version == 0)
+
+    def replayable(self, slot: Slot, version: int) -> bool:
+        """Whether `slot` can be brought from version-1 to `version`."""
+        return self.replay("", slot, version) is not None
+
+    def reachable(self, slot: Slot, version: int) -> bool:
+        return self.has(slot, version) or self.replayable(slot, version)
+
+    def target(self) -> int | None:
+        for version in self.candidates():
+            if all(self.reachable(slot, version) for slot in self.slots):
+                return version
+        return None
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    def state_recipe(self, node: str, slot: Slot, version: int) -> Recipe:
+        """The cheapest way, in bytes over the network, for `slot` on `node` to get `version`."""
+        layer, shard = slot
+        whole = self.shelf.states.get((slot, version), ())
+        local = on_node(whole, node)
+        if local:
+            return Recipe(layer, shard, version, local)
+        replay = self.replay(node, slot, version)
+        if whole:
+            source = self.lightest(whole)
+            if replay is None or source.nbytes <= fetched(replay, node):
+                return Recipe(layer, shard, version, self.take(source, node))
+        if replay is not None:
+            state, *gradients = (self.take(copy, node) for copy in replay)
+            return Recipe(layer, shard, version, state, replay=tuple(gradients))
+        durable = self.checkpoint is not None and self.checkpoint[1] == version
+        return Recipe(layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else "")
+
+    def replay(self, node: str, slot: Slot, version: int) -> list[Copy] | None:
+        """Return the state of version-1 and the gradients that make `version` of it, or None if that cannot be."""
+        (layer, shard), before = slot, version - 1
+        if before not in self.records or (slot, before) not in self.shelf.states:
+            return None
+        copies = [self.nearest(self.shelf.states[slot, before], node)]
+        for owner in (layer, *sorted(self.tied.get(layer, ()))):
+            by_mask = self.shelf.gradients.get(((owner, shard), before), {})
+            masks = exact_cover({mask: cost_of(held, node) for mask, held in by_mask.items()}, self.full)
+            if masks is None:
+                return None
+            copies += [self.nearest(by_mask[mask], node) for mask in masks]
+        return copies
+
+    # ---- gradients of the running step -----------------------------------------------------------------------
+
+    def families(self, version: int) -> list[frozenset[int]]:
+        """For each layer the ledgers that every TP rank has a copy of."""
+        result = []
+        for layer in range(self.plan.n_layers):
+            ranks = [self.shelf.gradients.get(((layer, r), version), {}).keys() for r in range(self.plan.tp)]
+            result.append(frozenset(ranks[0]).intersection(*ranks[1:]))
+        return result
+
+    def gradients(self, version: int) -> tuple[dict[tuple[str, Slot], list[Copy]], list[int]]:
+        """Return (copies to sum, by (node, slot)) and the mask covered in each layer."""
+        families = self.families(version)
+        useful = self.full
+        for family in families:
+            useful &= union_of(family)
+        sums: dict[tuple[str, Slot], list[Copy]] = {}
+        covered = []
+        share: dict[str, int] = {}
+        for layer, family in enumerate(families):
+            holders = [unit.node for unit in self.plan.holders(layer)]
+            costs = {mask: min(self.cost_at(node, layer, mask, version) for node in holders) for mask in family}
+            chosen = best_packing(costs, useful)
+            for mask in chosen:
+                self.hand_out(sums, share, holders, layer, mask, version)
+            covered.append(union_of(chosen))
+        return sums, covered
+
+    def cost_at(self, node: str, layer: int, mask: int, version: int) -> int:
+        """Bytes over the network if `node` takes the gradients with this ledger, all TP ranks together."""
+        ranks = range(self.plan.tp)
+        return sum(cost_of(self.shelf.gradients[(layer, rank), version][mask], node) for rank in ranks)
+
+    def hand_out(
+        self,
+        sums: dict[tuple[str, Slot], list[Copy]],
+        share: dict[str, int],
+        holders: Sequence[str],
+        layer: int,
+        mask: int,
+        version: int,
+    ) -> None:
+        """Give the gradients with ledger `mask` to one holder: where they lie, else to the one that fetches least."""
+        node = min(holders, key=lambda n: (self.cost_at(n, layer, mask, version), share.get(n, 0), holders.index(n)))
+        for rank in range(self.plan.tp):
+            copy = self.nearest(self.shelf.gradients[(layer, rank), version][mask], node)
+            share[node] = share.get(node, 0) + (copy.nbytes if copy.node != node else 0)
+            sums.setdefault((node, (layer, rank)), []).append(self.take(copy, node))
+
+    # ---- sources ---------------------------------------------------------------------------------------------
+
+    def nearest(self, copies: Sequence[Copy], node: str) -> Copy:
+        return on_node(copies, node) or self.lightest(copies)
+
+    def lightest(self, copies: Sequence[Copy]) -> Copy:
+        """The smallest copy, from the vault that is asked for least so far."""
+        return min(copies, key=lambda c: (c.nbytes, self.load.get(c.node, 0), -c.epoch, -c.sequence, c.node))
+
+    def take(self, copy: Copy, node: str) -> Copy:
+        if copy.node != node:
+            self.load[copy.node] = self.load.get(copy.node, 0) + copy.nbytes
+        return copy
+
+
+def cost_of(copies: Sequence[Copy], node: str) -> int:
+    """Bytes over the network for `node` to have one of these."""
+    return 0 if on_node(copies, node) else min(copy.nbytes for copy in copies)
+
+
+def fetched(copies: Sequence[Copy], node: str) -> int:
+    return sum(copy.nbytes for copy in copies if copy.node != node)
+
+
+def union_of(masks: Sequence[int] | frozenset[int]) -> int:
+    union = 0
+    for mask in masks:
+        union |= mask
+    return union
