@@ -43,7 +43,7 @@ class Hooks(Protocol):
         """`action` comes next; `action.kind.receives` tells waiting from computing."""
 
     def on_backward(self, index: int) -> None:
-        """All layers of the stage have micro-batch `index` in their gradients."""
+        """All layers of the stage hold micro-batch `index`; the previous stage has been sent its gradient."""
 
 
 class Agreement:
@@ -169,14 +169,24 @@ class StageRunner:
         try:
             with self.agreement:
                 self._expect(actions)
+                finished: list[int] = []
                 for action in actions:
+                    if action.kind not in (Kind.SEND_B, Kind.SEND_F):
+                        self._report(finished, hooks)
                     hooks.before(action)
                     self._act(step, action, skip)
                     if action.kind is Kind.B:
-                        hooks.on_backward(action.microbatch)
+                        finished.append(action.microbatch)
+                self._report(finished, hooks)
                 self._links.flush()
         finally:
             self._forget()
+
+    def _report(self, finished: list[int], hooks: Hooks) -> None:
+        """Sends go first: the neighbour waits for them, nobody waits for the hook."""
+        for index in finished:
+            hooks.on_backward(index)
+        finished.clear()
 
     def _expect(self, actions: Sequence[Action]) -> None:
         self._forwards = self._expected(actions, Kind.RECV_F, self._previous, TAG_FORWARD)
