@@ -104,10 +104,13 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
     told = recovery.explain(assignment)
     if change.old_plan is not None and change.lost and not change.boundary:
         replayed = recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted)
+    started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
     change = replace(
         change,
+        step=assignment.step,
+        microbatch=max(started, default=0),
         replayed=replayed,
-        rerun=len(todo & frozenset(mb for h in halted.values() for mb in h.started)),
+        rerun=len(todo & frozenset(started)),
         state_source=told.state_source,
         reason=f"{plan.reason}; {told.text}",
     )

@@ -1,0 +1,62 @@
+"""Runs `elastic run` for real and reads what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.scenarios.catalogue import BASE, MODELS, Scenario
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 280.0
+ELASTIC_FLAGS = ("--nproc-per-node",)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run."""
+
+    code: int
+    output: str
+    run_dir: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "summary.json").read_text()))
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def elastic_run(run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S) -> Run:
+    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end."""
+    command = [sys.executable, "-m", "elastic", "run", "--standalone", "--run-dir", str(run_dir), *flags, *script]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=deadline_s, check=False
+    )
+    return Run(done.returncode, done.stdout.decode(errors="replace"), run_dir)
+
+
+def run_scenario(run_dir: Path, scenario: Scenario, *, faults: bool = True, accumulate: str = "exact") -> Run:
+    """Run a scenario, or (faults=False) its failure-free reference."""
+    mine = list(scenario.flags)
+    ours: list[str] = []
+    for name in ELASTIC_FLAGS:
+        if name in mine:
+            at = mine.index(name)
+            ours += mine[at : at + 2]
+            del mine[at : at + 2]
+    flags = ["--nnodes", scenario.nodes, "--pipelines", scenario.pipelines, "--accumulate", accumulate, *ours]
+    if faults:
+        for fault in scenario.faults:
+            flags += ["--fault", fault]
+    script = ["-m", "examples.train_gpt", *BASE, *MODELS[scenario.model], *mine]
+    return elastic_run(run_dir, flags, script)
