@@ -165,7 +165,7 @@ def test_a_lost_stage_leaves_whole_ledgers(at: str, done: int) -> None:
 
 
 class Group:
-    """A tensor-parallel group of threads; `sync` is the maximum over them and fails when calls do not match."""
+    """A tensor-parallel group of threads; `sync` is their maximum."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=10)
