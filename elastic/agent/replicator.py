@@ -96,8 +96,8 @@ class Replicator:
     def _clear(self) -> None:
         self._round += 1
         self._jobs.clear()
-        for client in self._clients.values():
-            client.close()
+        while self._clients:
+            self._clients.popitem()[1].close()
         self._changed.notify_all()
 
     def _run(self) -> None:
@@ -129,13 +129,16 @@ class Replicator:
             return None
         try:
             bundle = [(local.copy, self._vault.view(local)) for local in copies]
-            self._client(peer).put(bundle)
+            self._client(job).put(bundle)
         except (VaultError, StaleError, FieldError) as error:
             return error
         return None
 
-    def _client(self, peer: str) -> VaultClient:
+    def _client(self, job: _Job) -> VaultClient:
+        peer = job.published.peer
         with self._changed:
+            if job.round != self._round:
+                raise StaleError("the epoch is over")
             if peer not in self._vaults:
                 raise VaultError(f"no vault of {peer} is known")
             if peer not in self._clients:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class VaultClient:
-    """One connection to a vault, opened when first needed and reused. Thread-safe; calls queue."""
+    """One connection to a vault, opened when first needed, reused, and opened again after an error.
+
+    Thread-safe; calls queue. `close` may come from any thread and ends a call in progress at once.
+    """
 
     def __init__(self, address: str, *, node: str = "", timeout_s: float = 10.0) -> None:
         """`node` is the requester's own; `timeout_s` bounds every wait without progress."""
@@ -94,96 +97,113 @@ class VaultClient:
         self._where = split_address(address)
         self._node, self._timeout_s = node, timeout_s
         self._stream: Stream | None = None
-        self._calling = threading.Lock()
+        self._closed = False
+        self._calling, self._lock = threading.Lock(), threading.Lock()
 
     def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
         """Send copies with their bytes; returns once the vault holds all of them, verified.
 
         Raises StaleError when the vault has been fenced against their epoch, VaultError for everything else.
         """
-        with self._calling, self._connected(None) as stream:
-            self._ask(stream, Put(tuple(copy for copy, _ in bundle)), tuple(data for _, data in bundle))
-            self._reply(stream, None)
+        with self._calling, self._connected() as stream:
+            _ask(stream, Put(tuple(copy for copy, _ in bundle)), tuple(data for _, data in bundle))
+            _reply(stream)
 
-    def get(
-        self, copy: Copy, out: memoryview | None = None, check: Callable[[], None] | None = None
-    ) -> memoryview:
+    def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
         """Read `copy` into `out` (of its size; by default a new buffer) and return that, verified.
 
-        `check` is called between pieces and may raise to give up. VaultError if the copy is gone or corrupt.
+        Raises VaultError if the copy is gone or corrupt.
         """
         data = memoryview(bytearray(copy.nbytes)) if out is None else out
-        with self._calling, self._connected(check) as stream:
-            self._ask(stream, Get(copy.key))
-            nbytes = self._reply(stream, check)[1]
+        with self._calling, self._connected() as stream:
+            _ask(stream, Get(copy.key))
+            nbytes = _reply(stream)[1]
             if nbytes != copy.nbytes or len(data) != nbytes:
                 raise VaultError(f"{copy.key}: {nbytes} bytes came, {len(data)} of {copy.nbytes} are wanted")
-            stream.read_into(data, check=check)
-        if xxhash.xxh3_64_hexdigest(data) != copy.checksum:
+            hasher = xxhash.xxh3_64()
+            stream.read_into(data, hasher.update)
+        if hasher.hexdigest() != copy.checksum:
             self.verify(copy)
             raise VaultError(f"{copy.key} from {self.address} does not match its checksum")
         return data
 
     def locate(self, copy: Copy) -> tuple[str, int]:
         """(path, offset) of a copy on this very node. VaultError if it is gone or the node another one."""
-        with self._calling, self._connected(None) as stream:
-            self._ask(stream, Locate(copy.key, self._node))
-            reply, _ = self._reply(stream, None)
+        with self._calling, self._connected() as stream:
+            _ask(stream, Locate(copy.key, self._node))
+            reply, _ = _reply(stream)
         return reply.path, reply.offset
 
     def inventory(self) -> tuple[Copy, ...]:
-        with self._calling, self._connected(None) as stream:
-            self._ask(stream, Inventory())
-            return self._reply(stream, None)[0].copies
+        with self._calling, self._connected() as stream:
+            _ask(stream, Inventory())
+            return _reply(stream)[0].copies
 
     def verify(self, copy: Copy) -> bool:
         """Let the vault look at the copy again; False (and dropped there) if it is not whole."""
-        with self._calling, self._connected(None) as stream:
-            self._ask(stream, Verify(copy.key))
-            return bool(self._reply(stream, None)[0].copies)
+        with self._calling, self._connected() as stream:
+            _ask(stream, Verify(copy.key))
+            return bool(_reply(stream)[0].copies)
 
     def close(self) -> None:
-        """Close from any thread; a call in progress ends with VaultError."""
-        stream, self._stream = self._stream, None
+        """For good; calls in progress and later ones raise VaultError."""
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
+        with self._lock:
+            stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
 
+    def _open(self) -> Stream:
+        """The connection, made if there is none; known before it stands, so that `close` can end the wait."""
+        if self._stream is not None:
+            return self._stream
+        family, kind, protocol, _, where = socket.getaddrinfo(*self._where, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        stream = Stream(tune(sock), self._timeout_s)
+        with self._lock:
+            self._stream = stream
+        if self._closed:
+            raise ChannelClosed("this side has closed")
+        sock.settimeout(self._timeout_s)
+        sock.connect(where)
+        return stream
+
     @contextlib.contextmanager
-    def _connected(self, check: Callable[[], None] | None) -> Iterator[Stream]:
+    def _connected(self) -> Iterator[Stream]:
         """The connection; dropped after anything but a clean answer: it may be in the middle of a frame."""
-        if check is not None:
-            check()
         try:
-            if self._stream is None:
-                sock = socket.create_connection(self._where, timeout=self._timeout_s)
-                self._stream = Stream(tune(sock), self._timeout_s)
-            yield self._stream
+            yield self._open()
         except _Refused as refusal:
             raise refusal.error from None
         except TimeoutError as error:
-            self.close()
+            self._drop()
             raise VaultError(f"vault {self.address} made no progress for {self._timeout_s:g} s") from error
         except (ChannelClosed, FieldError, OSError) as error:
-            self.close()
+            self._drop()
             raise VaultError(f"vault {self.address}: {error}") from error
         except BaseException:
-            self.close()
+            self._drop()
             raise
 
-    def _ask(self, stream: Stream, request: Any, payload: Sequence[memoryview] = ()) -> None:
-        header = {"kind": type(request).__name__, "body": codec.encode(request)}
-        with contextlib.suppress(
-            ChannelClosed
-        ):  # a vault that refuses early and closes has left its reason to read
-            stream.send(header, payload)
 
-    def _reply(self, stream: Stream, check: Callable[[], None] | None) -> tuple[Reply, int]:
-        body, nbytes = stream.receive(check)
-        reply = codec.decode(Reply, body)
-        if reply.error:
-            stream.drain(nbytes)
-            raise _Refused(StaleError(reply.error) if reply.stale else VaultError(reply.error))
-        return reply, nbytes
+def _ask(stream: Stream, request: Any, payload: Sequence[memoryview] = ()) -> None:
+    header = {"kind": type(request).__name__, "body": codec.encode(request)}
+    with contextlib.suppress(
+        ChannelClosed
+    ):  # a vault that refuses early and closes has left its reason to read
+        stream.send(header, payload)
+
+
+def _reply(stream: Stream) -> tuple[Reply, int]:
+    body, nbytes = stream.receive()
+    reply = codec.decode(Reply, body)
+    if reply.error:
+        stream.drain(nbytes)
+        raise _Refused(StaleError(reply.error) if reply.stale else VaultError(reply.error))
+    return reply, nbytes
 
 
 class _Refused(Exception):

@@ -25,8 +25,6 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
 CHUNK_BYTES = 512 << 10
 """Read at a time: small enough that a checksum of what just came is computed from the cache."""
-SLICE_S = 0.05
-"""How long a read that may be abandoned blocks between two looks."""
 _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 
 KINDS: dict[str, type] = {
@@ -56,44 +54,30 @@ class Stream:
         for part in parts:
             self._write(part)
 
-    def receive(self, check: Callable[[], None] | None = None) -> tuple[Any, int]:
+    def receive(self) -> tuple[Any, int]:
         """Return the next frame's header and its payload's bytes, which the caller must read or drain."""
-        (length,) = _HEADER.unpack(self._exactly(_HEADER.size, check))
+        (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
         _limit("header", length, MAX_HEADER_BYTES)
-        text = self._exactly(length, check)
-        (nbytes,) = _PAYLOAD.unpack(self._exactly(_PAYLOAD.size, check))
+        text = self._exactly(length)
+        (nbytes,) = _PAYLOAD.unpack(self._exactly(_PAYLOAD.size))
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
         try:
             return json.loads(text), nbytes
         except ValueError as error:
             raise FieldError("frame header", bytes(text[:80]), f"not JSON: {error}") from error
 
-    def read_into(
-        self,
-        out: memoryview,
-        on_chunk: Callable[[memoryview], object] | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        """Fill `out` (flat bytes). `on_chunk` gets every piece as it comes; `check` may raise to give up."""
-        position, idle_s = 0, 0.0
-        wait_s = self._patience(check)
-        while position < len(out):
-            try:
-                with _closing_errors():
-                    count = self._sock.recv_into(out[position : position + CHUNK_BYTES])
-            except TimeoutError:
-                idle_s += wait_s or 0.0
-                if check is None or (self.timeout_s is not None and idle_s >= self.timeout_s):
-                    raise
-                check()
-                continue
-            if count == 0:
-                raise ChannelClosed("the other side closed the connection")
-            if on_chunk is not None:
-                on_chunk(out[position : position + count])
-            if check is not None:
-                check()
-            position, idle_s = position + count, 0.0
+    def read_into(self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None) -> None:
+        """Fill `out` (flat bytes). `on_chunk` gets every piece as it comes."""
+        position = 0
+        with _closing_errors():
+            self._sock.settimeout(self.timeout_s)
+            while position < len(out):
+                count = self._sock.recv_into(out[position : position + CHUNK_BYTES])
+                if count == 0:
+                    raise ChannelClosed("the other side closed the connection")
+                if on_chunk is not None:
+                    on_chunk(out[position : position + count])
+                position += count
 
     def drain(self, nbytes: int) -> None:
         """Read and forget `nbytes` of payload."""
@@ -110,17 +94,9 @@ class Stream:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def _patience(self, check: Callable[[], None] | None) -> float | None:
-        wait_s = self.timeout_s
-        if check is not None:
-            wait_s = SLICE_S if wait_s is None else min(SLICE_S, wait_s)
-        with _closing_errors():
-            self._sock.settimeout(wait_s)
-        return wait_s
-
-    def _exactly(self, nbytes: int, check: Callable[[], None] | None) -> bytearray:
+    def _exactly(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
-        self.read_into(memoryview(data), check=check)
+        self.read_into(memoryview(data))
         return data
 
     def _write(self, data: memoryview) -> None:

@@ -39,21 +39,27 @@ class Fetcher:
             for name, address in vaults.items()
             if address
         }
+        if abandon is not None:
+            abandon.subscribe(self._hang_up)
 
     def fetch(self, copy: Copy) -> Fetched:
         """The bytes of `copy`, from the vault of `copy.node`.
 
         Raises VaultError if the vault is away or the copy gone or corrupt, EpochAbandoned when told to stop.
         """
-        self._check()
         client = self._clients.get(copy.node)
         if client is None:
             raise VaultError(f"{copy.key}: no vault of {copy.node or 'nobody'} is known")
         out = torch.empty(copy.nbytes, dtype=torch.uint8)
-        if copy.node == self._node:
-            self._map(client, copy, out)
-            return Fetched(out, SHARED_MEMORY)
-        client.get(copy, _bytes(out), check=self._check)
+        try:
+            if copy.node == self._node:
+                self._map(client, copy, out)
+                return Fetched(out, SHARED_MEMORY)
+            client.get(copy, _bytes(out))
+        except VaultError:
+            if self._abandon is not None:
+                self._abandon.check()
+            raise
         return Fetched(out, f"peer:{copy.node}")
 
     def fetch_all(self, copies: Sequence[Copy]) -> list[Fetched]:
@@ -71,12 +77,13 @@ class Fetcher:
 
     def close(self) -> None:
         """End transfers in progress and all connections."""
+        if self._abandon is not None:
+            self._abandon.unsubscribe(self._hang_up)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         for client in self._clients.values():
             client.close()
-
-    def _check(self) -> None:
-        if self._abandon is not None:
-            self._abandon.check()
 
     def _map(self, client: VaultClient, copy: Copy, out: Tensor) -> None:
         path, _ = client.locate(copy)

@@ -80,18 +80,6 @@ def test_timeout_without_progress(pair: tuple[socket.socket, socket.socket]) -> 
         Stream(pair[0], timeout_s=0.05).send({}, (memoryview(bytes(64 << 20)),))
 
 
-def test_check_gives_up_while_nothing_comes(pair: tuple[socket.socket, socket.socket]) -> None:
-    looks = iter([None, None, KeyError("enough")])
-
-    def check() -> None:
-        error = next(looks)
-        if error is not None:
-            raise error
-
-    with pytest.raises(KeyError):
-        Stream(pair[1], timeout_s=60).receive(check)
-
-
 def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket]) -> None:
     channel, started, errors = Channel(pair[1]), threading.Event(), []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import threading
@@ -10,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.vault.copies import LocalWriter, content, make, put
 
 from elastic.agent.vault import Vault
 from elastic.agent.vault_server import VaultServer
 from elastic.errors import FieldError, StaleError, VaultError
 from elastic.rpc.bulk import VaultClient, split_address
 from elastic.rpc.frames import Stream
+from tests.vault.copies import LocalWriter, content, make, put
 
 
 @pytest.fixture
@@ -149,6 +150,23 @@ def test_closing_a_client_ends_its_call() -> None:
         asking.join(5)
         connection.close()
         assert len(errors) == 1
+
+
+def test_closing_a_client_ends_its_connecting() -> None:
+    """A machine that is away answers no SYN; here a listener whose queue is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        for _ in range(2):
+            sock = waiting.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        client = VaultClient(f"127.0.0.1:{full.getsockname()[1]}", timeout_s=60)
+        threading.Timer(0.1, client.close).start()
+        began = time.monotonic()
+        with pytest.raises(VaultError):
+            client.inventory()
+        with pytest.raises(VaultError, match="this side has closed"):
+            client.inventory()
+        assert time.monotonic() - began < 5
 
 
 def test_garbage_does_not_harm_the_server(server: VaultServer, client: VaultClient) -> None:

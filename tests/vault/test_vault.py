@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.vault.copies import LocalWriter, content, gradient, make, put
 
 from elastic.agent.vault import Vault
 from elastic.core.types import GRADIENT, STATE, Copy
 from elastic.errors import StaleError, VaultError
 from elastic.store.slots import SlotReader
+from tests.vault.copies import LocalWriter, content, gradient, make, put
 
 
 @pytest.fixture

@@ -1,0 +1,142 @@
+"""Delivery in order, whatever happens to the peer."""
+
+from __future__ import annotations
+
+import queue
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.core.messages import Published
+from elastic.errors import VaultError
+from tests.vault.copies import LocalWriter, content, gradient, make
+from tests.vault.nodes import MiniNode, ProcessVault, nodes
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[MiniNode]]:
+    with nodes(tmp_path, "a", "b") as made:
+        yield made
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> LocalWriter:
+    return LocalWriter(tmp_path / "worker")
+
+
+def bundle(writer: LocalWriter, number: int, peer: str = "b", epoch: int = 1) -> Published:
+    data = content(number)
+    copy = gradient(data, 1, set(range(number)), owner="a", epoch=epoch)
+    return Published(number, (writer.write(number, copy, data),), peer)
+
+
+def test_bundles_arrive_and_are_acknowledged_in_order(pair: list[MiniNode], writer: LocalWriter) -> None:
+    a, b = pair
+    for number in range(1, 6):
+        a.take(bundle(writer, number), worker=3)
+    assert [a.acked.get(timeout=5) for _ in range(5)] == [(3, n) for n in range(1, 6)]
+    (copy,) = b.vault.inventory()
+    assert (len(copy.microbatches), copy.owner, copy.node) == (5, "a", "b")
+    assert a.replicator.pending == 0 and b.vault.check_integrity() == ()
+
+
+def test_local_bundles_wait_their_turn(pair: list[MiniNode], writer: LocalWriter) -> None:
+    a, _ = pair
+    book = a.replicator.vaults
+    a.take(Published(1, (), ""))
+    assert a.acked.get(timeout=5) == (0, 1)
+    a.replicator.vaults = {}
+    a.take(bundle(writer, 2))
+    a.take(Published(3, (), ""))
+    failed = a.failed.get(timeout=5)
+    assert failed[:2] == (2, "b") and "no vault of b is known" in str(failed[2])
+    assert a.replicator.pending == 2 and a.acked.empty()
+    a.replicator.vaults = book
+    assert [a.acked.get(timeout=5) for _ in range(2)] == [(0, 2), (0, 3)]
+
+
+def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(
+    tmp_path: Path, writer: LocalWriter
+) -> None:
+    peer = ProcessVault("p", tmp_path / "p")
+    with nodes(tmp_path, "a", "b") as (a, _):
+        book = a.replicator.vaults
+        a.replicator.vaults = {**book, "p": peer.address}
+        a.take(bundle(writer, 1, "p"))
+        assert a.acked.get(timeout=10) == (0, 1)
+        peer.signal(signal.SIGKILL)
+        a.take(bundle(writer, 2, "p"))
+        a.take(bundle(writer, 3, "p"))
+        number, name, error = a.failed.get(timeout=10)
+        assert (number, name) == (2, "p") and isinstance(error, VaultError)
+        a.replicator.reset(2)
+        assert a.replicator.pending == 0
+        a.take(bundle(writer, 4, "b", epoch=1))  # of the epoch that is over
+        a.take(bundle(writer, 5, "b", epoch=2))
+        assert a.acked.get(timeout=10) == (0, 5)
+        assert a.failed.empty() and a.acked.empty()
+
+
+def test_a_peer_that_hangs_is_reported_and_a_reset_ends_the_wait(tmp_path: Path, writer: LocalWriter) -> None:
+    peer = ProcessVault("p", tmp_path / "p")
+    peer.signal(signal.SIGSTOP)
+    try:
+        with nodes(tmp_path, "a", "b") as (a, _):
+            a.replicator.vaults = {**a.replicator.vaults, "p": peer.address}
+            a.take(bundle(writer, 1, "p"))
+            a.replicator.reset(2)
+            a.take(bundle(writer, 2, "b", epoch=2))
+            assert a.acked.get(timeout=4) == (0, 2)
+    finally:
+        peer.close()
+
+
+def test_a_peer_that_comes_back_gets_what_was_held(tmp_path: Path, writer: LocalWriter) -> None:
+    with nodes(tmp_path, "a", "b") as (a, b):
+        a.replicator.vaults = {"b": b.server.address}
+        b.server.close()
+        a.take(bundle(writer, 1))
+        assert a.failed.get(timeout=5)[1] == "b"
+        b.server.start()
+        a.replicator.vaults = {"b": b.server.address}
+        assert a.acked.get(timeout=5) == (0, 1)
+
+
+def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) -> None:
+    a, b = pair
+    b.vault.fence(7)
+    a.take(bundle(writer, 1))
+    assert "below 7" in str(a.failed.get(timeout=5)[2])
+    assert a.acked.empty() and b.vault.inventory() == ()
+
+
+def test_superseded_bundles_are_not_skipped(pair: list[MiniNode], writer: LocalWriter) -> None:
+    """Bundle 1 is out of the local index when its turn comes; it is sent all the same."""
+    a, b = pair
+    held = a.replicator.vaults
+    a.replicator.vaults = {}
+    first, second = bundle(writer, 1), bundle(writer, 2)
+    a.take(first)
+    a.take(second)
+    assert [c.key for c in a.vault.inventory()] == [second.copies[0].copy.key]
+    sent: queue.Queue[int] = queue.Queue()
+    store = b.vault.store
+    b.vault.store = lambda copy, **how: (sent.put(len(copy.microbatches)), store(copy, **how))[1]  # type: ignore
+    a.replicator.vaults = held
+    assert [a.acked.get(timeout=5)[1] for _ in range(2)] == [1, 2]
+    assert [sent.get(timeout=5) for _ in range(2)] == [1, 2]
+
+
+def test_waiting_costs_no_time(pair: list[MiniNode], writer: LocalWriter) -> None:
+    a, _ = pair
+    a.replicator.vaults = {}
+    a.take(Published(1, (writer.write(1, make(content(1)), content(1)),), "b"))
+    a.failed.get(timeout=5)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    threading.Event().wait(0.3)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
