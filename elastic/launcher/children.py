@@ -68,9 +68,9 @@ class Child:
         return gone
 
     def terminate(self) -> None:
-        """SIGTERM to the service; it ends its own children in order."""
+        """SIGTERM to the whole group: to the service, and to workers as torchrun passes it on."""
         if not self.ended():
-            self._process.send_signal(signal.SIGTERM)
+            self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to the whole group, as when a machine is lost."""

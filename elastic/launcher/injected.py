@@ -6,7 +6,7 @@ from typing import Any
 
 from elastic.config import JobConfig, claim_fault
 from elastic.core.faults import LAUNCHER_KINDS, FaultKind, FaultSpec, launcher_due
-from elastic.launcher.progress import RECOVERING
+from elastic.launcher.progress import OVER, RECOVERING
 
 
 class LauncherFaults:
@@ -15,7 +15,7 @@ class LauncherFaults:
     def __init__(self, config: JobConfig) -> None:
         self._run_dir = config.run_dir
         self._pending = [(i, spec) for i, spec in enumerate(config.faults) if spec.kind in LAUNCHER_KINDS]
-        self._seen = self._ran = self._recovering = False
+        self._ran = self._recovering = False
         self._step = self._microbatch = self._recoveries = 0
 
     @property
@@ -28,7 +28,8 @@ class LauncherFaults:
 
     def observe(self, entry: dict[str, Any]) -> list[FaultSpec]:
         """Take one line of progress; return the faults that are due now, each of them once."""
-        self._seen = True
+        if entry.get("phase") in OVER:
+            self._pending = []
         self._step, self._microbatch = int(entry.get("step", 0)), int(entry.get("microbatch", 0))
         recovering = self._ran and entry.get("phase") in RECOVERING
         self._recoveries += self._recovering and entry.get("phase") == "running"

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TextIO
 
 RECOVERING = ("halting", "installing")
 """Phases of the job in which an epoch change is under way."""
+OVER = ("finished", "failed")
 
 
 class View(Protocol):
@@ -39,15 +40,28 @@ def describe(entry: dict[str, Any]) -> str:
 
 
 class Lines:
-    """One line a finished step, and one a change of phase."""
+    """One line a finished step, and one a change of phase.
+
+    A coordinator that comes back is told the last steps again: those were shown and are passed over.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
         self._phase = ""
+        self._newest = (0, 0)
+        """(epoch, step) of the last step shown."""
 
     def update(self, entry: dict[str, Any]) -> None:
-        phase, step = str(entry.get("phase", "")), entry.get("step", 0)
+        phase, step, epoch = (
+            str(entry.get("phase", "")),
+            int(entry.get("step", 0)),
+            int(entry.get("epoch", 0)),
+        )
         if entry.get("loss") is not None:
+            shown_epoch, shown_step = self._newest
+            if step <= shown_step and epoch <= shown_epoch:
+                return
+            self._newest = (epoch, step)
             total = f"/{entry['steps']}" if entry.get("steps") else ""
             self.note(f"step {step}{total}: {describe(entry)}")
         elif phase and phase != self._phase:
