@@ -402,7 +402,7 @@ def trouble(state: JobState, now: float) -> str:
             return f"{peer} lost, which kept the backups of {node}"
     if state.suspected_since and now - state.suspected_since > CONTACT_S:
         suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
-        return f"contact lost with {' '.join(suspects)}"
+        return f"contact lost with {' '.join(suspects)}" if suspects else ""
     return ""
 
 

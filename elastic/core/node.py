@@ -235,7 +235,9 @@ def _halt(state: NodeState, event: m.Halt) -> Result:
     if event.epoch <= state.epoch:
         return state, (Report(),), f"halt of epoch {event.epoch} is not newer than {state.epoch}"
     workers = tuple(replace(w, ready=None) for w in state.workers)
-    state = replace(state, epoch=event.epoch, workers=workers, resumed_at=0.0, prefetched=-1, finished=None)
+    state = replace(
+        state, epoch=event.epoch, workers=workers, resumed_at=0.0, prefetched=-1, finished=None, suspects=()
+    )
     if state.able and state.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED):
         running = tuple(replace(w, halted=None) for w in state.workers)
         return replace(state, phase=Phase.HALTING, workers=running), (Tell(event),), "workers are told to halt"
