@@ -88,7 +88,7 @@ def test_faults_by_progress(make_config: Callable[..., JobConfig]) -> None:
     assert due(0, "waiting") == ["join"]
     assert due(0, "installing") == []  # the first plan is no recovery
     assert due(1, "running") == due(2, "halting") == due(2, "installing") == due(2, "running") == []
-    assert due(3, "halting") == [kill]
+    assert due(3, "halting") == ["kill-coordinator phase=recovery after=1"]
     assert due(4, "running") == ["drain node=0 step=4"]
     assert due(9, "finished") == [] and not faults
 

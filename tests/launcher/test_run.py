@@ -34,13 +34,12 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(flags: str, words: str = "") -> subprocess.Popen[str]:
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "elastic", "run", *flags.split(), "--run-dir", "out", "script.py"]
-                + words.split(),
-                cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
+        argv = [*flags.split(), "--run-dir", "out", "script.py", *words.split()]
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "elastic", "run", *argv],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        started.append(launcher)
         return started[-1]
 
     yield begin
