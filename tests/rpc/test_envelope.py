@@ -89,7 +89,7 @@ def test_any_bytes(body: bytes) -> None:
 
 
 def test_unknown_kind() -> None:
-    with pytest.raises(FieldError, match="'os.system'.*same version"):
+    with pytest.raises(FieldError, match=r"'os\.system'.*same version"):
         unpack(Envelope(0, 0, "os.system", b"{}"))
 
 
