@@ -1,9 +1,10 @@
 """Choosing gradients that can be summed: sets of micro-batches of which no two share one.
 
-Copies of several epochs and owners overlap, so the best choice is a weighted set packing. Ledgers are few and nearly
-consecutive; walking over the micro-batches from low to high and remembering only which higher ones are taken keeps
-the search small. It is exact as long as no more than `WIDTH` partial choices are open at once (dozens of overlapping
-epochs would be needed for more); beyond that only the best of them are followed.
+Copies of several epochs and owners overlap, so the best choice is a weighted set packing. Ledgers are few
+and nearly consecutive; walking over the micro-batches from low to high and remembering only which higher
+ones are taken keeps the search small. It is exact as long as no more than `WIDTH` partial choices are open
+at once (dozens of overlapping epochs would be needed for more); beyond that only the best of them are
+followed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class _Choice:
 def best_packing(costs: Mapping[int, int], useful: int = -1) -> tuple[int, ...]:
     """Return pairwise disjoint masks, ascending by lowest bit.
 
-    They cover the most bits of `useful` (-1: all bits), then the most bits at all, then cost least in sum, then are
-    fewest. `costs` maps mask to cost; the empty mask is never chosen.
+    They cover the most bits of `useful` (-1: all bits), then the most bits at all, then cost least in sum,
+    then are fewest. `costs` maps mask to cost; the empty mask is never chosen.
     """
     choice = _walk(costs, useful, 0)
     return choice.masks if choice else ()

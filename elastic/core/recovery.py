@@ -1,21 +1,23 @@
-"""How every layer comes to one and the same version, from whatever copies are left: the proof behind each recovery.
+"""How every layer comes to one and the same version, from whatever copies are left: the proof behind each
+recovery.
 
 A (layer, TP rank) can be brought to version v if
 
 - a copy of its state of version v exists in a living vault; or
-- a copy of version v-1, gradients of step v-1 that together hold every micro-batch exactly once, and the record of
-  step v-1 (which exists only if the commit of step v-1 happened); or
+- a copy of version v-1, gradients of step v-1 that together hold every micro-batch exactly once, and the
+  record of step v-1 (which exists only if the commit of step v-1 happened); or
 - the durable checkpoint is of version v; or
 - v is 0 and nothing was ever trained: it is initialised.
 
-The target is the highest version that all of them can be brought to; versions are never mixed. Survivors that are ahead of
-it go back to an older copy, and make the same update again. The update of a
-layer that shares a tensor with another (tied embeddings) needs the other's gradient too: its replay lists both layers' copies.
+The target is the highest version that all of them can be brought to; versions are never mixed. Survivors
+that are ahead of it go back to an older copy, and make the same update again. The update of a layer that
+shares a tensor with another (tied embeddings) needs the other's gradient too: its replay lists both layers'
+copies.
 
-For the step that was running, each layer keeps the finished micro-batches that some living vault holds: of all pairwise
-disjoint choices the one that leaves the fewest micro-batches to run again, and each chosen gradient goes to exactly one
-holder. All TP ranks choose the same ledgers. Micro-batches missing in any layer are run again by whichever pipeline;
-layers that have them already add nothing.
+For the step that was running, each layer keeps the finished micro-batches that some living vault holds: of
+all pairwise disjoint choices the one that leaves the fewest micro-batches to run again, and each chosen
+gradient goes to exactly one holder. All TP ranks choose the same ledgers. Micro-batches missing in any
+layer are run again by whichever pipeline; layers that have them already add nothing.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ def solve(
 ) -> Assignment:
     """Return what every holder in `plan` has to do, or raise Unrecoverable naming layers and what they lack.
 
-    `inventory` is that of all living vaults (each `Copy.node` says where); copies on nodes that are not in `vaults`
-    are ignored. `checkpoint` is (path, step). `initial_allowed`: no update was ever committed, so layers may be
-    initialised; refused all the same when a copy of a later version is seen. `live` (node: version that its workers
-    hold) tells up to where training had come, so that a fall-back can say what it loses.
+    `inventory` is that of all living vaults (each `Copy.node` says where); copies on nodes that are not in
+    `vaults` are ignored. `checkpoint` is (path, step). `initial_allowed`: no update was ever committed, so
+    layers may be initialised; refused all the same when a copy of a later version is seen. `live` (node:
+    version that its workers hold) tells up to where training had come, so that a fall-back can say what it
+    loses.
     """
     shelf = Shelf.of(inventory, plan, (node for node, _ in vaults))
     newest = max([shelf.newest, *live.values(), *(record.step + 1 for record in records)])
@@ -70,7 +73,8 @@ def solve(
     sums, covered = solver.gradients(version)
     recipes = _recipes(solver, version, sums)
     if any(recipe.checkpoint for _, recipe in recipes):
-        why = f"fell back to the checkpoint of step {version}: {lacking(solver, newest)}; {lost(version, newest)}"
+        short, gone = lacking(solver, newest), lost(version, newest)
+        why = f"fell back to the checkpoint of step {version}: {short}; {gone}"
         plan = replace(plan, reason="; ".join(text for text in (plan.reason, why) if text))
     return Assignment(
         plan=plan,
@@ -103,7 +107,8 @@ class Outcome:
 
 
 def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()) -> Outcome:
-    """Count what `assignment` moves; `before` is the plan that it replaces, `lost_nodes` those whose workers are gone."""
+    """Count what `assignment` moves; `before` is the plan that it replaces, `lost_nodes` those whose
+    workers are gone."""
     plan, recipes = assignment.plan, assignment.recipes
     network = sum(fetched(list(_copies(recipe)), node) for node, recipe in recipes)
     moved = tuple(
@@ -114,7 +119,9 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     source = _state_source(assignment)
     replays = sum(bool(recipe.replay) for _, recipe in recipes)
     todo = frozenset(index for share in assignment.todo for index in share)
-    gone = sorted({layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers})
+    gone = sorted(
+        {layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers}
+    )
     text = (
         f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
         f"step {assignment.step}, state from {source}, {len(moved)} of {plan.n_layers} layers move, "
@@ -134,10 +141,10 @@ def replayed(
 
     The lost stage cannot be asked, so its neighbours in its pipeline are. For stage s of a pipeline:
 
-    - s > 0: what the nearest living stage before it had `sent`. With one lost node that is exactly what had been handed to
-      the lost stage; with several lost in a row it is an upper bound for the later ones.
-    - no living stage before it (s = 0, or all before it lost too): what the nearest living stage after it had `started`;
-      a lower bound, since the lost stage may have been ahead.
+    - s > 0: what the nearest living stage before it had `sent`. With one lost node that is exactly what had
+      been handed to the lost stage; with several lost in a row it is an upper bound for the later ones.
+    - no living stage before it (s = 0, or all before it lost too): what the nearest living stage after it
+      had `started`; a lower bound, since the lost stage may have been ahead.
     - the whole pipeline lost: nothing is known, and nothing is counted.
 
     With `step`, evidence of nodes that hold another version (already a step further, or behind) is left out.
@@ -174,7 +181,8 @@ def _state_source(assignment: Assignment) -> str:
 def _recipes(
     solver: Solver, version: int, sums: Mapping[tuple[str, Slot], list[Copy]]
 ) -> tuple[tuple[str, Recipe], ...]:
-    """One recipe for every holder of every (layer, TP rank); none where it only initialises and has no gradient."""
+    """One recipe for every holder of every (layer, TP rank); none where it only initialises and has no
+    gradient."""
     recipes = []
     for _, _, stage in solver.plan.stages():
         node = stage.unit.node
@@ -220,7 +228,8 @@ def _finish(pipeline: Pipeline, layers: Sequence[LayerSpec]) -> batches.Cost:
 
 
 def _one_each(records: Sequence[StepRecord]) -> dict[int, StepRecord]:
-    """One record a step. Several differ only if a commit was made twice in fast mode: take the one most often given."""
+    """One record a step. Several differ only if a commit was made twice in fast mode: take the one most
+    often given."""
     counts: dict[StepRecord, int] = {}
     for record in records:
         counts[record] = counts.get(record, 0) + 1

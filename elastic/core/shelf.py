@@ -20,7 +20,8 @@ class Shelf:
     states: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
     """((layer, TP rank), version): copies, newest epoch first."""
     gradients: dict[tuple[Slot, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
-    """((layer, TP rank), step): ledger mask: copies, newest epoch first. Copies with the same ledger are equal."""
+    """((layer, TP rank), step): ledger mask: copies, newest epoch first. Copies with the same ledger are
+    equal."""
 
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
@@ -33,7 +34,11 @@ class Shelf:
             at = (copy.layer, copy.shard), copy.step
             if copy.kind == STATE:
                 states.setdefault(at, []).append(copy)
-            elif copy.microbatches and not (mask := to_mask(copy.microbatches)) & ~full and _has_losses(copy, plan):
+            elif (
+                copy.microbatches
+                and not (mask := to_mask(copy.microbatches)) & ~full
+                and _has_losses(copy, plan)
+            ):
                 gradients.setdefault(at, {}).setdefault(mask, []).append(copy)
         return cls(
             {at: _newest_first(copies) for at, copies in states.items()},

@@ -19,15 +19,20 @@ def lost(version: int, newest: int) -> str:
 def lacking(solver: Solver, newest: int) -> str:
     """Say which layers can reach no version near `newest` that the others can, and what they lack."""
     reach = {slot: _reaches(solver, slot) for slot in solver.slots}
-    goal = max((max(versions) for versions in reach.values() if versions), default=newest)
-    best = max(range(max(goal - 1, 0), goal + 1), key=lambda v: (sum(v in versions for versions in reach.values()), v))
+    goal = max((max(versions) for versions in reach.values() if versions), default=max(newest, 0))
+    best = max(
+        range(max(goal - 1, 0), goal + 1),
+        key=lambda v: (sum(v in versions for versions in reach.values()), v),
+    )
     reasons: dict[str, list[int]] = {}
     for slot, versions in reach.items():
         if best not in versions:
             reasons.setdefault(_why(solver, slot, best), []).append(slot[0])
     if not reasons:
         return "vaults hold no state at all"
-    return "; ".join(f"layers {format_indices(sorted(set(layers)))}: {why}" for why, layers in reasons.items())
+    return "; ".join(
+        f"layers {format_indices(sorted(set(layers)))}: {why}" for why, layers in reasons.items()
+    )
 
 
 def _reaches(solver: Solver, slot: Slot) -> frozenset[int]:
@@ -50,5 +55,6 @@ def _why(solver: Solver, slot: Slot, version: int) -> str:
         if held != solver.full:
             absent = format_microbatches(from_mask(solver.full & ~held))
             which = "" if layer == slot[0] else f" of layer {layer}, which shares a tensor,"
-            return f"no copy of state {version} is left, and gradients{which} of step {before} lack micro-batches {absent}"
+            lack = f"gradients{which} of step {before} lack micro-batches {absent}"
+            return f"no copy of state {version} is left, and {lack}"
     return f"version {version} can be reached"

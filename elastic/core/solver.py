@@ -1,4 +1,5 @@
-"""The choices behind a recovery: which version, which copies, who takes which gradient. See `elastic.core.recovery`."""
+"""The choices behind a recovery: which version, which copies, who takes which gradient. See
+`elastic.core.recovery`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Solver:
     def full(self) -> int:
         return (1 << self.plan.n_microbatches) - 1
 
-    # ---- which version ---------------------------------------------------------------------------------------
+    # ---- which version -------------------------------------------------------------------------------------
 
     def candidates(self) -> list[int]:
         """Versions that anything leads to, highest first."""
@@ -49,7 +50,9 @@ class Solver:
 
     def durable(self, version: int) -> bool:
         """Whether `version` can be had of every layer without any vault."""
-        return (self.checkpoint is not None and self.checkpoint[1] == version) or (self.initial and version == 0)
+        return (self.checkpoint is not None and self.checkpoint[1] == version) or (
+            self.initial and version == 0
+        )
 
     def replayable(self, slot: Slot, version: int) -> bool:
         """Whether `slot` can be brought from version-1 to `version`."""
@@ -64,7 +67,7 @@ class Solver:
                 return version
         return None
 
-    # ---- state -----------------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------
 
     def state_recipe(self, node: str, slot: Slot, version: int) -> Recipe:
         """The cheapest way, in bytes over the network, for `slot` on `node` to get `version`."""
@@ -82,10 +85,13 @@ class Solver:
             state, *gradients = (self.take(copy, node) for copy in replay)
             return Recipe(layer, shard, version, state, replay=tuple(gradients))
         durable = self.checkpoint is not None and self.checkpoint[1] == version
-        return Recipe(layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else "")
+        return Recipe(
+            layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else ""
+        )
 
     def replay(self, node: str, slot: Slot, version: int) -> list[Copy] | None:
-        """Return the state of version-1 and the gradients that make `version` of it, or None if that cannot be."""
+        """Return the state of version-1 and the gradients that make `version` of it, or None if that cannot
+        be."""
         (layer, shard), before = slot, version - 1
         if before not in self.records or (slot, before) not in self.shelf.states:
             return None
@@ -98,7 +104,7 @@ class Solver:
             copies += [self.nearest(by_mask[mask], node) for mask in masks]
         return copies
 
-    # ---- gradients of the running step -----------------------------------------------------------------------
+    # ---- gradients of the running step ---------------------------------------------------------------------
 
     def families(self, version: int) -> list[frozenset[int]]:
         """For each layer the ledgers that every TP rank has a copy of."""
@@ -119,7 +125,9 @@ class Solver:
         share: dict[str, int] = {}
         for layer, family in enumerate(families):
             holders = [unit.node for unit in self.plan.holders(layer)]
-            costs = {mask: min(self.cost_at(node, layer, mask, version) for node in holders) for mask in family}
+            costs = {
+                mask: min(self.cost_at(node, layer, mask, version) for node in holders) for mask in family
+            }
             chosen = best_packing(costs, useful)
             for mask in chosen:
                 self.hand_out(sums, share, holders, layer, mask, version)
@@ -140,14 +148,17 @@ class Solver:
         mask: int,
         version: int,
     ) -> None:
-        """Give the gradients with ledger `mask` to one holder: where they lie, else to the one that fetches least."""
-        node = min(holders, key=lambda n: (self.cost_at(n, layer, mask, version), share.get(n, 0), holders.index(n)))
+        """Give the gradients with ledger `mask` to one holder: where they lie, else to the one that fetches
+        least."""
+        node = min(
+            holders, key=lambda n: (self.cost_at(n, layer, mask, version), share.get(n, 0), holders.index(n))
+        )
         for rank in range(self.plan.tp):
             copy = self.nearest(self.shelf.gradients[(layer, rank), version][mask], node)
             share[node] = share.get(node, 0) + (copy.nbytes if copy.node != node else 0)
             sums.setdefault((node, (layer, rank)), []).append(self.take(copy, node))
 
-    # ---- sources ---------------------------------------------------------------------------------------------
+    # ---- sources -------------------------------------------------------------------------------------------
 
     def nearest(self, copies: Sequence[Copy], node: str) -> Copy:
         return on_node(copies, node) or self.lightest(copies)

@@ -1,7 +1,7 @@
 """Sharing micro-batches over pipelines so that the last one to finish finishes earliest.
 
-A pipeline's cost grows with every micro-batch that it is given, so handing out one at a time, each to the pipeline
-that would finish it first, is optimal.
+A pipeline's cost grows with every micro-batch that it is given, so handing out one at a time, each to the
+pipeline that would finish it first, is optimal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 Cost = Callable[[int], float]
-"""Finishing time of a pipeline as a function of its micro-batches; never falls; inf when it cannot take so many."""
+"""Finishing time of a pipeline as a function of its micro-batches; never falls; inf when it cannot take so
+many."""
 
 
 def capacity(cost: Cost, limit: float, most: int) -> int:
@@ -27,7 +28,8 @@ def capacity(cost: Cost, limit: float, most: int) -> int:
 
 
 def makespan(total: int, classes: Sequence[tuple[Cost, int]]) -> float:
-    """Return the least finishing time of `total` micro-batches over classes of (cost, number of like pipelines).
+    """Return the least finishing time of `total` micro-batches over classes of (cost, number of like
+    pipelines).
 
     Every pipeline takes at least one. inf when the pipelines cannot take them all. O(log^2 total) a class.
     """
@@ -50,7 +52,8 @@ def makespan(total: int, classes: Sequence[tuple[Cost, int]]) -> float:
 
 
 def allot(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:
-    """Return how many of `total` micro-batches each pipeline gets, at least `least` each; earlier ones win ties.
+    """Return how many of `total` micro-batches each pipeline gets, at least `least` each; earlier ones win
+    ties.
 
     Needs total >= least * len(costs).
     """

@@ -1,11 +1,12 @@
 """What layers cost, as integers, so that plans are exact and the same everywhere.
 
-Time is counted in ticks: the forward and backward time of all layers together is `TOTAL_TICKS` (each layer rounded).
-That holds for true seconds and for figures that are merely proportional to them.
+Time is counted in ticks: the forward and backward time of all layers together is `TOTAL_TICKS` (each layer
+rounded). That holds for true seconds and for figures that are merely proportional to them.
 
-A stage's bottleneck is the larger of its compute time for one micro-batch and the time to stream its gradient to the
-peer (the stream runs under the compute; only what is beyond it costs). With T that bottleneck over a pipeline of
-depth D, m micro-batches take (m + D - 1) * T, plus D - 1 hops between stages while the pipeline fills and drains.
+A stage's bottleneck is the larger of its compute time for one micro-batch and the time to stream its
+gradient to the peer (the stream runs under the compute; only what is beyond it costs). With T that
+bottleneck over a pipeline of depth D, m micro-batches take (m + D - 1) * T, plus D - 1 hops between stages
+while the pipeline fills and drains.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class Costs:
         return max(self.time[last] - self.time[first], self.stream[last] - self.stream[first])
 
     def needs(self, first: int, last: int, in_flight: int) -> int:
-        """Bytes that one worker needs for layers [first, last) with `in_flight` micro-batches' activations."""
+        """Bytes that one worker needs for layers [first, last) with `in_flight` micro-batches'
+        activations."""
         activation = self.activation[last] - self.activation[first]
         return self.fixed[last] - self.fixed[first] + in_flight * activation
 
     def reach(self, first: int, limit: int, in_flight: int) -> int:
-        """Return the largest `last` such that a stage [first, last) takes at most `limit` ticks and fits; >= first."""
+        """Return the largest `last` such that a stage [first, last) takes at most `limit` ticks and fits;
+        >= first."""
         last = bisect_right(self.time, self.time[first] + limit) - 1
         if self.stream[-1]:
             last = min(last, bisect_right(self.stream, self.stream[first] + limit) - 1)
@@ -82,7 +85,8 @@ def measure(
     latency_s: float = 0.0,
     stream: bool = False,
 ) -> Costs:
-    """Build `Costs` for workers with `memory_bytes` each (0: unlimited) and links of the given bandwidth (0: unknown,
+    """Build `Costs` for workers with `memory_bytes` each (0: unlimited) and links of the given bandwidth
+    (0: unknown,
     taken as infinitely fast). `stream`: gradients are sent to a peer after each micro-batch."""
     times = [layer.forward_s + layer.backward_s for layer in layers]
     total_s = sum(times)

@@ -1,15 +1,17 @@
 """Cutting layers into the stages of one pipeline: exact, not heuristic.
 
-A set of layers that fits a stage still fits when layers are taken away. So reaching as far as possible with every
-stage, under a limit on its ticks, finds cuts whenever some exist (by induction no other choice gets further), and a
-search for the least such limit is exact. Stage s of D keeps the activations of min(D - s, m) micro-batches, as 1F1B
-does. Among all cuts with the least bottleneck, `cut` then moves the fewest bytes, and of those is the most even.
+A set of layers that fits a stage still fits when layers are taken away. So reaching as far as possible with
+every stage, under a limit on its ticks, finds cuts whenever some exist (by induction no other choice gets
+further), and a search for the least such limit is exact. Stage s of D keeps the activations of min(D - s,
+m) micro-batches, as 1F1B does. Among all cuts with the least bottleneck, `cut` then moves the fewest bytes,
+and of those is the most even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from elastic.planning.costs import TOTAL_TICKS, UNLIMITED, Costs
 
@@ -20,7 +22,8 @@ def in_flight(depth: int, stage: int, microbatches: int) -> int:
 
 
 def furthest(costs: Costs, depth: int, microbatches: int, limit: int) -> list[int] | None:
-    """Return cuts (depth + 1 layer numbers) where each stage ends as late as it can, or None if none exist."""
+    """Return cuts (depth + 1 layer numbers) where each stage ends as late as it can, or None if none
+    exist."""
     n_layers, ends = costs.n_layers, [0]
     for stage in range(depth):
         room = n_layers - (depth - stage - 1)
@@ -32,7 +35,8 @@ def furthest(costs: Costs, depth: int, microbatches: int, limit: int) -> list[in
 
 
 def bottleneck(costs: Costs, depth: int, microbatches: int) -> int | None:
-    """Return the least possible ticks of the slowest of `depth` stages, or None if memory (or depth) forbids all."""
+    """Return the least possible ticks of the slowest of `depth` stages, or None if memory (or depth)
+    forbids all."""
     if not 1 <= depth <= costs.n_layers:
         return None
     high = max(TOTAL_TICKS * 2, costs.ticks(0, costs.n_layers))
@@ -57,7 +61,8 @@ def cut(
 ) -> tuple[int, ...]:
     """Return the best cuts under `limit` ticks a stage; some must exist.
 
-    `moved[s][i]` is the number of bytes that stage s would have to fetch for the layers before i (a prefix sum).
+    `moved[s][i]` is the number of bytes that stage s would have to fetch for the layers before i (a prefix
+    sum).
     """
     late = furthest(costs, depth, microbatches, limit)
     assert late is not None, "no cuts under this limit"
@@ -103,7 +108,7 @@ def memory_needed(costs: Costs, depth: int, microbatches: int) -> tuple[int, int
             high = middle
     ends = _fits(costs, depth, microbatches, low)
     assert ends is not None
-    stages = list(zip(ends, ends[1:], strict=False))
+    stages = list(pairwise(ends))
     needs = [costs.needs(a, b, in_flight(depth, s, microbatches)) for s, (a, b) in enumerate(stages)]
     fullest = needs.index(max(needs))
     return needs[fullest], fullest, stages[fullest]

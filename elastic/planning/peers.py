@@ -1,8 +1,9 @@
 """Which node keeps whose backups.
 
-In order of importance: another failure domain, an even load, a node that does not hold the same layers (losing
-both would cost more), a spare (it has nothing else to do), and the next one in the ring. The ring alternates between
-domains, so that neighbours differ where possible. If an even load cannot be had greedily, chains of changes repair it.
+In order of importance: another failure domain, an even load, a node that does not hold the same layers
+(losing both would cost more), a spare (it has nothing else to do), and the next one in the ring. The ring
+alternates between domains, so that neighbours differ where possible. If an even load cannot be had
+greedily, chains of changes repair it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def domain_of(info: NodeInfo) -> str:
 def choose_peers(
     nodes: Sequence[NodeInfo], layers: Mapping[str, frozenset[int]], spares: Sequence[str] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """Return (node, peer) for every node in `layers` (node: layers it holds), in that order; () for a lone node.
+    """Return (node, peer) for every node in `layers` (node: layers it holds), in that order; () for a lone
+    node.
 
     `nodes` describes all nodes at hand, spares included.
     """
@@ -56,7 +58,8 @@ def choose_peers(
 
 
 def _ring(infos: list[NodeInfo]) -> list[str]:
-    """Order nodes so that consecutive ones lie in different domains as far as possible; names settle the rest."""
+    """Order nodes so that consecutive ones lie in different domains as far as possible; names settle the
+    rest."""
     domains: dict[str, list[str]] = {}
     for info in sorted(infos, key=lambda i: natural(i.node)):
         domains.setdefault(domain_of(info), []).append(info.node)
@@ -72,7 +75,8 @@ def _ring(infos: list[NodeInfo]) -> list[str]:
 
 
 def _spread(holders: list[str], ranked: Mapping[str, list[str]]) -> dict[str, str]:
-    """Give every holder one candidate such that the greatest load is least; better-ranked candidates first."""
+    """Give every holder one candidate such that the greatest load is least; better-ranked candidates
+    first."""
     chosen: dict[str, str] = {}
     load: dict[str, list[str]] = {}
     limit = 1

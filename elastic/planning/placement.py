@@ -1,9 +1,9 @@
 """Which node takes which stages, so that as few bytes as possible move.
 
-A pipeline's stages are dealt to its nodes in consecutive slots, one slot a node (a node with several units takes several
-neighbouring stages). A slot that fits what a node already holds is worth those bytes, a little less if the node only keeps
-them as a peer's backup; the worthiest pairs are joined first. Then each pipeline is cut again, no slower than
-before, to suit its nodes.
+A pipeline's stages are dealt to its nodes in consecutive slots, one slot a node (a node with several units
+takes several neighbouring stages). A slot that fits what a node already holds is worth those bytes, a
+little less if the node only keeps them as a peer's backup; the worthiest pairs are joined first. Then each
+pipeline is cut again, no slower than before, to suit its nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ HELD, KEPT = 10, 9
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One pipeline before nodes are known: its depth, its micro-batches and the ticks of its slowest stage."""
+    """One pipeline before nodes are known: its depth, its micro-batches and the ticks of its slowest
+    stage."""
 
     depth: int
     microbatches: int
@@ -62,7 +63,12 @@ class Holdings:
 
 
 def place(
-    costs: Costs, shapes: Sequence[Shape], nodes: Sequence[str], per_node: int, holdings: Holdings, full: Sequence[int]
+    costs: Costs,
+    shapes: Sequence[Shape],
+    nodes: Sequence[str],
+    per_node: int,
+    holdings: Holdings,
+    full: Sequence[int],
 ) -> list[tuple[Stage, ...]]:
     """Return the stages of each pipeline. `nodes` must suffice; `full` is the bytes of each layer."""
     even = {shape: cut(costs, shape.depth, shape.microbatches, shape.bottleneck) for shape in set(shapes)}
@@ -78,7 +84,9 @@ def place(
         cuts = even[shape]
         if holdings.worth:
             moved = {node: holdings.missing(node, full) for node in set(hosts)}
-            cuts = cut(costs, shape.depth, shape.microbatches, shape.bottleneck, [moved[node] for node in hosts])
+            cuts = cut(
+                costs, shape.depth, shape.microbatches, shape.bottleneck, [moved[node] for node in hosts]
+            )
         units = [Unit(node, s % per_node) for s, node in enumerate(hosts)]
         placed.append(tuple(Stage(u, a, b) for u, a, b in zip(units, cuts, cuts[1:], strict=False)))
     return placed

@@ -7,9 +7,10 @@
     spares node5
     reason 2 pipelines of depths 3+1
 
-A unit prints as NODE or, when the node has several TP groups or it is not the first, as NODE/GROUP. Lines without
-content are left out; blank lines and lines that begin with # are skipped when read. In a reason, backslash, newline
-and carriage return are written \\\\, \\n and \\r. `parse_plan(format_plan(p)) == p` for every plan.
+A unit prints as NODE or, when the node has several TP groups or it is not the first, as NODE/GROUP. Lines
+without content are left out; blank lines and lines that begin with # are skipped when read. In a reason,
+backslash, newline and carriage return are written \\\\, \\n and \\r. `parse_plan(format_plan(p)) == p` for
+every plan.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _UNESCAPES = {text: char for char, text in _ESCAPES.items()}
 
 
 def format_indices(indices: Iterable[int]) -> str:
-    """Print indices in the order given, with runs of consecutive ones as FIRST-LAST: (0, 1, 2, 5) is 0-2,5."""
+    """Print indices in the order given, with runs of consecutive ones as FIRST-LAST: (0, 1, 2, 5) is
+    0-2,5."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -148,12 +150,16 @@ def _format_stage(stage: Stage, groups: Counter[str]) -> str:
 def _parse_pipeline(line: str, expected: int) -> Pipeline:
     match = _PIPELINE.fullmatch(line)
     if not match or int(match[1]) != expected:
-        raise FieldError("plan.pipeline", line, f"write: pipeline {expected} microbatches=0-3: node0[0:2] ...")
+        raise FieldError(
+            "plan.pipeline", line, f"write: pipeline {expected} microbatches=0-3: node0[0:2] ..."
+        )
     stages = []
     for item in match[3].split():
         stage = _STAGE.fullmatch(item)
         if not stage:
-            raise FieldError(f"plan.pipeline {expected}", item, "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...]")
+            raise FieldError(
+                f"plan.pipeline {expected}", item, "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...]"
+            )
         stages.append(Stage(Unit(stage[1], int(stage[2] or 0)), int(stage[3]), int(stage[4])))
     return Pipeline(tuple(stages), parse_indices(match[2], f"plan.pipeline {expected}.microbatches"))
 
@@ -195,7 +201,9 @@ def _check_units(plan: Plan) -> None:
         if unit.group < 0:
             raise FieldError("plan.unit", f"{unit.node}/{unit.group}", "groups count from 0")
         if unit in seen:
-            raise FieldError("plan.unit", f"{unit.node}/{unit.group}", "a unit takes one stage; give another node")
+            raise FieldError(
+                "plan.unit", f"{unit.node}/{unit.group}", "a unit takes one stage; give another node"
+            )
         seen.add(unit)
         for layer in stage.layers:
             if layers.setdefault((unit.node, layer), unit) != unit:
@@ -213,10 +221,14 @@ def _check_microbatches(plan: Plan) -> None:
     ):
         if indices:
             text = format_indices(sorted(indices))
-            raise FieldError("plan.microbatches", text, f"these {problem}; each of 0..M-1 belongs to one pipeline")
+            raise FieldError(
+                "plan.microbatches", text, f"these {problem}; each of 0..M-1 belongs to one pipeline"
+            )
     for number, pipeline in enumerate(plan.pipelines):
         if not pipeline.microbatches:
-            raise FieldError(f"plan.pipeline {number}.microbatches", EMPTY, "give it at least one, or leave it out")
+            raise FieldError(
+                f"plan.pipeline {number}.microbatches", EMPTY, "give it at least one, or leave it out"
+            )
 
 
 def _check_peers(plan: Plan) -> None:

@@ -3,8 +3,8 @@
 For every shape that comes into question the best cuts and shares of micro-batches are found exactly
 (`partition`, `batches`), and the cheapest shape wins:
 
-    cost = max over pipelines of (m + D - 1) * slowest stage + D - 1 hops     (micro-batches through the pipeline)
-         + 2 (k - 1) / k * gradient bytes of the largest stage / bandwidth    (data-parallel reduction)
+    cost = max over pipelines of (m + D - 1) * slowest stage + D - 1 hops     (micro-batches through the
+    pipeline) + 2 (k - 1) / k * gradient bytes of the largest stage / bandwidth    (data-parallel reduction)
 
 Streaming gradients to a peer counts where it is slower than the compute that hides it. Equal costs are
 settled for the current number of pipelines, then for fewer. The same request always gives the same plan.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import inf, isfinite
 
 from elastic.core.types import JobSpec, LayerSpec, NodeInfo, Pipeline, Plan, Stage
@@ -70,7 +71,8 @@ class _Pricer:
         self._limited = cache(self._bottleneck)
 
     def slowest(self, depth: int, microbatches: int) -> int | None:
-        """Ticks of the slowest stage; how many micro-batches are in flight matters only where memory is short."""
+        """Ticks of the slowest stage; how many micro-batches are in flight matters only where memory is
+        short."""
         if self.costs.memory == UNLIMITED:
             return self._fastest(depth)
         return self._limited(depth, min(depth, microbatches))
@@ -104,12 +106,13 @@ class _Pricer:
         limit = self.slowest(depth, share)
         ends = partition.furthest(self.costs, depth, share, limit) if limit else None
         ends = ends or [0, self.costs.n_layers]
-        largest = max(self.costs.gradient[b] - self.costs.gradient[a] for a, b in zip(ends, ends[1:], strict=False))
+        largest = max(self.costs.gradient[b] - self.costs.gradient[a] for a, b in pairwise(ends))
         return reduction_ticks(self.costs, largest, len(depths), self._bandwidth)
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Return the best plan. Raises InfeasiblePlan saying what is short, and FieldError for an unusable request."""
+    """Return the best plan. Raises InfeasiblePlan saying what is short, and FieldError for an unusable
+    request."""
     _check(request)
     tp = request.tp or request.spec.tp
     active, spares = _pick(request, tp)
@@ -144,14 +147,23 @@ def protect(plan: Plan, nodes: tuple[NodeInfo, ...], backup: str) -> tuple[Plan,
     for _, _, stage in plan.stages():
         layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
     peers = choose_peers(nodes, layers, plan.spares)
-    if not peers:
+    if not peers and backup == "auto":
         return replace(plan, gradients="none", state="none"), "no backup: no peer"
+    if not peers:
+        gradients, state = backup.split("+")
+        return replace(plan, gradients=gradients, state=state), "copies stay on their own node: no peer"
     domains = {info.node: domain_of(info) for info in nodes}
-    replicated, reason = _replicated(plan, domains, len({d for d in domains.values() if not d.startswith("\0")}))
-    gradients, state = ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
+    replicated, reason = _replicated(
+        plan, domains, len({d for d in domains.values() if not d.startswith("\0")})
+    )
+    gradients, state = (
+        ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
+    )
     if state == "replica" and not replicated:
         state = "snapshot"
-    return replace(plan, peers=peers, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"
+    return replace(
+        plan, peers=peers, gradients=gradients, state=state
+    ), f"backup {gradients}+{state}: {reason}"
 
 
 def _replicated(plan: Plan, domains: dict[str, str], n_domains: int) -> tuple[bool, str]:
@@ -167,7 +179,9 @@ def _replicated(plan: Plan, domains: dict[str, str], n_domains: int) -> tuple[bo
 def _check(request: PlanRequest) -> None:
     spec = request.spec
     if spec.n_layers < 1 or spec.n_microbatches < 1:
-        raise FieldError("spec", f"{spec.n_layers} layers, {spec.n_microbatches} micro-batches", "at least one of each")
+        raise FieldError(
+            "spec", f"{spec.n_layers} layers, {spec.n_microbatches} micro-batches", "at least one of each"
+        )
     for name in ("forward_s", "backward_s"):
         for i, layer in enumerate(spec.layers):
             value = getattr(layer, name)
@@ -182,11 +196,15 @@ def _check(request: PlanRequest) -> None:
 
 def _pick(request: PlanRequest, tp: int) -> tuple[list[NodeInfo], list[NodeInfo]]:
     """Return (nodes that may hold stages, spares); those that hold stages now come first when not all may."""
-    live = sorted((info for info in request.nodes if info.node not in request.dead), key=lambda i: natural(i.node))
+    live = sorted(
+        (info for info in request.nodes if info.node not in request.dead), key=lambda i: natural(i.node)
+    )
     able = [info for info in live if info.workers >= tp]
     if not able:
         short = f"; {live[0].node} has {live[0].workers} workers, a unit needs {tp}" if live else ""
-        raise InfeasiblePlan(f"no node can take a stage: {len(live)} of {len(request.nodes)} nodes are alive{short}")
+        raise InfeasiblePlan(
+            f"no node can take a stage: {len(live)} of {len(request.nodes)} nodes are alive{short}"
+        )
     holding = set(request.current.nodes()) if request.current else set()
     able.sort(key=lambda info: info.node not in holding)
     active = able[: request.max_nodes or len(able)]
@@ -226,8 +244,8 @@ def _shortage(costs: Costs, room: Room, active: list[NodeInfo]) -> str:
     limited = [info for info in active if info.memory_bytes > 0]
     least = min(limited, key=lambda info: info.memory_bytes)
     return (
-        f"memory is short: even one pipeline of {depth} stages on all {room.nodes} nodes needs {need} bytes a worker "
-        f"(stage {stage}, layers {first} to {last - 1}), but {least.node} may use {least.memory_bytes}: "
+        f"memory is short: even one pipeline of {depth} stages on all {room.nodes} nodes needs {need} bytes "
+        f"a worker (stage {stage}, layers {first} to {last - 1}), but {least.node} may use {least.memory_bytes}: "
         f"short by {need - least.memory_bytes} bytes"
     )
 
@@ -251,7 +269,8 @@ def _build(
 
 
 def _compare(best: Option, options: list[Option]) -> str:
-    """One line: the choice and up to three alternatives, with costs in passes of one micro-batch through all layers."""
+    """One line: the choice and up to three alternatives, with costs in passes of one micro-batch through
+    all layers."""
 
     def text(option: Option) -> str:
         cost = f"{option.ticks / TOTAL_TICKS:.2f}" if option.ticks < inf else "too little memory"

@@ -1,7 +1,8 @@
 """Which shapes (depths of pipelines) come into question for a number of nodes.
 
-A shape is asked for as "auto", as a number of pipelines ("2") or as their depths ("3+1"). Depths count stages; a node
-with several units takes that many neighbouring stages of one pipeline, because a node never holds a layer twice.
+A shape is asked for as "auto", as a number of pipelines ("2") or as their depths ("3+1"). Depths count
+stages; a node with several units takes that many neighbouring stages of one pipeline, because a node never
+holds a layer twice.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def format_depths(depths: Depths) -> str:
 
 
 def candidates(shape: str, room: Room) -> Iterator[tuple[tuple[Depths, ...], str]]:
-    """Yield groups of shapes, each with why it is not quite what was asked ("" if it is): a later group is for when
+    """Yield groups of shapes, each with why it is not quite what was asked ("" if it is): a later group is
+    for when
     nothing in the earlier ones is feasible."""
     wanted = parse_shape(shape)
     if wanted is None:
@@ -65,7 +67,10 @@ def candidates(shape: str, room: Room) -> Iterator[tuple[tuple[Depths, ...], str
     for k in range(min(pipelines, room.most), 0, -1):
         depths = room.even(k) if isinstance(wanted, int) else fit(wanted[:k], room)
         asked = k == wanted if isinstance(wanted, int) else depths == wanted
-        yield (depths,), "" if asked else f"shape {shape} does not fit {room.nodes} nodes; {format_depths(depths)} does"
+        yield (
+            (depths,),
+            "" if asked else f"shape {shape} does not fit {room.nodes} nodes; {format_depths(depths)} does",
+        )
 
 
 def fit(wanted: Depths, room: Room) -> Depths:
@@ -76,5 +81,7 @@ def fit(wanted: Depths, room: Room) -> Depths:
         depths[deepest] -= 1
     while sum(map(room.hosts, depths)) < room.nodes and min(depths) < room.n_layers:
         shallowest = min(range(len(depths)), key=lambda i: (depths[i], i))
-        depths[shallowest] = min(room.hosts(depths[shallowest]) * room.per_node + room.per_node, room.n_layers)
+        depths[shallowest] = min(
+            room.hosts(depths[shallowest]) * room.per_node + room.per_node, room.n_layers
+        )
     return tuple(depths)
