@@ -12,12 +12,14 @@ stopped.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +93,8 @@ def write_part(
         _write_json(staging / f"{name.removesuffix('.safetensors')}.json", codec.dumps(part))
         _sync(staging)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink()
         raise FieldError("checkpoint directory", str(directory), f"cannot be written: {error}") from error
     return part
 
@@ -104,23 +107,23 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
     """
     directory = Path(directory)
     staging, final = staging_path(directory, step), final_path(directory, step)
-    if not staging.is_dir():
-        if (final / MANIFEST).is_file():
-            return final
-        raise FieldError("checkpoint", str(staging), "parts must be written before the commit")
-    manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
-    try:
-        _write_json(staging / MANIFEST, codec.dumps(manifest))
-        _sync(staging)
-        if final.exists():
-            os.rename(final, directory / f"{final.name}.{uuid.uuid4().hex}.replaced")
-        os.rename(staging, final)
-        _sync(directory)
-    except OSError as error:
-        if not staging.exists() and (final / MANIFEST).is_file():
-            return final  # another node committed it at the same moment
-        raise FieldError("checkpoint", str(final), f"cannot be committed: {error}") from error
-    for replaced in directory.glob(f"{final.name}.*.replaced"):
+    replaced = directory / f"{final.name}.replaced"
+    with _locked(directory):
+        if not staging.is_dir():
+            if (final / MANIFEST).is_file():
+                return final
+            raise FieldError("checkpoint", str(staging), "parts must be written before the commit")
+        manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
+        try:
+            _write_json(staging / MANIFEST, codec.dumps(manifest))
+            _sync(staging)
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.rename(final, replaced)
+            os.rename(staging, final)
+            _sync(directory)
+        except OSError as error:
+            raise FieldError("checkpoint", str(final), f"cannot be committed: {error}") from error
         shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -209,8 +212,31 @@ def read_run(
 def discard_incomplete(directory: Path | str) -> None:
     """Remove what attempts that ended before their commit left; call before any node writes."""
     directory = Path(directory)
-    for path in (*directory.glob("step-*.tmp"), *directory.glob("step-*.replaced")):
-        shutil.rmtree(path, ignore_errors=True)
+    if not directory.is_dir():
+        return
+    with _locked(directory):
+        for replaced in directory.glob("step-*.replaced"):
+            final = replaced.with_suffix("")
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:  # a commit ended between its two renames
+                os.rename(replaced, final)
+        for staging in directory.glob("step-*.tmp"):
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One commit at a time, over all processes."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise FieldError("checkpoint directory", str(directory), f"cannot be opened: {error}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _tensors(header: StateHeader, run: memoryview) -> list[tensorfile.Tensor]:
