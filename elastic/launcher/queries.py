@@ -73,8 +73,7 @@ def export(argv: list[str], environ: Mapping[str, str]) -> int:
         raise FieldError("OUT", args.out, "it exists; give another, or --force")
     from elastic.worker.export import export_checkpoint
 
-    export_checkpoint(source, out, force=args.force)
-    return _show({"checkpoint": str(source), "out": str(out), "bytes": out.stat().st_size}, args.json)
+    return _show({"out": str(out), **export_checkpoint(source, out, force=args.force)}, args.json)
 
 
 def _parser(name: str, description: str, environ: Mapping[str, str]) -> Parser:
