@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.ledger import to_mask
-from elastic.core.types import STATE, Copy, Plan
+from elastic.core.types import REDUCED, STATE, Copy, Plan
 
 Slot = tuple[int, int]
 """(layer, TP rank)."""
@@ -23,17 +23,23 @@ class Shelf:
     """((layer, TP rank), step): ledger mask: copies, newest epoch first. Copies with the same ledger are
     equal."""
 
+    reduced: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
+    """((layer, TP rank), step): gradients of layers with shared tensors as their update takes them."""
+
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
         living, full = frozenset(nodes), (1 << plan.n_microbatches) - 1
         states: dict[tuple[Slot, int], list[Copy]] = {}
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}
+        reduced: dict[tuple[Slot, int], list[Copy]] = {}
         for copy in dict.fromkeys(inventory):
             if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
                 continue
             at = (copy.layer, copy.shard), copy.step
             if copy.kind == STATE:
                 states.setdefault(at, []).append(copy)
+            elif copy.kind == REDUCED:
+                reduced.setdefault(at, []).append(copy)
             elif (
                 copy.microbatches
                 and not (mask := to_mask(copy.microbatches)) & ~full
@@ -43,6 +49,7 @@ class Shelf:
         return cls(
             {at: _newest_first(copies) for at, copies in states.items()},
             {at: {m: _newest_first(c) for m, c in by.items()} for at, by in gradients.items()},
+            {at: _newest_first(copies) for at, copies in reduced.items()},
         )
 
     def versions(self, slot: Slot) -> list[int]:

@@ -96,6 +96,8 @@ class Solver:
         if before not in self.records or (slot, before) not in self.shelf.states:
             return None
         copies = [self.nearest(self.shelf.states[slot, before], node)]
+        if slot[0] in self.tied and (slot, before) in self.shelf.reduced:
+            return [*copies, self.nearest(self.shelf.reduced[slot, before], node)]
         for owner in (layer, *sorted(self.tied.get(layer, ()))):
             by_mask = self.shelf.gradients.get(((owner, shard), before), {})
             masks = exact_cover({mask: cost_of(held, node) for mask, held in by_mask.items()}, self.full)

@@ -24,8 +24,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -33,11 +34,12 @@ import torch
 from torch import Tensor
 
 from elastic.core.messages import LocalCopy, Published
-from elastic.core.types import GRADIENT, STATE, Copy
+from elastic.core.types import GRADIENT, REDUCED, STATE, Copy
 from elastic.errors import StaleError
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
 from elastic.worker.abandon import Abandon
 from elastic.worker.replica import LayerReplica
+from elastic.worker.state import as_bytes
 
 SLOTS_A_RING = 2
 
@@ -131,6 +133,24 @@ class Publisher:
             for replica in replicas
             if replica.ledger
         ]
+        return self._publish(items, epoch, peer, abandon)
+
+    def publish_reduced(
+        self,
+        replicas: Iterable[LayerReplica],
+        reduced: Mapping[int, Tensor],
+        step: int,
+        epoch: int,
+        peer: str,
+        abandon: Abandon | None = None,
+    ) -> int:
+        """Publish `reduced`, layer -> the flat gradient that its update takes; returns and waits as the others do."""
+        items = []
+        for replica in replicas:
+            source = reduced[replica.index]
+            items.append(
+                _Item(REDUCED, replica.index, step, source.nbytes, partial(_copy_bytes, source), frozenset(replica.ledger))
+            )
         return self._publish(items, epoch, peer, abandon)
 
     def publish_states(
@@ -265,3 +285,8 @@ class Publisher:
                 self._pool.give(held.slot)
         self._rings.clear()
         self._epoch = epoch
+
+
+def _copy_bytes(source: Tensor, out: Tensor) -> None:
+    """Copy `source` to `out`, uint8 [nbytes] in host memory."""
+    out.copy_(as_bytes(source))

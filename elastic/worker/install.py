@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elastic.core.types import Assignment, Copy, Recipe, StepRecord
+from elastic.core.types import REDUCED, Assignment, Copy, Recipe, StepRecord
 from elastic.errors import VaultError
 from elastic.planning.roster import Member
 from elastic.worker.checkpoint import load_layer
@@ -104,6 +104,11 @@ class Installer:
         """Apply the update of step version-1 from the gradients of its holders, as they would have."""
         if record is None or record.step != recipe.version - 1:
             raise VaultError(f"layer {recipe.layer}: no record of step {recipe.version - 1}")
+        whole = [copy for copy in recipe.replay if copy.kind == REDUCED]
+        if whole:
+            data = fetches[whole[0].key].result().data
+            replica.update(data.view(replica.gradient.dtype).to(replica.device), record.clip, self._lr(record.step))
+            return
         owners = {recipe.layer: replica}
         replica.clear()
         for copy in recipe.replay:

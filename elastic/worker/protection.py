@@ -8,12 +8,15 @@ only when the epoch ends, for those who will need it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from elastic.core import messages as m
 from elastic.core.types import Plan
 from elastic.worker.abandon import Abandon
 from elastic.worker.backup import Publisher
+from elastic.worker.layers import Tied
 from elastic.worker.replica import LayerReplica
 
 
@@ -28,9 +31,11 @@ class Protection:
         replicas: Sequence[LayerReplica],
         abandon: Abandon,
         send: Callable[[object], None],
+        tied: Tied,
     ) -> None:
         self._publisher, self._replicas, self._abandon, self._send = publisher, replicas, abandon, send
         self._epoch = plan.epoch
+        self._tied = {layer for group in tied for layer, _ in group}
         peer = plan.peer_of(node) or ""
         self._gradients = plan.gradients != "none"
         self._states = plan.state != "none"
@@ -72,9 +77,19 @@ class Protection:
             self._publish_gradients()
         self.enter()
 
-    def before_commit(self, step: int) -> None:
-        """Wait until the final gradients and the current state are where they must be."""
+    def before_commit(self, step: int, reduced: Mapping[int, Tensor]) -> None:
+        """Wait until the final gradients and the current state are where they must be.
+
+        `reduced`: layer -> the gradient that its update will take; published for layers with shared tensors, whose
+        update could not be repeated from their own gradients alone.
+        """
         self.enter()
+        tied = [r for r in self._replicas if r.index in self._tied]
+        if self._gradients and tied:
+            bundle = self._publisher.publish_reduced(
+                tied, reduced, step, self._epoch, self._gradient_peer, self._abandon
+            )
+            self._gradient_bundle = max(self._gradient_bundle, bundle)
         self._publisher.wait_acked(self._gradient_bundle, self._abandon)
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 

@@ -239,7 +239,7 @@ class _Epoch:
             pairs=self.roster.pairs(),
         )
         t._protection = Protection(
-            t._publisher, self.plan, t._context.node, replicas, self._abandon, t._control.send
+            t._publisher, self.plan, t._context.node, replicas, self._abandon, t._control.send, t._stack.tied
         )
         self._steps = StepRunner(
             plan=self.plan,

@@ -101,7 +101,7 @@ class StepRunner:
             self._position.at("wait", step)
             reduced = self._reduction.run(lambda layer: self._injector.reach(step, Phase.REDUCE))
             norms = {r.index: r.norm_sq(reduced[r.index]) for r in self._replicas}
-            self._protection.before_commit(step)
+            self._protection.before_commit(step, reduced)
             agreed = commit(
                 self._links,
                 self._roster,
