@@ -1,0 +1,72 @@
+"""The package as users get it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import elastic
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(
+    path
+    for folder in ("elastic", "examples", "benchmarks", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+    if "_pb2" not in path.name
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def test_version_is_stated_once() -> None:
+    assert PROJECT["project"]["version"] == elastic.__version__
+
+
+def test_readme_and_licence_exist() -> None:
+    assert (ROOT / PROJECT["project"]["readme"]).is_file()
+    assert "MIT" in (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("name", ["setup", "demo", "test", "check", "bench", "chaos"])
+def test_make_targets(name: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    rule = re.search(rf"^{name}:(.*)", makefile, re.MULTILINE)
+    assert rule is not None
+    assert name == "setup" or "setup" in rule.group(1).split()
+
+
+def test_files_and_functions_stay_small() -> None:
+    large_files = [path for path in SOURCES if len(path.read_text().splitlines()) > 400]
+    assert not names(large_files)
+    large_functions = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= 80
+    ]
+    assert not large_functions
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        path
+        for path in SOURCES
+        if path.stat().st_size
+        and "tests" not in path.parts
+        and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not names(silent)
+
+
+def test_nothing_is_left_undone() -> None:
+    marks = re.compile(r"#\s*(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b")
+    assert not names([path for path in SOURCES if marks.search(path.read_text())])
