@@ -23,8 +23,8 @@ from elastic.errors import ChannelClosed, FieldError
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
-CHUNK_BYTES = 512 << 10
-"""Read at a time: small enough that a checksum of what just came is computed from the cache."""
+CHUNK_BYTES = 2 << 20
+"""Read at a time: so small that a checksum of what just came is computed from the cache."""
 _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 
 KINDS: dict[str, type] = {
