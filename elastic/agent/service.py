@@ -315,9 +315,9 @@ class Agent:
 
     def _close(self) -> None:
         if self._group is not None:
-            if not self._group.wait(GRACE_S):
+            if self._exit_code == 0 and not self._group.wait(GRACE_S):
                 log.warning("workers did not end within %g s", GRACE_S)
-            self._group.kill()
+            self._group.terminate(self._config.shutdown_timeout_s)
         self._session.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
             part.close()

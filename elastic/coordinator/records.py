@@ -23,6 +23,7 @@ class Records:
         self._events = EventLog(run_dir / "events.jsonl")
         self._progress = EventLog(run_dir / "progress.jsonl")
         self._last_recovery = 0.0
+        self._last_beat = (0, 0)
 
     def event(self, kind: str, data: dict[str, Any]) -> None:
         self._events.append(kind, data)
@@ -65,6 +66,14 @@ class Records:
         if done is not None:
             entry |= {"loss": done.record.loss, "tokens_per_s": round(done.tokens / max(done.seconds, 1e-9), 1)}
         self._progress.append("progress", entry)
+
+    def beat(self, state: JobState) -> None:
+        """Progress between steps, as heartbeats tell it; at most once a micro-batch."""
+        reports = [mb.report for mb in state.members.values()]
+        here = max(((r.step, r.microbatch) for r in reports), default=(0, 0))
+        if here > self._last_beat:
+            self._last_beat = here
+            self.progress(state)
 
     def recovered(self, event: Recovered) -> None:
         entry = recovery_entry(event, self._fault_time(event))

@@ -95,7 +95,7 @@ class Coordinator:
         entry = self._store.get(STATE_KEY)
         self._revision = entry.revision if entry else None
         if entry is None:
-            checkpoint = durable.latest(Path(self._config.resume)) if self._config.resume else None
+            checkpoint = _checkpoint(Path(self._config.resume)) if self._config.resume else None
             self._state = job.JobState(policy=policy_of(self._config))
             if checkpoint is not None:
                 self._state = self._state.of(checkpoint=(str(checkpoint), step_of(checkpoint)))
@@ -155,6 +155,7 @@ class Coordinator:
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
                 self._apply(job.Beat(message.node, message.incarnation, message.step, message.microbatch))
+                self._records.beat(self._state)
             case m.StepDone():
                 self._records.step(message, self._state)
                 self._apply(job.Stepped(message.record))
@@ -271,6 +272,11 @@ class Coordinator:
             raise FieldError("deadline_s", deadline, "seconds from 0 up")
         self._apply(job.DrainAsked(node, float(deadline)))
         return {"node": node, "deadline_s": deadline, "phase": self._state.phase.value}
+
+
+def _checkpoint(path: Path) -> Path | None:
+    """`path` itself if it is one checkpoint, else the newest one in it."""
+    return path if (path / durable.MANIFEST).is_file() else durable.latest(path)
 
 
 def policy_of(config: JobConfig) -> job.Policy:

@@ -32,6 +32,8 @@ def begin(state: JobState, cause: str, now: float, *, boundary: bool = False) ->
         step=max((mb.report.step for mb in state.members.values()), default=0),
         microbatch=max((mb.report.microbatch for mb in state.members.values()), default=0),
         detect_s=max(found, default=0.0),
+        replayed=old.replayed if old else frozenset(),
+        rerun=old.rerun if old else 0,
     )
     state = state.of(epoch=epoch, phase=JobPhase.HALTING, change=change, suspected_since=0.0, joining=())
     sends: list[Action] = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
@@ -99,18 +101,18 @@ def decide(state: JobState, now: float) -> Result:
 
 def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
-    replayed: frozenset[int] = frozenset()
+    replayed = change.replayed
     todo = frozenset(mb for part in assignment.todo for mb in part)
     told = recovery.explain(assignment)
     if change.old_plan is not None and change.lost and not change.boundary:
-        replayed = recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted)
+        replayed |= recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted)
     started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
     change = replace(
         change,
         step=assignment.step,
         microbatch=max(started, default=0),
         replayed=replayed,
-        rerun=len(todo & frozenset(started)),
+        rerun=max(change.rerun, len(todo & frozenset(started))),
         state_source=told.state_source,
         reason=f"{plan.reason}; {told.text}",
     )

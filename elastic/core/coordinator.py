@@ -39,6 +39,7 @@ from elastic.core.job import (
     Stepped,
 )
 from elastic.core.messages import NodePhase
+from elastic.planning.peers import natural
 
 CONTACT_S = 0.5
 """Workers lost contact although every member looks alive: after this long the epoch is abandoned all the same."""
@@ -237,7 +238,7 @@ def _waiting(state: JobState, now: float) -> Result | None:
     here = [n for n, mb in state.members.items() if mb.connected]
     if len(here) < state.policy.min_nodes:
         return None
-    nodes = tuple(sorted(here))[: state.policy.max_nodes]
+    nodes = tuple(sorted(here, key=natural))[: state.policy.max_nodes]
     state, actions = _launch(state, nodes)
     return state.of(phase=JobPhase.LAUNCHED), actions, f"{len(here)} of {state.policy.min_nodes} nodes are here"
 
@@ -246,10 +247,11 @@ def _launch(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[Ac
     """Give each node its ranks and start its workers."""
     policy, sends = state.policy, []
     size = max(state.next_rank + len(nodes), 1)
+    first = next((mb for mb in state.members.values() if mb.rank == 0), state.members[nodes[0]])
     for node in nodes:
         rank = state.next_rank
         state = _put(state.of(next_rank=rank + 1), replace(state.members[node], rank=rank))
-        host, port = policy.master_addr, policy.master_port
+        host, port = policy.master_addr or first.report.info.host, policy.master_port
         per = policy.workers_per_node
         launch = m.Launch(rank, size, rank * per, size * per, host, port, state.restart)
         sends.append(Send(node, launch))
@@ -278,9 +280,7 @@ def _script(state: JobState, launched: list[Member]) -> Result | None:
     missing = state.next_rank > len(launched)
     grown = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < state.policy.max_nodes
     if failed and state.restart >= state.policy.max_restarts:
-        codes = [c for mb in failed for c in mb.report.exit_codes if c != 0]
-        code = codes[0] if codes and codes[0] > 0 else 1
-        return _end(state, JobPhase.FAILED, code, f"{failed[0].report.cause} (restarts used up: {state.restart})")
+        return _end(state, JobPhase.FAILED, 1, f"{failed[0].report.cause} (restarts used up: {state.restart})")
     if failed or missing or grown:
         why = failed[0].report.cause if failed else "membership changed"
         policy = state.policy if failed else replace(state.policy, max_restarts=state.policy.max_restarts + 1)

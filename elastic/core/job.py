@@ -46,7 +46,8 @@ class Policy:
     adopt_s: float = 2.0
     """After a restart of the coordinator, members have this long to report."""
     checkpoint_dir: str = ""
-    master_addr: str = "127.0.0.1"
+    master_addr: str = ""
+    """MASTER_ADDR of the workers; "": the host of the first node."""
     master_port: int = 29500
 
 

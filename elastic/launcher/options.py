@@ -164,7 +164,8 @@ def _endpoint(args: argparse.Namespace) -> str:
 
 
 def _master_addr(args: argparse.Namespace) -> str:
-    return _endpoint(args).rpartition(":")[0].strip("[]")
+    """Fixed by the user under static rendezvous; else "", which is rank 0's host."""
+    return _endpoint(args).rpartition(":")[0].strip("[]") if args.rdzv_backend == "static" else ""
 
 
 def _names(args: argparse.Namespace, standalone: bool, high: int) -> tuple[str, ...]:

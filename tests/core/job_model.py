@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from elastic.core.messages import Halted
 from elastic.core.recovery import replayed, solve
@@ -25,9 +26,9 @@ from elastic.core.types import (
     Plan,
     StepRecord,
 )
-from elastic.errors import Unrecoverable
 from elastic.planning.plan import validate_plan
 from elastic.planning.search import PlanRequest, make_plan
+from tests.core.proof import Vault, check_assignment
 
 STATE_BYTES, GRADIENT_BYTES = 24, 8
 
@@ -40,32 +41,6 @@ def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tie
 
 def make_info(i: int, *, workers: int = 1, domain: str = "") -> NodeInfo:
     return NodeInfo(f"node{i}", f"i{i}", f"127.0.0.1:{9000 + i}", workers=workers, domain=domain)
-
-
-@dataclass
-class Vault:
-    """Copies with what they really contain: a version, or a multiset of micro-batches."""
-
-    node: str
-    held: dict[str, tuple[Copy, object]] = field(default_factory=dict)
-
-    def add(self, copy: Copy, content: object) -> None:
-        """Keep of (kind, layer, shard, owner, epoch) two steps, and of a step the newest copy."""
-        copy = replace(copy, node=self.node)
-        group = [
-            c
-            for c, _ in self.held.values()
-            if (c.kind, c.layer, c.shard, c.owner, c.epoch)
-            == (copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch)
-        ]
-        if any(c.step == copy.step and c.sequence > copy.sequence for c in group):
-            return
-        self.held[copy.key] = copy, content
-        for old in [c for c in group if c.step == copy.step]:
-            self.held.pop(old.key, None)
-        steps = sorted({copy.step, *(c.step for c in group)})[:-2]
-        for old in [c for c in group if c.step in steps]:
-            self.held.pop(old.key, None)
 
 
 @dataclass
@@ -82,7 +57,7 @@ class Worker:
     backward: set[int] = field(default_factory=set)
     published: int = 0
     """Micro-batches after whose backward pass it has published."""
-    queue: list[list[tuple[Copy, object]]] = field(default_factory=list)
+    queue: list[list[tuple[Copy, Any]]] = field(default_factory=list)
     """Bundles on their way to the peer; each is acknowledged when empty."""
     entered: bool = False
     unprotected: int = -1
@@ -155,12 +130,16 @@ class Job:
         actions: list[Callable[[], None]] = []
         forward = [m for m in todo if m not in me.started]
         if forward and (before is None or (before.step == step and forward[0] in before.started)):
-            actions.append(lambda: [w.started.add(forward[0]) for w in ranks] and None)
+            actions.append(lambda: self.forward(ranks, forward[0]))
         back = [m for m in todo if m in me.started and m not in me.backward]
         ready = all(w.published == len(w.backward) and len(w.queue) < 2 for w in ranks)
         if back and ready and (after is None or (after.step == step and back[0] in after.backward)):
             actions.append(lambda: self.backward(ranks, back[0]))
         return actions
+
+    def forward(self, ranks: list[Worker], index: int) -> None:
+        for worker in ranks:
+            worker.started.add(index)
 
     def backward(self, ranks: list[Worker], index: int) -> None:
         covered = self.covered(ranks[0].step)
@@ -259,19 +238,19 @@ class Job:
             if worker.unprotected > 0:
                 worker.unprotected -= 1
 
-    def announce(self, worker: Worker, copies: list[tuple[Copy, object]], away: bool) -> None:
+    def announce(self, worker: Worker, copies: list[tuple[Copy, Any]], away: bool) -> None:
         for copy, content in copies:
             self.vaults[worker.node].add(copy, content)
         if away and copies and self.plan_of.peer_of(worker.node):
             worker.queue.append(list(copies))
 
-    def state_copies(self, worker: Worker) -> list[tuple[Copy, object]]:
+    def state_copies(self, worker: Worker) -> list[tuple[Copy, Any]]:
         return [
             (self.copy(worker, STATE, layer, version, frozenset()), version)
             for layer, version in worker.version.items()
         ]
 
-    def gradient_copies(self, worker: Worker) -> list[tuple[Copy, object]]:
+    def gradient_copies(self, worker: Worker) -> list[tuple[Copy, Any]]:
         return [
             (self.copy(worker, GRADIENT, layer, worker.version[layer], frozenset(total)), Counter(total))
             for layer, total in worker.gradient.items()
@@ -413,78 +392,6 @@ class Job:
                 for layer in stage.layers:
                     recipe = recipes.get((stage.unit.node, layer, shard))
                     for copy in recipe.gradients if recipe else ():
-                        gradient[layer] += self.vaults[copy.node].held[copy.key][1]  # type: ignore[operator]
+                        gradient[layer] += self.vaults[copy.node].held[copy.key][1]
                 version = dict.fromkeys(stage.layers, assignment.step)
                 self.workers.append(Worker(stage.unit.node, p, s, shard, version, gradient))
-
-
-def check_assignment(assignment: Assignment, spec: JobSpec, vaults: dict[str, Vault]) -> None:
-    """Carry the recipes out on what the vaults really contain, and hold the result against what was
-    promised."""
-    everything = Counter(range(spec.n_microbatches))
-    version, plan = assignment.step, assignment.plan
-    recipes = {(node, r.layer, r.shard): r for node, r in assignment.recipes}
-    assert len(recipes) == len(assignment.recipes), "two recipes for one holder"
-    covered = dict(assignment.covered)
-    sums: dict[tuple[int, int], Counter[int]] = {}
-    for _, _, stage in plan.stages():
-        for layer in stage.layers:
-            ledgers = set()
-            for shard in range(plan.tp):
-                recipe = recipes.pop((stage.unit.node, layer, shard), None)
-                total: Counter[int] = Counter()
-                if recipe is None:
-                    assert version == 0
-                else:
-                    assert recipe.version == version
-                    if recipe.state is not None:
-                        assert not recipe.checkpoint
-                        base = version - 1 if recipe.replay else version
-                        assert (recipe.state.kind, recipe.state.layer, recipe.state.shard) == (
-                            STATE,
-                            layer,
-                            shard,
-                        )
-                        assert (
-                            recipe.state.step == base == vaults[recipe.state.node].held[recipe.state.key][1]
-                        )
-                    else:
-                        assert not recipe.replay
-                        assert recipe.checkpoint or version == 0
-                    replay: dict[int, Counter[int]] = {}
-                    for copy in recipe.replay:
-                        assert (copy.kind, copy.shard, copy.step) == (GRADIENT, shard, version - 1)
-                        content = vaults[copy.node].held[copy.key][1]
-                        replay[copy.layer] = replay.get(copy.layer, Counter()) + content  # type: ignore[operator]
-                    if recipe.replay:
-                        partners = {b if a == layer else a for a, b in spec.tied if layer in (a, b)}
-                        assert replay == dict.fromkeys({layer, *partners}, everything)
-                        assert assignment.record is not None and assignment.record.step == version - 1
-                    for copy in recipe.gradients:
-                        assert (copy.kind, copy.layer, copy.shard, copy.step) == (
-                            GRADIENT,
-                            layer,
-                            shard,
-                            version,
-                        )
-                        total += vaults[copy.node].held[copy.key][1]  # type: ignore[operator]
-                ledgers.add(frozenset(total))
-                sums[layer, shard] = sums.get((layer, shard), Counter()) + total
-            assert len(ledgers) == 1, "TP ranks disagree"
-    assert not recipes, "recipes for nobody"
-    for (layer, _), total in sums.items():
-        assert total == Counter(covered[layer]), "covered is not what was summed, or something was doubled"
-    todo = Counter(index for share in assignment.todo for index in share)
-    complete = frozenset.intersection(*covered.values())
-    if version < spec.n_steps:
-        assert todo == everything - Counter(complete)
-    else:
-        assert not todo
-
-
-def try_fail(job: Job, nodes: Iterable[str], workers_only: Iterable[str] = ()) -> bool:
-    try:
-        job.fail(nodes, workers_only)
-    except Unrecoverable:
-        return False
-    return True

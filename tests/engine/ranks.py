@@ -17,7 +17,7 @@ from elastic.worker.links import Abandon, Links, host_store
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "hypothesis", "tests.engine.models"])
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 """For anything that must happen at all."""
 
 
