@@ -103,9 +103,9 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
     replayed = change.replayed
     todo = frozenset(mb for part in assignment.todo for mb in part)
-    told = recovery.explain(assignment)
+    told = recovery.explain(assignment, change.old_plan, change.lost)
     if change.old_plan is not None and change.lost and not change.boundary:
-        replayed |= recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted)
+        replayed |= recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted, assignment.step)
     started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
     change = replace(
         change,

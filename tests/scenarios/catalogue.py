@@ -73,7 +73,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         name="source-of-transfer-killed",
-        faults=("kill node=1 step=2 microbatch=2", "kill node=0 step=2 phase=recovery"),
+        faults=("kill node=1 step=2 microbatch=4", "kill node=2 step=2 phase=recovery"),
+        pipelines="2",
+        flags=("--backup", "stream+snapshot"),
+        nodes_after=2,
+    ),
+    Scenario(
+        name="only-source-of-transfer-killed",
+        faults=("kill node=1 step=3 microbatch=2", "kill node=2 step=3 phase=recovery"),
+        flags=("--checkpoint-every", "1"),
         nodes_after=2,
     ),
     Scenario(name="kill-worker", faults=("kill-worker node=1 step=2 microbatch=2",)),

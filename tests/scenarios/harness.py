@@ -15,7 +15,8 @@ from tests.scenarios.catalogue import BASE, MODELS, Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 280.0
-ELASTIC_FLAGS = ("--nproc-per-node",)
+ELASTIC_FLAGS = ("--nproc-per-node", "--backup")
+"""Flags of a scenario that belong to `elastic run`, each with a value; the others are the script's."""
 
 
 @dataclass(frozen=True)

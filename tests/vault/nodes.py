@@ -32,7 +32,7 @@ class MiniNode:
         self.failed: queue.Queue[tuple[int, str, ElasticError]] = queue.Queue()
         self.heard: queue.Queue[Published] = queue.Queue()
         self.on_acked = lambda bundle: None
-        self.replicator = Replicator(self.vault, self._on_acked, self._on_failed, timeout_s=5)
+        self.replicator = Replicator(self.vault, self._on_acked, self._on_failed, timeout_s=30)
         self.ended = threading.Event()
 
     def _on_acked(self, worker: int, bundle: int) -> None:

@@ -99,7 +99,7 @@ def test_what_is_whole_already_is_not_announced_again(pair: list[MiniNode]) -> N
     layers[0].ledger.add(1)  # one layer alone had a micro-batch
     second = publisher.publish_gradients(layers, 0, 1, "b", abandon)
     publisher.wait_acked(second, abandon)
-    sizes = [len(a.heard.get(timeout=5).copies) for _ in range(3)]
+    sizes = [len(a.heard.get(timeout=20).copies) for _ in range(3)]
     assert sizes == [3, 3, 1] and second == first + 1
 
 
@@ -108,9 +108,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.sent: list[Published] = []
+        self.two = threading.Event()
 
     def send(self, message: Published) -> None:
         self.sent.append(message)
+        if len(self.sent) == 2:
+            self.two.set()
 
     def paths(self, layer: int) -> list[str]:
         return [c.path for message in self.sent for c in message.copies if c.copy.layer == layer]
@@ -129,9 +132,10 @@ def test_a_slot_is_written_again_only_after_its_acknowledgement(tmp_path: Path) 
 
     thread = threading.Thread(target=publish_three, daemon=True)
     thread.start()
-    assert not done.wait(0.2) and len(recorder.sent) == 2
+    assert recorder.two.wait(30)
+    assert not done.wait(0.1) and len(recorder.sent) == 2
     publisher.on_acked(1)
-    assert done.wait(5)
+    assert done.wait(30)
     first, second, third = recorder.paths(0)
     assert first == third != second
 

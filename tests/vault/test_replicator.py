@@ -38,7 +38,7 @@ def test_bundles_arrive_and_are_acknowledged_in_order(pair: list[MiniNode], writ
     a, b = pair
     for number in range(1, 6):
         a.take(bundle(writer, number), worker=3)
-    assert [a.acked.get(timeout=5) for _ in range(5)] == [(3, n) for n in range(1, 6)]
+    assert [a.acked.get(timeout=20) for _ in range(5)] == [(3, n) for n in range(1, 6)]
     (copy,) = b.vault.inventory()
     assert (len(copy.microbatches), copy.owner, copy.node) == (5, "a", "b")
     assert a.replicator.pending == 0 and b.vault.check_integrity() == ()
@@ -48,15 +48,15 @@ def test_local_bundles_wait_their_turn(pair: list[MiniNode], writer: LocalWriter
     a, _ = pair
     book = a.replicator.vaults
     a.take(Published(1, (), ""))
-    assert a.acked.get(timeout=5) == (0, 1)
+    assert a.acked.get(timeout=20) == (0, 1)
     a.replicator.vaults = {}
     a.take(bundle(writer, 2))
     a.take(Published(3, (), ""))
-    failed = a.failed.get(timeout=5)
+    failed = a.failed.get(timeout=20)
     assert failed[:2] == (2, "b") and "no vault of b is known" in str(failed[2])
     assert a.replicator.pending == 2 and a.acked.empty()
     a.replicator.vaults = book
-    assert [a.acked.get(timeout=5) for _ in range(2)] == [(0, 2), (0, 3)]
+    assert [a.acked.get(timeout=20) for _ in range(2)] == [(0, 2), (0, 3)]
 
 
 def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(
@@ -67,17 +67,17 @@ def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(
         book = a.replicator.vaults
         a.replicator.vaults = {**book, "p": peer.address}
         a.take(bundle(writer, 1, "p"))
-        assert a.acked.get(timeout=10) == (0, 1)
+        assert a.acked.get(timeout=20) == (0, 1)
         peer.signal(signal.SIGKILL)
         a.take(bundle(writer, 2, "p"))
         a.take(bundle(writer, 3, "p"))
-        number, name, error = a.failed.get(timeout=10)
+        number, name, error = a.failed.get(timeout=20)
         assert (number, name) == (2, "p") and isinstance(error, VaultError)
         a.replicator.reset(2)
         assert a.replicator.pending == 0
         a.take(bundle(writer, 4, "b", epoch=1))  # of the epoch that is over
         a.take(bundle(writer, 5, "b", epoch=2))
-        assert a.acked.get(timeout=10) == (0, 5)
+        assert a.acked.get(timeout=20) == (0, 5)
         assert a.failed.empty() and a.acked.empty()
 
 
@@ -90,7 +90,7 @@ def test_a_peer_that_hangs_is_reported_and_a_reset_ends_the_wait(tmp_path: Path,
             a.take(bundle(writer, 1, "p"))
             a.replicator.reset(2)
             a.take(bundle(writer, 2, "b", epoch=2))
-            assert a.acked.get(timeout=4) == (0, 2)
+            assert a.acked.get(timeout=20) == (0, 2)
     finally:
         peer.close()
 
@@ -100,17 +100,17 @@ def test_a_peer_that_comes_back_gets_what_was_held(tmp_path: Path, writer: Local
         a.replicator.vaults = {"b": b.server.address}
         b.server.close()
         a.take(bundle(writer, 1))
-        assert a.failed.get(timeout=5)[1] == "b"
+        assert a.failed.get(timeout=20)[1] == "b"
         b.server.start()
         a.replicator.vaults = {"b": b.server.address}
-        assert a.acked.get(timeout=5) == (0, 1)
+        assert a.acked.get(timeout=20) == (0, 1)
 
 
 def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) -> None:
     a, b = pair
     b.vault.fence(7)
     a.take(bundle(writer, 1))
-    assert "below 7" in str(a.failed.get(timeout=5)[2])
+    assert "below 7" in str(a.failed.get(timeout=20)[2])
     assert a.acked.empty() and b.vault.inventory() == ()
 
 
@@ -127,15 +127,15 @@ def test_superseded_bundles_are_not_skipped(pair: list[MiniNode], writer: LocalW
     store = b.vault.store
     b.vault.store = lambda copy, **how: (sent.put(len(copy.microbatches)), store(copy, **how))[1]  # type: ignore
     a.replicator.vaults = held
-    assert [a.acked.get(timeout=5)[1] for _ in range(2)] == [1, 2]
-    assert [sent.get(timeout=5) for _ in range(2)] == [1, 2]
+    assert [a.acked.get(timeout=20)[1] for _ in range(2)] == [1, 2]
+    assert [sent.get(timeout=20) for _ in range(2)] == [1, 2]
 
 
 def test_waiting_costs_no_time(pair: list[MiniNode], writer: LocalWriter) -> None:
     a, _ = pair
     a.replicator.vaults = {}
     a.take(Published(1, (writer.write(1, make(content(1)), content(1)),), "b"))
-    a.failed.get(timeout=5)
+    a.failed.get(timeout=20)
     before = resource.getrusage(resource.RUSAGE_SELF)
     threading.Event().wait(0.3)
     after = resource.getrusage(resource.RUSAGE_SELF)

@@ -117,7 +117,7 @@ def test_a_closed_vault_is_an_error_at_once(server: VaultServer, client: VaultCl
     for _ in range(2):
         with pytest.raises(VaultError, match=server.address):
             client.inventory()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
 
 
 def test_a_hung_vault_does_not_hang_its_clients() -> None:
@@ -166,7 +166,7 @@ def test_closing_a_client_ends_its_connecting() -> None:
             client.inventory()
         with pytest.raises(VaultError, match="this side has closed"):
             client.inventory()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 def test_garbage_does_not_harm_the_server(server: VaultServer, client: VaultClient) -> None:
