@@ -2,8 +2,8 @@
 
     make demo    or    python -m examples.demo
 
-Both runs are real: `elastic run` on local nodes, each a group of processes of its own. Everything printed is read
-from what the runs leave behind (summary.json, events.jsonl). Exit code 0 only if all checks hold.
+Both runs are real: `elastic run` on local nodes, each a group of processes of its own. Everything printed is
+read from what the runs leave behind (summary.json, events.jsonl). Exit code 0 only if all checks hold.
 """
 
 from __future__ import annotations
@@ -112,11 +112,12 @@ def show_loss(loss: Sequence[float], failed_at: int | None) -> None:
 
 
 def show_recovery(entry: dict[str, Any], microbatches: int) -> None:
-    print(f"  {entry['cause']} in step {entry['step']}: {entry['nodes_before']} -> {entry['nodes_after']} nodes")
+    nodes = f"{entry['nodes_before']} -> {entry['nodes_after']} nodes"
+    print(f"  {entry['cause']} in step {entry['step']}: {nodes}")
     for name, meaning in PHASES:
         print(f"  {name:>9} {entry[name + '_s']:8.3f} s   {meaning.format(**entry)}")
     lost, again = entry["microbatches_lost"], entry["microbatches_rerun"]
-    print(f"  work lost: {lost} of the step's {microbatches} micro-batches had reached the dead node and were run again")
+    print(f"  work lost: {lost} of {microbatches} micro-batches had reached the dead node and were run again")
     print(f"  kept: the gradients of finished ones; of those already begun {again} were run after the change")
 
 
