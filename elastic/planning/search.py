@@ -147,10 +147,8 @@ def protect(plan: Plan, nodes: tuple[NodeInfo, ...], backup: str) -> tuple[Plan,
     for _, _, stage in plan.stages():
         layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
     peers = choose_peers(nodes, layers, plan.spares)
-    if not peers and backup == "auto":
-        return replace(plan, gradients="none", state="none"), "no backup: no peer"
     if not peers:
-        gradients, state = backup.split("+")
+        gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
         return replace(plan, gradients=gradients, state=state), "copies stay on their own node: no peer"
     domains = {info.node: domain_of(info) for info in nodes}
     replicated, reason = _replicated(
