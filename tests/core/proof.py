@@ -1,0 +1,112 @@
+"""Carries an assignment out on what vaults really contain, and holds the result against what it promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.core.types import GRADIENT, STATE, Assignment, Copy, JobSpec, Recipe
+
+Vaults = dict[str, "Vault"]
+
+
+@dataclass
+class Vault:
+    """Copies with what they really contain: a version, or a multiset of micro-batches."""
+
+    node: str
+    held: dict[str, tuple[Copy, Any]] = field(default_factory=dict)
+
+    def add(self, copy: Copy, content: Any) -> None:
+        """Keep of (kind, layer, shard, owner, epoch) two steps, and of a step the newest copy."""
+        copy = replace(copy, node=self.node)
+        group = [
+            c
+            for c, _ in self.held.values()
+            if (c.kind, c.layer, c.shard, c.owner, c.epoch)
+            == (copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch)
+        ]
+        if any(c.step == copy.step and c.sequence > copy.sequence for c in group):
+            return
+        self.held[copy.key] = copy, content
+        for old in [c for c in group if c.step == copy.step]:
+            self.held.pop(old.key, None)
+        steps = sorted({copy.step, *(c.step for c in group)})[:-2]
+        for old in [c for c in group if c.step in steps]:
+            self.held.pop(old.key, None)
+
+
+def check_assignment(assignment: Assignment, spec: JobSpec, vaults: Vaults) -> None:
+    """Assert that the assignment leads to one version, doubles nothing, and that its promises are true."""
+    plan, version = assignment.plan, assignment.step
+    recipes = {(node, r.layer, r.shard): r for node, r in assignment.recipes}
+    assert len(recipes) == len(assignment.recipes), "two recipes for one holder"
+    sums: dict[tuple[int, int], Counter[int]] = {}
+    for _, _, stage in plan.stages():
+        for layer in stage.layers:
+            ledgers = set()
+            for shard in range(plan.tp):
+                recipe = recipes.pop((stage.unit.node, layer, shard), None)
+                if recipe is None:
+                    assert version == 0, "only initial layers need no recipe"
+                    recipe = Recipe(layer, shard, 0)
+                assert (recipe.layer, recipe.shard, recipe.version) == (layer, shard, version)
+                _check_state(recipe, assignment, spec, vaults)
+                total = _gradient(recipe, vaults)
+                ledgers.add(frozenset(total))
+                sums[layer, shard] = sums.get((layer, shard), Counter()) + total
+            assert len(ledgers) == 1, "TP ranks disagree"
+    assert not recipes, "recipes for nobody"
+    covered = dict(assignment.covered)
+    for (layer, _), total in sums.items():
+        assert total == Counter(covered[layer]), "covered is not what was summed, or something was doubled"
+    _check_todo(assignment, spec)
+
+
+def content(copy: Copy, vaults: Vaults) -> Any:
+    """What the vault really has under this copy; KeyError if it is not there."""
+    held, inside = vaults[copy.node].held[copy.key]
+    assert held == copy
+    return inside
+
+
+def _check_state(recipe: Recipe, assignment: Assignment, spec: JobSpec, vaults: Vaults) -> None:
+    version = recipe.version
+    if recipe.state is None:
+        assert not recipe.replay
+        assert recipe.checkpoint or version == 0, "nothing to start from"
+        return
+    assert not recipe.checkpoint
+    base = version - 1 if recipe.replay else version
+    state = recipe.state
+    assert (state.kind, state.layer, state.shard, state.step) == (STATE, recipe.layer, recipe.shard, base)
+    assert content(state, vaults) == base
+    if recipe.replay:
+        assert assignment.record is not None and assignment.record.step == base
+        sums: dict[int, Counter[int]] = {}
+        for copy in recipe.replay:
+            assert (copy.kind, copy.shard, copy.step) == (GRADIENT, recipe.shard, base)
+            sums[copy.layer] = sums.get(copy.layer, Counter()) + content(copy, vaults)
+        tied = {b if a == recipe.layer else a for a, b in spec.tied if recipe.layer in (a, b)}
+        everything = Counter(range(spec.n_microbatches))
+        assert sums == dict.fromkeys({recipe.layer, *tied}, everything), "replay is not exactly once"
+
+
+def _gradient(recipe: Recipe, vaults: Vaults) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for copy in recipe.gradients:
+        found = (copy.kind, copy.layer, copy.shard, copy.step)
+        assert found == (GRADIENT, recipe.layer, recipe.shard, recipe.version)
+        total += content(copy, vaults)
+    return total
+
+
+def _check_todo(assignment: Assignment, spec: JobSpec) -> None:
+    todo = Counter(index for share in assignment.todo for index in share)
+    assert len(assignment.todo) == len(assignment.plan.pipelines)
+    if assignment.step >= spec.n_steps:
+        assert not todo
+        return
+    complete = frozenset.intersection(*(held for _, held in assignment.covered))
+    assert todo == Counter(range(spec.n_microbatches)) - Counter(complete)

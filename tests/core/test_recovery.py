@@ -1,0 +1,556 @@
+"""The recovery solver: single decisions, random inventories against brute force, and whole jobs under
+fire."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.core.messages import Halted
+from elastic.core.recovery import explain, replayed, solve
+from elastic.core.types import (
+    GRADIENT,
+    STATE,
+    Assignment,
+    Copy,
+    JobSpec,
+    Pipeline,
+    Plan,
+    Recipe,
+    Stage,
+    StepRecord,
+    Unit,
+)
+from elastic.errors import Unrecoverable
+from tests.core.job_model import Job, Vault, make_info, make_spec
+
+M = 4
+RECORD = StepRecord(6, 0.5, 2.0, 1.0)
+
+
+def pipeline(*spans: tuple[str, int, int], microbatches: tuple[int, ...]) -> Pipeline:
+    return Pipeline(tuple(Stage(Unit(node), a, b) for node, a, b in spans), microbatches)
+
+
+def plan_of(*pipelines: Pipeline, tp: int = 1) -> Plan:
+    n_layers = pipelines[0].stages[-1].last
+    return Plan(epoch=5, n_layers=n_layers, n_microbatches=M, tp=tp, pipelines=pipelines, reason="because")
+
+
+ONE = plan_of(pipeline(("a", 0, 2), microbatches=(0, 1, 2, 3)))
+TWO = plan_of(pipeline(("a", 0, 2), microbatches=(0, 1)), pipeline(("b", 0, 2), microbatches=(2, 3)))
+sequences = itertools.count(1)
+
+
+def state(layer: int, version: int, node: str = "a", owner: str = "", **more: int) -> Copy:
+    return _copy(STATE, layer, version, node, owner or node, frozenset(), **more)
+
+
+def gradient(layer: int, step: int, held: set[int], node: str = "a", owner: str = "", **more: int) -> Copy:
+    return _copy(GRADIENT, layer, step, node, owner or node, frozenset(held), **more)
+
+
+def _copy(
+    kind: str,
+    layer: int,
+    step: int,
+    node: str,
+    owner: str,
+    held: frozenset[int],
+    shard: int = 0,
+    epoch: int = 4,
+    nbytes: int = 0,
+) -> Copy:
+    return Copy(
+        kind=kind,
+        layer=layer,
+        shard=shard,
+        step=step,
+        epoch=epoch,
+        owner=owner,
+        sequence=next(sequences),
+        nbytes=nbytes or (100 if kind == STATE else 10),
+        checksum="",
+        microbatches=held,
+        losses=tuple((i, 1.0) for i in sorted(held)),
+        node=node,
+    )
+
+
+def run(
+    plan: Plan,
+    *copies: Copy,
+    records: tuple[StepRecord, ...] = (),
+    nodes: str = "abcd",
+    spec: JobSpec | None = None,
+    checkpoint: tuple[str, int] | None = None,
+    initial: bool = False,
+    live: dict[str, int] | None = None,
+) -> Assignment:
+    return solve(
+        plan=plan,
+        spec=spec or make_spec(plan.n_layers, M, 20, plan.tp),
+        inventory=copies,
+        records=records,
+        vaults=tuple((node, f"{node}:1") for node in nodes),
+        checkpoint=checkpoint,
+        initial_allowed=initial,
+        live=live or {},
+    )
+
+
+def recipes(assignment: Assignment) -> dict[tuple[str, int, int], Recipe]:
+    return {(node, r.layer, r.shard): r for node, r in assignment.recipes}
+
+
+# ---- which version
+
+
+def test_the_highest_common_version_wins_and_others_go_back() -> None:
+    result = run(ONE, state(0, 7), state(0, 6), state(1, 6), live={"a": 7})
+    assert result.step == 6
+    assert [r.state.step for _, r in result.recipes if r.state] == [6, 6]
+    assert result.record is None
+
+
+def test_a_layer_behind_is_replayed_with_the_record() -> None:
+    copies = (state(0, 7), state(1, 6), gradient(1, 6, {0, 1, 3}), gradient(1, 6, {2}, "b"))
+    result = run(ONE, *copies, records=(RECORD,))
+    assert (result.step, result.record) == (7, RECORD)
+    recipe = recipes(result)["a", 1, 0]
+    assert recipe.state == copies[1]
+    assert {c.key for c in recipe.replay} == {copies[2].key, copies[3].key}
+    assert run(ONE, *copies[:3], copies[0], state(0, 6), records=(RECORD,)).step == 6, "micro-batch 2 is gone"
+
+
+def test_without_its_record_a_complete_step_is_committed_again() -> None:
+    full = set(range(M))
+    copies = [c for layer in (0, 1) for c in (state(layer, 6), gradient(layer, 6, full))]
+    result = run(ONE, *copies, state(0, 7))
+    assert result.step == 6
+    assert dict(result.covered) == {0: frozenset(full), 1: frozenset(full)}
+    assert result.todo == ((),)
+
+
+def test_replay_needs_each_microbatch_exactly_once() -> None:
+    overlapping = (gradient(1, 6, {0, 1, 2}), gradient(1, 6, {2, 3}))
+    base = (state(0, 7), state(0, 6), state(1, 6))
+    assert run(ONE, *base, *overlapping, records=(RECORD,)).step == 6
+    result = run(ONE, *base, *overlapping, gradient(1, 6, {0, 1}, "b", epoch=3), records=(RECORD,))
+    assert result.step == 7
+    assert sorted(len(c.microbatches) for c in recipes(result)["a", 1, 0].replay) == [2, 2]
+
+
+def test_replay_of_a_tied_layer_takes_the_other_owner_s_gradient_along() -> None:
+    spec = make_spec(2, M, 20, tied=True)
+    full = set(range(M))
+    copies = (state(0, 7), state(0, 6), state(1, 6), gradient(1, 6, full))
+    assert run(ONE, *copies, records=(RECORD,), spec=spec).step == 6
+    result = run(ONE, *copies, gradient(0, 6, full, "c"), records=(RECORD,), spec=spec)
+    assert result.step == 7
+    assert [c.layer for c in recipes(result)["a", 1, 0].replay] == [1, 0]
+
+
+def test_copies_on_nodes_without_a_vault_do_not_count() -> None:
+    assert run(ONE, state(0, 7), state(1, 7, "z"), state(0, 6), state(1, 6)).step == 6
+
+
+# ---- checkpoint, initialisation, nothing
+
+
+def test_the_checkpoint_is_the_last_resort_and_says_what_is_lost() -> None:
+    result = run(TWO, state(0, 7), gradient(0, 7, {0}), checkpoint=("/c/5", 5))
+    assert result.step == 5
+    assert {r.checkpoint for _, r in result.recipes} == {"/c/5"} and len(result.recipes) == 4
+    assert all(r.state is None and not r.gradients for _, r in result.recipes)
+    assert result.todo == ((0, 1), (2, 3))
+    assert result.plan.reason == (
+        "because; fell back to the checkpoint of step 5: "
+        "layers 1: no copy of state 6 or 7 is left; steps 5 to 6 are computed again"
+    )
+    assert explain(result).state_source == "checkpoint"
+
+
+def test_a_checkpoint_of_the_running_version_fills_the_gaps_only() -> None:
+    result = run(ONE, state(0, 5), gradient(0, 5, {0, 1}), checkpoint=("/c/5", 5))
+    assert recipes(result)["a", 0, 0].checkpoint == "" and recipes(result)["a", 1, 0].checkpoint == "/c/5"
+    assert dict(result.covered) == {0: {0, 1}, 1: frozenset()}
+    assert "no step is lost" in result.plan.reason
+
+
+def test_memory_is_preferred_to_an_older_checkpoint() -> None:
+    result = run(ONE, state(0, 7), state(1, 7), checkpoint=("/c/5", 5))
+    assert result.step == 7 and result.plan.reason == "because"
+
+
+def test_a_fresh_job_initialises() -> None:
+    result = run(TWO, initial=True, live={"a": -1})
+    assert (result.step, result.recipes, result.record) == (0, (), None)
+    assert result.todo == ((0, 1), (2, 3))
+    assert dict(result.covered) == {0: frozenset(), 1: frozenset()}
+    assert explain(result).state_source == "initial"
+
+
+def test_layers_lost_before_the_first_update_are_initialised_again() -> None:
+    result = run(ONE, state(0, 0), gradient(0, 0, {1}), initial=True)
+    assert [r.layer for _, r in result.recipes] == [0]
+    assert dict(result.covered)[0] == {1}
+    assert result.todo == ((0, 1, 2, 3),)
+
+
+def test_initialisation_is_refused_once_anything_was_trained() -> None:
+    for copies, records, live in (
+        ((state(0, 3),), (), {}),
+        ((), (RECORD,), {}),
+        ((), (), {"a": 3}),
+    ):
+        with pytest.raises(Unrecoverable):
+            run(ONE, *copies, records=records, live=live, initial=True)
+
+
+@pytest.mark.parametrize(
+    ("copies", "records", "text"),
+    [
+        ((state(0, 7),), (), "layers 1: no copy of state 6 or 7 is left;"),
+        ((state(0, 7), state(1, 3)), (), r"layers 1: no copy of state 6 or 7 is left \(only 3\)"),
+        ((state(0, 7), state(1, 6)), (), "layers 1: no copy of state 7 is left, nor the record of step 6"),
+        (
+            (state(0, 7), state(1, 6), gradient(1, 6, {0, 3})),
+            (RECORD,),
+            "layers 1: no copy of state 7 is left, and gradients of step 6 lack micro-batches 1-2",
+        ),
+        ((), (), "layers 0-1: no copy of state 0 is left; there is no durable checkpoint"),
+    ],
+)
+def test_unrecoverable_names_layers_and_what_they_lack(
+    copies: tuple[Copy, ...], records: tuple[StepRecord, ...], text: str
+) -> None:
+    with pytest.raises(Unrecoverable, match=text):
+        run(ONE, *copies, records=records)
+
+
+# ---- sources
+
+
+def test_the_own_node_s_copy_is_taken_its_own_before_a_peer_s() -> None:
+    copies = (state(0, 7, "b"), state(0, 7, "a", owner="b", epoch=9), state(0, 7, "a"), state(1, 7, "b"))
+    result = run(ONE, *copies)
+    assert recipes(result)["a", 0, 0].state == copies[2]
+    assert recipes(result)["a", 1, 0].state == copies[3]
+    told = explain(result)
+    assert (told.network_bytes, told.state_source) == (100, "peer")
+
+
+def test_fetches_spread_over_vaults() -> None:
+    plan = plan_of(pipeline(("x", 0, 6), microbatches=(0, 1, 2, 3)))
+    copies = [state(layer, 7, node) for layer in range(6) for node in "abc"]
+    sources = [r.state.node for _, r in run(plan, *copies, nodes="abcx").recipes if r.state]
+    assert sorted(sources) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_replay_replaces_a_large_fetch_when_it_moves_fewer_bytes() -> None:
+    copies = (state(0, 7, "b"), state(0, 6, "a"), gradient(0, 6, {0, 1}, "a"), gradient(0, 6, {2, 3}, "b"))
+    others = (state(1, 7),)
+    result = run(ONE, *copies, *others, records=(RECORD,))
+    assert recipes(result)["a", 0, 0].replay == copies[2:]
+    assert explain(result).network_bytes == 10 and explain(result).replays == 1
+    cheap = (replace(copies[0], nbytes=5), *copies[1:])
+    assert recipes(run(ONE, *cheap, *others, records=(RECORD,)))["a", 0, 0].state == cheap[0]
+
+
+# ---- gradients of the running step
+
+
+def states(*nodes: str) -> tuple[Copy, ...]:
+    return tuple(state(layer, 7, node) for node in nodes for layer in (0, 1))
+
+
+def test_finished_microbatches_are_kept_by_one_holder_each() -> None:
+    mine, other = gradient(0, 7, {0, 1}, "a"), gradient(0, 7, {2}, "b")
+    last = (gradient(1, 7, {0, 1}, "a"), gradient(1, 7, {2}, "b"))
+    result = run(TWO, *states("a", "b"), mine, other, *last)
+    assert recipes(result)["a", 0, 0].gradients == (mine,)
+    assert recipes(result)["b", 0, 0].gradients == (other,)
+    assert dict(result.covered) == {0: {0, 1, 2}, 1: {0, 1, 2}}
+    assert sorted(i for share in result.todo for i in share) == [3]
+    assert explain(result).state_source == "memory"
+
+
+def test_a_copy_in_two_vaults_is_added_once() -> None:
+    one = gradient(0, 7, {0}, "a", owner="z")
+    result = run(TWO, *states("a", "b"), one, replace(one, node="b"), replace(one, node="c"))
+    assert sum(len(r.gradients) for _, r in result.recipes) == 1
+
+
+def test_merged_copies_of_a_later_epoch_are_not_added_to_their_parts() -> None:
+    parts = gradient(0, 7, {0, 1}, "b", epoch=3), gradient(0, 7, {2}, "c", epoch=3)
+    merged = gradient(0, 7, {0, 1, 2, 3}, "a", epoch=4)
+    result = run(ONE, *states("a"), *parts, merged)
+    assert recipes(result)["a", 0, 0].gradients == (merged,)
+
+
+def test_what_other_layers_lack_anyway_is_worth_less() -> None:
+    # Layer 1 has only {0}: of two overlapping choices in layer 0 the one with micro-batch 0 saves a pass.
+    wide, useful = gradient(0, 7, {1, 2, 3}), gradient(0, 7, {0, 1})
+    result = run(ONE, *states("a"), wide, useful, gradient(1, 7, {0}))
+    assert recipes(result)["a", 0, 0].gradients == (useful,)
+    assert result.todo == ((1, 2, 3),)
+
+
+def test_the_last_layer_counts_only_with_its_losses() -> None:
+    silent = replace(gradient(1, 7, {0}), losses=())
+    assert dict(run(ONE, *states("a"), gradient(0, 7, {0}), silent).covered) == {0: {0}, 1: frozenset()}
+
+
+def test_tp_ranks_take_the_same_ledgers() -> None:
+    plan = plan_of(pipeline(("a", 0, 1), microbatches=(0, 1, 2, 3)), tp=2)
+    both = [state(0, 7, shard=shard) for shard in (0, 1)]
+    older = [gradient(0, 7, {0, 1}, "b", shard=shard, epoch=3) for shard in (0, 1)]
+    result = run(plan, *both, *older, gradient(0, 7, {0, 1, 2}, shard=0))
+    assert dict(result.covered) == {0: {0, 1}}
+    assert [r.gradients for _, r in result.recipes] == [(older[0],), (older[1],)]
+
+
+def test_missing_microbatches_are_shared_as_the_pipelines_can() -> None:
+    slow = plan_of(
+        pipeline(("a", 0, 1), ("b", 1, 2), microbatches=(0, 1, 2)), pipeline(("c", 0, 2), microbatches=(3,))
+    )
+    held = [state(layer, 7, node) for layer in (0, 1) for node in "abc"]
+    full = [gradient(layer, 7, {0}, "ab"[layer]) for layer in (0, 1)]
+    result = run(slow, *held, *full)
+    assert result.todo == ((1, 2), (3,))
+
+
+def test_after_the_last_step_nothing_is_left_to_run() -> None:
+    assert run(TWO, *states("a"), spec=make_spec(2, M, 7)).todo == ((), ())
+
+
+def test_moved_layers_are_counted_against_the_plan_before() -> None:
+    before = plan_of(pipeline(("a", 0, 1), ("z", 1, 2), microbatches=(0, 1, 2, 3)))
+    told = explain(run(ONE, *states("a"), live={"a": 7}), before, ("z",))
+    assert told.moved_layers == (1,)
+    assert told.text.startswith("layers 1 were on z; step 7, state from memory, 1 of 2 layers move")
+
+
+# ---- what was lost
+
+
+LINE = plan_of(pipeline(("a", 0, 1), ("b", 1, 2), ("c", 2, 3), ("d", 3, 4), microbatches=(0, 1, 2, 3)))
+ALL = frozenset(range(M))
+
+
+def told(step: int = 7, started: set[int] | None = None, sent: set[int] | None = None) -> Halted:
+    return Halted(5, step, frozenset(started or ()), frozenset(sent or ()))
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        ({"b"}, {0, 1, 2}),
+        ({"c"}, {0, 1}),
+        ({"d"}, {0}),
+        ({"a"}, {0, 1}),
+        ({"a", "b"}, {0}),
+        ({"b", "c"}, {0, 1, 2}),
+        ({"a", "b", "c", "d"}, set()),
+        (set(), set()),
+    ],
+)
+def test_replayed_asks_the_nearest_living_neighbour(lost: set[str], expected: set[int]) -> None:
+    halted = {
+        "a": told(started={0, 1, 2, 3}, sent={0, 1, 2}),
+        "b": told(started={0, 1}, sent={0, 1}),
+        "c": told(started={0}, sent={0}),
+        "d": told(started={0}),
+    }
+    assert replayed(LINE, frozenset(lost), ALL, halted) == expected
+    assert replayed(LINE, frozenset(lost), frozenset({0}), halted) == expected & {0}
+    assert replayed(LINE, frozenset(lost), ALL, halted, step=8) == set()
+
+
+# ---- random inventories against brute force
+
+microbatch_sets = st.sets(st.integers(0, 2), min_size=1)
+random_copies = st.lists(
+    st.one_of(
+        st.builds(
+            state, st.integers(0, 1), st.integers(1, 3), st.sampled_from("abz"), epoch=st.integers(1, 3)
+        ),
+        st.builds(
+            gradient,
+            st.integers(0, 1),
+            st.integers(1, 3),
+            microbatch_sets,
+            st.sampled_from("abz"),
+            epoch=st.integers(1, 3),
+        ),
+    ),
+    max_size=14,
+)
+
+
+def subsets(sets: list[frozenset[int]]) -> list[frozenset[int]]:
+    """Unions of all pairwise disjoint choices."""
+    unions = []
+    for n in range(len(sets) + 1):
+        for chosen in itertools.combinations(sets, n):
+            union = frozenset().union(*chosen)
+            if len(union) == sum(map(len, chosen)):
+                unions.append(union)
+    return unions
+
+
+@given(random_copies, st.sets(st.integers(1, 3)))
+@settings(max_examples=200, deadline=None)
+def test_version_and_coverage_are_the_best_there_are(copies: list[Copy], recorded: set[int]) -> None:
+    shares = ((0, 1), (2,))
+    plan = replace(
+        TWO,
+        n_microbatches=3,
+        pipelines=tuple(replace(p, microbatches=s) for p, s in zip(TWO.pipelines, shares, strict=True)),
+    )
+    usable = [c for c in copies if c.node in "ab"]
+
+    def held(kind: str, layer: int, step: int) -> list[Copy]:
+        return [c for c in usable if (c.kind, c.layer, c.step) == (kind, layer, step)]
+
+    def unions(layer: int, step: int) -> list[frozenset[int]]:
+        return subsets(list({c.microbatches for c in held(GRADIENT, layer, step)}))
+
+    def reachable(layer: int, version: int) -> bool:
+        before = version - 1
+        replay = (
+            before in recorded
+            and held(STATE, layer, before)
+            and frozenset({0, 1, 2}) in unions(layer, before)
+        )
+        return bool(held(STATE, layer, version) or replay)
+
+    versions = [v for v in range(1, 5) if reachable(0, v) and reachable(1, v)]
+    records = tuple(StepRecord(step, 1.0, 1.0, 1.0) for step in sorted(recorded))
+    if not versions:
+        with pytest.raises(Unrecoverable):
+            run(plan, *copies, records=records, nodes="ab", spec=make_spec(2, 3, 20))
+        return
+    result = run(plan, *copies, records=records, nodes="ab", spec=make_spec(2, 3, 20))
+    assert result.step == max(versions)
+    complete = frozenset.intersection(*(covered for _, covered in result.covered))
+    best = max(len(x & y) for x in unions(0, result.step) for y in unions(1, result.step))
+    assert len(complete) == best
+    for _, recipe in result.recipes:
+        assert recipe.state is not None and recipe.state.node in "ab"
+
+
+# ---- whole jobs
+
+
+def build(seed: int) -> Job:
+    """A random job: layers, micro-batches, TP, nodes, domains, shape, scheme."""
+    rng = random.Random(seed)
+    tp = rng.choice([1, 1, 2])
+    spec = make_spec(rng.randint(1, 6), rng.randint(1, 8), rng.randint(1, 4), tp, rng.random() < 0.3)
+    workers = tp * rng.choice([1, 1, 2])
+    infos = [
+        make_info(i, workers=workers, domain=rng.choice(["", "a", "b"])) for i in range(rng.randint(2, 5))
+    ]
+    backup = rng.choice(["stream+snapshot", "stream+replica"])
+    return Job(rng, spec, infos, shape=rng.choice(["auto", "1", "2", "2+2", "3+1"]), backup=backup)
+
+
+def train(job: Job, most: int) -> None:
+    """Do up to `most` random things."""
+    for _ in range(most):
+        if not job.act():
+            return
+
+
+def join(job: Job) -> None:
+    name = f"node{len(job.vaults) + job.epoch * 10}"
+    workers = next(iter(job.nodes.values())).workers
+    job.nodes[name] = replace(make_info(0, workers=workers), node=name, vault=f"{name}:1")
+    job.vaults[name] = Vault(name)
+    job.able.add(name)
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None)
+def test_single_losses_never_lose_a_step_nor_double_a_microbatch(seed: int) -> None:
+    """Every assignment is carried out by tests.core.proof, and every commit checks every layer's gradient."""
+    job = build(seed)
+    rng = job.rng
+    while not job.finished:
+        train(job, rng.randint(0, 120))
+        while not job.trimmed:
+            if not job.act():
+                break
+        if job.finished:
+            break
+        lowest = min(worker.step for worker in job.workers)
+        victim = rng.choice(sorted(job.able))
+        what = rng.random()
+        if what < 0.5 and len(job.able) > 1:
+            job.fail([victim])
+        elif what < 0.75:
+            job.fail(workers_only=[victim])
+        else:
+            if what < 0.9:
+                join(job)
+            job.fail()
+        assert job.last is not None and job.last.step >= lowest
+    assert all(worker.step == job.spec.n_steps for worker in job.workers)
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_lost_the_rest_is_right_or_refused(seed: int) -> None:
+    """Several nodes at once, faults before the last recovery is protected, checkpoints: right, or
+    Unrecoverable."""
+    job = build(seed)
+    rng = job.rng
+    for _ in range(12):
+        train(job, rng.randint(0, 100))
+        if job.finished:
+            return
+        if rng.random() < 0.3:
+            job.save_checkpoint()
+        if rng.random() < 0.4:
+            join(job)
+        names = sorted(job.able)
+        lost = rng.sample(names, rng.randint(0, len(names) - 1))
+        killed = [name for name in names if name not in lost and rng.random() < 0.2]
+        try:
+            job.fail(lost, killed)
+        except Unrecoverable as error:
+            assert job.checkpoint is None
+            assert "layers" in str(error)
+            return
+        assert job.last is not None
+        if any(recipe.checkpoint for _, recipe in job.last.recipes):
+            assert "fell back to the checkpoint" in job.last.plan.reason
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=40, deadline=None)
+def test_a_loss_costs_no_acknowledged_microbatch(seed: int) -> None:
+    """With TP 1, whatever of the step lies in living vaults after a single loss is not computed again."""
+    job = build(seed)
+    if job.spec.tp > 1 or len(job.able) < 2:
+        return
+    train(job, job.rng.randint(0, 200))
+    if job.finished or not job.trimmed:
+        return
+    victim = job.rng.choice(sorted(job.able))
+    job.fail([victim])
+    assert job.last is not None
+    held = [frozenset[int]()] * job.spec.n_layers
+    for vault in job.vaults.values():
+        for copy, _ in vault.held.values():
+            if copy.kind == GRADIENT and copy.step == job.last.step and copy.epoch == job.epoch - 1:
+                held[copy.layer] |= copy.microbatches
+    safe = frozenset.intersection(*held)
+    assert not safe & {index for share in job.last.todo for index in share}
