@@ -144,12 +144,19 @@ class Publisher:
         peer: str,
         abandon: Abandon | None = None,
     ) -> int:
-        """Publish `reduced`, layer -> the flat gradient that its update takes; returns and waits as the others do."""
+        """Publish `reduced`, layer -> the flat gradient that its update takes; waits as the others do."""
         items = []
         for replica in replicas:
             source = reduced[replica.index]
             items.append(
-                _Item(REDUCED, replica.index, step, source.nbytes, partial(_copy_bytes, source), frozenset(replica.ledger))
+                _Item(
+                    REDUCED,
+                    replica.index,
+                    step,
+                    source.nbytes,
+                    partial(_copy_bytes, source),
+                    frozenset(replica.ledger),
+                )
             )
         return self._publish(items, epoch, peer, abandon)
 
