@@ -16,6 +16,31 @@ from elastic.core import messages as m
 from elastic.core.messages import NodePhase as Phase
 from elastic.core.types import NodeInfo
 
+MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
+    ((Phase.EMPTY,), "launch", Phase.STARTING),
+    ((Phase.STARTING,), "all workers attached", Phase.IDLE),
+    ((Phase.IDLE, Phase.HALTED), "install", Phase.INSTALLING),
+    ((Phase.INSTALLING,), "all workers ready", Phase.RUNNING),
+    ((Phase.INSTALLING, Phase.RUNNING, Phase.FINISHED), "halt", Phase.HALTING),
+    ((Phase.HALTING,), "all workers halted", Phase.HALTED),
+    ((Phase.IDLE,), "halt, nothing runs here", Phase.HALTED),
+    ((Phase.HALTED,), "install, as a spare", Phase.IDLE),
+    ((Phase.RUNNING,), "all steps done", Phase.FINISHED),
+    (
+        (Phase.IDLE, Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.HALTED, Phase.FINISHED),
+        "a worker died",
+        Phase.STARTING,
+    ),
+    (
+        (Phase.STARTING, Phase.IDLE, Phase.INSTALLING, Phase.HALTING, Phase.HALTED),
+        "crashed too often",
+        Phase.FAILED,
+    ),
+    ((Phase.STARTING,), "script ended", Phase.FINISHED),
+    ((Phase.STARTING,), "script failed", Phase.FAILED),
+    ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
+)
+"""(from, why, to): every change of phase that `transition` makes. docs/states.md is drawn from this table."""
 STOPPED_S = 0.4
 """A worker that the kernel shows as stopped, and that has been silent this long, is hung."""
 SILENT_S = 15.0

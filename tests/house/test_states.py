@@ -1,0 +1,75 @@
+"""`elastic.core.node.MOVES`, from which docs/states.md is drawn, is what the transition function really does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from elastic.core import messages as m
+from elastic.core import node
+from elastic.core.messages import NodePhase
+from elastic.core.types import Assignment, JobSpec, NodeInfo, Pipeline, Plan, Stage, Unit
+
+Event = tuple[str, Any]
+INFO = NodeInfo("node0", "first", "127.0.0.1:1")
+SPEC = JobSpec(layers=(), n_microbatches=1, n_steps=1)
+EPOCHS = (1, 2)
+
+
+def _install(epoch: int, holder: str) -> m.Install:
+    stage = Stage(Unit(holder), 0, 1)
+    return m.Install(epoch, Assignment(Plan(epoch, 1, 1, 1, (Pipeline((stage,), (0,)),)), 0))
+
+
+def _orders(state: node.NodeState) -> Iterator[Event]:
+    """What the coordinator may say."""
+    if state.phase is NodePhase.EMPTY:
+        yield "launch", m.Launch(0, 1, 0, 1, "127.0.0.1", 1, 0)
+        return
+    if not state.elastic:
+        yield "group restart", m.Launch(0, 1, 0, 1, "127.0.0.1", 1, 1)
+    for epoch in EPOCHS:
+        yield "halt, nothing runs here" if state.phase is NodePhase.IDLE else "halt", m.Halt(epoch)
+        yield "install", _install(epoch, "node0")
+        yield "install, as a spare", _install(epoch, "node1")
+
+
+def _news(state: node.NodeState) -> Iterator[Event]:
+    """What the one worker may say, and how it may end."""
+    if not state.workers or not state.workers[0].alive:
+        return
+    if not state.able:
+        yield "all workers attached", node.Said(0, m.Attach(0, 1, SPEC, ""))
+    elif state.phase is NodePhase.INSTALLING:
+        yield "all workers ready", node.Said(0, m.Ready(state.epoch, 0.0, 0.0))
+    elif state.phase is NodePhase.RUNNING:
+        yield "all steps done", node.Said(0, m.Finished(1))
+    elif state.phase is NodePhase.HALTING:
+        yield "all workers halted", node.Said(0, m.Halted(state.epoch, 0))
+    limit = state.crashes >= node.MAX_CRASHES
+    died = "crashed too often" if limit else "a worker died"
+    yield died if state.elastic else "script failed", node.Exited(0, 1)
+    if not state.elastic:
+        yield "script ended", node.Exited(0, 0)
+
+
+def _changes() -> set[tuple[NodePhase, str, NodePhase]]:
+    """Explore every state that the events above lead to."""
+    start = node.NodeState(INFO)
+    seen, queue, found = {start}, deque([start]), set()
+    while queue:
+        state = queue.popleft()
+        for why, event in (*_orders(state), *_news(state)):
+            after, _, _ = node.transition(state, event, 0.0)
+            if after.phase is not state.phase or why == "group restart" and after != state:
+                found.add((state.phase, why, after.phase))
+            if after not in seen:
+                seen.add(after)
+                queue.append(after)
+    return found
+
+
+def test_moves_are_what_the_transition_does() -> None:
+    declared = {(before, why, after) for befores, why, after in node.MOVES for before in befores}
+    assert _changes() == declared
