@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Iterable
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -14,23 +15,26 @@ from elastic.core import coordinator, job, messages, node
 OUT = Path(__file__).with_name("states.md")
 HEAD = """# State machines
 
-Drawn by `python docs/make_states.py` from `elastic.core.coordinator.RULES` and `elastic.core.node.MOVES`. Do not edit.
+Drawn by `python docs/make_states.py` from `elastic.core.coordinator.RULES` and
+`elastic.core.node.MOVES`. Do not edit.
 
 Both machines are pure functions (state, event, time) -> (state, actions, reason). The shells around them
-(`elastic/coordinator/service.py`, `elastic/agent/service.py`) feed events in one at a time and carry actions out.
+(`elastic/coordinator/service.py`, `elastic/agent/service.py`) feed events in one at a time and carry the
+actions out.
 """
 JOB = """
 ## The job, as the coordinator sees it
 
-Each event first updates what is known; then the rules of the current phase are applied until none has anything to say.
-Rules look at conditions, not at messages, so lost, repeated and reordered messages lead to the same decisions.
-`halting` to itself: a fault while a planned change waits for the end of the running step; it becomes an immediate one.
+Each event first updates what is known; then the rules of the current phase are applied until none has
+anything to say. Rules look at conditions, not at messages: lost, repeated and reordered messages lead to the
+same decisions. `halting` to itself: a fault while a planned change waits for the end of the running step; the
+change then happens at once.
 """
 NODE = """
 ## A node, as its agent sees it
 
-The agent reports its whole condition after every change, so the coordinator never depends on having seen an earlier
-report. A node that is fenced off forgets everything and begins again as a new member in `empty`.
+The agent reports its whole condition after every change, so the coordinator never depends on having seen an
+earlier report. A node that is fenced off forgets everything and begins again as a new member in `empty`.
 """
 
 
@@ -39,7 +43,7 @@ def meanings(module: ModuleType, kind: type[StrEnum]) -> dict[str, str]:
     tree = ast.parse(inspect.getsource(module))
     body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__).body
     found = dict.fromkeys((member.value for member in kind), "")
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in pairwise(body):
         if not (isinstance(before, ast.Assign) and isinstance(before.value, ast.Constant)):
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

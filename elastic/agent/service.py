@@ -36,13 +36,15 @@ from elastic.core import node as core
 from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
-from elastic.errors import ChannelClosed, ElasticError, FieldError
+from elastic.errors import ChannelClosed, ElasticError, FieldError, VaultError
 from elastic.rpc.client import Session
 from elastic.rpc.frames import Channel
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.agent")
 LOOK_S = 0.1
+LAST_WORDS_S = 2.0
+"""How long the end of a dead worker's channel is waited for, before its exit counts."""
 GRACE_S = 10.0
 """How long workers may take to end by themselves when the job is over."""
 RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
@@ -57,6 +59,7 @@ class Agent:
         self._directory = Path(config.memory_dir) / node
         self._steps: deque[m.StepDone] = deque(maxlen=4096)
         self._channels: dict[int, Channel] = {}
+        self._hearers: dict[tuple[int, int], threading.Thread] = {}
         self._group: WorkerGroup | None = None
         self._generation = 0
         self._partitioned_until = 0.0
@@ -126,6 +129,8 @@ class Agent:
             case (int() as generation, int() as rank, message):
                 if generation == self._generation:
                     self._from_worker(rank, message)
+                else:
+                    self._from_former_worker(message)
             case m.CheckpointPart():
                 self._say(item)
             case m.Trim():
@@ -148,7 +153,7 @@ class Agent:
                 self._partitioned_until = time.monotonic() + fault.duration_s
             case WorkerExit():
                 self._channels.pop(rank, None)
-                self._vault.worker_gone(message.pid)
+                self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.Exited(rank, message.returncode))
             case m.Attach() | m.Halted() | m.Failed() | m.Finished():
                 log.info("worker %d: %s", rank, type(message).__name__)
@@ -158,10 +163,24 @@ class Agent:
             case _:
                 self._apply(core.Said(rank, message))
 
+    def _from_former_worker(self, message: Any) -> None:
+        """Last words of workers that have been replaced: their copies still count."""
+        if isinstance(message, m.Published):
+            with contextlib.suppress(VaultError):
+                for local in message.copies:
+                    self._vault.publish(local)
+        elif isinstance(message, WorkerExit):
+            self._vault.worker_gone(message.pid, self._directory)
+
     def _published(self, rank: int, message: m.Published) -> None:
-        for local in message.copies:
-            self._vault.publish(local)
-        self._checkpoints.offer(message)
+        try:
+            for local in message.copies:
+                self._vault.publish(local)
+            self._checkpoints.offer(message)
+        except VaultError as error:
+            log.error("worker %d announced a copy that is not there: %s", rank, error)
+            self._kill()
+            return
         self._replicator.submit(rank, message)
 
     def _look(self) -> None:
@@ -236,6 +255,9 @@ class Agent:
         place = Place(self._node, str(self._directory / "agent.sock"), self._host)
 
         def ended(exit: WorkerExit) -> None:
+            hearer = self._hearers.pop((generation, exit.local_rank), None)
+            if hearer is not None:
+                hearer.join(LAST_WORDS_S)
             self._queue.put((generation, exit.local_rank, exit))
 
         self._group = WorkerGroup(self._config, launch, place, ended)
@@ -304,6 +326,7 @@ class Agent:
             if pids.get(rank) != first.pid:
                 raise FieldError("pid", first.pid, f"not a worker of this launch ({pids})")
             self._channels[rank] = channel
+            self._hearers[generation, rank] = threading.current_thread()
             self._queue.put((generation, rank, first))
             while True:
                 self._queue.put((generation, rank, channel.receive()))

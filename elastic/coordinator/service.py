@@ -95,6 +95,7 @@ class Coordinator:
         entry = self._store.get(STATE_KEY)
         self._revision = entry.revision if entry else None
         if entry is None:
+            durable.discard_incomplete(Path(self._config.checkpoint_dir))
             checkpoint = _checkpoint(Path(self._config.resume)) if self._config.resume else None
             self._state = job.JobState(policy=policy_of(self._config))
             if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""`elastic.core.node.MOVES`, from which docs/states.md is drawn, is what the transition function really does."""
+"""`elastic.core.node.MOVES`, from which docs/states.md is drawn, is what the transition really does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _changes() -> set[tuple[NodePhase, str, NodePhase]]:
         state = queue.popleft()
         for why, event in (*_orders(state), *_news(state)):
             after, _, _ = node.transition(state, event, 0.0)
-            if after.phase is not state.phase or why == "group restart" and after != state:
+            if after.phase is not state.phase or (why == "group restart" and after != state):
                 found.add((state.phase, why, after.phase))
             if after not in seen:
                 seen.add(after)
