@@ -1,0 +1,48 @@
+"""Results of a benchmark: rows that print as a table and are kept as benchmarks/results/NAME.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DIRECTORY = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    metric: str
+    value: float
+    unit: str
+    target: float | None
+    """What is wanted; None: only reported."""
+    better: str
+    """lower | higher"""
+
+    @property
+    def met(self) -> str:
+        if self.target is None:
+            return ""
+        good = self.value >= self.target if self.better == "higher" else self.value <= self.target
+        return "met" if good else "missed"
+
+
+def machine() -> str:
+    """This machine in words."""
+    python = platform.python_version()
+    return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {python}"
+
+
+def save(name: str, rows: list[Row]) -> Path:
+    """Print `rows` and write them to the results directory. Return the file."""
+    width = max(len(row.metric) for row in rows)
+    for row in rows:
+        target = "" if row.target is None else f"target {row.target:g} ({row.better} is better): {row.met}"
+        print(f"{row.metric:<{width}}  {row.value:>10.4g} {row.unit:<6} {target}".rstrip())
+    DIRECTORY.mkdir(exist_ok=True)
+    path = DIRECTORY / f"{name}.json"
+    text = json.dumps({"name": name, "machine": machine(), "rows": [asdict(row) for row in rows]}, indent=2)
+    path.write_text(text + "\n")
+    return path
