@@ -1,0 +1,135 @@
+"""What the backup of every micro-batch costs: step time with stream+snapshot over step time without.
+
+    python -m benchmarks.backup_overhead [--nodes 2 4] [--pairs 12]
+
+One job trains throughout; its backup is switched on and off in blocks of steps, so that both sides share
+processes, memory and whatever else the machine does. The first step of a block is not counted: it still
+carries the last one's transfers, or does not carry its own yet. The figure is the median over pairs of
+neighbouring blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.results import Row, save
+
+BLOCK = 4
+"""Steps of a block; the first is not counted."""
+TOKENS = 512
+TARGET = 1.05
+
+
+def switched_on(step: int) -> bool:
+    """On in every second block, and one block longer at the start, to warm up."""
+    return step < BLOCK or (step // BLOCK) % 2 == 0
+
+
+def train(pairs: int, sizes: argparse.Namespace) -> None:
+    """What every worker runs: the example's model, with the backup switched on and off."""
+    from elastic.worker import runtime
+    from elastic.worker.protection import Protection
+    from examples import train_gpt
+
+    class Switched(Protection):
+        """Publishes in the blocks that are on. Nothing would be recoverable: this is a measurement."""
+
+        on, sent = True, 0
+
+        def after_microbatch(self, step: int) -> None:
+            self.on = switched_on(step)
+            if self.on:
+                self.count([r.gradient_nbytes for r in self._replicas])
+                super().after_microbatch(step)
+            else:
+                self.enter()
+
+        def after_update(self) -> None:
+            if self.on:
+                self.count([r.state_nbytes() for r in self._replicas])
+                super().after_update()
+
+        def count(self, sizes: list[int]) -> None:
+            self.sent += sum(sizes)
+
+        def finish(self) -> None:
+            steps = sum(switched_on(step) for step in range(n_steps(pairs)))
+            path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"sent-{os.environ['ELASTIC_NODE']}"
+            path.write_text(str(self.sent / steps))
+            super().finish()
+
+    setattr(runtime, "Protection", Switched)  # noqa: B010
+    train_gpt.main(script_flags(pairs, sizes))
+
+
+def n_steps(pairs: int) -> int:
+    return 2 * BLOCK * (pairs + 1)
+
+
+def script_flags(pairs: int, sizes: argparse.Namespace) -> list[str]:
+    flags = {
+        "layers": sizes.layers, "hidden": sizes.hidden, "heads": 4, "seq-len": 128,
+        "micro-batch-size": TOKENS // 128, "num-microbatches": 8, "steps": n_steps(pairs),
+    }  # fmt: skip
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def measure(nodes: int, pairs: int, sizes: argparse.Namespace) -> tuple[list[float], float, float]:
+    """Return the ratios of neighbouring blocks, the median step without backup [s], bytes sent a step."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "run"
+        command = [
+            sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(nodes),
+            "--pipelines", "1", "--backup", "stream+snapshot", "--run-dir", str(run_dir),
+            "-m", "benchmarks.backup_overhead", "--worker",
+            "--pairs", str(pairs), "--layers", str(sizes.layers), "--hidden", str(sizes.hidden),
+        ]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stdout.decode(errors="replace"))
+        seconds = json.loads((run_dir / "summary.json").read_text())["step_s"]
+        sent = sum(float(path.read_text()) for path in run_dir.glob("sent-*"))
+    blocks = [seconds[at + 1 : at + BLOCK] for at in range(0, len(seconds), BLOCK)]
+    medians = [statistics.median(block) for block in blocks][2:]
+    ratios = [on / off for on, off in zip(medians[::2], medians[1::2], strict=True)]
+    return ratios, statistics.median(medians[1::2]), sent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_overhead")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks, on and off")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        train(args.pairs, args)
+        return 0
+    found = []
+    for nodes in args.nodes:
+        ratios, step_s, sent = measure(nodes, args.pairs, args)
+        ordered = sorted(ratios)
+        quarter = len(ordered) // 4
+        where = f"one pipeline of {nodes} nodes"
+        found += [
+            Row(f"step time, backup on / off, {where}", statistics.median(ratios), "", TARGET, "lower"),
+            Row(f"  lower quartile of {len(ratios)} pairs", ordered[quarter], "", None, "lower"),
+            Row("  upper quartile", ordered[-1 - quarter], "", None, "lower"),
+            Row(f"  step without backup, {TOKENS} tokens a micro-batch", step_s, "s", None, "lower"),
+            Row("  sent by all nodes in a step", sent / 1e6, "MB", None, "lower"),
+        ]
+    save("backup_overhead", found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The coordinator is off the training path: five seconds without one are not felt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.shared import SCRIPT, exact, faults, median, reference
+
+LONGER = ("--steps", "60", "--hidden", "128", "--seq-len", "128")
+"""So long that the outage covers several steps and most of the run is outside of it."""
+
+
+def outage(run: Run) -> tuple[float, float]:
+    """From the kill of the first coordinator to the start of the second, seconds since 1970."""
+    fired = min(path.stat().st_mtime for path in (run.run_dir / "faults").glob("0.*fired"))
+    starts = [event["at"] for event in run.events if event["kind"] == "coordinator"]
+    assert len(starts) == 2, starts
+    return fired, starts[1]
+
+
+def steps_during(run: Run) -> set[int]:
+    """Steps that ended while nobody coordinated: told all at once to the one who took over."""
+    _, back = outage(run)
+    events = [e for e in run.events if e["kind"] == "step"]
+    before = max(e["step"] for e in events if e["at"] < back)
+    adopted = next(e["at"] for e in run.events if e["kind"] == "adopted")
+    told = {e["step"] for e in events if back <= e["at"] < adopted + 0.5}
+    return {step for step in told if step > before}
+
+
+def test_training_does_not_feel_it(tmp_path: Path) -> None:
+    flags = exact("--nnodes", "2", "--pipelines", "1", *faults("kill-coordinator step=4 down=5"))
+    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *LONGER])
+    assert run.code == 0, run.output
+    summary = run.summary
+    assert summary["params_sha256"] == reference(tmp_path, *LONGER).summary["params_sha256"]
+    assert summary["steps"] == len(summary["loss"]) == 60
+    assert summary["recoveries"] == []
+    during = steps_during(run)
+    assert len(during) >= 3, "the outage covered too few steps"
+    seconds = dict(enumerate(summary["step_s"]))
+    others = [s for step, s in seconds.items() if step not in during and step > 0]
+    worst = max(seconds[step] for step in during)
+    assert worst <= max(1.5 * median(others), max(others)), (worst, median(others), sorted(others)[-5:])
+
+
+@pytest.mark.chaos
+def test_a_node_killed_meanwhile_is_recovered_once_it_is_back(tmp_path: Path) -> None:
+    texts = ("kill-coordinator step=4 down=5", "kill node=1 step=8 microbatch=3")
+    flags = exact("--nnodes", "3", "--pipelines", "1", *faults(*texts))
+    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *LONGER])
+    assert run.code == 0, run.output
+    down, back = outage(run)
+    killed = min(path.stat().st_mtime for path in (run.run_dir / "faults").glob("1.*fired"))
+    assert down < killed < back
+    (recovery,) = run.summary["recoveries"]
+    assert recovery["nodes_after"] == 2
+    assert recovery["microbatches_lost"] <= 3 + 1
+    assert run.summary["params_sha256"] == reference(tmp_path, *LONGER).summary["params_sha256"]

@@ -1,0 +1,82 @@
+"""Signals in the middle of training: everything ends and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.scenarios.harness import ROOT
+from tests.scenarios.shared import SCRIPT
+
+MEMORY = Path("/dev/shm")
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Everything that runs for this run, by the environment it was started with or its command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words, env = process.cmdline(), process.environ()
+        except psutil.Error:
+            continue
+        mine = str(run_dir) in words or env.get("ELASTIC_RUN_DIR") == str(run_dir)
+        if mine and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def wait_for_steps(
+    run_dir: Path, run: subprocess.Popen[bytes], lines: int, deadline_s: float = 120.0
+) -> None:
+    """Return when the event log has so many steps."""
+    end = time.monotonic() + deadline_s
+    while True:
+        path = run_dir / "events.jsonl"
+        if path.exists() and path.read_text().count('"kind":"step"') >= lines:
+            return
+        assert run.poll() is None and time.monotonic() < end, "no steps were made"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)], ids=lambda n: n.name
+)
+def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", "2", "--run-dir"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen(
+        [*command, str(run_dir), *SCRIPT, "--steps", "5000"],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        wait_for_steps(run_dir, run, 3)
+        assert len(processes_of(run_dir)) >= 6  # launcher, coordinator, 2 agents, 2 workers
+        mine = memory_of(run_dir)
+        assert mine.exists()
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 128 + number, output
+    left = processes_of(run_dir)
+    assert left == [], left
+    assert not mine.exists()
+
+
+def memory_of(run_dir: Path) -> Path:
+    """The job's directory in shared memory."""
+    from elastic.config import load_config
+
+    return Path(load_config(run_dir).memory_dir)

@@ -1,0 +1,92 @@
+"""A stage and the node that keeps its backup, killed together; checkpoints, and what they are good for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.planning.plan import parse_plan
+from tests.scenarios.harness import ROOT, Run, elastic_run
+from tests.scenarios.shared import SCRIPT, exact, faults, reference
+
+CHECKPOINTS = ("--checkpoint-every", "2")
+AT = "step=4 microbatch=2"
+
+
+def together(*nodes: int) -> list[str]:
+    return faults(*(f"kill node={node} {AT}" for node in nodes))
+
+
+def assert_pair(run: Run, node: str, peer: str) -> None:
+    """The test killed what it meant to: a node and the keeper of its backups."""
+    text = next(e["text"] for e in run.events if e["kind"] == "plan")
+    assert parse_plan(text).peer_of(node) == peer
+
+
+@pytest.fixture(scope="module")
+def fallen_back(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    flags = exact("--nnodes", "3", "--pipelines", "1", *together(0, 1))
+    run = elastic_run(tmp_path_factory.mktemp("fallback") / "run", flags, [*SCRIPT, *CHECKPOINTS])
+    assert run.code == 0, run.output
+    return run
+
+
+def test_falls_back_to_the_checkpoint_and_says_what_was_lost(fallen_back: Run, tmp_path: Path) -> None:
+    assert_pair(fallen_back, "node0", "node1")
+    summary = fallen_back.summary
+    assert summary["params_sha256"] == reference(tmp_path).summary["params_sha256"]
+    assert summary["loss"] == reference(tmp_path).summary["loss"]
+    assert summary["ledger"] == {"double": 0, "missing": 0}
+    (lost,) = [e for e in fallen_back.events if e["kind"] == "lost-steps"]
+    assert lost["from_step"] in (2, 4)
+    assert "no copy" in lost["why"] or "lost" in lost["why"], lost
+    assert f"step-{lost['from_step']:08d}" in lost["checkpoint"]
+    assert summary["recoveries"][-1]["state_source"] == "checkpoint"
+
+
+def test_without_a_checkpoint_it_says_so_and_ends(tmp_path: Path) -> None:
+    flags = exact("--nnodes", "3", "--pipelines", "1", *together(0, 1))
+    run = elastic_run(tmp_path / "run", flags, SCRIPT)
+    assert_pair(run, "node0", "node1")
+    assert run.code == 3, run.output
+    assert run.summary["params_sha256"] == ""
+    assert run.summary["exit_code"] == 3
+    assert "layer" in run.summary["reason"] and "checkpoint" in run.summary["reason"], run.summary["reason"]
+    assert run.summary["reason"] in run.output
+
+
+def test_export_gives_the_parameters_of_the_run(fallen_back: Run, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    source = fallen_back.run_dir / "checkpoints"
+    command = [sys.executable, "-m", "elastic", "export", str(source), str(out), "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    told = json.loads(subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True).stdout)
+    assert told["step"] == 6
+    assert told["params_sha256"] == fallen_back.summary["params_sha256"]
+    from safetensors import safe_open
+
+    with safe_open(out, framework="numpy") as file:
+        assert len(list(file.keys())) == told["tensors"]
+
+
+def test_resumes_on_more_nodes_and_ends_the_same(fallen_back: Run, tmp_path: Path) -> None:
+    start = fallen_back.run_dir / "checkpoints" / "step-00000004"
+    flags = exact("--nnodes", "3", "--pipelines", "1", "--resume", str(start))
+    run = elastic_run(tmp_path / "run", flags, SCRIPT)
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == fallen_back.summary["params_sha256"]
+    assert run.summary["loss"] == fallen_back.summary["loss"][4:]
+
+
+@pytest.mark.chaos
+def test_resumes_with_another_tensor_parallel_size(fallen_back: Run, tmp_path: Path) -> None:
+    start = fallen_back.run_dir / "checkpoints" / "step-00000004"
+    flags = exact("--nnodes", "1", "--nproc-per-node", "2", "--resume", str(start))
+    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, "--tp", "2"])
+    assert run.code == 0, run.output
+    assert run.summary["loss"] == pytest.approx(fallen_back.summary["loss"][4:], abs=1e-4)
