@@ -18,7 +18,7 @@ from functools import cache
 from itertools import pairwise
 from math import inf, isfinite
 
-from elastic.core.types import JobSpec, LayerSpec, NodeInfo, Pipeline, Plan, Stage
+from elastic.core.types import JobSpec, NodeInfo, Pipeline, Plan, Stage
 from elastic.errors import FieldError, InfeasiblePlan
 from elastic.planning import batches, partition
 from elastic.planning.costs import TOTAL_TICKS, UNLIMITED, Costs, measure, reduction_ticks
@@ -243,8 +243,8 @@ def _shortage(costs: Costs, room: Room, active: list[NodeInfo]) -> str:
     least = min(limited, key=lambda info: info.memory_bytes)
     return (
         f"memory is short: even one pipeline of {depth} stages on all {room.nodes} nodes needs {need} bytes "
-        f"a worker (stage {stage}, layers {first} to {last - 1}), but {least.node} may use {least.memory_bytes}: "
-        f"short by {need - least.memory_bytes} bytes"
+        f"a worker (stage {stage}, layers {first} to {last - 1}), but {least.node} may use "
+        f"{least.memory_bytes}: short by {need - least.memory_bytes} bytes"
     )
 
 
@@ -278,8 +278,3 @@ def _compare(best: Option, options: list[Option]) -> str:
     k = len(best.depths)
     head = f"{k} pipeline{'s' if k > 1 else ''} of depth {text(best)}"
     return head + (f", rather than {', '.join(map(text, others))}" if others else "")
-
-
-def stage_seconds(layers: tuple[LayerSpec, ...], stage: Stage) -> float:
-    """Compute time of one micro-batch in a stage, in the unit of the layers' figures."""
-    return sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
