@@ -219,6 +219,7 @@ class Agent:
                 self._replicator.reset(epoch)
                 self._vault.fence(epoch)
             case core.Enter(install):
+                self._vault.fence(install.epoch)
                 self._replicator.vaults = dict(install.assignment.vaults)
                 self._checkpoints.enter(self._node, install.assignment.plan)
             case core.Report():

@@ -177,8 +177,6 @@ class Coordinator:
         """One transition: decide, save, act."""
         before = self._state
         self._state, actions, reason = transition(before, event, self._clock.now())
-        if self._state is before and not actions:
-            return
         if not isinstance(event, (job.Beat, job.Tick)) or actions:
             self._save()
         if reason and (actions or self._state.phase is not before.phase):

@@ -93,7 +93,7 @@ def decide(state: JobState, now: float) -> Result:
     except Unrecoverable as error:
         stops: list[Action] = [Send(n, m.Stop(EXIT_UNRECOVERABLE, str(error))) for n in state.members]
         finish = Finish(EXIT_UNRECOVERABLE, str(error))
-        return state.of(phase=JobPhase.FAILED), (*stops, finish), f"unrecoverable: {error}"
+        return state.of(phase=JobPhase.FAILED, ending=finish), (*stops, finish), f"unrecoverable: {error}"
     store = state.members[plan.units()[0].node].report.store
     assignment = replace(assignment, store=store)
     return _install(state, replace(change, decided=now), plan, assignment)

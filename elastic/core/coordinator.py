@@ -37,12 +37,15 @@ from elastic.core.job import (
     Result,
     Send,
     Stepped,
+    Tick,
 )
 from elastic.core.messages import NodePhase
 from elastic.planning.peers import natural
 
 CONTACT_S = 0.5
 """Workers lost contact although every member looks alive: after this long the epoch is abandoned all the same."""
+STARVED_S = 0.5
+"""A coordinator that looks at the time later than this was held up itself."""
 PREFETCH_S = 20.0
 """A joining node enters after this long even if its prefetch is not complete."""
 Rule = Callable[[JobState, float], Result | None]
@@ -119,6 +122,10 @@ def _resync(state: JobState, node: str) -> tuple[Action, ...]:
     """Tell a reconnected member what it may have missed."""
     member = state.members[node]
     report = member.report
+    if state.ending is not None:
+        return (Send(node, m.Stop(state.ending.code, state.ending.reason)),)
+    if member.launch is not None and report.restart < member.launch.restart:
+        return (Send(node, member.launch),)
     if state.phase is JobPhase.HALTING and report.epoch < state.epoch and state.change is not None:
         return (Send(node, m.Halt(state.epoch, state.change.boundary)),)
     installed = state.phase in (JobPhase.INSTALLING, JobPhase.RUNNING)
@@ -178,7 +185,19 @@ def _adopted(state: JobState, event: Adopted, now: float) -> Result:
     members = {
         node: replace(mb, connected=False, closed_at=late, seen=late) for node, mb in state.members.items()
     }
-    return state.of(members=members), (Note("adopted", {"epoch": state.epoch}),), "took the job over"
+    actions: tuple[Action, ...] = (Note("adopted", {"epoch": state.epoch}),)
+    if state.ending is not None:
+        actions = (*actions, state.ending)
+    return state.of(members=members, ticked=now), actions, "took the job over"
+
+
+def _tick(state: JobState, event: Tick, now: float) -> Result:
+    """A coordinator that was itself held up does not count that time against the members."""
+    held_up = now - state.ticked - STARVED_S if state.ticked else 0.0
+    if held_up > 0:
+        members = {n: replace(mb, seen=mb.seen + held_up) for n, mb in state.members.items()}
+        state = state.of(members=members)
+    return state.of(ticked=now), (), ""
 
 
 KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
@@ -190,6 +209,7 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     PartWritten: _part_written,
     CheckpointCommitted: _checkpoint_committed,
     Adopted: _adopted,
+    Tick: _tick,
 }
 
 
@@ -228,7 +248,8 @@ def _endings(state: JobState, now: float) -> Result | None:
 
 def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "") -> Result:
     stops: list[Action] = [Send(node, m.Stop(code, reason)) for node in state.members]
-    return state.of(phase=phase), (*stops, Finish(code, reason, sha)), reason
+    finish = Finish(code, reason, sha)
+    return state.of(phase=phase, ending=finish), (*stops, finish), reason
 
 
 # ---- rules of single phases ---------------------------------------------------------------------------------------
@@ -250,10 +271,11 @@ def _launch(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[Ac
     first = next((mb for mb in state.members.values() if mb.rank == 0), state.members[nodes[0]])
     for node in nodes:
         rank = state.next_rank
-        state = _put(state.of(next_rank=rank + 1), replace(state.members[node], rank=rank))
         host, port = policy.master_addr or first.report.info.host, policy.master_port
         per = policy.workers_per_node
         launch = m.Launch(rank, size, rank * per, size * per, host, port, state.restart)
+        member = replace(state.members[node], rank=rank, launch=launch)
+        state = _put(state.of(next_rank=rank + 1), member)
         sends.append(Send(node, launch))
     return state, tuple(sends)
 
@@ -284,7 +306,7 @@ def _script(state: JobState, launched: list[Member]) -> Result | None:
     if failed or missing or grown:
         why = failed[0].report.cause if failed else "membership changed"
         policy = state.policy if failed else replace(state.policy, max_restarts=state.policy.max_restarts + 1)
-        members = {n: replace(mb, rank=-1) for n, mb in state.members.items()}
+        members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
         state = state.of(members=members, next_rank=0, restart=state.restart + 1, policy=policy)
         return state.of(phase=JobPhase.WAITING), (Note("restart", {"why": why}),), f"group restart: {why}"
     if done and len(done) == len(launched) and all(mb.report.phase is NodePhase.FINISHED for mb in done):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from elastic.core.messages import NodePhase, NodeReport
+from elastic.core.messages import Launch, NodePhase, NodeReport
 from elastic.core.types import Assignment, JobSpec, Plan, StepRecord
 
 
@@ -60,6 +60,8 @@ class Member:
     """Time of its last sign of life."""
     rank: int = -1
     """torchrun's group rank; -1: not launched."""
+    launch: Launch | None = None
+    """What it was told to start."""
     connected: bool = True
     closed_at: float = 0.0
     draining: bool = False
@@ -106,6 +108,15 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """The job is over (also an action: write the summary)."""
+
+    code: int
+    reason: str
+    params_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """Everything that a coordinator must not forget; saved at every transition."""
 
@@ -135,6 +146,10 @@ class JobState:
     joining: tuple[str, ...] = ()
     """Nodes that pull state in the background before they enter."""
     joining_since: float = 0.0
+    ticked: float = 0.0
+    """When time was last looked at."""
+    ending: Finish | None = None
+    """How the job ended."""
     suspected_since: float = 0.0
     """When workers first reported lost contact in this epoch; 0: none."""
 
@@ -220,13 +235,6 @@ class Note:
 
     kind: str
     data: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    code: int
-    reason: str
-    params_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

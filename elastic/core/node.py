@@ -266,9 +266,11 @@ def _halt(state: NodeState, event: m.Halt) -> Result:
     if state.able and state.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED):
         running = tuple(replace(w, halted=None) for w in state.workers)
         return replace(state, phase=Phase.HALTING, workers=running), (Tell(event),), "workers are told to halt"
+    # Until a planned change others still finish their step, and may need this vault for it.
+    fence = () if event.boundary else (Fence(event.epoch),)
     if state.phase in (Phase.IDLE, Phase.HALTED):
-        return replace(state, phase=Phase.HALTED), (Fence(event.epoch), Report()), "nothing ran here"
-    return state, (Fence(event.epoch), Report()), "no worker to halt; the vault answers"
+        return replace(state, phase=Phase.HALTED), (*fence, Report()), "nothing ran here"
+    return state, (*fence, Report()), "no worker to halt; the vault answers"
 
 
 def _install(state: NodeState, event: m.Install) -> Result:

@@ -108,6 +108,7 @@ class Installer:
         if whole:
             data = fetches[whole[0].key].result().data
             replica.update(data.view(replica.gradient.dtype).to(replica.device), record.clip, self._lr(record.step))
+            replica.clear()
             return
         owners = {recipe.layer: replica}
         replica.clear()
