@@ -204,7 +204,7 @@ def test_killed_node_is_noticed_at_once(server: ServerBench) -> None:
         server.expect("close")
         delays.append(time.monotonic() - killed)
         process.communicate()
-    assert statistics.median(delays) < 0.25, delays
+    assert statistics.median(delays) < 0.5, delays
 
 
 def test_killed_coordinator_is_found_again_at_the_same_address() -> None:

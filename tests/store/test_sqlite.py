@@ -86,13 +86,13 @@ def test_a_writer_killed_at_any_point_leaves_the_last_committed_value(tmp_path: 
         for _ in range(3 + round_):
             process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
-        rest, _ = process.communicate(timeout=30)
-        reported = 3 + round_ + len(rest.split())
+        reported = 3 + round_ + len(process.stdout.readlines())
+        process.communicate(timeout=30)
         store = SqliteStore(path)
         entry = store.get("big")
         assert entry is not None
         assert len(entry.value) == 1 << 16
-        assert int(entry.value.lstrip(b".")) in (reported - 1, reported, reported + 1)
+        assert int(entry.value.lstrip(b".")) in (reported, reported + 1)
         assert store.acquire("coordinator", "writer", 1.0, 0.0).token == 2 * round_ + 2
         store.close()
 
