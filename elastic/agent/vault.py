@@ -7,7 +7,8 @@ of the index. So the last whole copy is never overwritten by one that is not.
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
-Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
+Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone. Of
+gradients the two newest: TP ranks are backed up one by one, and only a ledger that all of them have is of use.
 Whole epochs go by `trim`.
 """
 
@@ -20,11 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.core.messages import LocalCopy
-from elastic.core.types import Copy
+from elastic.core.types import GRADIENT, Copy
 from elastic.errors import StaleError, VaultError
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
 
 KEPT_STEPS = 2
+KEPT_GRADIENTS = 2
 
 _Group = tuple[str, int, int, str, int]
 
@@ -87,7 +89,7 @@ class Vault:
         self._lock = threading.RLock()
         self._pool = SlotPool(self.directory, "vault-", fallback)
         self._entries: dict[str, _Entry] = {}
-        self._groups: dict[_Group, dict[int, str]] = {}
+        self._groups: dict[_Group, set[str]] = {}
         self._places: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
         self._gone: set[tuple[Path, str]] = set()
@@ -239,9 +241,10 @@ class Vault:
         """Verify every copy and the index itself; return the copies that had to be dropped."""
         bad = tuple(copy for copy in self.inventory() if self._drop_corrupt(copy.key))
         with self._lock:
-            indexed = {key for steps in self._groups.values() for key in steps.values()}
+            indexed = {key for keys in self._groups.values() for key in keys}
             assert indexed == set(self._entries), "groups and entries disagree"
-            assert all(0 < len(steps) <= KEPT_STEPS for steps in self._groups.values()), "retention is broken"
+            groups = [[self._entries[key].copy for key in keys] for keys in self._groups.values()]
+            assert all(group and not _superseded(group) for group in groups), "retention is broken"
             places = {entry.path: key for key, entry in self._entries.items()}
             assert places == self._places, "places and entries disagree"
         return bad
@@ -275,22 +278,17 @@ class Vault:
             self._pool.give(slot)
 
     def _insert(self, entry: _Entry) -> None:
-        """Apply retention, in which the new entry itself may lose against a newer one."""
+        """Apply retention, in which the new entry itself may lose against newer ones."""
         copy = entry.copy
         if copy.key in self._entries:
             self._drop(self._entries[copy.key])
-        steps = self._groups.setdefault((copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch), {})
-        rival = self._entries[steps[copy.step]] if copy.step in steps else None
         self._entries[copy.key], self._places[entry.path] = entry, copy.key
-        if rival is not None and rival.whole and _age(rival.copy) > _age(copy):
-            self._drop(entry)
-            return
-        if rival is not None:
-            self._drop(rival)
-            steps = self._groups.setdefault((copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch), {})
-        steps[copy.step] = copy.key
-        for step in sorted(steps)[:-KEPT_STEPS]:
-            self._drop(self._entries[steps[step]])
+        self._groups.setdefault(_group(copy), set()).add(copy.key)
+        entries = [self._entries[key] for key in self._groups[_group(copy)]]
+        for torn in [e for e in entries if not e.whole]:
+            self._drop(torn)
+        for copy in _superseded([e.copy for e in entries if not e.dropped]):
+            self._drop(self._entries[copy.key])
 
     def _find(self, key: str) -> _Entry:
         entry = self._entries.get(key)
@@ -303,12 +301,10 @@ class Vault:
     def _drop(self, entry: _Entry) -> None:
         copy = entry.copy
         del self._entries[copy.key], self._places[entry.path]
-        group = (copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch)
-        steps = self._groups.get(group, {})
-        if steps.get(copy.step) == copy.key:
-            del steps[copy.step]
-        if not steps:
-            self._groups.pop(group, None)
+        keys = self._groups[_group(copy)]
+        keys.discard(copy.key)
+        if not keys:
+            del self._groups[_group(copy)]
         entry.dropped = True
         self._release(entry)
 
@@ -327,6 +323,20 @@ class Vault:
             raise VaultError(f"{local.path}+{local.offset} does not hold {local.copy.key}")
         self._readers[local.path] = reader
         return reader
+
+
+def _group(copy: Copy) -> _Group:
+    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch
+
+
+def _superseded(copies: list[Copy]) -> list[Copy]:
+    """Copies of one group that retention gives up."""
+    steps = sorted({copy.step for copy in copies})[-KEPT_STEPS:]
+    kept: list[Copy] = []
+    for step in steps:
+        mine = sorted((c for c in copies if c.step == step), key=_age)
+        kept += mine[-KEPT_GRADIENTS if mine[0].kind == GRADIENT else -1 :]
+    return [copy for copy in copies if copy not in kept]
 
 
 def _age(copy: Copy) -> tuple[int, int]:

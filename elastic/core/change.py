@@ -84,7 +84,7 @@ def decide(state: JobState, now: float) -> Result:
             records=_records(state),
             vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
             checkpoint=state.checkpoint,
-            initial_allowed=not state.trained,
+            initial_allowed=state.record is None,
             live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
         )
     except InfeasiblePlan as error:
@@ -143,8 +143,9 @@ def _inventory(state: JobState) -> tuple[Copy, ...]:
 
 def _records(state: JobState) -> tuple[StepRecord, ...]:
     found = {h.record.step: h.record for mb in state.members.values() for h in mb.report.halted if h.record}
-    if state.record is not None:
-        found.setdefault(state.record.step, state.record)
+    known = (state.record, state.assignment.record if state.assignment is not None else None)
+    for record in [r for r in known if r is not None]:
+        found.setdefault(record.step, record)
     return tuple(found[step] for step in sorted(found))
 
 

@@ -19,7 +19,8 @@ from elastic.core.types import NodeInfo
 MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.EMPTY,), "launch", Phase.STARTING),
     ((Phase.STARTING,), "all workers attached", Phase.IDLE),
-    ((Phase.IDLE, Phase.HALTED), "install", Phase.INSTALLING),
+    ((Phase.STARTING,), "all workers attached, an epoch change waits", Phase.HALTED),
+    ((Phase.HALTED,), "install", Phase.INSTALLING),
     ((Phase.INSTALLING,), "all workers ready", Phase.RUNNING),
     ((Phase.INSTALLING, Phase.RUNNING, Phase.FINISHED), "halt", Phase.HALTING),
     ((Phase.HALTING,), "all workers halted", Phase.HALTED),
@@ -87,6 +88,8 @@ class NodeState:
     crashes: int = 0
     finished: m.Finished | None = None
     failed: m.Failed | None = None
+    waiting: bool = False
+    """Told to halt for `epoch`, and not yet part of it: workers that attach now may still enter."""
 
     @property
     def able(self) -> bool:
@@ -198,6 +201,8 @@ def transition(state: NodeState, event: Any, now: float) -> Result:
             return _install(state, event)
         case m.Stop():
             return state, (Tell(event), Leave(event.code)), "the job is over for this node"
+        case m.Fenced() if state.phase is Phase.EMPTY:
+            return state, (Report(),), f"nothing to give up: {event.reason}"
         case m.Fenced():
             return state, (KillWorkers(event.reason), Rejoin()), f"no longer a member: {event.reason}"
         case Said():
@@ -261,11 +266,17 @@ def _halt(state: NodeState, event: m.Halt) -> Result:
         return state, (Report(),), f"halt of epoch {event.epoch} is not newer than {state.epoch}"
     workers = tuple(replace(w, ready=None) for w in state.workers)
     state = replace(
-        state, epoch=event.epoch, workers=workers, resumed_at=0.0, prefetched=-1, finished=None, suspects=()
+        state,
+        epoch=event.epoch,
+        workers=workers,
+        resumed_at=0.0,
+        prefetched=-1,
+        finished=None,
+        suspects=(),
+        waiting=True,
     )
     if state.able and state.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED):
-        running = tuple(replace(w, halted=None) for w in state.workers)
-        return replace(state, phase=Phase.HALTING, workers=running), (Tell(event),), "workers are told to halt"
+        return replace(state, phase=Phase.HALTING), (Tell(event),), "workers are told to halt"
     # Until a planned change others still finish their step, and may need this vault for it.
     fence = () if event.boundary else (Fence(event.epoch),)
     if state.phase in (Phase.IDLE, Phase.HALTED):
@@ -274,15 +285,18 @@ def _halt(state: NodeState, event: m.Halt) -> Result:
 
 
 def _install(state: NodeState, event: m.Install) -> Result:
-    if event.epoch != state.epoch or state.phase not in (Phase.HALTED, Phase.IDLE):
+    if event.epoch != state.epoch or state.phase is not Phase.HALTED:
         return state, (Report(),), f"install of epoch {event.epoch} does not fit epoch {state.epoch} ({state.phase})"
-    state = replace(state, suspects=(), cause="", detect_s=0.0)
+    workers = tuple(replace(w, halted=None) for w in state.workers)
+    state = replace(state, workers=workers, suspects=(), cause="", detect_s=0.0, waiting=False)
     if state.info.node not in event.assignment.plan.nodes():
         return replace(state, phase=Phase.IDLE), (Enter(event), Report()), "spare in this epoch"
     return replace(state, phase=Phase.INSTALLING), (Enter(event), Tell(event)), "workers install"
 
 
 def _said(state: NodeState, event: Said, now: float) -> Result:
+    if event.rank >= len(state.workers):
+        return state, (), "no such worker"
     worker = replace(state.workers[event.rank], seen=now)
     message = event.message
     match message:
@@ -291,7 +305,8 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
             state = replace(_put(state, event.rank, worker), elastic=True)
             if not state.able:
                 return state, (), "waiting for the other workers"
-            return replace(state, phase=Phase.IDLE), (Report(),), "all workers attached"
+            phase = Phase.HALTED if state.waiting else Phase.IDLE
+            return replace(state, phase=phase), (Report(),), "all workers attached"
         case m.Progress():
             before = worker.progress
             if before is None or message.counter != before.counter:
@@ -335,13 +350,13 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
 def _halted(state: NodeState) -> Result:
     if state.phase is not Phase.HALTING:
         return state, (), "not halting"
-    if not all(w.halted is not None and w.halted.epoch == state.epoch for w in state.workers):
+    if not all(w.halted is not None for w in state.workers):
         return state, (), "waiting for the other workers"
-    return replace(state, phase=Phase.HALTED), (Fence(state.epoch), Report()), "all workers halted"
+    return replace(state, phase=Phase.HALTED, suspects=()), (Fence(state.epoch), Report()), "all workers halted"
 
 
 def _exited(state: NodeState, event: Exited) -> Result:
-    if not state.workers[event.rank].alive:
+    if event.rank >= len(state.workers) or not state.workers[event.rank].alive:
         return state, (), "already known"
     worker = replace(state.workers[event.rank], alive=False, exit_code=event.code)
     state = _put(state, event.rank, worker)
@@ -374,6 +389,8 @@ def _script_exited(state: NodeState, event: Exited) -> Result:
 
 def _looked(state: NodeState, event: Looked, now: float) -> Result:
     for evidence in event.evidence:
+        if evidence.rank >= len(state.workers):
+            continue
         worker = state.workers[evidence.rank]
         if not worker.alive or worker.attach is None:
             continue

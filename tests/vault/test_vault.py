@@ -57,11 +57,11 @@ def test_a_corrupt_arrival_leaves_the_last_whole_copy(vault: Vault) -> None:
     assert vault.inventory() == (kept,) and bytes(vault.read(kept.key)) == old
 
 
-def test_two_newest_steps_and_the_newest_of_each(vault: Vault) -> None:
+def test_two_newest_steps_and_the_two_newest_gradients_of_each(vault: Vault) -> None:
     for step, ledger in ((1, {0}), (1, {0, 1}), (2, {0}), (2, {0, 2}), (3, {1})):
         data = content(step + len(ledger))
         put(vault, gradient(data, step, ledger), data)
-    assert keys(vault) == [(GRADIENT, 2, 2), (GRADIENT, 3, 1)]
+    assert sorted(keys(vault)) == [(GRADIENT, 2, 1), (GRADIENT, 2, 2), (GRADIENT, 3, 1)]
     for version in (1, 2, 3):
         put(vault, make(content(version), step=version), content(version))
     assert keys(vault)[2:] == [(STATE, 2, 0), (STATE, 3, 0)]
