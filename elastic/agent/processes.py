@@ -101,6 +101,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
+        "TORCH_CPP_LOG_LEVEL": base.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **({"OMP_NUM_THREADS": "1"} if threads_unset and shared else {}),
         **(_one_device(local_rank, base) if config.virtual_local_rank else {}),
