@@ -121,6 +121,7 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         plan=plan,
         assignment=assignment,
         change=change,
+        suspected_since=0.0,
         record=None if any(recipe.checkpoint for _, recipe in assignment.recipes) else state.record,
         considered=tuple(mb.report.info.incarnation for mb in state.members.values() if mb.report.able),
     )
@@ -152,7 +153,7 @@ def _records(state: JobState) -> tuple[StepRecord, ...]:
 def consider_joining(state: JobState, now: float) -> Result | None:
     """If idle nodes came that the planner would use, let them pull state in the background."""
     assert state.plan is not None
-    able = [mb for mb in state.members.values() if mb.report.able and not mb.draining]
+    able = candidates(state)
     new = [mb for mb in able if mb.report.info.incarnation not in state.considered]
     fresh = tuple(mb.node for mb in new if mb.node not in state.plan.nodes())
     if not fresh:

@@ -37,7 +37,6 @@ from elastic.core.job import (
     Result,
     Send,
     Stepped,
-    Tick,
 )
 from elastic.core.messages import NodePhase
 from elastic.planning.peers import natural
@@ -53,9 +52,21 @@ Rule = Callable[[JobState, float], Result | None]
 
 def transition(state: JobState, event: Any, now: float) -> Result:
     """Return the job's next state, what to do, and why."""
+    state = _held_up(state, now)
     know = KNOW.get(type(event))
     state, actions, reason = know(state, event, now) if know else (state, (), "")
     return _settle(state, now, list(actions), [reason] if reason else [])
+
+
+def _held_up(state: JobState, now: float) -> JobState:
+    """A coordinator that was itself held up does not count that time against the members."""
+    late = now - state.ticked - STARVED_S if state.ticked else 0.0
+    if late > 0:
+        members = {
+            n: replace(mb, seen=mb.seen + late, closed_at=mb.closed_at + late) for n, mb in state.members.items()
+        }
+        state = state.of(members=members)
+    return state.of(ticked=now)
 
 
 def _settle(state: JobState, now: float, actions: list[Action], reasons: list[str]) -> Result:
@@ -102,8 +113,7 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
     records = [h.record for h in report.halted if h.record]
     if records and (state.record is None or records[-1].step > state.record.step):
         state = state.of(record=records[-1])
-    actions = _resync(state, node) if event.connected else ()
-    return state, actions, f"{node}: {report.phase}" if report.phase is not was.phase else ""
+    return state, _resync(state, node), f"{node}: {report.phase}" if report.phase is not was.phase else ""
 
 
 def _joined(state: JobState, event: Reported, now: float) -> Result:
@@ -112,14 +122,15 @@ def _joined(state: JobState, event: Reported, now: float) -> Result:
     if report.info.node in state.members:
         actions.insert(0, Note("lost", {"node": report.info.node, "why": "came back as a new incarnation"}))
     state = _put(state, Member(report=report, seen=now))
-    if state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED) and state.spec is not None:
+    if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = _launch(state, (report.info.node,))
         actions += launch
+    actions += [a for a in _resync(state, report.info.node) if a not in actions]
     return state, tuple(actions), f"{report.info.node} joined"
 
 
 def _resync(state: JobState, node: str) -> tuple[Action, ...]:
-    """Tell a reconnected member what it may have missed."""
+    """Say again what a member's report shows that it has not heard; an order that it has heard changes nothing."""
     member = state.members[node]
     report = member.report
     if state.ending is not None:
@@ -188,16 +199,7 @@ def _adopted(state: JobState, event: Adopted, now: float) -> Result:
     actions: tuple[Action, ...] = (Note("adopted", {"epoch": state.epoch}),)
     if state.ending is not None:
         actions = (*actions, state.ending)
-    return state.of(members=members, ticked=now), actions, "took the job over"
-
-
-def _tick(state: JobState, event: Tick, now: float) -> Result:
-    """A coordinator that was itself held up does not count that time against the members."""
-    held_up = now - state.ticked - STARVED_S if state.ticked else 0.0
-    if held_up > 0:
-        members = {n: replace(mb, seen=mb.seen + held_up) for n, mb in state.members.items()}
-        state = state.of(members=members)
-    return state.of(ticked=now), (), ""
+    return state.of(members=members), actions, "took the job over"
 
 
 KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
@@ -209,7 +211,6 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     PartWritten: _part_written,
     CheckpointCommitted: _checkpoint_committed,
     Adopted: _adopted,
-    Tick: _tick,
 }
 
 
@@ -321,7 +322,8 @@ def _halting(state: JobState, now: float) -> Result | None:
         why = trouble(state, now) or _deadline(state, now)
         if why:
             return epoch_change.begin(state, why, now)
-    waiting = [n for n, mb in state.members.items() if not (mb.report.epoch >= state.epoch and mb.halted)]
+    there = {n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted}
+    waiting = [n for n in state.members if n not in there]
     if waiting:
         return None
     return epoch_change.decide(state, now)
@@ -380,14 +382,12 @@ def _leaving(state: JobState, now: float) -> Result | None:
     for node, member in state.members.items():
         if not member.draining:
             continue
-        if node in state.plan.nodes():
+        if node in state.plan.nodes() or any(node == peer for _, peer in state.plan.peers):
             return epoch_change.begin(state, f"drain {node}", now, boundary=now < member.drain_deadline - 2.0)
         if state.trimmed >= state.epoch:
             members = {n: mb for n, mb in state.members.items() if n != node}
             actions = (Send(node, m.Stop(0, "drained")), Note("drained", {"node": node}))
             return state.of(members=members), actions, f"{node} holds nothing any more and may leave"
-        if any(node in pair for pair in state.plan.peers):
-            return epoch_change.begin(state, f"drain {node}", now, boundary=True)
     return None
 
 
@@ -419,6 +419,8 @@ def trouble(state: JobState, now: float) -> str:
             return f"{node} lost"
         if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
             return f"{node}: {member.report.cause or 'workers are gone'}"
+        if member.report.phase is NodePhase.IDLE:
+            return f"{node}: workers were started anew"
     for node, peer in state.plan.peers:
         if peer not in state.members:
             return f"{peer} lost, which kept the backups of {node}"
@@ -439,7 +441,7 @@ def _nothing(state: JobState, now: float) -> Result | None:
 RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
     JobPhase.WAITING: ((_waiting,), (JobPhase.LAUNCHED,)),
     JobPhase.LAUNCHED: ((_launched,), (JobPhase.HALTING, JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED)),
-    JobPhase.HALTING: ((_halting,), (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FAILED)),
+    JobPhase.HALTING: ((_halting,), (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
     JobPhase.INSTALLING: ((_installing,), (JobPhase.RUNNING, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
     JobPhase.RUNNING: ((_running,), (JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
     JobPhase.PAUSED: ((_paused,), (JobPhase.HALTING, JobPhase.FAILED)),
