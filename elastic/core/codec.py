@@ -49,7 +49,7 @@ def dumps(value: Any) -> str:
 def loads(kind: type[T], text: str | bytes) -> T:
     try:
         data = json.loads(text)
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FieldError(kind.__name__, text[:80], f"not JSON: {error}") from error
     return decode(kind, data)
 
@@ -114,9 +114,7 @@ def _container(origin: Any, args: tuple[Any, ...], data: Any, path: str) -> Any:
     if origin is dict:
         if not isinstance(data, dict):
             raise FieldError(path, data, "an object is needed")
-        return {
-            (int(k) if args[0] is int else k): _decode(args[1], v, f"{path}.{k}") for k, v in data.items()
-        }
+        return {_key(args[0], k, path): _decode(args[1], v, f"{path}.{k}") for k, v in data.items()}
     if not isinstance(data, list):
         raise FieldError(path, data, "a list is needed")
     if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
@@ -129,9 +127,22 @@ def _container(origin: Any, args: tuple[Any, ...], data: Any, path: str) -> Any:
     raise TypeError(f"{path}: cannot decode {origin}")
 
 
+def _key(kind: Any, text: str, path: str) -> Any:
+    """A key of a JSON object as the integer or text that it stands for."""
+    if kind is not int:
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise FieldError(f"{path}.{text}", text, "an integer key is needed") from error
+
+
 def _scalar(kind: Any, data: Any, path: str) -> Any:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError as error:
+            raise FieldError(path, data, "a number that a float can hold is needed") from error
     if kind is int and isinstance(data, bool):
         raise FieldError(path, data, "an integer is needed")
     if isinstance(data, kind):
