@@ -1,5 +1,8 @@
-"""Durable checkpoints without waiting: when a worker publishes the state of a checkpoint's step, it is copied aside at
-once and written to disk by a thread. One node a layer writes it: the holder in the first pipeline."""
+"""Durable checkpoints without waiting: when a worker publishes the state of a checkpoint's step, it is copied
+aside at once and written to disk by a thread. One node a layer writes it: the holder in the first pipeline.
+
+The state after the last step is always a checkpoint's. It alone is waited for: workers are told that it is
+protected only when it is on disk, and so the job does not end before."""
 
 from __future__ import annotations
 
@@ -19,22 +22,28 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """`emit` gets a CheckpointPart, from the writer's thread, when this node's files of a step are on disk."""
+    """`emit` gets a CheckpointPart, from the writer's thread, when this node's files of a step are on
+    disk."""
 
     def __init__(self, directory: Path, vault: Vault, emit: Callable[[CheckpointPart], None]) -> None:
         self._directory, self._vault, self._emit = directory, vault, emit
         self.every = 0
         """Steps between checkpoints; 0: none."""
+        self.steps = 0
+        """Steps of the job."""
+        self.final = False
+        """The last checkpoint is queued or written here."""
         self._node = ""
         self._plan: Plan | None = None
         self._last: set[tuple[int, int, int]] = set()
-        self._queue: queue.Queue[tuple[Plan, list[tuple[Copy, memoryview]]] | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[Plan, list[tuple[Copy, memoryview]]] | Callable[[], None] | None]
+        self._queue = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def enter(self, node: str, plan: Plan) -> None:
         """A new plan: it says which layers this node writes."""
-        self._node, self._plan = node, plan
+        self._node, self._plan, self.final = node, plan, False
 
     def offer(self, published: Published) -> None:
         """Take what belongs to a checkpoint out of a bundle that the vault has just indexed."""
@@ -44,13 +53,19 @@ class CheckpointWriter:
         runs: list[tuple[Copy, memoryview]] = []
         for local in published.copies:
             copy = local.copy
-            due = copy.kind == STATE and copy.step > 0 and copy.step % self.every == 0
-            mine = due and plan.holders(copy.layer)[0].node == self._node
-            if mine and (copy.step, copy.layer, copy.shard) not in self._last:
+            due = copy.step > 0 and (copy.step % self.every == 0 or copy.step == self.steps)
+            mine = due and copy.kind == STATE and plan.holders(copy.layer)[0].node == self._node
+            part = (copy.step, copy.layer, copy.shard)
+            if mine and part not in self._last:
                 runs.append((copy, self._vault.read(copy.key)))
-                self._last = {t for t in self._last if t[0] >= copy.step} | {(copy.step, copy.layer, copy.shard)}
+                self._last = {other for other in self._last if other[0] >= copy.step} | {part}
         if runs:
+            self.final = self.final or runs[0][0].step == self.steps
             self._queue.put((plan, runs))
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Call `action`, from the writer's thread, when what is queued now is on disk (or was refused)."""
+        self._queue.put(action)
 
     def close(self) -> None:
         """Finish what is queued."""
@@ -59,6 +74,9 @@ class CheckpointWriter:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            if not isinstance(item, tuple):
+                item()
+                continue
             plan, runs = item
             step = runs[0][0].step
             try:

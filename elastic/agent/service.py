@@ -131,6 +131,8 @@ class Agent:
                     self._from_worker(rank, message)
                 else:
                     self._from_former_worker(message)
+            case ("acked", int() as rank, int() as bundle):
+                self._tell_acked(rank, bundle)
             case m.CheckpointPart():
                 self._say(item)
             case m.Trim():
@@ -159,6 +161,7 @@ class Agent:
                 log.info("worker %d: %s", rank, type(message).__name__)
                 if isinstance(message, m.Attach):
                     self._checkpoints.every = message.spec.checkpoint_every
+                    self._checkpoints.steps = message.spec.n_steps
                 self._apply(core.Said(rank, message))
             case _:
                 self._apply(core.Said(rank, message))
@@ -300,6 +303,12 @@ class Agent:
     # ---- callbacks of other threads ----------------------------------------------------------------------------
 
     def _acked(self, worker: int, bundle: int) -> None:
+        if self._checkpoints.final:  # behind the news that it is on disk
+            self._checkpoints.then(lambda: self._queue.put(("acked", worker, bundle)))
+        else:
+            self._tell_acked(worker, bundle)
+
+    def _tell_acked(self, worker: int, bundle: int) -> None:
         channel = self._channels.get(worker)
         if channel is not None:
             self._tell(channel, m.Acked(bundle))

@@ -13,9 +13,8 @@ import logging
 import os
 import queue
 import sys
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,8 @@ class Coordinator:
         self._queue: queue.Queue[Any] = queue.Queue()
         self._sessions: dict[str, Session] = {}
         self._fresh: set[Session] = set()
+        self._disk = ThreadPoolExecutor(1, "checkpoint")
+        self._commits: list[Future[job.CheckpointCommitted | None]] = []
         self._ending = 0.0
         self._open_store()
         self._server = Server(
@@ -139,6 +140,8 @@ class Coordinator:
     def _take(self, item: Any) -> None:
         if isinstance(item, _Query):
             self._answer(item)
+        elif isinstance(item, Future):
+            self._committed(item)
         elif isinstance(item, tuple):
             self._message(*item)
         else:
@@ -211,9 +214,7 @@ class Coordinator:
             case job.CommitCheckpoint(step):
                 self._commit(step)
             case job.Finish():
-                self._code = action.code
-                self._records.end(action.code, action.reason, action.params_sha256)
-                self._ending = self._clock.now() + LINGER_S
+                self._finish(action)
 
     def _send(self, node: str, message: Any) -> None:
         session = self._sessions.get(node)
@@ -224,15 +225,34 @@ class Coordinator:
 
     def _commit(self, step: int) -> None:
         """Make the checkpoint the newest one; the disk is waited for by a thread."""
+        spec = self._state.spec
 
-        def work() -> None:
+        def work() -> job.CheckpointCommitted | None:
             try:
-                path = durable.commit(Path(self._config.checkpoint_dir), step)
-                self._queue.put(job.CheckpointCommitted(str(path), step))
+                path = durable.commit(Path(self._config.checkpoint_dir), step, spec)
             except ElasticError as error:
                 log.error("checkpoint of step %d is not whole: %s", step, error)
+                return None
+            return job.CheckpointCommitted(str(path), step)
 
-        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        future = self._disk.submit(work)
+        self._commits.append(future)
+        future.add_done_callback(self._queue.put)
+
+    def _committed(self, future: Future[job.CheckpointCommitted | None]) -> None:
+        """Wait for a commit and tell, once, that it was made."""
+        if future in self._commits:
+            self._commits.remove(future)
+            event = future.result()
+            if event is not None:
+                self._apply(event)
+
+    def _finish(self, action: job.Finish) -> None:
+        for future in tuple(self._commits):
+            self._committed(future)
+        self._code = action.code
+        self._records.end(action.code, action.reason, action.params_sha256)
+        self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line --------------------------------------------------------------------------
 
