@@ -152,6 +152,8 @@ class StageRunner:
         self._outputs: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._losses: dict[int, _Loss] = {}
+        self._passed: int | None = None
+        """Micro-batch whose gradients lie in the parameters' `.grad`, not yet in the layers' sums."""
 
     def run(
         self, step: int, actions: Sequence[Action], skip: Mapping[int, frozenset[int]], hooks: Hooks
@@ -169,24 +171,34 @@ class StageRunner:
         try:
             with self.agreement:
                 self._expect(actions)
-                finished: list[int] = []
                 for action in actions:
-                    if action.kind not in (Kind.SEND_B, Kind.SEND_F):
-                        self._report(finished, hooks)
+                    if action.kind.computes or action.kind.receives:
+                        self._finish(skip, hooks)
                     hooks.before(action)
-                    self._act(step, action, skip)
-                    if action.kind is Kind.B:
-                        finished.append(action.microbatch)
-                self._report(finished, hooks)
+                    self._act(step, action)
+                self._finish(skip, hooks)
                 self._links.flush()
         finally:
+            self._collect(skip)
             self._forget()
 
-    def _report(self, finished: list[int], hooks: Hooks) -> None:
-        """Sends go first: the neighbour waits for them, nobody waits for the hook."""
-        for index in finished:
+    def _finish(self, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
+        """After the sends that follow a backward pass: the neighbour waits for those, nobody for this."""
+        index = self._collect(skip)
+        if index is not None:
             hooks.on_backward(index)
-        finished.clear()
+
+    def _collect(self, skip: Mapping[int, frozenset[int]]) -> int | None:
+        """Add the last backward pass to the layers' sums, if that is not done yet. Return its micro-batch."""
+        m, self._passed = self._passed, None
+        if m is None:
+            return None
+        last = self._layers[-1]
+        if m in self._losses and m not in skip.get(last.index, frozenset()):
+            last.losses[m] = self._losses.pop(m).read()
+        for layer in self._layers:
+            layer.collect(m, skip=m in skip.get(layer.index, frozenset()))
+        return m
 
     def _expect(self, actions: Sequence[Action]) -> None:
         self._forwards = self._expected(actions, Kind.RECV_F, self._previous, TAG_FORWARD)
@@ -202,7 +214,7 @@ class StageRunner:
             return _Expected((), _nobody)
         return _Expected(microbatches, lambda: self._links.recv(rank, tag))
 
-    def _act(self, step: int, action: Action, skip: Mapping[int, frozenset[int]]) -> None:
+    def _act(self, step: int, action: Action) -> None:
         m = action.microbatch
         match action.kind:
             case Kind.F:
@@ -210,7 +222,7 @@ class StageRunner:
                 self._forward(step, m)
             case Kind.B:
                 self.agreement.check()
-                self._backward(m, skip)
+                self._backward(m)
             case Kind.RECV_F:
                 self._inputs[m] = self._forwards.take().requires_grad_()
             case Kind.RECV_B:
@@ -237,21 +249,11 @@ class StageRunner:
         if self._following is None:
             self._losses[m] = _Loss(hidden)
 
-    def _backward(self, m: int, skip: Mapping[int, frozenset[int]]) -> None:
+    def _backward(self, m: int) -> None:
         output = self._outputs.pop(m)
-        last = self._following is None
-        gradient = torch.full_like(output, self._scale) if last else self._gradients.pop(m)
+        gradient = torch.full_like(output, self._scale) if self._following is None else self._gradients.pop(m)
         torch.autograd.backward(output, gradient)
-        if last:
-            self._read_loss(m, skip)
-        for layer in self._layers:
-            layer.collect(m, skip=m in skip.get(layer.index, frozenset()))
-
-    def _read_loss(self, m: int, skip: Mapping[int, frozenset[int]]) -> None:
-        """Before `collect`, so that a ledger never names a micro-batch without its loss."""
-        layer, loss = self._layers[-1], self._losses.pop(m)
-        if m not in skip.get(layer.index, frozenset()):
-            layer.losses[m] = loss.read()
+        self._passed = m
 
 
 def _nobody() -> Receive:
