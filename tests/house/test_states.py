@@ -40,7 +40,8 @@ def _news(state: node.NodeState) -> Iterator[Event]:
     if not state.workers or not state.workers[0].alive:
         return
     if not state.able:
-        yield "all workers attached", node.Said(0, m.Attach(0, 1, SPEC, ""))
+        waits = ", an epoch change waits" if state.waiting else ""
+        yield f"all workers attached{waits}", node.Said(0, m.Attach(0, 1, SPEC, ""))
     elif state.phase is NodePhase.INSTALLING:
         yield "all workers ready", node.Said(0, m.Ready(state.epoch, 0.0, 0.0))
     elif state.phase is NodePhase.RUNNING:
