@@ -218,7 +218,12 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
 
 
 def _losses(state: JobState, now: float) -> Result | None:
-    """Drop members that are gone: closed and not back in time, accused by their neighbours, or silent."""
+    """Drop members that are gone: closed and not back in time, accused by their neighbours, or silent.
+
+    Who leaves when the job is over is not lost.
+    """
+    if state.ending is not None:
+        return None
     suspects = {s for mb in state.members.values() for s in mb.report.suspects}
     for node, member in state.members.items():
         why = ""
@@ -441,7 +446,10 @@ def _nothing(state: JobState, now: float) -> Result | None:
 RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
     JobPhase.WAITING: ((_waiting,), (JobPhase.LAUNCHED,)),
     JobPhase.LAUNCHED: ((_launched,), (JobPhase.HALTING, JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED)),
-    JobPhase.HALTING: ((_halting,), (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
+    JobPhase.HALTING: (
+        (_halting,),
+        (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED),
+    ),
     JobPhase.INSTALLING: ((_installing,), (JobPhase.RUNNING, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
     JobPhase.RUNNING: ((_running,), (JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
     JobPhase.PAUSED: ((_paused,), (JobPhase.HALTING, JobPhase.FAILED)),
