@@ -17,7 +17,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+
+import psutil
 
 from benchmarks.results import Row, save
 
@@ -46,27 +52,33 @@ def train(pairs: int, sizes: argparse.Namespace) -> None:
         def after_microbatch(self, step: int) -> None:
             self.on = switched_on(step)
             if self.on:
-                self.count([r.gradient_nbytes for r in self._replicas])
+                self.sent += sum(r.gradient_nbytes for r in self._replicas)
                 super().after_microbatch(step)
             else:
                 self.enter()
 
         def after_update(self) -> None:
             if self.on:
-                self.count([r.state_nbytes() for r in self._replicas])
+                self.sent += sum(r.state_nbytes() for r in self._replicas)
                 super().after_update()
-
-        def count(self, sizes: list[int]) -> None:
-            self.sent += sum(sizes)
+            used.append(cpu_s())
 
         def finish(self) -> None:
             steps = sum(switched_on(step) for step in range(n_steps(pairs)))
-            path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"sent-{os.environ['ELASTIC_NODE']}"
-            path.write_text(str(self.sent / steps))
+            path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"node-{os.environ['ELASTIC_NODE']}.json"
+            path.write_text(json.dumps({"sent": self.sent / steps, "cpu_s": used}))
+            super().after_update()
             super().finish()
 
+    used: list[float] = []
     setattr(runtime, "Protection", Switched)  # noqa: B010
     train_gpt.main(script_flags(pairs, sizes))
+
+
+def cpu_s() -> float:
+    """Processor time that this worker and its agent have used."""
+    agent = psutil.Process(os.getppid()).cpu_times()
+    return time.process_time() + float(agent.user + agent.system)
 
 
 def n_steps(pairs: int) -> int:
@@ -81,8 +93,20 @@ def script_flags(pairs: int, sizes: argparse.Namespace) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def measure(nodes: int, pairs: int, sizes: argparse.Namespace) -> tuple[list[float], float, float]:
-    """Return the ratios of neighbouring blocks, the median step without backup [s], bytes sent a step."""
+@dataclass(frozen=True)
+class Measured:
+    ratios: list[float]
+    """Step time, on / off, of every pair of neighbouring blocks."""
+    cpu_ratio: float
+    """Processor time of all workers and agents, on / off, over the whole run."""
+    step_s: float
+    """Median step without backup."""
+    sent: float
+    """Bytes that all nodes send in a step."""
+
+
+def measure(nodes: int, pairs: int, sizes: argparse.Namespace) -> Measured:
+    """Run one job and compare its blocks. Raises RuntimeError with its output if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "run"
         command = [
@@ -96,11 +120,23 @@ def measure(nodes: int, pairs: int, sizes: argparse.Namespace) -> tuple[list[flo
         if done.returncode:
             raise RuntimeError(done.stdout.decode(errors="replace"))
         seconds = json.loads((run_dir / "summary.json").read_text())["step_s"]
-        sent = sum(float(path.read_text()) for path in run_dir.glob("sent-*"))
-    blocks = [seconds[at + 1 : at + BLOCK] for at in range(0, len(seconds), BLOCK)]
+        told = [json.loads(path.read_text()) for path in run_dir.glob("node-*.json")]
+    on, off = halves(seconds)
+    totals = [sum(used) for used in zip(*(node["cpu_s"] for node in told), strict=True)]
+    cpu_on, cpu_off = halves([b - a for a, b in pairwise([totals[0], *totals])])
+    return Measured(
+        ratios=[a / b for a, b in zip(on, off, strict=True)],
+        cpu_ratio=sum(cpu_on) / sum(cpu_off),
+        step_s=statistics.median(off),
+        sent=sum(node["sent"] for node in told),
+    )
+
+
+def halves(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Medians of the blocks that were on and of those that were off; the first pair warms up."""
+    blocks = [values[at + 1 : at + BLOCK] for at in range(0, len(values), BLOCK)]
     medians = [statistics.median(block) for block in blocks][2:]
-    ratios = [on / off for on, off in zip(medians[::2], medians[1::2], strict=True)]
-    return ratios, statistics.median(medians[1::2]), sent
+    return medians[::2], medians[1::2]
 
 
 def main() -> int:
@@ -116,16 +152,19 @@ def main() -> int:
         return 0
     found = []
     for nodes in args.nodes:
-        ratios, step_s, sent = measure(nodes, args.pairs, args)
-        ordered = sorted(ratios)
-        quarter = len(ordered) // 4
+        measured = measure(nodes, args.pairs, args)
+        ordered = sorted(measured.ratios)
+        quarter, n = len(ordered) // 4, len(ordered)
         where = f"one pipeline of {nodes} nodes"
         found += [
-            Row(f"step time, backup on / off, {where}", statistics.median(ratios), "", TARGET, "lower"),
-            Row(f"  lower quartile of {len(ratios)} pairs", ordered[quarter], "", None, "lower"),
-            Row("  upper quartile", ordered[-1 - quarter], "", None, "lower"),
-            Row(f"  step without backup, {TOKENS} tokens a micro-batch", step_s, "s", None, "lower"),
-            Row("  sent by all nodes in a step", sent / 1e6, "MB", None, "lower"),
+            Row(f"step time, on / off, {where}", statistics.median(ordered), "", TARGET, "lower"),
+            Row(f"lower quartile of {n} pairs, {nodes} nodes", ordered[quarter], "", None, "lower"),
+            Row(f"upper quartile of {n} pairs, {nodes} nodes", ordered[-1 - quarter], "", None, "lower"),
+            Row(f"processor time, on / off, {nodes} nodes", measured.cpu_ratio, "", None, "lower"),
+            Row(
+                f"step off, {TOKENS} tokens a micro-batch, {nodes} nodes", measured.step_s, "s", None, "lower"
+            ),
+            Row(f"sent in a step, {nodes} nodes", measured.sent / 1e6, "MB", None, "lower"),
         ]
     save("backup_overhead", found)
     return 0

@@ -15,7 +15,7 @@ from tests.scenarios.harness import ROOT, Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
 CHECKPOINTS = ("--checkpoint-every", "2")
-AT = "step=4 microbatch=2"
+AT = "step=5 microbatch=2"
 
 
 def together(*nodes: int) -> list[str]:
@@ -43,10 +43,13 @@ def test_falls_back_to_the_checkpoint_and_says_what_was_lost(fallen_back: Run, t
     assert summary["loss"] == reference(tmp_path).summary["loss"]
     assert summary["ledger"] == {"double": 0, "missing": 0}
     (lost,) = [e for e in fallen_back.events if e["kind"] == "lost-steps"]
-    assert lost["from_step"] in (2, 4)
-    assert "no copy" in lost["why"] or "lost" in lost["why"], lost
-    assert f"step-{lost['from_step']:08d}" in lost["checkpoint"]
+    first = lost["from_step"]
+    assert first in (2, 4)  # the newest that was whole by then
+    assert f"fell back to the checkpoint of step {first}" in lost["why"], lost
+    assert "no copy of state" in lost["why"] and "computed again" in lost["why"], lost
+    assert f"step-{first:08d}" in lost["checkpoint"]
     assert summary["recoveries"][-1]["state_source"] == "checkpoint"
+    assert lost["why"] in summary["recoveries"][-1]["reason"]
 
 
 def test_without_a_checkpoint_it_says_so_and_ends(tmp_path: Path) -> None:
