@@ -16,6 +16,7 @@ from elastic.core import messages as m
 from elastic.core.messages import NodePhase as Phase
 from elastic.core.types import NodeInfo
 
+_ATTACHED = (Phase.IDLE, Phase.INSTALLING, Phase.HALTING, Phase.HALTED)
 MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.EMPTY,), "launch", Phase.STARTING),
     ((Phase.STARTING,), "all workers attached", Phase.IDLE),
@@ -27,16 +28,8 @@ MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.IDLE,), "halt, nothing runs here", Phase.HALTED),
     ((Phase.HALTED,), "install, as a spare", Phase.IDLE),
     ((Phase.RUNNING,), "all steps done", Phase.FINISHED),
-    (
-        (Phase.IDLE, Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.HALTED, Phase.FINISHED),
-        "a worker died",
-        Phase.STARTING,
-    ),
-    (
-        (Phase.STARTING, Phase.IDLE, Phase.INSTALLING, Phase.HALTING, Phase.HALTED),
-        "crashed too often",
-        Phase.FAILED,
-    ),
+    ((*_ATTACHED, Phase.RUNNING, Phase.FINISHED), "a worker died", Phase.STARTING),
+    ((*_ATTACHED, Phase.STARTING), "crashed too often", Phase.FAILED),
     ((Phase.STARTING,), "script ended", Phase.FINISHED),
     ((Phase.STARTING,), "script failed", Phase.FAILED),
     ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
