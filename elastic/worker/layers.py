@@ -70,6 +70,9 @@ class LayerStack(ABC):
             raise FieldError("tp", size, "these layers run without tensor parallelism; use 1")
         return TensorParallel()
 
+    def release(self) -> None:
+        """Give up what `tensor_parallel` made; nothing is built after it."""
+
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         """Build layer `index` as fast as can be; its parameters may hold anything."""
         return self.build(index, device, tp)

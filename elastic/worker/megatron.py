@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-with warnings.catch_warnings():
+with uncompiled(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401 - imported by layers
@@ -155,6 +155,11 @@ class GPTStack(LayerStack):
 
     def tensor_parallel(self, rank: int, size: int, store_path: str, device: torch.device) -> TensorParallel:
         return init_tensor_parallel(rank, size, store_path, device)
+
+    def release(self) -> None:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         module = self.build_empty(index, device, tp)

@@ -29,7 +29,7 @@ from elastic.worker.finish import job_sha256
 from elastic.worker.fetch import Fetcher
 from elastic.worker.injector import Injector
 from elastic.worker.install import Installer
-from elastic.worker.layers import LayerStack, Microbatch
+from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.links import LinkFailed, Links, host_store
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.protection import Protection
@@ -79,6 +79,8 @@ class Trainer:
             tied=tuple((group[0][0], owner[0]) for group in stack.tied for owner in group[1:]),
             checkpoint_every=checkpoint_every,
         )
+        self._tp = TensorParallel()
+        self._publisher: Publisher
         self._live: dict[int, LayerReplica] = {}
         self._protection: Protection | None = None
 
@@ -88,12 +90,21 @@ class Trainer:
         while True:
             order = self._control.next_order()
             if isinstance(order, m.Stop):
-                self._control.close()
+                self._leave()
                 if order.code:
                     raise SystemExit(order.code)
                 return
             if isinstance(order, m.Install) and order.epoch > self._left_epoch:
                 self._epoch(order)
+
+    def _leave(self) -> None:
+        """Let go of groups and slots while the interpreter is whole: their destructors wait for threads of their own."""
+        self._control.close()
+        self._publisher.close()
+        self._live.clear()
+        self._protection = None
+        self._tp = TensorParallel(self._tp.rank, self._tp.size)
+        self._stack.release()
 
     # ---- attaching ---------------------------------------------------------------------------------------------
 
