@@ -7,8 +7,8 @@ of the index. So the last whole copy is never overwritten by one that is not.
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
-Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone. Of
-gradients the two newest: TP ranks are backed up one by one, and only a ledger that all of them have is of use.
+Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
+Of gradients the two newest: TP ranks are backed up one by one, and only a ledger that all have is of use.
 Whole epochs go by `trim`.
 """
 
@@ -198,7 +198,8 @@ class Vault:
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
                 self._drop(entry)
             for reader in self._readers.values():
-                if reader.epoch < epoch:
+                # Not one that is being written (epoch 0) or was handed back: its writer may be inside.
+                if reader.sequence and 0 < reader.epoch < epoch:
                     reader.release()
             self._sweep()
 

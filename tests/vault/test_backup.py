@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from elastic.core.messages import Published
-from elastic.core.types import GRADIENT, STATE, Copy
+from elastic.core.types import GRADIENT, REDUCED, STATE, Copy
 from elastic.errors import StaleError
 from elastic.rpc.frames import Channel
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
 from elastic.worker.fetch import Fetcher
 from elastic.worker.replica import LayerReplica
-from tests.model.toys import replicas, run, state_of, train
+from tests.model.toys import replicas, run, state_of, toy_stack, train
 from tests.vault.nodes import MiniNode, nodes
 
 
@@ -38,8 +38,10 @@ def publisher_of(node: MiniNode) -> Publisher:
     return publisher
 
 
-def ledgers(node: MiniNode) -> dict[int, set[int]]:
-    return {c.layer: set(c.microbatches) for c in node.vault.inventory() if c.kind == GRADIENT}
+def ledgers(node: MiniNode) -> dict[int, list[set[int]]]:
+    """Layer -> the ledgers of its gradients, smallest first."""
+    copies = sorted(node.vault.inventory(), key=lambda c: len(c.microbatches))
+    return {n: [set(c.microbatches) for c in copies if (c.kind, c.layer) == (GRADIENT, n)] for n in range(3)}
 
 
 def restored(node: MiniNode, copy: Copy, layers: list[LayerReplica]) -> LayerReplica:
@@ -57,15 +59,18 @@ def restored(node: MiniNode, copy: Copy, layers: list[LayerReplica]) -> LayerRep
 def test_gradients_reach_the_peer_after_every_microbatch(pair: list[MiniNode]) -> None:
     a, b = pair
     publisher, abandon, layers = publisher_of(a), Abandon(), replicas()
+    sums = {}
     for index in (2, 0, 3):
         run(layers, 0, index)
         bundle = publisher.publish_gradients(layers, 0, 1, "b", abandon)
+        for r in layers:
+            sums[r.index, frozenset(r.ledger)] = (r.gradient.clone(), dict(r.losses))
     publisher.wait_acked(bundle, abandon)
-    assert ledgers(a) == ledgers(b) == {0: {0, 2, 3}, 1: {0, 2, 3}, 2: {0, 2, 3}}
+    assert ledgers(a) == ledgers(b) == {n: [{0, 2}, {0, 2, 3}] for n in range(3)}
     for copy in b.vault.inventory():
         fresh = restored(b, copy, layers)
-        assert torch.equal(fresh.gradient, layers[copy.layer].gradient)
-        assert fresh.losses == layers[copy.layer].losses
+        gradient, losses = sums[copy.layer, copy.microbatches]
+        assert torch.equal(fresh.gradient, gradient) and fresh.losses == losses
         assert (copy.step, copy.epoch, copy.owner, copy.shard) == (0, 1, "a", 0)
 
 
@@ -197,6 +202,45 @@ def test_what_recovery_needs_is_there_at_every_moment(tmp_path: Path) -> None:
             deliver()
 
 
+def test_reduced_gradients_reach_the_peer_beside_the_others(pair: list[MiniNode]) -> None:
+    a, _ = pair
+    publisher, abandon, layers = publisher_of(a), Abandon(), replicas(toy_stack(tied=True))
+    tied = [layers[0], layers[2]]
+    for step in range(3):
+        for index in range(2):
+            run(layers, step, index)
+            publisher.publish_gradients(layers, step, 1, "b", abandon)
+        reduced = {r.index: torch.arange(40.0) + 10 * step + r.index for r in tied} | {1: torch.zeros(1)}
+        bundle = publisher.publish_reduced(tied, reduced, step, 1, "b", abandon)
+        assert publisher.publish_reduced(tied, reduced, step, 1, "b", abandon) == bundle
+        publisher.wait_acked(bundle, abandon)
+        for r in layers:
+            r.clear()
+    for node in pair:
+        copies = [c for c in node.vault.inventory() if c.kind == REDUCED]
+        assert sorted((c.step, c.layer) for c in copies) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+        for copy in copies:
+            data = torch.frombuffer(bytearray(node.vault.read(copy.key)), dtype=torch.float32)
+            assert torch.equal(data, torch.arange(40.0) + 10 * copy.step + copy.layer)
+            assert (copy.microbatches, copy.owner, copy.epoch, copy.losses) == ({0, 1}, "a", 1, ())
+        assert node.vault.check_integrity() == ()
+    gradients = [(c.layer, c.step, len(c.microbatches)) for c in a.vault.inventory() if c.kind == GRADIENT]
+    assert sorted(gradients) == [(n, 2, size) for n in range(3) for size in (1, 2)], "rings of their own"
+
+
+def test_a_reduced_gradient_waits_for_its_slot(tmp_path: Path) -> None:
+    recorder, layers = Recorder(), replicas()
+    publisher, abandon = Publisher(recorder, tmp_path, "a"), Abandon()
+    run(layers, 0, 0)
+    for step in range(2):
+        publisher.publish_reduced(layers[:1], {0: torch.ones(5)}, step, 1, "b", abandon)
+    threading.Timer(0.1, abandon.set, ("epoch 2",)).start()
+    with pytest.raises(EpochAbandoned, match="epoch 2"):
+        publisher.publish_reduced(layers[:1], {0: torch.ones(5)}, 2, 1, "b", abandon)
+    assert [m.copies[0].copy.step for m in recorder.sent] == [0, 1]
+    assert len(set(recorder.paths(0))) == 2
+
+
 def test_copies_of_an_old_epoch_outlive_the_new_ones_until_trimmed(pair: list[MiniNode]) -> None:
     a, _ = pair
     publisher, abandon, layers = publisher_of(a), Abandon(), replicas()
@@ -249,10 +293,11 @@ def test_a_worker_killed_in_the_middle_of_a_copy_loses_that_copy_alone(tmp_path:
             worker.wait(10)
             listener.close()
         assert a.ended.wait(10)
-        assert ledgers(a) == {0: {0, 1}, 1: {0, 1}, 2: {0, 1}}
+        # Layer 1 was being copied over its older gradient, layer 0 was copied but not announced.
+        assert ledgers(a) == {0: [{0, 1}], 1: [{0, 1}], 2: [{0}, {0, 1}]}
         assert a.vault.check_integrity() == ()
         layers = replicas()
         for index in range(2):
             run(layers, 0, index)
-        for copy in (c for c in a.vault.inventory() if c.kind == GRADIENT):
-            assert torch.equal(restored(a, copy, layers).gradient, layers[copy.layer].gradient)
+            for copy in (c for c in a.vault.inventory() if len(c.microbatches) == index + 1):
+                assert torch.equal(restored(a, copy, layers).gradient, layers[copy.layer].gradient)
