@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic.worker.uncompiled import uncompiled
+
 with uncompiled(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
