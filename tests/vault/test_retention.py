@@ -20,9 +20,9 @@ from tests.vault.copies import LocalWriter, content, gradient, make, put
 
 arrivals = st.tuples(
     st.sampled_from((STATE, GRADIENT, GRADIENT, REDUCED)),
-    st.integers(0, 1),
-    st.integers(0, 3),
-    st.integers(1, 2),
+    st.sampled_from((0, 0, 0, 1)),
+    st.integers(0, 2),
+    st.sampled_from((1, 1, 1, 2)),
     st.integers(1, 4),
     st.integers(0, 3),
 )
@@ -170,6 +170,13 @@ def test_a_torn_gradient_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
     writer.slots[0].begin()
     kept = {put(vault, gradient(content(n), 1, set(range(n))), content(n)) for n in (2, 1)}
     assert set(vault.inventory()) == kept and vault.check_integrity() == ()
+
+
+def test_the_larger_ledger_is_newer_whatever_its_sequence(tmp_path: Path) -> None:
+    vault = Vault("b", tmp_path / "vault")
+    for size, sequence in ((3, 1), (2, 2), (1, 3), (1, 4), (2, 5)):
+        put(vault, gradient(content(size), 1, set(range(size)), sequence=sequence), content(size))
+    assert {(len(c.microbatches), c.sequence) for c in vault.inventory()} == {(3, 1), (2, 5)}
 
 
 def test_room_for_gradients_stops_growing(tmp_path: Path) -> None:
