@@ -135,14 +135,15 @@ def _resync(state: JobState, node: str) -> tuple[Action, ...]:
     report = member.report
     if state.ending is not None:
         return (Send(node, m.Stop(state.ending.code, state.ending.reason)),)
+    orders: tuple[Action, ...] = ()
     if member.launch is not None and report.restart < member.launch.restart:
-        return (Send(node, member.launch),)
+        orders = (Send(node, member.launch),)
     if state.phase is JobPhase.HALTING and report.epoch < state.epoch and state.change is not None:
-        return (Send(node, m.Halt(state.epoch, state.change.boundary)),)
+        return (*orders, Send(node, m.Halt(state.epoch, state.change.boundary)))
     installed = state.phase in (JobPhase.INSTALLING, JobPhase.RUNNING)
     if installed and report.epoch == state.epoch and report.phase is NodePhase.HALTED and state.assignment:
-        return (Send(node, m.Install(state.epoch, state.assignment)),)
-    return ()
+        return (*orders, Send(node, m.Install(state.epoch, state.assignment)))
+    return orders
 
 
 def _beat(state: JobState, event: Beat, now: float) -> Result:

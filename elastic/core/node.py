@@ -27,7 +27,7 @@ MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.HALTING,), "all workers halted", Phase.HALTED),
     ((Phase.IDLE,), "halt, nothing runs here", Phase.HALTED),
     ((Phase.HALTED,), "install, as a spare", Phase.IDLE),
-    ((Phase.RUNNING,), "all steps done", Phase.FINISHED),
+    ((Phase.INSTALLING, Phase.RUNNING), "all steps done", Phase.FINISHED),
     ((*_ATTACHED, Phase.RUNNING, Phase.FINISHED), "a worker died", Phase.STARTING),
     ((*_ATTACHED, Phase.STARTING), "crashed too often", Phase.FAILED),
     ((Phase.STARTING,), "script ended", Phase.FINISHED),
@@ -281,7 +281,7 @@ def _install(state: NodeState, event: m.Install) -> Result:
     if event.epoch != state.epoch or state.phase is not Phase.HALTED:
         return state, (Report(),), f"install of epoch {event.epoch} does not fit epoch {state.epoch} ({state.phase})"
     workers = tuple(replace(w, halted=None) for w in state.workers)
-    state = replace(state, workers=workers, suspects=(), cause="", detect_s=0.0, waiting=False)
+    state = replace(state, workers=workers, suspects=(), cause="", detect_s=0.0, waiting=False, finished=None)
     if state.info.node not in event.assignment.plan.nodes():
         return replace(state, phase=Phase.IDLE), (Enter(event), Report()), "spare in this epoch"
     return replace(state, phase=Phase.INSTALLING), (Enter(event), Tell(event)), "workers install"
@@ -296,7 +296,7 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
         case m.Attach():
             worker = replace(worker, attach=message, moved=now)
             state = replace(_put(state, event.rank, worker), elastic=True)
-            if not state.able:
+            if not state.able or state.phase is not Phase.STARTING:
                 return state, (), "waiting for the other workers"
             phase = Phase.HALTED if state.waiting else Phase.IDLE
             return replace(state, phase=phase), (Report(),), "all workers attached"
@@ -329,7 +329,9 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
             suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
             return replace(state, suspects=suspects), (Report(),), f"contact lost: {message.detail}"
         case m.Finished():
-            state = replace(_put(state, event.rank, worker), phase=Phase.FINISHED)
+            running = state.phase in (Phase.INSTALLING, Phase.RUNNING)
+            state = _put(state, event.rank, worker)
+            state = replace(state, phase=Phase.FINISHED if running else state.phase)
             if state.finished is None or message.params_sha256:
                 state = replace(state, finished=message)
             return state, (Report(),), "all steps done"
@@ -355,7 +357,7 @@ def _exited(state: NodeState, event: Exited) -> Result:
     state = _put(state, event.rank, worker)
     if not state.elastic:
         return _script_exited(state, event)
-    if state.failed is not None or state.finished is not None and event.code == 0:
+    if state.failed is not None or (state.finished is not None and event.code == 0):
         return state, (Report(),), "worker ended"
     cause = state.cause or f"worker {event.rank} ended with {_name(event.code)}"
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
