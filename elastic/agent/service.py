@@ -123,9 +123,9 @@ class Agent:
     def _take(self, item: Any) -> None:
         match item:
             case "up":
-                self._report()
-                for step in self._steps:
+                for step in self._steps:  # before a report that may end the job
                     self._say(step)
+                self._report()
             case (int() as generation, int() as rank, message):
                 if generation == self._generation:
                     self._from_worker(rank, message)
