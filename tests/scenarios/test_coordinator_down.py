@@ -9,7 +9,7 @@ import pytest
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, median, reference
 
-LONGER = ("--steps", "60", "--hidden", "128", "--seq-len", "128")
+LONGER = ("--steps", "40", "--hidden", "128", "--seq-len", "128")
 """So long that the outage covers several steps and most of the run is outside of it."""
 
 
@@ -37,7 +37,7 @@ def test_training_does_not_feel_it(tmp_path: Path) -> None:
     assert run.code == 0, run.output
     summary = run.summary
     assert summary["params_sha256"] == reference(tmp_path, *LONGER).summary["params_sha256"]
-    assert summary["steps"] == len(summary["loss"]) == 60
+    assert summary["steps"] == len(summary["loss"]) == 40
     assert summary["recoveries"] == []
     during = steps_during(run)
     assert len(during) >= 3, "the outage covered too few steps"

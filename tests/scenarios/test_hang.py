@@ -65,7 +65,7 @@ def _early(run: Run, event: dict[str, object]) -> bool:
 
 def test_nobody_is_killed_on_a_loaded_machine(tmp_path: Path) -> None:
     with loaded_machine():
-        run = elastic_run(tmp_path / "run", ["--nnodes", "2"], [*SCRIPT, "--steps", "60"])
+        run = elastic_run(tmp_path / "run", ["--nnodes", "2"], [*SCRIPT, "--steps", "40"])
     assert_nobody_was_killed(run, 2)
 
 

@@ -71,6 +71,7 @@ def test_same_result_restart_included(
     assert run.result == expected.result
 
 
+@pytest.mark.chaos
 def test_a_restarted_run_ends_as_one_that_never_failed(
     torchrun: Callable[[str], Ended], tmp_path: Path
 ) -> None:
@@ -80,7 +81,7 @@ def test_a_restarted_run_ends_as_one_that_never_failed(
     assert run.result["restarts"] == 0
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)])
 def test_same_exit_code_when_restarts_are_used_up(
     launcher: str, torchrun: Callable[[str], Ended], tmp_path: Path
 ) -> None:
