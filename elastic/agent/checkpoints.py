@@ -58,7 +58,7 @@ class CheckpointWriter:
             part = (copy.step, copy.layer, copy.shard)
             if mine and part not in self._last:
                 runs.append((copy, self._vault.read(copy.key)))
-                self._last = {other for other in self._last if other[0] >= copy.step} | {part}
+                self._last = {other for other in self._last if other[0] == copy.step} | {part}
         if runs:
             self.final = self.final or runs[0][0].step == self.steps
             self._queue.put((plan, runs))
