@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.harness import ROOT, Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
 BURN = "while True: sum(range(10000))"
@@ -48,32 +49,36 @@ def agent_log(run: Run, node: str) -> list[str]:
 
 
 def assert_nobody_was_killed(run: Run, nodes: int) -> None:
-    assert run.code == 0, run.output
-    assert run.summary["recoveries"] == []
-    assert run.summary["ledger"] == {"double": 0, "missing": 0}
-    assert not [e for e in run.events if e["kind"] == "lost" and _early(run, e)]
-    assert [e["epoch"] for e in run.events if e["kind"] == "halt"] == [1]
+    events = run.events
+    end = next((e["at"] for e in events if e["kind"] == "end"), float("inf"))
+    assert [e["epoch"] for e in events if e["kind"] == "halt"] == [1], "the plan was changed"
+    assert not [e for e in events if e["kind"] in ("lost", "recovery") and e["at"] < end]
     for node in range(nodes):
         assert not [line for line in agent_log(run, f"node{node}") if "workers are killed" in line]
-
-
-def _early(run: Run, event: dict[str, object]) -> bool:
-    """Whether it was before the end of the job."""
-    end = next(e["at"] for e in run.events if e["kind"] == "end")
-    return float(str(event["at"])) < float(end)
 
 
 def test_nobody_is_killed_on_a_loaded_machine(tmp_path: Path) -> None:
     with loaded_machine():
         run = elastic_run(tmp_path / "run", ["--nnodes", "2"], [*SCRIPT, "--steps", "40"])
+    assert run.code == 0, run.output
     assert_nobody_was_killed(run, 2)
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_nobody_is_killed_in_ten_minutes_on_a_loaded_machine(tmp_path: Path) -> None:
-    with loaded_machine(4):
-        script = ["-m", "examples.train_gpt", "--steps", "200"]
-        run = elastic_run(tmp_path / "run", ["--nnodes", "4"], script, deadline_s=1700)
-    assert run.summary["wall_s"] > 600, "the run must last ten minutes: give it more steps"
-    assert_nobody_was_killed(run, 4)
+    script = ["-m", "examples.train_gpt", "--steps", "1000000"]
+    flags = ["--nnodes", "4", "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "elastic", "run", "--standalone", *flags, *script]
+    with loaded_machine(4), (tmp_path / "output").open("wb") as output:
+        run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                run.wait(600)
+            run.send_signal(signal.SIGINT)
+            run.wait(60)
+        finally:
+            run.kill()
+    done = Run(run.returncode, (tmp_path / "output").read_text(), tmp_path / "run")
+    assert sum(e["kind"] == "step" for e in done.events) > 10
+    assert_nobody_was_killed(done, 4)
