@@ -113,6 +113,8 @@ class Trainer:
         if context.local_world_size % self._spec.tp:
             raise FieldError("tp", self._spec.tp, f"it must divide the {context.local_world_size} workers of a node")
         self._device = _device(context.local_rank)
+        if self._accumulate is Accumulate.EXACT and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # sums inside a kernel depend on it, and nodes must not differ
         group, shard = divmod(context.local_rank, self._spec.tp)
         self._unit, self._left_epoch = Unit(context.node, group), 0
         self._tp = self._stack.tensor_parallel(shard, self._spec.tp, f"{context.tp_store}.{group}", self._device)
