@@ -1,14 +1,14 @@
 """Every error that users of this project can meet.
 
-    ElasticError
-     +-- UsageError            a flag, file or message is wrong (exit code 2)
-     |    +-- FieldError       names the field, the value and the remedy
-     +-- StaleError            an older term or epoch was refused
-     +-- VaultError            a copy is missing, torn or corrupt
-     +-- LedgerError           a micro-batch would be doubled or is missing
-     +-- InfeasiblePlan        no plan fits the nodes at hand
-     +-- Unrecoverable         redundancy exceeded and no checkpoint (exit code 3)
-     +-- ChannelClosed         the other side of a local channel went away
+ElasticError
+ +-- UsageError            a flag, file or message is wrong (exit code 2)
+ |    +-- FieldError       names the field, the value and the remedy
+ +-- StaleError            an older term or epoch was refused
+ +-- VaultError            a copy is missing, torn or corrupt
+ +-- LedgerError           a micro-batch would be doubled or is missing
+ +-- InfeasiblePlan        no plan fits the nodes at hand
+ +-- Unrecoverable         redundancy exceeded and no checkpoint (exit code 3)
+ +-- ChannelClosed         the other side of a local channel went away
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Agent:
         self._close()
         return self._exit_code
 
-    # ---- events in ---------------------------------------------------------------------------------------------
+    # ---- events in ----
 
     def _take(self, item: Any) -> None:
         match item:
@@ -205,7 +205,7 @@ class Agent:
         for action in actions:
             self._act(action)
 
-    # ---- actions out -------------------------------------------------------------------------------------------
+    # ---- actions out ----
 
     def _act(self, action: core.Action) -> None:
         match action:
@@ -300,7 +300,7 @@ class Agent:
         """Kill the workers and end; for signal handlers."""
         self._queue.put(m.Stop(130, "told to stop"))
 
-    # ---- callbacks of other threads ----------------------------------------------------------------------------
+    # ---- callbacks of other threads ----
 
     def _acked(self, worker: int, bundle: int) -> None:
         if self._checkpoints.final:  # behind the news that it is on disk

@@ -64,7 +64,10 @@ class Records:
             "epoch": state.epoch,
         }
         if done is not None:
-            entry |= {"loss": done.record.loss, "tokens_per_s": round(done.tokens / max(done.seconds, 1e-9), 1)}
+            entry |= {
+                "loss": done.record.loss,
+                "tokens_per_s": round(done.tokens / max(done.seconds, 1e-9), 1),
+            }
         self._progress.append("progress", entry)
 
     def beat(self, state: JobState) -> None:

@@ -135,7 +135,7 @@ class Coordinator:
         if self._lease.expires_at - now < LEASE_S / 2:
             self._lease = self._store.renew(self._lease, now)
 
-    # ---- events in ---------------------------------------------------------------------------------------------
+    # ---- events in ----
 
     def _take(self, item: Any) -> None:
         if isinstance(item, _Query):
@@ -194,7 +194,7 @@ class Coordinator:
             entry = self._store.put_if(STATE_KEY, value, self._revision, self._lease.token)
             self._revision, self._saved = entry.revision, value
 
-    # ---- actions out -------------------------------------------------------------------------------------------
+    # ---- actions out ----
 
     def _act(self, action: job.Action) -> None:
         match action:
@@ -254,7 +254,7 @@ class Coordinator:
         self._records.end(action.code, action.reason, action.params_sha256)
         self._ending = self._clock.now() + LINGER_S
 
-    # ---- requests of the command line --------------------------------------------------------------------------
+    # ---- requests of the command line ----
 
     def _call(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
         """Called from a server thread; answered by the coordinator's own."""
@@ -276,7 +276,10 @@ class Coordinator:
                 return {"nodes": nodes(self._state)}
             case "plan":
                 plan = self._state.plan
-                return {"plan": format_plan(plan) if plan else "", "reason": plan.reason if plan else "no plan yet"}
+                return {
+                    "plan": format_plan(plan) if plan else "",
+                    "reason": plan.reason if plan else "no plan yet",
+                }
             case "drain":
                 return self._drain(body)
             case _:

@@ -63,7 +63,8 @@ def _held_up(state: JobState, now: float) -> JobState:
     late = now - state.ticked - STARVED_S if state.ticked else 0.0
     if late > 0:
         members = {
-            n: replace(mb, seen=mb.seen + late, closed_at=mb.closed_at + late) for n, mb in state.members.items()
+            n: replace(mb, seen=mb.seen + late, closed_at=mb.closed_at + late)
+            for n, mb in state.members.items()
         }
         state = state.of(members=members)
     return state.of(ticked=now)
@@ -84,11 +85,13 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
         actions += more
         reasons.append(reason)
         if state.phase is not before:
-            actions.append(Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason}))
+            actions.append(
+                Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
+            )
     return state, tuple(actions), "; ".join(reasons)
 
 
-# ---- what events tell ---------------------------------------------------------------------------------------------
+# ---- what events tell ----
 
 
 def _reported(state: JobState, event: Reported, now: float) -> Result:
@@ -149,7 +152,11 @@ def _resync(state: JobState, node: str) -> tuple[Action, ...]:
 def _beat(state: JobState, event: Beat, now: float) -> Result:
     member = state.members.get(event.node)
     if member is None or member.report.info.incarnation != event.incarnation:
-        return state, (Send(event.node, m.Fenced(f"{event.node} is not a member (any more)")),), "former member"
+        return (
+            state,
+            (Send(event.node, m.Fenced(f"{event.node} is not a member (any more)")),),
+            "former member",
+        )
     report = replace(member.report, step=event.step, microbatch=event.microbatch)
     return _put(state, replace(member, seen=now, report=report)), (), ""
 
@@ -189,7 +196,11 @@ def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
     note = Note("checkpoint", {"step": event.step, "path": event.path})
-    return state.of(checkpoint=(event.path, event.step), parts=()), (note,), f"checkpoint of step {event.step}"
+    return (
+        state.of(checkpoint=(event.path, event.step), parts=()),
+        (note,),
+        f"checkpoint of step {event.step}",
+    )
 
 
 def _adopted(state: JobState, event: Adopted, now: float) -> Result:
@@ -215,7 +226,7 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
 }
 
 
-# ---- rules of every phase -----------------------------------------------------------------------------------------
+# ---- rules of every phase ----
 
 
 def _losses(state: JobState, now: float) -> Result | None:
@@ -249,7 +260,9 @@ def _endings(state: JobState, now: float) -> Result | None:
         if failed is not None:
             return _end(state, JobPhase.FAILED, failed.exit_code, f"{member.node}: {failed.message}")
         if finished is not None and finished.params_sha256:
-            return _end(state, JobPhase.FINISHED, 0, f"all {finished.step} steps done", finished.params_sha256)
+            return _end(
+                state, JobPhase.FINISHED, 0, f"all {finished.step} steps done", finished.params_sha256
+            )
     return None
 
 
@@ -259,7 +272,7 @@ def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
     return state.of(phase=phase, ending=finish), (*stops, finish), reason
 
 
-# ---- rules of single phases ---------------------------------------------------------------------------------------
+# ---- rules of single phases ----
 
 
 def _waiting(state: JobState, now: float) -> Result | None:
@@ -268,7 +281,11 @@ def _waiting(state: JobState, now: float) -> Result | None:
         return None
     nodes = tuple(sorted(here, key=natural))[: state.policy.max_nodes]
     state, actions = _launch(state, nodes)
-    return state.of(phase=JobPhase.LAUNCHED), actions, f"{len(here)} of {state.policy.min_nodes} nodes are here"
+    return (
+        state.of(phase=JobPhase.LAUNCHED),
+        actions,
+        f"{len(here)} of {state.policy.min_nodes} nodes are here",
+    )
 
 
 def _launch(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[Action, ...]]:
@@ -309,7 +326,9 @@ def _script(state: JobState, launched: list[Member]) -> Result | None:
     missing = state.next_rank > len(launched)
     grown = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < state.policy.max_nodes
     if failed and state.restart >= state.policy.max_restarts:
-        return _end(state, JobPhase.FAILED, 1, f"{failed[0].report.cause} (restarts used up: {state.restart})")
+        return _end(
+            state, JobPhase.FAILED, 1, f"{failed[0].report.cause} (restarts used up: {state.restart})"
+        )
     if failed or missing or grown:
         why = failed[0].report.cause if failed else "membership changed"
         policy = state.policy if failed else replace(state.policy, max_restarts=state.policy.max_restarts + 1)
@@ -328,7 +347,9 @@ def _halting(state: JobState, now: float) -> Result | None:
         why = trouble(state, now) or _deadline(state, now)
         if why:
             return epoch_change.begin(state, why, now)
-    there = {n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted}
+    there = {
+        n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted
+    }
     waiting = [n for n in state.members if n not in there]
     if waiting:
         return None
@@ -361,7 +382,9 @@ def _running(state: JobState, now: float) -> Result | None:
         return epoch_change.begin(state, why, now)
     assert state.plan is not None
     members = [state.members[n] for n in state.plan.nodes()]
-    resumed = [mb.report.resumed_at for mb in members if mb.report.resumed_at and mb.report.epoch == state.epoch]
+    resumed = [
+        mb.report.resumed_at for mb in members if mb.report.resumed_at and mb.report.epoch == state.epoch
+    ]
     if state.change is not None and resumed:
         return _recovered(state, members, min(resumed))
     if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
@@ -406,8 +429,10 @@ def _joining(state: JobState, now: float) -> Result | None:
         waiting = [n for n in here if state.members[n].report.prefetched < state.epoch]
         if waiting and now - state.joining_since < PREFETCH_S:
             return None
-        return epoch_change.begin(state, f"join {' '.join(here)}", now, boundary=True) if here else (
-            state.of(joining=()), (), "the joining node is gone"
+        return (
+            epoch_change.begin(state, f"join {' '.join(here)}", now, boundary=True)
+            if here
+            else (state.of(joining=()), (), "the joining node is gone")
         )
     return epoch_change.consider_joining(state, now)
 
@@ -446,12 +471,18 @@ def _nothing(state: JobState, now: float) -> Result | None:
 
 RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
     JobPhase.WAITING: ((_waiting,), (JobPhase.LAUNCHED,)),
-    JobPhase.LAUNCHED: ((_launched,), (JobPhase.HALTING, JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED)),
+    JobPhase.LAUNCHED: (
+        (_launched,),
+        (JobPhase.HALTING, JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED),
+    ),
     JobPhase.HALTING: (
         (_halting,),
         (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED),
     ),
-    JobPhase.INSTALLING: ((_installing,), (JobPhase.RUNNING, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
+    JobPhase.INSTALLING: (
+        (_installing,),
+        (JobPhase.RUNNING, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED),
+    ),
     JobPhase.RUNNING: ((_running,), (JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
     JobPhase.PAUSED: ((_paused,), (JobPhase.HALTING, JobPhase.FAILED)),
     JobPhase.FINISHED: ((_nothing,), ()),

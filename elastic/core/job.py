@@ -74,7 +74,13 @@ class Member:
     @property
     def halted(self) -> bool:
         """Its vault's inventory is complete and nothing runs on it."""
-        return self.report.phase in (NodePhase.HALTED, NodePhase.IDLE, NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
+        return self.report.phase in (
+            NodePhase.HALTED,
+            NodePhase.IDLE,
+            NodePhase.EMPTY,
+            NodePhase.STARTING,
+            NodePhase.FAILED,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,7 @@ class JobState:
         return replace(self, **changes)
 
 
-# ---- events ------------------------------------------------------------------------------------------------------
+# ---- events ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +226,7 @@ class Adopted:
     """A coordinator took the job over from the store."""
 
 
-# ---- actions -----------------------------------------------------------------------------------------------------
+# ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """How a layer's state lies in a flat run of bytes, readable without torch.
 
     8 bytes   little-endian length H of the header
-    H bytes   JSON: {"version": v, "tensors": [...], "extra": {...}}, padded with blanks so that 8 + H is a multiple of 64
+    H bytes   JSON: {"version": v, "tensors": [...], "extra": {...}}, padded with blanks: 8 + H is a multiple of 64
     ...       tensors, raw little-endian, each at its `offset` (a multiple of 64, from the start of the run)
 
 Tensor names are `param/NAME`, `master/NAME` (fp32 masters of low-precision parameters) and `optim/NAME/KEY`.
@@ -16,7 +16,16 @@ from elastic.core import codec
 from elastic.errors import VaultError
 
 ALIGNMENT = 64
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class NodePhase(StrEnum):
     FAILED = "failed"
 
 
-# ---- worker -> agent -------------------------------------------------------------------------------------------
+# ---- worker -> agent ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Failed:
     exit_code: int = 1
 
 
-# ---- agent -> worker -------------------------------------------------------------------------------------------
+# ---- agent -> worker ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Acked:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Pull the newest state of these (layer, TP rank, node that holds it) into the local vault while training goes on."""
+    """Pull the newest state of these (layer, TP rank, node that holds it) into the local vault; training goes on."""
 
     epoch: int
     sources: tuple[tuple[int, int, str], ...]
@@ -208,7 +208,7 @@ class Stop:
     reason: str = ""
 
 
-# ---- agent -> coordinator --------------------------------------------------------------------------------------
+# ---- agent -> coordinator ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class CheckpointPart:
     """(layer, TP rank) of the files written."""
 
 
-# ---- coordinator -> agent --------------------------------------------------------------------------------------
+# ---- coordinator -> agent ----
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class PrefetchDone:
     epoch: int
 
 
-# ---- actions -----------------------------------------------------------------------------------------------------
+# ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,11 @@ def _halt(state: NodeState, event: m.Halt) -> Result:
 
 def _install(state: NodeState, event: m.Install) -> Result:
     if event.epoch != state.epoch or state.phase is not Phase.HALTED:
-        return state, (Report(),), f"install of epoch {event.epoch} does not fit epoch {state.epoch} ({state.phase})"
+        return (
+            state,
+            (Report(),),
+            f"install of epoch {event.epoch} does not fit epoch {state.epoch} ({state.phase})",
+        )
     workers = tuple(replace(w, halted=None) for w in state.workers)
     state = replace(state, workers=workers, suspects=(), cause="", detect_s=0.0, waiting=False, finished=None)
     if state.info.node not in event.assignment.plan.nodes():
@@ -347,7 +351,11 @@ def _halted(state: NodeState) -> Result:
         return state, (), "not halting"
     if not all(w.halted is not None for w in state.workers):
         return state, (), "waiting for the other workers"
-    return replace(state, phase=Phase.HALTED, suspects=()), (Fence(state.epoch), Report()), "all workers halted"
+    return (
+        replace(state, phase=Phase.HALTED, suspects=()),
+        (Fence(state.epoch), Report()),
+        "all workers halted",
+    )
 
 
 def _exited(state: NodeState, event: Exited) -> Result:
@@ -375,7 +383,9 @@ def _script_exited(state: NodeState, event: Exited) -> Result:
     """A script that does not use elastic: torchrun's rules; the coordinator decides on restarts."""
     if event.code != 0:
         dead = tuple(replace(w, alive=False) for w in state.workers)
-        state = replace(state, phase=Phase.FAILED, workers=dead, cause=f"worker {event.rank}: {_name(event.code)}")
+        state = replace(
+            state, phase=Phase.FAILED, workers=dead, cause=f"worker {event.rank}: {_name(event.code)}"
+        )
         return state, (KillWorkers("a worker failed"), Report()), f"worker ended with {_name(event.code)}"
     if any(w.alive for w in state.workers):
         return state, (), "waiting for the other workers"

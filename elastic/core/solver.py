@@ -32,7 +32,7 @@ class Solver:
     def full(self) -> int:
         return (1 << self.plan.n_microbatches) - 1
 
-    # ---- which version -------------------------------------------------------------------------------------
+    # ---- which version ----
 
     def candidates(self) -> list[int]:
         """Versions that anything leads to, highest first."""
@@ -67,7 +67,7 @@ class Solver:
                 return version
         return None
 
-    # ---- state ---------------------------------------------------------------------------------------------
+    # ---- state ----
 
     def state_recipe(self, node: str, slot: Slot, version: int) -> Recipe:
         """The cheapest way, in bytes over the network, for `slot` on `node` to get `version`."""
@@ -106,7 +106,7 @@ class Solver:
             copies += [self.nearest(by_mask[mask], node) for mask in masks]
         return copies
 
-    # ---- gradients of the running step ---------------------------------------------------------------------
+    # ---- gradients of the running step ----
 
     def families(self, version: int) -> list[frozenset[int]]:
         """For each layer the ledgers that every TP rank has a copy of."""
@@ -160,7 +160,7 @@ class Solver:
             share[node] = share.get(node, 0) + (copy.nbytes if copy.node != node else 0)
             sums.setdefault((node, (layer, rank)), []).append(self.take(copy, node))
 
-    # ---- sources -------------------------------------------------------------------------------------------
+    # ---- sources ----
 
     def nearest(self, copies: Sequence[Copy], node: str) -> Copy:
         return on_node(copies, node) or self.lightest(copies)

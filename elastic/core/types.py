@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 STATE, GRADIENT, REDUCED = "state", "gradient", "reduced"
-"""Kinds of copies. A reduced gradient is that of a layer with shared tensors after the sum over all of their owners: what
-its update takes, whatever becomes of the other owners' gradients."""
+"""Kinds of copies. A reduced gradient is that of a layer with shared tensors after the sum over all of their
+owners: what its update takes, whatever becomes of the other owners' gradients."""
 
 
 class Accumulate(StrEnum):

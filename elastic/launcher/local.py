@@ -88,7 +88,7 @@ class Supervisor:
                 self._lifeline.close()
         return EXIT_FAILURE if self._code is None else self._code
 
-    # ---- starting ---------------------------------------------------------------------------------------
+    # ---- starting ----
 
     def _start(self) -> None:
         if self._hosting:
@@ -111,7 +111,7 @@ class Supervisor:
         console = self._view.output if isinstance(self._view, Bar) else None
         self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
 
-    # ---- looking after ----------------------------------------------------------------------------------
+    # ---- looking after ----
 
     def _look(self) -> None:
         """Everything that may have happened since the last look."""
@@ -185,7 +185,7 @@ class Supervisor:
             self._view.note(f"every node ended before the job did; logs are in {self._path / 'logs'}")
             self._code = EXIT_FAILURE
 
-    # ---- injected faults --------------------------------------------------------------------------------
+    # ---- injected faults ----
 
     def _carry_out(self, spec: FaultSpec) -> None:
         self._view.note(f"fault: {spec.text}")
@@ -209,7 +209,7 @@ class Supervisor:
         except ElasticError as error:
             self._view.note(f"drain of {spec.node}: {error}")
 
-    # ---- ending -----------------------------------------------------------------------------------------
+    # ---- ending ----
 
     def _end(self, wake: int) -> None:
         """Let agents end by themselves after a finished job, else ask them; kill what is left. Second
@@ -241,7 +241,7 @@ class Supervisor:
         for child in (*self._agents, *([self._coordinator] if self._coordinator else [])):
             child.kill()
 
-    # ---- signals ----------------------------------------------------------------------------------------
+    # ---- signals ----
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[int]:

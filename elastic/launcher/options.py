@@ -115,7 +115,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     )
 
 
-# ---- who takes part ------------------------------------------------------------------------------------
+# ---- who takes part ----
 
 
 def _nnodes(text: str) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def _domains(text: str, standalone: bool) -> tuple[str, ...]:
     return names
 
 
-# ---- directories ---------------------------------------------------------------------------------------
+# ---- directories ----
 
 
 def _run_dir(args: argparse.Namespace, token: str) -> tuple[Path, bool]:
@@ -257,7 +257,7 @@ def _memory_root() -> Path:
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
-# ---- what remains --------------------------------------------------------------------------------------
+# ---- what remains ----
 
 
 def _check_rest(args: argparse.Namespace) -> None:

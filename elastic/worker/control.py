@@ -44,7 +44,9 @@ class WorkerContext:
     def from_environment() -> WorkerContext:
         """Read what `elastic run` put into the environment. Raises UsageError outside of it."""
         if "ELASTIC_AGENT" not in os.environ:
-            raise UsageError("this script trains under `elastic run`; try: elastic run --standalone --nnodes 2 SCRIPT")
+            raise UsageError(
+                "this script trains under `elastic run`; try: elastic run --standalone --nnodes 2 SCRIPT"
+            )
         env = os.environ
         return WorkerContext(
             agent=env["ELASTIC_AGENT"],

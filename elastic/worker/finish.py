@@ -26,7 +26,11 @@ def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, 
         finally:
             client.close()
         for copy in inventory:
-            if copy.kind == STATE and copy.step == spec.n_steps and holders[copy.layer] == copy.owner == holder:
+            if (
+                copy.kind == STATE
+                and copy.step == spec.n_steps
+                and holders[copy.layer] == copy.owner == holder
+            ):
                 copies[copy.layer, copy.shard] = copy
     fetcher = Fetcher(node, vaults, abandon)
 

@@ -60,7 +60,9 @@ class Injector:
                 self.slow = spec.factor
             case FaultKind.PARTITION:
                 self._send(m.FaultReached(format_fault(spec), time.time()))
-                time.sleep(spec.duration_s)  # packets of a partitioned node do not arrive; its sockets stay open
+                time.sleep(
+                    spec.duration_s
+                )  # packets of a partitioned node do not arrive; its sockets stay open
             case _:
                 raise AssertionError(f"{spec.kind} is not a worker's fault")
 

@@ -100,14 +100,18 @@ class Installer:
             raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
         return replica, source
 
-    def _replay(self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None, fetches: Fetches) -> None:
+    def _replay(
+        self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None, fetches: Fetches
+    ) -> None:
         """Apply the update of step version-1 from the gradients of its holders, as they would have."""
         if record is None or record.step != recipe.version - 1:
             raise VaultError(f"layer {recipe.layer}: no record of step {recipe.version - 1}")
         whole = [copy for copy in recipe.replay if copy.kind == REDUCED]
         if whole:
             data = fetches[whole[0].key].result().data
-            replica.update(data.view(replica.gradient.dtype).to(replica.device), record.clip, self._lr(record.step))
+            replica.update(
+                data.view(replica.gradient.dtype).to(replica.device), record.clip, self._lr(record.step)
+            )
             replica.clear()
             return
         owners = {recipe.layer: replica}

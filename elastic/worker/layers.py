@@ -70,7 +70,7 @@ class LayerStack(ABC):
             raise FieldError("tp", size, "these layers run without tensor parallelism; use 1")
         return TensorParallel()
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - most stacks make nothing
         """Give up what `tensor_parallel` made; nothing is built after it."""
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:

@@ -103,7 +103,9 @@ class Protection:
         if states:
             self._publisher.publish_states(states, self._epoch, "")
         gradients = [
-            r for r in self._replicas if r.ledger and self._published.get(r.index) != (r.version, frozenset(r.ledger))
+            r
+            for r in self._replicas
+            if r.ledger and self._published.get(r.index) != (r.version, frozenset(r.ledger))
         ]
         if gradients:
             self._publisher.publish_gradients(gradients, gradients[0].version, self._epoch, "")

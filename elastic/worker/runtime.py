@@ -2,9 +2,10 @@
 
     Trainer(stack=..., optimizer=..., data=..., steps=..., microbatches=...).run()
 
-The worker attaches to its agent and then follows orders. `Install` makes it bring its layers to the assignment,
-connect to the others and train; a fault anywhere, or a newer epoch, makes it leave all communication at once, put what it
-has into the vault, report `Halted`, and wait for the next `Install`. Process, device context and model stay.
+The worker attaches to its agent and then follows orders. `Install` makes it bring its layers to the
+assignment, connect to the others and train; a fault anywhere, or a newer epoch, makes it leave all
+communication at once, put what it has into the vault, report `Halted`, and wait for the next `Install`.
+Process, device context and model stay.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from elastic.planning.roster import Roster, roster
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
 from elastic.worker.control import Control, WorkerContext
-from elastic.worker.finish import job_sha256
 from elastic.worker.fetch import Fetcher
+from elastic.worker.finish import job_sha256
 from elastic.worker.injector import Injector
 from elastic.worker.install import Installer
 from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
@@ -44,8 +45,9 @@ LINK_TIMEOUT_S = 1800.0
 class Trainer:
     """Trains `stack` for `steps` steps of `microbatches` micro-batches, on whatever nodes there are.
 
-    data(step, index) gives micro-batch `index` of `step`, a function of these alone. Global batch, sample order, dropout
-    and learning rate do not depend on the nodes. With `--accumulate exact` neither do the parameters, bit for bit.
+    data(step, index) gives micro-batch `index` of `step`, a function of these alone. Global batch, sample order,
+    dropout and learning rate do not depend on the nodes. With `--accumulate exact` neither do the parameters, bit
+    for bit.
     """
 
     def __init__(
@@ -62,8 +64,11 @@ class Trainer:
         checkpoint_every: int = 0,
     ) -> None:
         for name, value, least in (
-            ("steps", steps, 1), ("microbatches", microbatches, 1), ("tp", tp, 1), ("checkpoint_every", checkpoint_every, 0),
-        ):  # fmt: skip
+            ("steps", steps, 1),
+            ("microbatches", microbatches, 1),
+            ("tp", tp, 1),
+            ("checkpoint_every", checkpoint_every, 0),
+        ):
             if value < least:
                 raise FieldError(name, value, f"a whole number from {least} up")
         self._stack, self._optimizer, self._data = stack, optimizer, data
@@ -98,7 +103,7 @@ class Trainer:
                 self._epoch(order)
 
     def _leave(self) -> None:
-        """Let go of groups and slots while the interpreter is whole: their destructors wait for threads of their own."""
+        """Let go of groups and slots while the interpreter is whole: their destructors wait for threads."""
         self._control.close()
         self._publisher.close()
         self._live.clear()
@@ -106,22 +111,28 @@ class Trainer:
         self._tp = TensorParallel(self._tp.rank, self._tp.size)
         self._stack.release()
 
-    # ---- attaching ---------------------------------------------------------------------------------------------
+    # ---- attaching ----
 
     def _connect(self) -> None:
         context = self._context
         if context.local_world_size % self._spec.tp:
-            raise FieldError("tp", self._spec.tp, f"it must divide the {context.local_world_size} workers of a node")
+            raise FieldError(
+                "tp", self._spec.tp, f"it must divide the {context.local_world_size} workers of a node"
+            )
         self._device = _device(context.local_rank)
         if self._accumulate is Accumulate.EXACT and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # sums inside a kernel depend on it, and nodes must not differ
         group, shard = divmod(context.local_rank, self._spec.tp)
         self._unit, self._left_epoch = Unit(context.node, group), 0
-        self._tp = self._stack.tensor_parallel(shard, self._spec.tp, f"{context.tp_store}.{group}", self._device)
+        self._tp = self._stack.tensor_parallel(
+            shard, self._spec.tp, f"{context.tp_store}.{group}", self._device
+        )
         warm_up(self._stack, self._tp, self._optimizer, self._accumulate, self._device)
         self._store, address = host_store(context.host)
         self._control = Control(context.agent, self._on_acked)
-        self._publisher = Publisher(self._control, Path(context.memory_dir) / context.node, context.node, shard)
+        self._publisher = Publisher(
+            self._control, Path(context.memory_dir) / context.node, context.node, shard
+        )
         self._injector = Injector(context, self._control.send)
         self._control.send(m.Attach(context.local_rank, os.getpid(), self._spec, address))
         self._control.start()
@@ -131,7 +142,7 @@ class Trainer:
         if self._protection is not None:
             self._protection.on_acked(bundle)
 
-    # ---- an epoch ----------------------------------------------------------------------------------------------
+    # ---- an epoch ----
 
     def _epoch(self, order: m.Install) -> None:
         """Install, train, and leave when told or when something breaks; then report what is here."""
@@ -148,7 +159,7 @@ class Trainer:
             self._control.send(m.CommFailed(order.epoch, (), str(error)))
         except ElasticError as error:
             self._fail(f"{type(error).__name__}: {error}", error.exit_code)
-        except Exception as error:  # the user's model, data or optimizer: the job cannot go on, and says so
+        except Exception as error:  # noqa: BLE001 - the user's model, data or optimizer: the job cannot go on, and says so
             self._fail(f"{type(error).__name__}: {error}", EXIT_FAILURE, error)
         finally:
             epoch.close()
@@ -170,7 +181,14 @@ class Trainer:
 
     def _build(self, layer: int, empty: bool) -> LayerReplica:
         replica = build_replica(
-            self._stack, layer, self._tp, self._optimizer, self._accumulate, self._spec.seed, self._device, empty=empty
+            self._stack,
+            layer,
+            self._tp,
+            self._optimizer,
+            self._accumulate,
+            self._spec.seed,
+            self._device,
+            empty=empty,
         )
         replica.owner = self._context.node
         return replica
@@ -225,7 +243,9 @@ class _Epoch:
                 t._injector.reach(self._assignment.step, Phase.RECOVERY)
 
         try:
-            installer = Installer(t._build, fetcher, t._optimizer.lr, reached, self._abandon.check, t._stack.tied)
+            installer = Installer(
+                t._build, fetcher, t._optimizer.lr, reached, self._abandon.check, t._stack.tied
+            )
             installed = installer.install(self._assignment, member, t._live)
         finally:
             fetcher.close()
@@ -235,7 +255,9 @@ class _Epoch:
         if recovering:
             t._injector.recoveries += 1
         rebuilt = time.perf_counter()
-        control.send(m.Ready(self._order.epoch, transferred - began, rebuilt - transferred, tuple(installed.sources)))
+        control.send(
+            m.Ready(self._order.epoch, transferred - began, rebuilt - transferred, tuple(installed.sources))
+        )
 
     def _connect(self, replicas: list[LayerReplica]) -> None:
         t = self._t
@@ -288,7 +310,9 @@ class _Epoch:
         if self._rank == 0:
             t = self._t
             tokens = t._spec.n_microbatches * t._spec.tokens_per_microbatch
-            t._control.send(m.StepDone(self._order.epoch, outcome.record, outcome.seconds, outcome.lr, tokens))
+            t._control.send(
+                m.StepDone(self._order.epoch, outcome.record, outcome.seconds, outcome.lr, tokens)
+            )
 
     def _finish(self) -> None:
         """All steps are done: wait until everybody's last state is in a vault; one worker computes the hash."""
@@ -301,7 +325,9 @@ class _Epoch:
         self._links.gather(torch.zeros(1, dtype=torch.int64))
         sha = ""
         if self._rank == 0:
-            sha = job_sha256(self.plan, t._spec, dict(self._assignment.vaults), t._context.node, self._abandon)
+            sha = job_sha256(
+                self.plan, t._spec, dict(self._assignment.vaults), t._context.node, self._abandon
+            )
         t._control.send(m.Finished(t._spec.n_steps, sha))
 
     def close(self) -> None:

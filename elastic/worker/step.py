@@ -83,9 +83,7 @@ class StepRunner:
         self.record: StepRecord | None = None
         """Record of the last step whose update was begun here."""
 
-    def run(
-        self, step: int, microbatches: tuple[int, ...], covered: Mapping[int, frozenset[int]]
-    ) -> Outcome:
+    def run(self, step: int, microbatches: tuple[int, ...], covered: Mapping[int, frozenset[int]]) -> Outcome:
         """Do step `step`: this worker's micro-batches, then the common end.
 
         `covered[layer]`: micro-batches that some holder's ledger has already. Raises EpochAbandoned or LinkFailed; the
@@ -121,7 +119,7 @@ class StepRunner:
         self._protection.after_update()
         return Outcome(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
-    # ---- hooks of the pipeline runner --------------------------------------------------------------------------
+    # ---- hooks of the pipeline runner ----
 
     def before(self, action: Action) -> None:
         self._stretch()

@@ -16,7 +16,11 @@ def tp_sync(tp: TensorParallel) -> Callable[[bool], bool] | None:
         return None
 
     def sync(flag: bool) -> bool:
-        on = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(tp.group) == "nccl" else "cpu"
+        on = (
+            torch.device("cuda", torch.cuda.current_device())
+            if dist.get_backend(tp.group) == "nccl"
+            else "cpu"
+        )
         value = torch.tensor([int(flag)], device=on)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=tp.group)
         return bool(value.item())

@@ -36,12 +36,30 @@ class Run:
         return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def elastic_run(run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S) -> Run:
+def elastic_run(
+    run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S
+) -> Run:
     """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end."""
-    command = [sys.executable, "-m", "elastic", "run", "--standalone", "--run-dir", str(run_dir), *flags, *script]
+    command = [
+        sys.executable,
+        "-m",
+        "elastic",
+        "run",
+        "--standalone",
+        "--run-dir",
+        str(run_dir),
+        *flags,
+        *script,
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=deadline_s, check=False
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=deadline_s,
+        check=False,
     )
     return Run(done.returncode, done.stdout.decode(errors="replace"), run_dir)
 

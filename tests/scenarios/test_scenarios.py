@@ -15,9 +15,7 @@ References = Callable[[Scenario], Run]
 
 
 def _parameters() -> list[object]:
-    return [
-        pytest.param(s, id=s.name, marks=[] if s.small else [pytest.mark.chaos]) for s in SCENARIOS
-    ]
+    return [pytest.param(s, id=s.name, marks=[] if s.small else [pytest.mark.chaos]) for s in SCENARIOS]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +35,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 @pytest.mark.parametrize("scenario", _parameters())
-def test_same_parameters_as_without_the_fault(scenario: Scenario, references: References, tmp_path: Path) -> None:
+def test_same_parameters_as_without_the_fault(
+    scenario: Scenario, references: References, tmp_path: Path
+) -> None:
     run = run_scenario(tmp_path / "run", scenario)
     assert run.code == 0, run.output
     summary, expected = run.summary, references(scenario).summary
