@@ -27,7 +27,7 @@ MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.HALTING,), "all workers halted", Phase.HALTED),
     ((Phase.IDLE,), "halt, nothing runs here", Phase.HALTED),
     ((Phase.HALTED,), "install, as a spare", Phase.IDLE),
-    ((Phase.INSTALLING, Phase.RUNNING), "all steps done", Phase.FINISHED),
+    ((Phase.RUNNING,), "all steps done", Phase.FINISHED),
     ((*_ATTACHED, Phase.RUNNING, Phase.FINISHED), "a worker died", Phase.STARTING),
     ((*_ATTACHED, Phase.STARTING), "crashed too often", Phase.FAILED),
     ((Phase.STARTING,), "script ended", Phase.FINISHED),
@@ -333,9 +333,8 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
             suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
             return replace(state, suspects=suspects), (Report(),), f"contact lost: {message.detail}"
         case m.Finished():
-            running = state.phase in (Phase.INSTALLING, Phase.RUNNING)
-            state = _put(state, event.rank, worker)
-            state = replace(state, phase=Phase.FINISHED if running else state.phase)
+            phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
+            state = replace(_put(state, event.rank, worker), phase=phase)
             if state.finished is None or message.params_sha256:
                 state = replace(state, finished=message)
             return state, (Report(),), "all steps done"

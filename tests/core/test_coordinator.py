@@ -216,7 +216,7 @@ def test_workers_that_died() -> None:
 
 
 def test_workers_that_died_unseen() -> None:
-    """The node crashed and came back while the coordinator was away: it looks healthy, but trains no longer."""
+    """The node crashed and came back while the coordinator was away: it looks healthy, but does not train."""
     _, _, reason = say(running(), "node2", phase=NodePhase.IDLE)
     assert "epoch 2: node2: workers were started anew" in reason
 
@@ -289,7 +289,7 @@ def test_another_model_ends_the_job() -> None:
 
 
 def test_orders_that_were_not_heard_are_said_again() -> None:
-    """Halt, Install and Launch, after any report that shows it; a beat that came first makes no difference."""
+    """Halt, Install and Launch, after any report that shows it, also when a beat came first."""
     state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
     _, actions, _ = say(state, "node0")
     assert told(actions, m.Halt) == [m.Halt(2)]

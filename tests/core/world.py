@@ -167,7 +167,7 @@ class World:
 
 @dataclass
 class Boss:
-    """The coordinator's shell: queue, saved state, streams. Checks at every decision what must always hold."""
+    """The coordinator's shell: queue, saved state, streams. Checks at each decision what must always hold."""
 
     world: World
     policy: Policy

@@ -254,7 +254,7 @@ class Agent:
     # ---- backups --------------------------------------------------------------------------------
 
     def replicate(self, copies: list[tuple[Copy, Any]], peer: str, acked: Callable[[], None]) -> None:
-        """Bring copies to the peer's vault. One that refuses never acknowledges; one that is gone is reported."""
+        """Bring copies to the peer's vault. If it refuses, no acknowledgement; if it is gone, a report."""
         epoch, target = copies[0][0].epoch, self.world.agents[peer]
 
         def arrive() -> None:
