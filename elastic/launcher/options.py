@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.config import FILE, LOG_PREFIX, JobConfig, load_config
-from elastic.core.faults import FaultSpec, parse_fault
+from elastic.core.faults import FaultKind, FaultSpec, parse_fault
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
 from elastic.launcher.script import check_command
@@ -107,7 +107,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     )
     return Request(
         config=config,
-        nodes=_names(args, standalone, high),
+        nodes=_names(args, standalone, _at_start(config) if standalone else high),
         hosts=_hosts(args, standalone, conf),
         signals=signals(args.signals_to_handle),
         console_events=args.event_log_handler == "console",
@@ -166,6 +166,14 @@ def _endpoint(args: argparse.Namespace) -> str:
 def _master_addr(args: argparse.Namespace) -> str:
     """Fixed by the user under static rendezvous; else "", which is rank 0's host."""
     return _endpoint(args).rpartition(":")[0].strip("[]") if args.rdzv_backend == "static" else ""
+
+
+def _at_start(config: JobConfig) -> int:
+    """Local nodes to start with: the maximum, but room is left for nodes that join where none leaves before."""
+    kinds = [spec.kind for spec in config.faults]
+    joins = kinds.count(FaultKind.JOIN)
+    leaving = sum(kind in (FaultKind.KILL, FaultKind.DRAIN, FaultKind.PARTITION) for kind in kinds)
+    return max(config.min_nodes, config.max_nodes - max(0, joins - leaving))
 
 
 def _names(args: argparse.Namespace, standalone: bool, high: int) -> tuple[str, ...]:

@@ -89,7 +89,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="hang", faults=("stop node=2 step=2 microbatch=2",)),
     Scenario(name="partition", faults=("partition node=1 step=2 microbatch=2 duration=6",), flags=("--steps", "8")),
     Scenario(name="drain", faults=("drain node=1 step=2 deadline=60",), nothing_lost=True, nodes_after=3),
-    Scenario(name="join", faults=("join step=1",), nodes="3:4", nothing_lost=True, flags=("--steps", "400")),
+    Scenario(
+        name="join", faults=("join step=1",), nodes="3:4", nothing_lost=True, nodes_after=4, flags=("--steps", "400")
+    ),
     Scenario(
         name="four-three-two-four",
         faults=("kill node=3 step=1 microbatch=3", "kill node=1 step=2 microbatch=1", "join step=3", "join step=3"),
