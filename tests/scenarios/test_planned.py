@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ from tests.scenarios.shared import SCRIPT, exact, faults, median
 
 STEPS = ("--steps", "120", "--hidden", "128", "--seq-len", "128")
 SLACK_S = 0.2
+
+
+def slack_s() -> float:
+    """What a change may take besides a micro-batch; more on a machine that others keep busy."""
+    return SLACK_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
@@ -22,6 +28,7 @@ def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
 
 def test_drain_and_join_lose_nothing_and_hardly_pause(tmp_path: Path) -> None:
     """Three nodes: one is drained; another comes and takes its place."""
+    slack = slack_s()
     texts = ("drain node=1 step=3 deadline=60", "join step=3")
     flags = exact("--nnodes", "2:3", "--pipelines", "1", *faults(*texts))
     run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *STEPS])
@@ -34,7 +41,7 @@ def test_drain_and_join_lose_nothing_and_hardly_pause(tmp_path: Path) -> None:
     for recovery in summary["recoveries"]:
         assert recovery["planned"]
         assert recovery["microbatches_lost"] == 0
-        assert recovery["pause_s"] < microbatch_s(run, recovery) + SLACK_S, recovery
+        assert recovery["pause_s"] < microbatch_s(run, recovery) + slack, recovery
     last = summary["recoveries"][-1]
     assert last["nodes_after"] == 3
     assert "node3[" in summary["plan"] and "node1[" not in summary["plan"]
