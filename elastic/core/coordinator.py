@@ -20,24 +20,17 @@ from elastic.core import change as epoch_change
 from elastic.core import messages as m
 from elastic.core.job import (
     Action,
-    Adopted,
-    Beat,
-    CheckpointCommitted,
-    Closed,
-    CommitCheckpoint,
-    DrainAsked,
     Finish,
     JobPhase,
     JobState,
     Member,
     Note,
-    PartWritten,
     Recovered,
-    Reported,
     Result,
     Send,
-    Stepped,
 )
+from elastic.core.knowledge import KNOW
+from elastic.core.members import launch
 from elastic.core.messages import NodePhase
 from elastic.planning.peers import natural
 
@@ -89,141 +82,6 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
                 Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
             )
     return state, tuple(actions), "; ".join(reasons)
-
-
-# ---- what events tell ----
-
-
-def _reported(state: JobState, event: Reported, now: float) -> Result:
-    report, node = event.report, event.report.info.node
-    member = state.members.get(node)
-    if member is None or member.report.info.incarnation != report.info.incarnation:
-        if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
-            fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
-            return state, (Send(node, fenced),), f"{node}: a former member is refused"
-        return _joined(state, event, now)
-    was = member.report
-    if report.epoch < was.epoch:
-        return state, (), f"{node}: stale report of epoch {report.epoch}"
-    state = _put(state, replace(member, report=report, seen=now, connected=True))
-    if report.elastic and state.spec is None and report.spec is not None:
-        state = state.of(spec=report.spec)
-    if report.spec is not None and state.spec is not None and report.spec != state.spec:
-        failed = m.Failed(f"{node} runs another model or configuration than the rest of the job", 2)
-        state = _put(state, replace(state.members[node], report=replace(report, failed=failed)))
-    if report.suspects and not state.suspected_since and report.epoch == state.epoch:
-        state = state.of(suspected_since=now)
-    records = [h.record for h in report.halted if h.record]
-    if records and (state.record is None or records[-1].step > state.record.step):
-        state = state.of(record=records[-1])
-    return state, _resync(state, node), f"{node}: {report.phase}" if report.phase is not was.phase else ""
-
-
-def _joined(state: JobState, event: Reported, now: float) -> Result:
-    report = event.report
-    actions: list[Action] = [Note("joined", {"node": report.info.node, "domain": report.info.domain})]
-    if report.info.node in state.members:
-        actions.insert(0, Note("lost", {"node": report.info.node, "why": "came back as a new incarnation"}))
-    state = _put(state, Member(report=report, seen=now))
-    if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
-        state, launch = _launch(state, (report.info.node,))
-        actions += launch
-    actions += [a for a in _resync(state, report.info.node) if a not in actions]
-    return state, tuple(actions), f"{report.info.node} joined"
-
-
-def _resync(state: JobState, node: str) -> tuple[Action, ...]:
-    """Say again what a member's report shows that it has not heard; an order that it has heard changes nothing."""
-    member = state.members[node]
-    report = member.report
-    if state.ending is not None:
-        return (Send(node, m.Stop(state.ending.code, state.ending.reason)),)
-    orders: tuple[Action, ...] = ()
-    if member.launch is not None and report.restart < member.launch.restart:
-        orders = (Send(node, member.launch),)
-    if state.phase is JobPhase.HALTING and report.epoch < state.epoch and state.change is not None:
-        return (*orders, Send(node, m.Halt(state.epoch, state.change.boundary)))
-    installed = state.phase in (JobPhase.INSTALLING, JobPhase.RUNNING)
-    if installed and report.epoch == state.epoch and report.phase is NodePhase.HALTED and state.assignment:
-        return (*orders, Send(node, m.Install(state.epoch, state.assignment)))
-    return orders
-
-
-def _beat(state: JobState, event: Beat, now: float) -> Result:
-    member = state.members.get(event.node)
-    if member is None or member.report.info.incarnation != event.incarnation:
-        return (
-            state,
-            (Send(event.node, m.Fenced(f"{event.node} is not a member (any more)")),),
-            "former member",
-        )
-    report = replace(member.report, step=event.step, microbatch=event.microbatch)
-    return _put(state, replace(member, seen=now, report=report)), (), ""
-
-
-def _closed(state: JobState, event: Closed, now: float) -> Result:
-    member = state.members.get(event.node)
-    if member is None or member.report.info.incarnation != event.incarnation:
-        return state, (), ""
-    state = _put(state, replace(member, connected=False, closed_at=now))
-    return state, (), f"{event.node}: connection closed"
-
-
-def _drain_asked(state: JobState, event: DrainAsked, now: float) -> Result:
-    member = state.members.get(event.node)
-    if member is None or member.draining:
-        return state, (), f"drain of {event.node}: {'already draining' if member else 'no such node'}"
-    state = _put(state, replace(member, draining=True, drain_deadline=now + event.deadline_s))
-    note = Note("drain", {"node": event.node, "deadline_s": event.deadline_s})
-    return state, (note,), f"drain of {event.node} asked"
-
-
-def _stepped(state: JobState, event: Stepped, now: float) -> Result:
-    if state.record is not None and event.record.step < state.record.step:
-        return state, (), ""
-    return state.of(record=event.record, stepped_at=now), (), ""
-
-
-def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
-    layers = {pair for step, pairs in state.parts if step == event.step for pair in pairs} | set(event.layers)
-    newest = max((step for step, _ in state.parts), default=-1)
-    if state.spec is None or event.step < newest or (state.checkpoint and event.step <= state.checkpoint[1]):
-        return state, (), ""
-    whole = len(layers) == state.spec.n_layers * state.spec.tp
-    state = state.of(parts=((event.step, tuple(sorted(layers))),))
-    return state, ((CommitCheckpoint(event.step),) if whole else ()), ""
-
-
-def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
-    note = Note("checkpoint", {"step": event.step, "path": event.path})
-    return (
-        state.of(checkpoint=(event.path, event.step), parts=()),
-        (note,),
-        f"checkpoint of step {event.step}",
-    )
-
-
-def _adopted(state: JobState, event: Adopted, now: float) -> Result:
-    late = now + state.policy.adopt_s
-    members = {
-        node: replace(mb, connected=False, closed_at=late, seen=late) for node, mb in state.members.items()
-    }
-    actions: tuple[Action, ...] = (Note("adopted", {"epoch": state.epoch}),)
-    if state.ending is not None:
-        actions = (*actions, state.ending)
-    return state.of(members=members), actions, "took the job over"
-
-
-KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
-    Reported: _reported,
-    Beat: _beat,
-    Closed: _closed,
-    DrainAsked: _drain_asked,
-    Stepped: _stepped,
-    PartWritten: _part_written,
-    CheckpointCommitted: _checkpoint_committed,
-    Adopted: _adopted,
-}
 
 
 # ---- rules of every phase ----
@@ -280,28 +138,12 @@ def _waiting(state: JobState, now: float) -> Result | None:
     if len(here) < state.policy.min_nodes:
         return None
     nodes = tuple(sorted(here, key=natural))[: state.policy.max_nodes]
-    state, actions = _launch(state, nodes)
+    state, actions = launch(state, nodes)
     return (
         state.of(phase=JobPhase.LAUNCHED),
         actions,
         f"{len(here)} of {state.policy.min_nodes} nodes are here",
     )
-
-
-def _launch(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[Action, ...]]:
-    """Give each node its ranks and start its workers."""
-    policy, sends = state.policy, []
-    size = max(state.next_rank + len(nodes), 1)
-    first = next((mb for mb in state.members.values() if mb.rank == 0), state.members[nodes[0]])
-    for node in nodes:
-        rank = state.next_rank
-        host, port = policy.master_addr or first.report.info.host, policy.master_port
-        per = policy.workers_per_node
-        launch = m.Launch(rank, size, rank * per, size * per, host, port, state.restart)
-        member = replace(state.members[node], rank=rank, launch=launch)
-        state = _put(state.of(next_rank=rank + 1), member)
-        sends.append(Send(node, launch))
-    return state, tuple(sends)
 
 
 def _launched(state: JobState, now: float) -> Result | None:
@@ -311,7 +153,7 @@ def _launched(state: JobState, now: float) -> Result | None:
     if state.spec is not None:
         late = tuple(n for n, mb in state.members.items() if mb.rank < 0)
         if late:
-            state, actions = _launch(state, late)
+            state, actions = launch(state, late)
             return state, actions, "launch late nodes"
         if all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched):
             return epoch_change.begin(state, "start", now)
@@ -459,10 +301,6 @@ def trouble(state: JobState, now: float) -> str:
         suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
         return f"contact lost with {' '.join(suspects)}" if suspects else ""
     return ""
-
-
-def _put(state: JobState, member: Member) -> JobState:
-    return state.of(members={**state.members, member.node: member})
 
 
 def _nothing(state: JobState, now: float) -> Result | None:

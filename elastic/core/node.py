@@ -9,12 +9,38 @@ The agent reports its whole condition after every change (`Report`), so messages
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from elastic.core import messages as m
 from elastic.core.messages import NodePhase as Phase
-from elastic.core.types import NodeInfo
+from elastic.core.node_state import (
+    MAX_CRASHES,
+    Action,
+    Enter,
+    Evidence,
+    Exited,
+    Fence,
+    KillWorkers,
+    Leave,
+    Looked,
+    NodeState,
+    PrefetchDone,
+    Rejoin,
+    Report,
+    Result,
+    Said,
+    Spawn,
+    Tell,
+    Worker,
+    hung,
+    report,
+)
+
+__all__ = [
+    "MOVES", "Action", "Enter", "Evidence", "Exited", "Fence", "KillWorkers", "Leave", "Looked", "NodeState",
+    "PrefetchDone", "Rejoin", "Report", "Result", "Said", "Spawn", "Tell", "Worker", "hung", "report", "transition",
+]  # fmt: skip
 
 _ATTACHED = (Phase.IDLE, Phase.INSTALLING, Phase.HALTING, Phase.HALTED)
 MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
@@ -35,152 +61,6 @@ MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
 )
 """(from, why, to): every change of phase that `transition` makes. docs/states.md is drawn from this table."""
-STOPPED_S = 0.4
-"""A worker that the kernel shows as stopped, and that has been silent this long, is hung."""
-SILENT_S = 15.0
-"""A worker that is silent, and used no CPU, this long is hung."""
-STUCK_S = 60.0
-"""A worker whose main thread has computed on one action this long without using CPU is hung."""
-MAX_CRASHES = 3
-"""Crashes of a node's workers without a finished installation between them, before the node gives up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One worker process as its agent sees it."""
-
-    alive: bool = False
-    attach: m.Attach | None = None
-    halted: m.Halted | None = None
-    ready: m.Ready | None = None
-    protected: int = -1
-    progress: m.Progress | None = None
-    seen: float = 0.0
-    """Time of its last message."""
-    moved: float = 0.0
-    """Time at which its counter last grew or it last used CPU."""
-    cpu_s: float = 0.0
-    exit_code: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NodeState:
-    """An agent's knowledge of its node."""
-
-    info: NodeInfo
-    phase: Phase = Phase.EMPTY
-    epoch: int = 0
-    elastic: bool = False
-    launch: m.Launch | None = None
-    workers: tuple[Worker, ...] = ()
-    resumed_at: float = 0.0
-    prefetched: int = -1
-    suspects: tuple[str, ...] = ()
-    cause: str = ""
-    detect_s: float = 0.0
-    crashes: int = 0
-    finished: m.Finished | None = None
-    failed: m.Failed | None = None
-    waiting: bool = False
-    """Told to halt for `epoch`, and not yet part of it: workers that attach now may still enter."""
-
-    @property
-    def able(self) -> bool:
-        return bool(self.workers) and all(w.alive and w.attach is not None for w in self.workers)
-
-
-# ---- events (coordinator and worker messages are events too) -----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A worker said something."""
-
-    rank: int
-    message: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    rank: int
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What the kernel says of a worker process."""
-
-    rank: int
-    stopped: bool
-    cpu_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """Periodic look at the worker processes."""
-
-    evidence: tuple[Evidence, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchDone:
-    epoch: int
-
-
-# ---- actions ----
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send `message` to every attached worker (rank None) or one of them."""
-
-    message: Any
-    rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Spawn:
-    launch: m.Launch
-
-
-@dataclass(frozen=True, slots=True)
-class KillWorkers:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """Refuse copies of epochs below `epoch` from now on; what the vault holds now is the inventory."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Enter:
-    """The vault enters the epoch: new peers, new addresses."""
-
-    install: m.Install
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Send the node's condition to the coordinator."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Let the workers end, then end the agent with this exit code."""
-
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rejoin:
-    """Forget everything, vault included, and join again as a new incarnation."""
-
-
-Action = Tell | Spawn | KillWorkers | Fence | Enter | Report | Leave | Rejoin
-Result = tuple[NodeState, tuple[Action, ...], str]
 
 
 def transition(state: NodeState, event: Any, now: float) -> Result:
@@ -208,35 +88,6 @@ def transition(state: NodeState, event: Any, now: float) -> Result:
             return replace(state, prefetched=event.epoch), (Report(),), "prefetch complete"
         case _:
             return state, (), "not for the node"
-
-
-def report(state: NodeState) -> m.NodeReport:
-    """The node's condition, without inventory."""
-    attached = [w.attach for w in state.workers if w.attach]
-    progress = [w.progress for w in state.workers if w.progress]
-    return m.NodeReport(
-        info=state.info,
-        phase=state.phase,
-        epoch=state.epoch,
-        spec=attached[0].spec if attached else None,
-        store=attached[0].store if attached else "",
-        able=state.able,
-        elastic=state.elastic,
-        halted=tuple(w.halted for w in state.workers if w.halted),
-        ready=tuple(w.ready for w in state.workers if w.ready),
-        resumed_at=state.resumed_at,
-        protected=min((w.protected for w in state.workers), default=-1),
-        prefetched=state.prefetched,
-        suspects=state.suspects,
-        cause=state.cause,
-        detect_s=state.detect_s,
-        finished=state.finished,
-        failed=state.failed,
-        exit_codes=tuple(w.exit_code for w in state.workers if w.exit_code is not None),
-        restart=state.launch.restart if state.launch else -1,
-        step=progress[0].step if progress else 0,
-        microbatch=progress[0].microbatch if progress else 0,
-    )
 
 
 def _launch(state: NodeState, event: m.Launch) -> Result:
@@ -406,20 +257,6 @@ def _looked(state: NodeState, event: Looked, now: float) -> Result:
             state = replace(state, cause=f"hang: {reason}", detect_s=now - worker.seen)
             return state, (KillWorkers(state.cause),), reason
     return state, (), "healthy"
-
-
-def hung(worker: Worker, stopped: bool, now: float) -> str:
-    """Say why this worker is hung, or "". Being slow, or waiting for others, is never enough."""
-    silent = now - worker.seen
-    if stopped and silent > STOPPED_S:
-        return f"the process is stopped and silent for {silent:.1f} s"
-    idle = now - worker.moved
-    if silent > SILENT_S and idle > SILENT_S:
-        return f"silent and without CPU time for {min(silent, idle):.0f} s"
-    computing = worker.progress is not None and worker.progress.activity == "compute"
-    if computing and idle > STUCK_S:
-        return f"no progress and no CPU time for {idle:.0f} s while computing"
-    return ""
 
 
 def _put(state: NodeState, rank: int, worker: Worker) -> NodeState:

@@ -226,9 +226,11 @@ class _Epoch:
             outcome = self._steps.run(step, todo, covered)
             self._tell(outcome)
             if outcome.halt_epoch > self._order.epoch:
-                return
+                break
             todo, covered = self.plan.pipelines[member.pipeline].microbatches, {}
-        self._finish()
+        self._steps.runner.agreement.check()  # a TP rank that failed in the last commit waits for the others here
+        if all(replica.version == self._t._spec.n_steps for replica in self._t._live.values()):
+            self._finish()
 
     def _install(self) -> None:
         t, control = self._t, self._t._control
