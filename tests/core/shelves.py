@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from elastic.core.recovery import solve
 from elastic.core.types import (
     GRADIENT,
