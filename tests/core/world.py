@@ -18,7 +18,7 @@ from elastic.core import messages as m
 from elastic.core.coordinator import RULES, transition
 from elastic.core.job import JobPhase, JobState, Policy
 from elastic.core.recovery import solve
-from elastic.core.types import Assignment
+from elastic.core.types import Assignment, Plan
 from elastic.errors import Unrecoverable
 from elastic.planning.plan import validate_plan
 from tests.core.job_model import make_spec
@@ -113,9 +113,10 @@ class World:
         return self.vaults_lost > 1 or self.alone
 
     def lose_vault(self, name: str) -> None:
-        plan = self.boss.state.plan
+        """A vault is gone, or out of reach for good; `alone` if in some plan in force nobody kept its backups."""
         self.vaults_lost += 1
-        self.alone = self.alone or (plan is not None and name in plan.nodes() and plan.peer_of(name) is None)
+        plans = [plan for plan in (self.boss.state.plan, self.boss.protected) if plan is not None]
+        self.alone |= any(name in plan.nodes() and plan.peer_of(name) is None for plan in plans)
 
     @property
     def over(self) -> bool:
@@ -186,6 +187,8 @@ class Boss:
         """Incarnations that were dropped, and why."""
         self.finish: job.Finish | None = None
         self.recovered: list[job.Recovered] = []
+        self.protected: Plan | None = None
+        """The newest plan whose state is whole at the peers."""
         self.halts: list[tuple[int, bool, str]] = []
         """(epoch, boundary, cause) of every change."""
         self.samples: dict[JobPhase, list[JobState]] = {phase: [] for phase in JobPhase}
@@ -321,6 +324,8 @@ class Boss:
         for member in state.members.values():
             fresh = member.report.phase is m.NodePhase.EMPTY or member.rank >= 0
             assert member.report.info.incarnation not in self.dropped or fresh, "a fenced incarnation is back"
+        if state.trimmed > before.trimmed:
+            self.protected = state.plan
         if state.phase is JobPhase.FAILED is not before.phase:
             self._check_failure()
 
@@ -352,6 +357,7 @@ class Boss:
             return
         away = agent.away_s(before.policy.lease_s)
         assert away > before.policy.grace_s, f"healthy {node} is fenced at {self.world.now}"
+        self.world.lose_vault(node)
 
     def _check_failure(self) -> None:
         """Only where the vaults of all members together do not suffice may a job be given up."""

@@ -231,8 +231,6 @@ class Agent:
                 self.disconnect()
             case core.Rejoin():
                 self._generation += 1
-                if self.vault.held:
-                    self.world.lose_vault(self.name)
                 self._begin()
                 self.report()
 
