@@ -9,7 +9,7 @@ from elastic.core import recovery
 from elastic.core.job import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
 from elastic.core.messages import NodePhase
 from elastic.core.types import Copy, Plan, StepRecord
-from elastic.errors import EXIT_UNRECOVERABLE, InfeasiblePlan, Unrecoverable
+from elastic.errors import FieldError, InfeasiblePlan, Unrecoverable
 from elastic.planning.search import PlanRequest, make_plan
 
 
@@ -90,13 +90,17 @@ def decide(state: JobState, now: float) -> Result:
     except InfeasiblePlan as error:
         note = Note("paused", {"epoch": state.epoch, "why": str(error)})
         return state.of(phase=JobPhase.PAUSED, change=change), (note,), f"paused: {error}"
-    except Unrecoverable as error:
-        stops: list[Action] = [Send(n, m.Stop(EXIT_UNRECOVERABLE, str(error))) for n in state.members]
-        finish = Finish(EXIT_UNRECOVERABLE, str(error))
-        return state.of(phase=JobPhase.FAILED, ending=finish), (*stops, finish), f"unrecoverable: {error}"
+    except (Unrecoverable, FieldError) as error:
+        stops: list[Action] = [Send(n, m.Stop(error.exit_code, str(error))) for n in state.members]
+        finish = Finish(error.exit_code, str(error))
+        return (
+            state.of(phase=JobPhase.FAILED, ending=finish),
+            (*stops, finish),
+            f"the job cannot go on: {error}",
+        )
     store = state.members[plan.units()[0].node].report.store
     assignment = replace(assignment, store=store)
-    return _install(state, replace(change, decided=now), plan, assignment)
+    return _install(state, replace(change, decided=now), assignment.plan, assignment)
 
 
 def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
@@ -105,7 +109,15 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
     todo = frozenset(mb for part in assignment.todo for mb in part)
     told = recovery.explain(assignment, change.old_plan, change.lost)
     if change.old_plan is not None and change.lost and not change.boundary:
-        replayed |= recovery.replayed(change.old_plan, frozenset(change.lost), todo, halted, assignment.step)
+        replayed |= recovery.replayed(
+            change.old_plan,
+            frozenset(change.lost),
+            todo,
+            halted,
+            assignment.step,
+            orders=_orders(state, change.old_plan, assignment.step),
+            covered=dict(assignment.covered),
+        )
     started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
     change = replace(
         change,
@@ -133,9 +145,17 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
     )  # fmt: skip
     fallback = [recipe for _, recipe in assignment.recipes if recipe.checkpoint]
     if fallback and state.trained:
-        lost = {"from_step": assignment.step, "why": told.text, "checkpoint": fallback[0].checkpoint}
+        lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0].checkpoint}
         return state, (*sends, note, Note("lost-steps", lost)), change.reason
     return state, (*sends, note), change.reason
+
+
+def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches that each pipeline of the former plan ran in `step`, in order."""
+    former = state.assignment
+    if former is not None and former.step == step and len(former.todo) == len(plan.pipelines):
+        return former.todo
+    return tuple(pipeline.microbatches for pipeline in plan.pipelines)
 
 
 def _inventory(state: JobState) -> tuple[Copy, ...]:

@@ -38,6 +38,8 @@ CONTACT_S = 0.5
 """Workers lost contact although every member looks alive: after this long the epoch is abandoned all the same."""
 STARVED_S = 0.5
 """A coordinator that looks at the time later than this was held up itself."""
+SCRIPT_S = 30.0
+"""Workers that have not attached by then run a script that does not use elastic."""
 PREFETCH_S = 20.0
 """A joining node enters after this long even if its prefetch is not complete."""
 Rule = Callable[[JobState, float], Result | None]
@@ -113,6 +115,9 @@ def _losses(state: JobState, now: float) -> Result | None:
 def _endings(state: JobState, now: float) -> Result | None:
     if state.phase in (JobPhase.FINISHED, JobPhase.FAILED):
         return None
+    broken = [mb.report for mb in state.members.values() if mb.report.elastic]
+    if broken and len(broken) == len(state.members) and all(r.phase is NodePhase.FAILED for r in broken):
+        return _end(state, JobPhase.FAILED, 1, f"workers crash on every node: {broken[0].cause}")
     for member in state.members.values():
         failed, finished = member.report.failed, member.report.finished
         if failed is not None:
@@ -136,11 +141,15 @@ def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
 def _waiting(state: JobState, now: float) -> Result | None:
     here = [n for n, mb in state.members.items() if mb.connected]
     if len(here) < state.policy.min_nodes:
+        return (state.of(enough_since=0.0), (), "nodes went away") if state.enough_since else None
+    if not state.enough_since:
+        return state.of(enough_since=now), (), "the minimum of nodes is here"
+    if len(here) < state.policy.max_nodes and now - state.enough_since < state.policy.last_call_s:
         return None
     nodes = tuple(sorted(here, key=natural))[: state.policy.max_nodes]
     state, actions = launch(state, nodes)
     return (
-        state.of(phase=JobPhase.LAUNCHED),
+        state.of(phase=JobPhase.LAUNCHED, launched_at=now, enough_since=0.0),
         actions,
         f"{len(here)} of {state.policy.min_nodes} nodes are here",
     )
@@ -158,15 +167,16 @@ def _launched(state: JobState, now: float) -> Result | None:
         if all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched):
             return epoch_change.begin(state, "start", now)
         return None
-    return _script(state, launched)
+    return _script(state, launched, now)
 
 
-def _script(state: JobState, launched: list[Member]) -> Result | None:
+def _script(state: JobState, launched: list[Member], now: float) -> Result | None:
     """A script that does not use elastic: torchrun's rules."""
     done = [mb for mb in launched if mb.report.restart == state.restart]
     failed = [mb for mb in done if mb.report.phase is NodePhase.FAILED]
     missing = state.next_rank > len(launched)
-    grown = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < state.policy.max_nodes
+    more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < state.policy.max_nodes
+    grown = more and now - state.launched_at > SCRIPT_S
     if failed and state.restart >= state.policy.max_restarts:
         return _end(
             state, JobPhase.FAILED, 1, f"{failed[0].report.cause} (restarts used up: {state.restart})"

@@ -45,7 +45,8 @@ class Policy:
     """A member whose connection closed has this long to come back before it is taken for lost."""
     adopt_s: float = 2.0
     """After a restart of the coordinator, members have this long to report."""
-    checkpoint_dir: str = ""
+    last_call_s: float = 1.0
+    """With the minimum of nodes there, further ones up to the maximum are waited for this long."""
     master_addr: str = ""
     """MASTER_ADDR of the workers; "": the host of the first node."""
     master_port: int = 29500
@@ -147,6 +148,9 @@ class JobState:
     """(directory, step) of the newest durable checkpoint."""
     parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     """(step, (layer, TP rank) written) of the checkpoint being written."""
+    enough_since: float = 0.0
+    """When the minimum of nodes was first there; 0: it is not."""
+    launched_at: float = 0.0
     considered: tuple[str, ...] = ()
     """Incarnations of nodes for which it was decided that the running plan does not want them."""
     joining: tuple[str, ...] = ()

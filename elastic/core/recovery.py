@@ -136,6 +136,9 @@ def replayed(
     todo: frozenset[int],
     halted: Mapping[str, Halted],
     step: int | None = None,
+    *,
+    orders: Sequence[Sequence[int]] = (),
+    covered: Mapping[int, frozenset[int]] | None = None,
 ) -> frozenset[int]:
     """Return those of `todo` that had reached a lost stage: work that is really done twice.
 
@@ -148,16 +151,26 @@ def replayed(
     - the whole pipeline lost: nothing is known, and nothing is counted.
 
     With `step`, evidence of nodes that hold another version (already a step further, or behind) is left out.
+
+    With `orders` (each pipeline's micro-batches of the step, in order) and `covered` (layer: micro-batches that were
+    saved), what lay in the lost stage's input queue is left out too: under 1F1B stage s of D has at most D - s
+    micro-batches between forward and backward pass, and has finished at most one that was not yet acknowledged
+    (`elastic.worker.backup`), so of its order it cannot have begun more than the saved ones, D - s and one.
     """
     reached: frozenset[int] = frozenset()
-    for pipeline in old_plan.pipelines:
+    for p, pipeline in enumerate(old_plan.pipelines):
         nodes = [stage.unit.node for stage in pipeline.stages]
         told = [halted.get(node) if node not in lost_nodes else None for node in nodes]
         told = [h if h and (step is None or h.step == step) else None for h in told]
         for s in (s for s, node in enumerate(nodes) if node in lost_nodes):
             before = next((h for h in reversed(told[:s]) if h), None)
             after = next((h for h in told[s + 1 :] if h), None)
-            reached |= before.sent if before else after.started if after else frozenset()
+            here = before.sent if before else after.started if after else frozenset()
+            if orders and covered is not None:
+                order = orders[p]
+                saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(order)
+                here &= frozenset(order[: len(saved) + len(nodes) - s + 1])
+            reached |= here
     return reached & todo
 
 
