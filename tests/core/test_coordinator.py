@@ -26,7 +26,7 @@ def samples() -> dict[JobPhase, tuple[JobState, ...]]:
     found: dict[JobPhase, list[JobState]] = {phase: [] for phase in JobPhase}
     stories = (
         (1, 3, [Fault("kill", 2.0, 1), Fault("join", 0.9), Fault("drain", 3.0, 0, 30.0)]),
-        (2, 2, [Fault("back", 4.3, 0, 1.0), Fault("back", 4.31, 1, 1.0)]),
+        (2, 2, [Fault("back", 3.2, 0, 1.0), Fault("back", 3.21, 1, 1.0)]),
         (3, 2, [Fault("crash", 2.0), Fault("coordinator-kill", 2.01)]),
     )
     for seed, nodes, faults in stories:
