@@ -29,7 +29,7 @@ from benchmarks.results import Row, save
 
 BLOCK = 4
 """Steps of a block; the first is not counted."""
-TOKENS = 512
+SEQUENCE = 128
 TARGET = 1.05
 
 
@@ -87,8 +87,8 @@ def n_steps(pairs: int) -> int:
 
 def script_flags(pairs: int, sizes: argparse.Namespace) -> list[str]:
     flags = {
-        "layers": sizes.layers, "hidden": sizes.hidden, "heads": 4, "seq-len": 128,
-        "micro-batch-size": TOKENS // 128, "num-microbatches": 8, "steps": n_steps(pairs),
+        "layers": sizes.layers, "hidden": sizes.hidden, "heads": 4, "seq-len": SEQUENCE,
+        "micro-batch-size": sizes.tokens[0] // SEQUENCE, "num-microbatches": 8, "steps": n_steps(pairs),
     }  # fmt: skip
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
@@ -105,7 +105,7 @@ class Measured:
     """Bytes that all nodes send in a step."""
 
 
-def measure(nodes: int, pairs: int, sizes: argparse.Namespace) -> Measured:
+def measure(nodes: int, tokens: int, pairs: int, sizes: argparse.Namespace) -> Measured:
     """Run one job and compare its blocks. Raises RuntimeError with its output if it fails."""
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "run"
@@ -114,6 +114,7 @@ def measure(nodes: int, pairs: int, sizes: argparse.Namespace) -> Measured:
             "--pipelines", "1", "--backup", "stream+snapshot", "--run-dir", str(run_dir),
             "-m", "benchmarks.backup_overhead", "--worker",
             "--pairs", str(pairs), "--layers", str(sizes.layers), "--hidden", str(sizes.hidden),
+            "--tokens", str(tokens),
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
@@ -145,26 +146,25 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks, on and off")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="tokens a micro-batch")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         train(args.pairs, args)
         return 0
     found = []
-    for nodes in args.nodes:
-        measured = measure(nodes, args.pairs, args)
+    for tokens, nodes in ((tokens, nodes) for tokens in args.tokens for nodes in args.nodes):
+        measured = measure(nodes, tokens, args.pairs, args)
         ordered = sorted(measured.ratios)
         quarter, n = len(ordered) // 4, len(ordered)
-        where = f"one pipeline of {nodes} nodes"
+        where = f"{nodes} nodes, {tokens} tokens a micro-batch"
         found += [
-            Row(f"step time, on / off, {where}", statistics.median(ordered), "", TARGET, "lower"),
-            Row(f"lower quartile of {n} pairs, {nodes} nodes", ordered[quarter], "", None, "lower"),
-            Row(f"upper quartile of {n} pairs, {nodes} nodes", ordered[-1 - quarter], "", None, "lower"),
-            Row(f"processor time, on / off, {nodes} nodes", measured.cpu_ratio, "", None, "lower"),
-            Row(
-                f"step off, {TOKENS} tokens a micro-batch, {nodes} nodes", measured.step_s, "s", None, "lower"
-            ),
-            Row(f"sent in a step, {nodes} nodes", measured.sent / 1e6, "MB", None, "lower"),
+            Row(f"step time, backup on / off, {where}", statistics.median(ordered), "", TARGET, "lower"),
+            Row(f"lower quartile of {n} pairs, {where}", ordered[quarter], "", None, "lower"),
+            Row(f"upper quartile of {n} pairs, {where}", ordered[-1 - quarter], "", None, "lower"),
+            Row(f"processor time, on / off, {where}", measured.cpu_ratio, "", None, "lower"),
+            Row(f"step off, {where}", measured.step_s, "s", None, "lower"),
+            Row(f"sent in a step, {where}", measured.sent / 1e6, "MB", None, "lower"),
         ]
     save("backup_overhead", found)
     return 0

@@ -26,7 +26,7 @@ from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError
 from elastic.rpc.frames import Stream
 
-BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = 1 << 20
 """Socket buffers: fewer turns between the two sides of a big copy."""
 
 
