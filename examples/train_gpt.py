@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from elastic.errors import FieldError
+from elastic.errors import ElasticError, FieldError
 from elastic.worker.corpus import ByteCorpus
 from elastic.worker.gpt import DTYPES, GPTConfig
 
@@ -98,7 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag = "--" + error.field.replace("_", "-")
         print(f"train_gpt: {flag}: {error.value!r} is not usable: {error.remedy}", file=sys.stderr)
         return error.exit_code
-    train(flags, gpt, corpus)
+    try:
+        train(flags, gpt, corpus)
+    except ElasticError as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

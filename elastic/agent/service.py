@@ -329,9 +329,12 @@ class Agent:
         """One worker's words, into the queue, until it is gone."""
         try:
             first = channel.receive()
-            if not isinstance(first, m.Attach):
+            if not isinstance(first, m.Attach | m.Failed):
                 raise FieldError("first message", type(first).__name__, "a worker begins with Attach")
             rank, generation = first.local_rank, self._generation
+            if isinstance(first, m.Failed):
+                self._queue.put((generation, rank, first))
+                return
             pids = self._group.pids if self._group is not None else {}
             if pids.get(rank) != first.pid:
                 raise FieldError("pid", first.pid, f"not a worker of this launch ({pids})")

@@ -161,10 +161,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The script cannot go on (bad configuration, error in user code)."""
+    """The script cannot go on (bad configuration, error in user code). May come instead of Attach."""
 
     message: str
     exit_code: int = 1
+    local_rank: int = 0
 
 
 # ---- agent -> worker ----

@@ -23,6 +23,7 @@ from elastic.core.faults import Phase
 from elastic.core.types import Accumulate, JobSpec, Unit
 from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, VaultError
 from elastic.planning.roster import Roster, roster
+from elastic.rpc.frames import connect_unix
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
 from elastic.worker.control import Control, WorkerContext
@@ -91,7 +92,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end. Returns when the job is done; raises SystemExit with the job's code if it failed."""
-        self._connect()
+        try:
+            self._connect()
+        except ElasticError as error:
+            channel = connect_unix(self._context.agent)
+            channel.send(m.Failed(str(error), error.exit_code, self._context.local_rank))
+            raise SystemExit(error.exit_code) from None
         while True:
             order = self._control.next_order()
             if isinstance(order, m.Stop):
@@ -174,7 +180,7 @@ class Trainer:
         self._control.position.at("idle")
 
     def _fail(self, message: str, code: int, cause: BaseException | None = None) -> NoReturn:
-        self._control.send(m.Failed(message, code))
+        self._control.send(m.Failed(message, code, self._context.local_rank))
         if cause is not None:
             raise cause
         raise SystemExit(code)
