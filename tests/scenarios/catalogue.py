@@ -70,6 +70,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         name="second-kill-during-recovery",
         faults=("kill node=1 step=2 microbatch=2", "kill node=3 step=2 phase=recovery"),
         nodes_after=2,
+        small=True,
     ),
     Scenario(
         name="source-of-transfer-killed",
@@ -85,7 +86,9 @@ SCENARIOS: tuple[Scenario, ...] = (
         nodes_after=2,
     ),
     Scenario(name="kill-worker", faults=("kill-worker node=1 step=2 microbatch=2",)),
-    Scenario(name="kill-worker-on-a-single-node", faults=("kill-worker node=0 step=2 microbatch=2",), nodes="1"),
+    Scenario(
+        name="kill-worker-on-a-single-node", faults=("kill-worker node=0 step=2 microbatch=2",), nodes="1", small=True
+    ),
     Scenario(name="hang", faults=("stop node=2 step=2 microbatch=2",)),
     Scenario(name="partition", faults=("partition node=1 step=2 microbatch=2 duration=6",), flags=("--steps", "8")),
     Scenario(name="drain", faults=("drain node=1 step=2 deadline=60",), nothing_lost=True, nodes_after=3),
@@ -100,13 +103,15 @@ SCENARIOS: tuple[Scenario, ...] = (
         recoveries=3,
         nodes_after=4,
     ),
-    Scenario(name="two-pipelines", faults=("kill node=3 step=2 microbatch=4",), pipelines="2+2", nodes_after=3),
+    Scenario(
+        name="two-pipelines", faults=("kill node=3 step=2 microbatch=4",), pipelines="2+2", nodes_after=3, small=True
+    ),
     Scenario(name="three-plus-one", faults=("kill node=1 step=2 microbatch=2",), pipelines="3+1", nodes_after=3),
     Scenario(name="three-plus-one-loses-the-one", faults=("kill node=3 step=2 microbatch=4",), pipelines="3+1"),
     Scenario(name="four-pipelines", faults=("kill node=2 step=2 microbatch=3",), pipelines="4", nodes_after=3),
     Scenario(
         name="tensor-parallel", faults=("kill node=1 step=2 microbatch=2",), model="tp2", nodes="3",
-        flags=("--nproc-per-node", "2"),
+        flags=("--nproc-per-node", "2"), small=True,
     ),
     Scenario(name="tied-embeddings", faults=("kill node=0 step=2 microbatch=2",), model="tied"),
     Scenario(name="tied-embeddings-optimizer", faults=("kill node=3 step=2 phase=optimizer",), model="tied"),
