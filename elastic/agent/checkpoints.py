@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic.agent.vault import Vault
 from elastic.core.messages import CheckpointPart, Published
 from elastic.core.types import STATE, Copy, Plan
-from elastic.errors import ElasticError
+from elastic.errors import ElasticError, VaultError
 from elastic.store import durable
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class CheckpointWriter:
         self._node, self._plan, self.final = node, plan, False
 
     def offer(self, published: Published) -> None:
-        """Take what belongs to a checkpoint out of a bundle that the vault has just indexed."""
+        """Copy what belongs to a checkpoint out of a bundle whose slots will not change before it is acknowledged."""
         plan = self._plan
         if not self.every or plan is None:
             return
@@ -57,7 +57,11 @@ class CheckpointWriter:
             mine = due and copy.kind == STATE and plan.holders(copy.layer)[0].node == self._node
             part = (copy.step, copy.layer, copy.shard)
             if mine and part not in self._last:
-                runs.append((copy, self._vault.read(copy.key)))
+                try:
+                    runs.append((copy, self._vault.read(copy.key)))
+                except VaultError as error:
+                    log.error("checkpoint of step %d: %s", copy.step, error)
+                    continue
                 self._last = {other for other in self._last if other[0] == copy.step} | {part}
         if runs:
             self.final = self.final or runs[0][0].step == self.steps

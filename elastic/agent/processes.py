@@ -27,6 +27,8 @@ from elastic.config import JobConfig
 from elastic.core.faults import dump_faults
 from elastic.core.messages import Launch
 
+CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
@@ -49,6 +51,8 @@ class ProcessState:
     stopped: bool
     cpu_s: float
     """CPU time used by all of its threads."""
+    main_cpu_s: float
+    """CPU time used by its main thread, which trains; heartbeats and transfers have threads of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,15 @@ def process_state(pid: int) -> ProcessState | None:
         process = psutil.Process(pid)
         with process.oneshot():
             status, cpu = process.status(), process.cpu_times()
+        main = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
     except psutil.NoSuchProcess:
         return None
     if status == psutil.STATUS_ZOMBIE:
         return None
-    return ProcessState(status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP), cpu.user + cpu.system)
+    stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return ProcessState(stopped, cpu.user + cpu.system, (int(main[11]) + int(main[12])) / CLOCK_HZ)
 
 
 def worker_environment(

@@ -1,7 +1,7 @@
 """Sends what this node's workers publish to the peer's vault, in order, and acknowledges what is whole there.
 
 One thread. A bundle that cannot be delivered is held, never acknowledged and never skipped: the failure is
-reported once, delivery is tried again with growing pauses, and `reset` (the epoch is over) drops it.
+reported every few seconds, delivery is tried again with growing pauses, and `reset` (the epoch is over) drops it.
 Bundles for no peer are acknowledged in their turn.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from elastic.errors import ElasticError, FieldError, StaleError, VaultError
 from elastic.rpc.bulk import VaultClient
 
 RETRY_S, RETRY_LIMIT_S = 0.05, 2.0
+REPORT_S = 5.0
+"""Between two reports of the same outage: the first may cross an epoch change and go unheard."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,10 @@ class Replicator:
         failed: Callable[[int, str, ElasticError], None],
         *,
         timeout_s: float = 10.0,
+        prepare: Callable[[Published], None] = lambda published: None,
     ) -> None:
+        """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged."""
+        self._prepare = prepare
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -101,19 +107,24 @@ class Replicator:
         self._changed.notify_all()
 
     def _run(self) -> None:
-        pause_s, reported = RETRY_S, -1
+        pause_s, reported = RETRY_S, (-1, 0.0)
+        prepared: _Job | None = None
         while (job := self._next()) is not None:
+            if job is not prepared:
+                self._prepare(job.published)
+                prepared = job
             error = self._deliver(job)
             if error is None:
-                pause_s, reported = RETRY_S, -1
+                pause_s, reported = RETRY_S, (-1, 0.0)
                 self._finish(job)
             else:
-                if reported != job.round and self._current(job):
+                again = reported[0] != job.round or time.monotonic() - reported[1] > REPORT_S
+                if again and self._current(job):
                     log.warning(
                         "bundle %d for %s is held: %s", job.published.bundle, job.published.peer, error
                     )
                     self._failed(job.published.bundle, job.published.peer, error)
-                    reported = job.round
+                    reported = (job.round, time.monotonic())
                 self._pause(job, pause_s)
                 pause_s = min(2 * pause_s, RETRY_LIMIT_S)
 

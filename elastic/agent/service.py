@@ -43,6 +43,8 @@ from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.agent")
 LOOK_S = 0.1
+RANKS = 1 << 16
+"""Workers are numbered generation * RANKS + local rank: an acknowledgement is for one launch alone."""
 LAST_WORDS_S = 2.0
 """How long the end of a dead worker's channel is waited for, before its exit counts."""
 GRACE_S = 10.0
@@ -58,6 +60,7 @@ class Agent:
         self._queue: queue.Queue[Any] = queue.Queue()
         self._directory = Path(config.memory_dir) / node
         self._steps: deque[m.StepDone] = deque(maxlen=4096)
+        self._parts: deque[m.CheckpointPart] = deque(maxlen=64)
         self._channels: dict[int, Channel] = {}
         self._hearers: dict[tuple[int, int], threading.Thread] = {}
         self._group: WorkerGroup | None = None
@@ -78,8 +81,8 @@ class Agent:
         """A new incarnation: empty vault, no workers."""
         self._vault = Vault(self._node, self._directory / "vault")
         self._server = VaultServer(self._vault, self._host).start()
-        self._replicator = Replicator(self._vault, self._acked, self._held)
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
+        self._replicator = Replicator(self._vault, self._acked, self._held, prepare=self._checkpoints.offer)
         info = NodeInfo(
             node=self._node,
             incarnation=uuid.uuid4().hex[:12],
@@ -123,17 +126,20 @@ class Agent:
     def _take(self, item: Any) -> None:
         match item:
             case "up":
-                for step in self._steps:  # before a report that may end the job
-                    self._say(step)
+                for news in (*self._steps, *self._parts):  # before a report that may end the job
+                    self._say(news)
                 self._report()
             case (int() as generation, int() as rank, message):
                 if generation == self._generation:
                     self._from_worker(rank, message)
                 else:
                     self._from_former_worker(message)
-            case ("acked", int() as rank, int() as bundle):
-                self._tell_acked(rank, bundle)
+            case ("acked", int() as worker, int() as bundle):
+                self._tell_acked(worker, bundle)
+            case ("held", str() as peer, str() as why):
+                self._apply(core.Said(0, m.CommFailed(self._state.epoch, (peer,), why)))
             case m.CheckpointPart():
+                self._parts.append(item)
                 self._say(item)
             case m.Trim():
                 self._vault.trim(item.epoch)
@@ -179,18 +185,17 @@ class Agent:
         try:
             for local in message.copies:
                 self._vault.publish(local)
-            self._checkpoints.offer(message)
         except VaultError as error:
             log.error("worker %d announced a copy that is not there: %s", rank, error)
             self._kill()
             return
-        self._replicator.submit(rank, message)
+        self._replicator.submit(self._generation * RANKS + rank, message)
 
     def _look(self) -> None:
         if self._group is None:
             return
         found = self._group.states()
-        evidence = tuple(core.Evidence(rank, s.stopped, s.cpu_s) for rank, s in found.items())
+        evidence = tuple(core.Evidence(rank, s.stopped, s.main_cpu_s) for rank, s in found.items())
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
@@ -223,6 +228,7 @@ class Agent:
                 self._vault.fence(epoch)
             case core.Enter(install):
                 self._vault.fence(install.epoch)
+                self._replicator.reset(install.epoch)
                 self._replicator.vaults = dict(install.assignment.vaults)
                 self._checkpoints.enter(self._node, install.assignment.plan)
             case core.Report():
@@ -309,13 +315,13 @@ class Agent:
             self._tell_acked(worker, bundle)
 
     def _tell_acked(self, worker: int, bundle: int) -> None:
-        channel = self._channels.get(worker)
-        if channel is not None:
+        generation, rank = divmod(worker, RANKS)
+        channel = self._channels.get(rank)
+        if channel is not None and generation == self._generation:
             self._tell(channel, m.Acked(bundle))
 
     def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
-        failed = m.CommFailed(self._state.epoch, (peer,), f"backup of bundle {bundle}: {error}")
-        self._queue.put((self._generation, 0, failed))
+        self._queue.put(("held", peer, f"backup of bundle {bundle}: {error}"))
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -40,6 +40,8 @@ STARVED_S = 0.5
 """A coordinator that looks at the time later than this was held up itself."""
 SCRIPT_S = 30.0
 """Workers that have not attached by then run a script that does not use elastic."""
+STRAGGLER_S = 90.0
+"""With the minimum of nodes ready, the others' workers are waited for this long; then they join later."""
 PREFETCH_S = 20.0
 """A joining node enters after this long even if its prefetch is not complete."""
 Rule = Callable[[JobState, float], Result | None]
@@ -164,7 +166,9 @@ def _launched(state: JobState, now: float) -> Result | None:
         if late:
             state, actions = launch(state, late)
             return state, actions, "launch late nodes"
-        if all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched):
+        settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
+        enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
+        if settled or (enough and now - state.launched_at > STRAGGLER_S):
             return epoch_change.begin(state, "start", now)
         return None
     return _script(state, launched, now)

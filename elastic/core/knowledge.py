@@ -5,7 +5,7 @@ These functions only take note; what follows from it is decided by the rules of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -128,9 +128,13 @@ def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
     newest = max((step for step, _ in state.parts), default=-1)
     if state.spec is None or event.step < newest or (state.checkpoint and event.step <= state.checkpoint[1]):
         return state, (), ""
-    whole = len(layers) == state.spec.n_layers * state.spec.tp
     state = state.of(parts=((event.step, tuple(sorted(layers))),))
-    return state, ((CommitCheckpoint(event.step),) if whole else ()), ""
+    return state, ((CommitCheckpoint(event.step),) if _whole(state, layers) else ()), ""
+
+
+def _whole(state: JobState, layers: Collection[tuple[int, int]]) -> bool:
+    """Whether these (layer, TP rank) files make a complete checkpoint."""
+    return state.spec is not None and len(layers) == state.spec.n_layers * state.spec.tp
 
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
@@ -150,6 +154,7 @@ def _adopted(state: JobState, event: Adopted, now: float) -> Result:
     actions: tuple[Action, ...] = (Note("adopted", {"epoch": state.epoch}),)
     if state.ending is not None:
         actions = (*actions, state.ending)
+    actions = (*actions, *(CommitCheckpoint(step) for step, layers in state.parts if _whole(state, layers)))
     return state.of(members=members), actions, "took the job over"
 
 

@@ -118,6 +118,7 @@ def _halt(state: NodeState, event: m.Halt) -> Result:
         finished=None,
         suspects=(),
         waiting=True,
+        boundary=event.boundary,
     )
     if state.able and state.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED):
         return replace(state, phase=Phase.HALTING), (Tell(event),), "workers are told to halt"
@@ -201,11 +202,9 @@ def _halted(state: NodeState) -> Result:
         return state, (), "not halting"
     if not all(w.halted is not None for w in state.workers):
         return state, (), "waiting for the other workers"
-    return (
-        replace(state, phase=Phase.HALTED, suspects=()),
-        (Fence(state.epoch), Report()),
-        "all workers halted",
-    )
+    # After a planned halt others may still publish their update; the installation fences.
+    fence = () if state.boundary else (Fence(state.epoch),)
+    return replace(state, phase=Phase.HALTED, suspects=()), (*fence, Report()), "all workers halted"
 
 
 def _exited(state: NodeState, event: Exited) -> Result:

@@ -49,6 +49,8 @@ class NodeState:
     workers: tuple[Worker, ...] = ()
     resumed_at: float = 0.0
     prefetched: int = -1
+    boundary: bool = False
+    """The halt under way is a planned one."""
     suspects: tuple[str, ...] = ()
     cause: str = ""
     detect_s: float = 0.0
@@ -87,6 +89,7 @@ class Evidence:
     rank: int
     stopped: bool
     cpu_s: float
+    """CPU time of its main thread."""
 
 
 @dataclass(frozen=True, slots=True)

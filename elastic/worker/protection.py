@@ -107,8 +107,9 @@ class Protection:
             for r in self._replicas
             if r.ledger and self._published.get(r.index) != (r.version, frozenset(r.ledger))
         ]
-        if gradients:
-            self._publisher.publish_gradients(gradients, gradients[0].version, self._epoch, "")
+        for version in sorted({r.version for r in gradients}):
+            mine = [r for r in gradients if r.version == version]
+            self._publisher.publish_gradients(mine, version, self._epoch, "")
 
     def finish(self) -> None:
         """All steps are done: the last state is in the local vault, and whole at the peer."""

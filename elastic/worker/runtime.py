@@ -43,6 +43,10 @@ LINK_TIMEOUT_S = 1800.0
 """Last resort of the transport; hangs are found by progress, long before."""
 
 
+SIBLING_S = 5.0
+"""How long a worker whose TP collective failed waits to be ended, or told, before it takes the error for its own."""
+
+
 class Trainer:
     """Trains `stack` for `steps` steps of `microbatches` micro-batches, on whatever nodes there are.
 
@@ -165,6 +169,11 @@ class Trainer:
             self._control.send(m.CommFailed(order.epoch, (), str(error)))
         except ElasticError as error:
             self._fail(f"{type(error).__name__}: {error}", error.exit_code)
+        except RuntimeError as error:
+            # A collective of a TP group fails when a sibling dies. The agent, which knows of that, ends this
+            # worker too, or somebody announces an epoch; else it was the script's own error.
+            if self._tp.size == 1 or not abandon.wait(SIBLING_S):
+                self._fail(f"{type(error).__name__}: {error}", EXIT_FAILURE, error)
         except Exception as error:  # noqa: BLE001 - the user's model, data or optimizer: the job cannot go on, and says so
             self._fail(f"{type(error).__name__}: {error}", EXIT_FAILURE, error)
         finally:
@@ -222,6 +231,7 @@ class _Epoch:
             self._t._live.clear()
             self._t._protection = None
             self._t._control.send(m.Ready(self._order.epoch, 0.0, 0.0))
+            self._t._control.send(m.Protected(self._order.epoch))
             return
         self._install()
         assert self._steps is not None

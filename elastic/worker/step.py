@@ -124,7 +124,7 @@ class StepRunner:
     def before(self, action: Action) -> None:
         self._stretch()
         self._computing = action.kind.computes
-        activity = "wait" if action.kind.receives else "compute"
+        activity = "compute" if action.kind.computes else "wait"
         self._position.at(activity, self.step, action.microbatch)
         if action.kind is Kind.F:
             self._injector.reach(self.step, Phase.FORWARD, action.microbatch)
@@ -134,6 +134,7 @@ class StepRunner:
 
     def on_backward(self, index: int) -> None:
         self._stretch()
+        self._position.at("wait")
         self._on_microbatch()
         self._protection.after_microbatch(self.step)
 

@@ -16,7 +16,7 @@ SHAPES = (
     pytest.param("3", "1", "3", id="depth-three", marks=pytest.mark.chaos),
     pytest.param("4", "1", "4", id="depth-four", marks=pytest.mark.chaos),
     pytest.param("4", "2", "2+2", id="two-plus-two", marks=pytest.mark.chaos),
-    pytest.param("4", "auto", "1+1+1+1", id="four-replicas", marks=pytest.mark.chaos),
+    pytest.param("4", "auto", "2+1+1", id="six-microbatches-over-four", marks=pytest.mark.chaos),
 )
 
 

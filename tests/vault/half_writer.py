@@ -25,6 +25,7 @@ def main(address: str, directory: str) -> None:
         run(layers, 0, index)
         publisher.publish_gradients(layers, 0, 1, "", Abandon())
         publisher.on_acked(99)
+    sys.stdin.readline()  # the agent has acknowledged all of these
     run(layers, 0, 2)
     whole = LayerReplica.write_gradient
 

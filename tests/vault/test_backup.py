@@ -284,9 +284,13 @@ def test_a_worker_killed_in_the_middle_of_a_copy_loses_that_copy_alone(tmp_path:
         listener.listen(1)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
         command = [sys.executable, "-m", "tests.vault.half_writer", path, str(tmp_path / "slots")]
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        pipe = subprocess.PIPE
+        worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         try:
             a.listen(Channel(listener.accept()[0]))
+            for _ in range(3):
+                a.acked.get(timeout=60)
+            print("go", file=worker.stdin, flush=True)
             assert worker.stdout is not None and worker.stdout.readline() == "in the middle\n"
         finally:
             worker.send_signal(signal.SIGKILL)
