@@ -113,6 +113,10 @@ SCENARIOS: tuple[Scenario, ...] = (
         name="tensor-parallel", faults=("kill node=1 step=2 microbatch=2",), model="tp2", nodes="3",
         flags=("--nproc-per-node", "2"), small=True,
     ),
+    Scenario(
+        name="tensor-parallel-loses-one-rank", faults=("kill-worker node=1 worker=1 step=2 microbatch=2",), model="tp2",
+        nodes="3", flags=("--nproc-per-node", "2"),
+    ),
     Scenario(name="tied-embeddings", faults=("kill node=0 step=2 microbatch=2",), model="tied"),
     Scenario(name="tied-embeddings-optimizer", faults=("kill node=3 step=2 phase=optimizer",), model="tied"),
     Scenario(name="tied-two-pipelines", faults=("kill node=0 step=2 microbatch=2",), model="tied", pipelines="2"),
