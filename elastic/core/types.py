@@ -40,6 +40,8 @@ class Stage:
     unit: Unit
     first: int
     last: int
+    recompute: bool = False
+    """Keep only the stage's input from forward to backward, and run the forward pass again: memory for time."""
 
     @property
     def layers(self) -> range:
@@ -48,10 +50,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages that cover all layers once, and the micro-batches that this pipeline runs in a full step."""
+    """Stages that cover all layers once, and the micro-batches that this pipeline runs in a full step.
+
+    Under the interleaved schedule a unit takes several stages: with U units stage s lies on the unit of stage s % U.
+    """
 
     stages: tuple[Stage, ...]
     microbatches: tuple[int, ...]
+    schedule: str = "1f1b"
+    """1f1b | interleaved | zero-bubble (`elastic.planning.schedule`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,12 @@ class LayerSpec:
     """Kept from forward to backward, per micro-batch in flight."""
     output_bytes: int = 0
     """Sent to the next stage, per micro-batch."""
+    backward_input_s: float = 0.0
+    """The part of a backward pass that finds the input's gradient, when run by itself; 0: unknown."""
+    backward_weight_s: float = 0.0
+    """The part that finds the parameters' gradients, when run by itself; 0: unknown."""
+    update_s: float = 0.0
+    """Seconds of the optimizer's update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,3 +247,7 @@ class NodeInfo:
     """Memory that a unit of this node may use; 0: unknown, taken as unlimited."""
     host: str = "127.0.0.1"
     labels: tuple[tuple[str, str], ...] = field(default=())
+    device: str = ""
+    """Type of its devices, as a profile names it; "": the profile's first."""
+    lifetime_s: float = 0.0
+    """Seconds that it is expected to stay; 0: unknown."""

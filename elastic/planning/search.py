@@ -25,6 +25,7 @@ from elastic.planning.costs import TOTAL_TICKS, UNLIMITED, Costs, measure, reduc
 from elastic.planning.peers import choose_peers, domain_of, natural
 from elastic.planning.placement import Holdings, Shape, place
 from elastic.planning.plan import GRADIENT_SCHEMES, STATE_SCHEMES
+from elastic.planning.profile import Profile
 from elastic.planning.shapes import Depths, Room, candidates, format_depths, parse_shape
 
 
@@ -51,6 +52,12 @@ class PlanRequest:
     """auto, or GRADIENTS+STATE as stream+snapshot."""
     max_nodes: int = 0
     """Nodes that may hold stages; 0: all."""
+    profile: Profile | None = None
+    """Times of device types, and links; None: the spec's own figures."""
+    slow: tuple[tuple[str, float], ...] = ()
+    """(node, factor) of nodes that were seen to compute slower than their type's profile says."""
+    schedule: str = "auto"
+    """auto | 1f1b | interleaved | zero-bubble."""
 
 
 @dataclass(frozen=True, slots=True)
