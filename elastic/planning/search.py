@@ -58,6 +58,10 @@ class PlanRequest:
     """(node, factor) of nodes that were seen to compute slower than their type's profile says."""
     schedule: str = "auto"
     """auto | 1f1b | interleaved | zero-bubble."""
+    hazard_per_s: float = 0.0
+    """Losses per node and second, as observed; 0: unknown, nodes are taken to stay."""
+    pause_s: float = 0.0
+    """Seconds for which a change of plan stops training, bytes to move aside."""
 
 
 @dataclass(frozen=True, slots=True)
