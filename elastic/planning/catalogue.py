@@ -1,0 +1,180 @@
+"""Sizes of well-known models and rates of well-known devices, as published.
+
+`elastic.planning.zoo` makes profiles of them.
+
+Achieved fractions without a source of their own are assumptions, and say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.errors import FieldError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Sizes of a transformer, as published."""
+
+    name: str
+    blocks: int
+    hidden: int
+    feed: int
+    """Width of the feed-forward part."""
+    key_value: int
+    """Width of keys, and of values, over all their heads: `hidden` unless heads share them."""
+    vocabulary: int
+    sequence: int
+    positions: int = 0
+    """Learned positions; 0: rotary."""
+    gated: bool = False
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A device type, as published, and the rate that training reaches on it."""
+
+    name: str
+    peak: float
+    """Dense half-precision matrix operations a second."""
+    achieved: float
+    """Fraction of `peak` that a block's forward and backward pass reach."""
+    memory: int
+    """GiB."""
+    bandwidth: float
+    """Of the memory, bytes a second."""
+    source: str
+
+
+def _gpt(name: str, blocks: int, hidden: int, sequence: int, source: str, vocabulary: int = 50257) -> Model:
+    return Model(
+        name=name,
+        blocks=blocks,
+        hidden=hidden,
+        feed=4 * hidden,
+        key_value=hidden,
+        vocabulary=vocabulary,
+        sequence=sequence,
+        positions=sequence,
+        source=source,
+    )
+
+
+def _llama(name: str, blocks: int, hidden: int, feed: int) -> Model:
+    return Model(
+        name=name,
+        blocks=blocks,
+        hidden=hidden,
+        feed=feed,
+        key_value=1024,
+        vocabulary=128256,
+        sequence=8192,
+        gated=True,
+        source="Grattafiori et al. 2024, table 3: 8 key/value heads of 128",
+    )
+
+
+_BERT, _GPT2 = "Devlin et al. 2018, section 3", "Radford et al. 2019, table 2"
+_GPT3 = "Brown et al. 2020, table 2.1"
+MODELS = (
+    _gpt("bert-large", 24, 1024, 512, _BERT, 30522),
+    _gpt("gpt2-small", 12, 768, 1024, _GPT2),
+    _gpt("gpt2-medium", 24, 1024, 1024, _GPT2),
+    _gpt("gpt2", 48, 1600, 1024, _GPT2),
+    _gpt("gpt3-medium", 24, 1024, 2048, _GPT3),
+    _gpt("gpt3-2.7b", 32, 2560, 2048, _GPT3),
+    _gpt("gpt3-6.7b", 32, 4096, 2048, _GPT3),
+    _llama("llama3-8b", 32, 4096, 14336),
+    _llama("llama3-70b", 80, 8192, 28672),
+)
+
+_ASSUMED = "achieved fraction assumed"
+HARDWARE = (
+    # Achieved: 39 of 130 Tflop/s in Shoeybi et al. 2019, section 5.1.
+    Hardware(
+        name="V100", peak=125e12, achieved=0.30, memory=16, bandwidth=900e9, source="NVIDIA V100 data sheet"
+    ),
+    Hardware(
+        name="V100-32",
+        peak=125e12,
+        achieved=0.30,
+        memory=32,
+        bandwidth=900e9,
+        source="NVIDIA V100 data sheet",
+    ),
+    # Achieved: 44 to 52 % with pipeline and communication in Narayanan et al. 2021, table 1.
+    Hardware(
+        name="A100-40",
+        peak=312e12,
+        achieved=0.50,
+        memory=40,
+        bandwidth=1555e9,
+        source="NVIDIA A100 data sheet",
+    ),
+    Hardware(
+        name="A100-80",
+        peak=312e12,
+        achieved=0.50,
+        memory=80,
+        bandwidth=2039e9,
+        source="NVIDIA A100 data sheet",
+    ),
+    # Achieved: 38 to 43 % in Grattafiori et al. 2024, table 4, everything included; a little more for a block alone.
+    Hardware(
+        name="H100",
+        peak=989e12,
+        achieved=0.45,
+        memory=80,
+        bandwidth=3350e9,
+        source="NVIDIA H100 SXM data sheet",
+    ),
+    Hardware(
+        name="L40S",
+        peak=362e12,
+        achieved=0.40,
+        memory=48,
+        bandwidth=864e9,
+        source=f"NVIDIA data sheet; {_ASSUMED}",
+    ),
+    Hardware(
+        name="A40",
+        peak=149.7e12,
+        achieved=0.40,
+        memory=48,
+        bandwidth=696e9,
+        source=f"NVIDIA data sheet; {_ASSUMED}",
+    ),
+    Hardware(
+        name="A10G",
+        peak=70e12,
+        achieved=0.45,
+        memory=24,
+        bandwidth=600e9,
+        source=f"NVIDIA data sheet; {_ASSUMED}",
+    ),
+    Hardware(
+        name="T4",
+        peak=65e12,
+        achieved=0.30,
+        memory=16,
+        bandwidth=320e9,
+        source=f"NVIDIA data sheet; {_ASSUMED}",
+    ),
+)
+
+
+def model_of(name: str) -> Model:
+    """The published sizes of a model. Raises FieldError."""
+    found = next((model for model in MODELS if model.name == name), None)
+    if found is None:
+        raise FieldError("model.name", name, f"one of {', '.join(m.name for m in MODELS)}; or give a profile")
+    return found
+
+
+def hardware_of(name: str) -> Hardware:
+    """A device type by name, in any case. Raises FieldError."""
+    found = next((device for device in HARDWARE if device.name.lower() == name.lower()), None)
+    if found is None:
+        raise FieldError("device", name, f"one of {', '.join(d.name for d in HARDWARE)}; or give a profile")
+    return found
