@@ -1,0 +1,82 @@
+"""From a cluster file to a request to the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.types import JobSpec, NodeInfo
+from elastic.errors import FieldError
+from elastic.planning.catalogue import hardware_of
+from elastic.planning.cluster import LINKS, Cluster, check_name
+from elastic.planning.profile import Profile
+from elastic.planning.search import PlanRequest
+from elastic.planning.zoo import zoo_profile
+
+
+def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profile:
+    """The profile that the cluster's plans are made from: the measured one, or the catalogue's. Raises FieldError."""
+    links = {name: link for name in LINKS if (link := getattr(cluster, name)) is not None}
+    if measured is None:
+        return zoo_profile(
+            cluster.model,
+            [group.device for group in cluster.groups],
+            microbatch=cluster.microbatch_size,
+            tp=cluster.tp or 1,
+            sequence=cluster.sequence,
+            **links,
+        )
+    if cluster.tp not in (0, measured.tp):
+        raise FieldError("model.tp", cluster.tp, f"the profile was measured with {measured.tp}; leave it out")
+    for i, group in enumerate(cluster.groups):
+        check_name(f"nodes[{i}].device", group.device, lambda name: measured.device(name).name)
+    return replace(measured, **links)
+
+
+def cluster_nodes(cluster: Cluster, profile: Profile) -> tuple[NodeInfo, ...]:
+    """Every node by itself, with the device type spelled as the profile does."""
+    found, number = [], 0
+    for group in cluster.groups:
+        device = profile.device(group.device if cluster.profile_file else hardware_of(group.device).name)
+        for i in range(group.count):
+            name = f"{group.name}{i}" if group.name else f"node{number}"
+            number += not group.name
+            found.append(
+                NodeInfo(
+                    name,
+                    incarnation="",
+                    vault="",
+                    domain=group.domain,
+                    workers=group.devices,
+                    memory_bytes=group.memory_bytes or device.memory_bytes,
+                    device=device.name,
+                    lifetime_s=group.lifetime_s,
+                )
+            )
+    return tuple(found)
+
+
+def cluster_slow(cluster: Cluster, nodes: tuple[NodeInfo, ...]) -> tuple[tuple[str, float], ...]:
+    """(node, factor) of the nodes that are not as fast as their type."""
+    factors = [group.slow for group in cluster.groups for _ in range(group.count)]
+    return tuple((info.node, factor) for info, factor in zip(nodes, factors, strict=True) if factor != 1.0)
+
+
+def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:
+    """What to ask the planner."""
+    nodes = cluster_nodes(cluster, profile)
+    return PlanRequest(
+        spec=JobSpec(
+            layers=profile.layers,
+            n_microbatches=cluster.microbatches,
+            n_steps=1,
+            tp=cluster.tp or profile.tp,
+            tokens_per_microbatch=profile.tokens_per_microbatch,
+        ),
+        nodes=nodes,
+        epoch=1,
+        shape=cluster.shape,
+        backup=cluster.backup,
+        profile=profile,
+        slow=cluster_slow(cluster, nodes),
+        schedule=cluster.schedule,
+    )
