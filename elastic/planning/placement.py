@@ -1,22 +1,214 @@
-"""Which node takes which stages, so that as few bytes as possible move.
+"""Which node takes which slot of a plan, so that as few bytes as possible move.
 
-A pipeline's stages are dealt to its nodes in consecutive slots, one slot a node (a node with several units
-takes several neighbouring stages). A slot that fits what a node already holds is worth those bytes, a
-little less if the node only keeps them as a peer's backup; the worthiest pairs are joined first. Then each
-pipeline is cut again, no slower than before, to suit its nodes.
+A slot is what one node is to hold: the layers of its stages in one pipeline. Only nodes of the slot's kind (device
+type, units, memory) may take it. What a node's worker holds already is free; what its vault keeps for a peer is free
+of network; the rest has to come from other nodes. `assign` finds, among all assignments, one
+
+1. with the fewest bytes over the network,
+2. of these with the fewest layers that a worker has to load at all,
+3. of these one that keeps pipelines inside failure domains and spreads pipelines over them, as far as a greedy
+   choice does, for links between domains are slow and replicas should not fail together,
+4. and else in the order in which slots and nodes are given.
+
+1 and 2 are exact. The assignment is a matching of slots and nodes of least cost, found by the shortest augmenting
+paths of `scipy.optimize.linear_sum_assignment` (Crouse 2016, after Jonker and Volgenant 1987); to be quick where
+nearly everything stays, most of it is settled before:
+
+  Nodes with equal holdings are alike, and so are slots with equal layers. Join first nodes that hold exactly a slot's
+  layers: these pairs cost nothing, so they are a cheapest matching of their slots, and a cheapest matching of all
+  slots follows by one shortest augmenting path for each of the R slots that are left. A shortest path need not
+  meet two nodes that are alike, for one could go to the second at once, and the way between them, a cycle, is never
+  negative. So each path breaks at most one pair of each sort, R paths at most R: whatever more pairs there are of
+  one sort is in a cheapest matching. Likewise no path needs more than one free node of each sort.
+
+Where nothing lies in vaults, even all such pairs may be fixed, by the triangle inequality: let node a hold exactly
+slot s, but take t while node b takes s. With |X| the bytes of a set of layers, exchanging them costs
+|t \\ b| <= |t \\ a| + |a \\ b| = |t \\ a| + |s \\ b|, which is what both cost before. With vaults that is wrong: a may
+hold s and keep t for a peer that was lost, when b holds s too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import gcd
+from typing import TypeVar
 
 from elastic.core.types import LayerSpec, Plan, Stage, Unit
 from elastic.planning.costs import Costs
+from elastic.planning.exchange import Host, Slot, deal
 from elastic.planning.partition import cut
 
-HELD, KEPT = 10, 9
-"""Worth of a byte that a worker of the node holds, and of one that its vault keeps for a peer."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What each node has before the change; nodes that have nothing are absent."""
+
+    live: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Layers that the node's worker holds."""
+    kept: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """Bytes, per layer, of what its vault keeps for peers."""
+    team: Mapping[str, int] = field(default_factory=dict)
+    """Number of the pipeline that it is in."""
+
+    @classmethod
+    def of(cls, current: Plan | None, layers: Sequence[LayerSpec]) -> Holdings:
+        """Read them off the current plan; none if the number of layers differs."""
+        if current is None or current.n_layers != len(layers):
+            return cls()
+        live: dict[str, frozenset[int]] = {}
+        team: dict[str, int] = {}
+        for p, _, stage in current.stages():
+            team[stage.unit.node] = p
+            live[stage.unit.node] = live.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
+        state = current.state == "snapshot"
+        saved = [la.gradient_bytes + (la.param_bytes + la.state_bytes if state else 0) for la in layers]
+        kept: dict[str, dict[int, int]] = {}
+        for node, peer in current.peers:
+            kept.setdefault(peer, {}).update((layer, saved[layer]) for layer in live.get(node, ()))
+        return cls(live, kept, team)
+
+    def fetched(self, node: str, full_bytes: Sequence[int]) -> list[int]:
+        """Bytes of each layer that `node` would have to get from other nodes."""
+        kept, live = self.kept.get(node, {}), self.live.get(node, frozenset())
+        return [
+            0 if layer in live else max(0, nbytes - kept.get(layer, 0))
+            for layer, nbytes in enumerate(full_bytes)
+        ]
+
+    def missing(self, node: str, full_bytes: Sequence[int]) -> list[int]:
+        """Prefix sums over layers of the cost for `node` to have them: first bytes over the network, then layers
+        to load, as one number."""
+        live, weight = self.live.get(node, frozenset()), len(full_bytes) + 1
+        costs = (b * weight + (i not in live) for i, b in enumerate(self.fetched(node, full_bytes)))
+        return list(accumulate(costs, initial=0))
+
+
+def assign(
+    slots: Sequence[Slot], nodes: Sequence[Host], holdings: Holdings, full_bytes: Sequence[int]
+) -> list[str]:
+    """Return the node of each slot. There must be enough nodes of each kind; `full_bytes[i]` is what a node has to
+    get for layer i if it has nothing of it."""
+    taken: dict[int, Host] = {}
+    for kind in dict.fromkeys(slot.kind for slot in slots):
+        at = [s for s, slot in enumerate(slots) if slot.kind == kind]
+        able = [node for node in nodes if node.kind == kind]
+        assert len(able) >= len(at), f"{len(at)} slots of kind {kind}, but {len(able)} nodes"
+        if any(node.name in holdings.live or node.name in holdings.kept for node in able):
+            found = _match([slots[s].layers for s in at], [node.name for node in able], holdings, full_bytes)
+        else:
+            found = {s: s for s in range(len(at))}
+        taken.update((at[s], able[n]) for s, n in found.items())
+    chosen = {host.name: s for s, host in taken.items()}
+    known = {name for name in chosen if name in holdings.live or name in holdings.kept}
+    hosts = [(host, chosen[host.name]) for host in nodes if host.name in chosen]
+    return deal(slots, hosts, known, holdings.team)
+
+
+# ---- least bytes ----
+
+_Sort = tuple[frozenset[int], frozenset[tuple[int, int]]]
+"""What tells nodes of one kind apart: live layers, kept (layer, bytes)."""
+
+
+def _match(
+    wanted: Sequence[Sequence[int]], names: Sequence[str], holdings: Holdings, full_bytes: Sequence[int]
+) -> dict[int, int]:
+    """Return {slot: node}, indices into `wanted` (the layers of each slot) and `names`."""
+    sorts: list[_Sort] = [
+        (holdings.live.get(name, frozenset()), frozenset(holdings.kept.get(name, {}).items()))
+        for name in names
+    ]
+    waiting: dict[frozenset[int], list[int]] = {}
+    for s in reversed(range(len(wanted))):
+        waiting.setdefault(frozenset(wanted[s]), []).append(s)
+    exact: dict[_Sort, list[tuple[int, int]]] = {}
+    free: dict[_Sort, list[int]] = {}
+    for n, sort in enumerate(sorts):
+        if waiting.get(sort[0]):
+            exact.setdefault(sort, []).append((waiting[sort[0]].pop(), n))
+        else:
+            free.setdefault(sort, []).append(n)
+    rest = sorted(s for left in waiting.values() for s in left)
+    settled = {s: n for pairs in exact.values() for s, n in pairs[len(rest) :]}
+    if not rest:
+        return {s: n for pairs in exact.values() for s, n in pairs}
+    open_pairs = [pair for pairs in exact.values() for pair in pairs[: len(rest)]]
+    rows = sorted([*rest, *(s for s, _ in open_pairs)])
+    columns = sorted([*(n for _, n in open_pairs), *(n for few in free.values() for n in few[: len(rest)])])
+    chosen = _cheapest([wanted[s] for s in rows], [sorts[n] for n in columns], full_bytes)
+    return settled | {rows[i]: columns[j] for i, j in chosen}
+
+
+def _cheapest(
+    wanted: Sequence[Sequence[int]], sorts: Sequence[_Sort], full_bytes: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return a least-cost matching of all slots as (slot, node).
+
+    Costs are whole numbers below 2^53 (bytes are divided by their common divisor), so that float64 sums are exact,
+    unless a plan moves petabytes of oddly sized layers: then bytes may be off in the 16th digit.
+    """
+    import numpy as np
+    from scipy.optimize import linear_sum_assignment
+
+    distinct, which = _number(tuple(layers) for layers in wanted)
+    kinds, what = _number(sorts)
+    unit = gcd(*full_bytes, *(nbytes for _, kept in kinds for _, nbytes in kept)) or 1
+    fetch = np.tile(np.array([nbytes // unit for nbytes in full_bytes], float), (len(kinds), 1))
+    load = np.ones_like(fetch)
+    for row, (live, kept) in enumerate(kinds):
+        for layer, nbytes in kept:
+            fetch[row, layer] = max(0, full_bytes[layer] - nbytes) // unit
+        fetch[row, list(live)] = load[row, list(live)] = 0
+    member = np.zeros((len(distinct), len(full_bytes)))
+    for row, layers in enumerate(distinct):
+        member[row, list(layers)] = 1
+    costs = member @ (fetch * (1 + sum(map(len, wanted))) + load).T
+    rows, columns = linear_sum_assignment(costs[np.ix_(which, what)])
+    return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+def _number(items: Iterable[T]) -> tuple[list[T], list[int]]:
+    """Return (distinct items, index of each item among them)."""
+    seen: dict[T, int] = {}
+    numbers = [seen.setdefault(item, len(seen)) for item in items]
+    return list(seen), numbers
+
+
+# ---- cuts that move less ----
+
+
+def recut(
+    reach: Sequence[Sequence[int]], moved: Sequence[Sequence[int]], cuts: Sequence[int]
+) -> tuple[int, ...]:
+    """Cut one pipeline again so that its nodes, already chosen, fetch least; `cuts` are its cuts now.
+
+    `reach[s][i]` is the last layer + 1 that stage s may hold when it begins with layer i (within its limits of time
+    and memory; whatever ends earlier must be within them too), `moved[s]` prefix sums over layers of what stage s
+    would have to fetch (`Holdings.missing`; for a node with several stages, each stage counts its own). Of equals the
+    cuts nearest to `cuts` are taken. `cuts` themselves must be within `reach`.
+    """
+    n_layers, depth = cuts[-1], len(cuts) - 1
+    if all(moved[s][cuts[s + 1]] == moved[s][cuts[s]] for s in range(depth)):
+        return tuple(cuts)
+    # best[i]: (cost, distance from `cuts`, cuts so far) with the stages so far ending before layer i.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
+    for s in range(depth):
+        following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for first, (cost, away, done) in best.items():
+            least = n_layers if s == depth - 1 else first + 1
+            for last in range(least, min(reach[s][first], n_layers - (depth - 1 - s)) + 1):
+                option = cost + moved[s][last] - moved[s][first], away + abs(last - cuts[s + 1])
+                if last not in following or option < following[last][:2]:
+                    following[last] = (*option, (*done, last))
+        best = following
+    return best[n_layers][2]
+
+
+# ---- one shape of equal nodes ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +221,6 @@ class Shape:
     bottleneck: int
 
 
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """What each node has before the change, as worth per layer."""
-
-    worth: dict[str, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, current: Plan | None, layers: Sequence[LayerSpec]) -> Holdings:
-        """Read them off the current plan; none if the number of layers differs."""
-        if current is None or current.n_layers != len(layers):
-            return cls({})
-        worth: dict[str, list[int]] = {}
-        state = current.state == "snapshot"
-        for _, _, stage in current.stages():
-            peer = current.peer_of(stage.unit.node)
-            for layer in stage.layers:
-                spec = layers[layer]
-                full = spec.param_bytes + spec.state_bytes + spec.gradient_bytes
-                kept = full if state else spec.gradient_bytes
-                _raise(worth, stage.unit.node, layer, HELD * full, len(layers))
-                if peer is not None:
-                    _raise(worth, peer, layer, KEPT * kept, len(layers))
-        return cls({node: tuple(values) for node, values in worth.items()})
-
-    def missing(self, node: str, full: Sequence[int]) -> list[int]:
-        """Prefix sums over layers of the worth that `node` would have to fetch."""
-        has = self.worth.get(node)
-        sums = [0]
-        for layer, bytes_ in enumerate(full):
-            sums.append(sums[-1] + HELD * bytes_ - (has[layer] if has else 0))
-        return sums
-
-
 def place(
     costs: Costs,
     shapes: Sequence[Shape],
@@ -72,17 +231,18 @@ def place(
 ) -> list[tuple[Stage, ...]]:
     """Return the stages of each pipeline. `nodes` must suffice; `full` is the bytes of each layer."""
     even = {shape: cut(costs, shape.depth, shape.microbatches, shape.bottleneck) for shape in set(shapes)}
-    slots = [(p, first) for p, shape in enumerate(shapes) for first in range(0, shape.depth, per_node)]
-    spans = [
-        range(even[shapes[p]][first], even[shapes[p]][min(first + per_node, shapes[p].depth)])
-        for p, first in slots
-    ]
-    owner = dict(zip(slots, _match(spans, nodes, holdings), strict=True))
+    starts = [(p, first) for p, shape in enumerate(shapes) for first in range(0, shape.depth, per_node)]
+    slots = []
+    for p, first in starts:
+        cuts = even[shapes[p]]
+        slots.append(Slot(0, range(cuts[first], cuts[min(first + per_node, shapes[p].depth)]), p))
+    chosen = assign(slots, [Host(node, 0, "") for node in nodes], holdings, full)
+    owner = dict(zip(starts, chosen, strict=True))
     placed = []
     for p, shape in enumerate(shapes):
         hosts = [owner[p, s - s % per_node] for s in range(shape.depth)]
         cuts = even[shape]
-        if holdings.worth:
+        if holdings.live:
             moved = {node: holdings.missing(node, full) for node in set(hosts)}
             cuts = cut(
                 costs, shape.depth, shape.microbatches, shape.bottleneck, [moved[node] for node in hosts]
@@ -90,34 +250,3 @@ def place(
         units = [Unit(node, s % per_node) for s, node in enumerate(hosts)]
         placed.append(tuple(Stage(u, a, b) for u, a, b in zip(units, cuts, cuts[1:], strict=False)))
     return placed
-
-
-def _match(spans: Sequence[range], nodes: Sequence[str], holdings: Holdings) -> list[str]:
-    """Return a node for each slot: the worthiest pairs first, then whoever is left, in order."""
-    pairs = []
-    for i, node in enumerate(nodes):
-        worth = holdings.worth.get(node)
-        if worth:
-            sums = _prefix(worth)
-            values = ((sums[span.stop] - sums[span.start], s) for s, span in enumerate(spans))
-            pairs += [(-value, s, i) for value, s in values if value]
-    taken: dict[int, int] = {}
-    busy: set[int] = set()
-    for _, s, i in sorted(pairs):
-        if s not in taken and i not in busy:
-            taken[s] = i
-            busy.add(i)
-    free = (i for i in range(len(nodes)) if i not in busy)
-    return [nodes[taken[s] if s in taken else next(free)] for s in range(len(spans))]
-
-
-def _prefix(values: Iterable[int]) -> list[int]:
-    sums = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
-
-
-def _raise(worth: dict[str, list[int]], node: str, layer: int, value: int, n_layers: int) -> None:
-    row = worth.setdefault(node, [0] * n_layers)
-    row[layer] = max(row[layer], value)
