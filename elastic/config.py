@@ -17,6 +17,7 @@ from elastic.core import codec
 from elastic.core.faults import FaultKind, FaultSpec
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
+from elastic.planning.profile import Profile
 
 FILE = "config.json"
 GRADIENT_SCHEMES, STATE_SCHEMES = ("stream", "none"), ("snapshot", "replica", "none")
@@ -127,6 +128,12 @@ class JobConfig:
     """Every worker sees LOCAL_RANK=0 and one device."""
     domains: tuple[str, ...] = ()
     """Failure domain of each local node, in order; one entry: of all."""
+    devices: tuple[str, ...] = ()
+    """Device type of each local node, as the profile names it, in order; one entry: of all."""
+    profile: Profile | None = None
+    """What layers cost on which devices; None: the script's own figures."""
+    emulate: bool = False
+    """Workers wait the profiled times instead of computing."""
     faults: tuple[FaultSpec, ...] = ()
     """Injected faults; the position of a fault is its number."""
 
@@ -135,6 +142,7 @@ class JobConfig:
         _check_times(self)
         _check_schemes(self)
         _check_streams(self)
+        _check_devices(self)
         _check_faults(self)
 
     def log_path(self, node: str, restart: int, local_rank: int) -> Path:
@@ -146,6 +154,12 @@ class JobConfig:
         if not self.domains:
             return ""
         return self.domains[index % len(self.domains)]
+
+    def device(self, index: int) -> str:
+        """Device type of local node `index`; "": the profile's first."""
+        if not self.devices:
+            return ""
+        return self.devices[index % len(self.devices)]
 
     def schemes(self) -> tuple[str, str] | None:
         """(gradients, state) that `backup` fixes, or None when it is auto."""
@@ -261,6 +275,27 @@ def _check_streams(config: JobConfig) -> None:
             config.log_line_prefix,
             "it may use ${node}, ${rank}, ${local_rank}, ${role_name}",
         ) from None
+
+
+def _check_devices(config: JobConfig) -> None:
+    given = ",".join(config.devices)
+    if config.devices and config.profile is None:
+        raise FieldError(
+            "--device", given, "device types are those of a profile: give --profile or --emulate"
+        )
+    if config.standalone and len(config.devices) not in (0, 1, config.max_nodes):
+        raise FieldError("--device", given, f"one type, or one for each of the {config.max_nodes} nodes")
+    for name in config.devices:
+        assert config.profile is not None
+        known = ", ".join(device.name for device in config.profile.devices)
+        if name not in {device.name for device in config.profile.devices}:
+            raise FieldError("--device", name, f"the profile of {config.profile.model} knows {known}")
+    if config.emulate and config.profile is None:
+        raise FieldError("--emulate", "on", "it needs a profile")
+    if config.emulate and config.profile is not None and config.profile.tp != 1:
+        raise FieldError(
+            "--emulate", f"tp {config.profile.tp}", "a profile of layers that are not split (tp 1)"
+        )
 
 
 def _check_faults(config: JobConfig) -> None:

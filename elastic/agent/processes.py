@@ -64,6 +64,8 @@ class Place:
     """Path of the agent's Unix socket."""
     host: str = "127.0.0.1"
     """Address under which other nodes reach the workers."""
+    device: str = ""
+    """Type of the node's devices, as the profile names it."""
 
 
 def process_state(pid: int) -> ProcessState | None:
@@ -121,6 +123,8 @@ def worker_environment(
         "ELASTIC_MEMORY_DIR": config.memory_dir,
         "ELASTIC_ACCUMULATE": config.accumulate.value,
         "ELASTIC_FAULTS": dump_faults(config.faults),
+        "ELASTIC_PROFILE": "" if config.profile is None else "emulate" if config.emulate else "plan",
+        "ELASTIC_DEVICE": place.device,
         "ELASTIC_TP_STORE": tp_store,
     }
 

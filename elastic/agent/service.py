@@ -55,8 +55,11 @@ RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase
 class Agent:
     """Owns a node. Everything happens on the thread that calls `run`, but for transfers and sockets."""
 
-    def __init__(self, config: JobConfig, node: str, coordinator: str, domain: str, host: str) -> None:
+    def __init__(
+        self, config: JobConfig, node: str, coordinator: str, domain: str, host: str, device: str = ""
+    ) -> None:
         self._config, self._node, self._domain, self._host = config, node, domain, host
+        self._device = device
         self._queue: queue.Queue[Any] = queue.Queue()
         self._directory = Path(config.memory_dir) / node
         self._steps: deque[m.StepDone] = deque(maxlen=4096)
@@ -91,6 +94,7 @@ class Agent:
             workers=self._config.nproc_per_node,
             memory_bytes=self._config.node_memory_bytes,
             host=self._host,
+            device=self._device,
         )
         self._state = core.NodeState(info)
 
@@ -262,7 +266,7 @@ class Agent:
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
         generation = self._generation
-        place = Place(self._node, str(self._directory / "agent.sock"), self._host)
+        place = Place(self._node, str(self._directory / "agent.sock"), self._host, self._device)
 
         def ended(exit: WorkerExit) -> None:
             hearer = self._hearers.pop((generation, exit.local_rank), None)
@@ -373,6 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--domain", default="")
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--device", default="")
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
@@ -380,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
-        agent = Agent(config, args.node, args.coordinator, args.domain, args.host)
+        agent = Agent(config, args.node, args.coordinator, args.domain, args.host, args.device)
     except ElasticError as error:
         print(f"elastic agent: {error}", file=sys.stderr)
         return error.exit_code

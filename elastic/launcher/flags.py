@@ -79,6 +79,13 @@ OURS = (
     Flag("--checkpoint-dir", None, "directory of durable checkpoints (default RUN_DIR/checkpoints)"),
     Flag("--resume", None, "start from this checkpoint; auto: from the newest in --checkpoint-dir, if any"),
     Flag("--domain", "", "failure domain of this node; with --standalone one for each, comma-separated"),
+    Flag("--profile", None, "what `elastic profile` measured; the plan goes by it"),
+    Flag("--emulate", None, "as --profile, and workers wait the profiled times instead of computing"),
+    Flag(
+        "--device",
+        "",
+        "device type of this node in the profile; with --standalone one for each, comma-separated",
+    ),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(

@@ -94,7 +94,7 @@ class Supervisor:
         if self._hosting:
             self._start_coordinator()
         for index, node in enumerate(self._request.nodes):
-            self._start_agent(node, self._config.domain(index))
+            self._start_agent(node, index)
         self._view.note(f"{', '.join(self._request.nodes)}; run directory {self._path}")
 
     def _start_coordinator(self) -> None:
@@ -105,9 +105,11 @@ class Supervisor:
                 "coordinator", self._request.services[0], args, self._lifeline, out
             )
 
-    def _start_agent(self, node: str, domain: str) -> None:
+    def _start_agent(self, node: str, index: int) -> None:
+        domain, device = self._config.domain(index), self._config.device(index)
         args = ["--run-dir", str(self._path), "--node", node, "--coordinator", self._address]
         args += ["--host", self._host, *(["--domain", domain] if domain else [])]
+        args += ["--device", device] if device else []
         console = self._view.output if isinstance(self._view, Bar) else None
         self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
 
@@ -195,7 +197,7 @@ class Supervisor:
                 self._restart_at = time.monotonic() + spec.down_s
             case FaultKind.JOIN:
                 index = len(self._agents)
-                self._start_agent(f"node{index}", self._config.domain(index))
+                self._start_agent(f"node{index}", index)
             case FaultKind.DRAIN:
                 threading.Thread(target=self._drain, args=(spec,), name="drain", daemon=True).start()
             case _:

@@ -26,6 +26,7 @@ from elastic.launcher.values import (
     host,
     port,
     ranks,
+    read_profile,
     seconds,
     signals,
     size,
@@ -33,6 +34,7 @@ from elastic.launcher.values import (
     streams,
     whole,
 )
+from elastic.planning.profile import Profile
 
 STATIC_PORT, DYNAMIC_PORT = 29500, 29400
 """torchrun's default ports."""
@@ -102,7 +104,10 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         local_ranks_filter=ranks(args.local_ranks_filter),
         role=args.role,
         virtual_local_rank=args.virtual_local_rank,
-        domains=_domains(args.domain, standalone),
+        domains=_domains("--domain", args.domain, standalone),
+        devices=_domains("--device", args.device, standalone),
+        profile=_profile(args),
+        emulate=args.emulate is not None,
         faults=_faults(args.fault),
     )
     return Request(
@@ -209,13 +214,22 @@ def _conf(text: str) -> dict[str, str]:
     return conf
 
 
-def _domains(text: str, standalone: bool) -> tuple[str, ...]:
+def _domains(flag: str, text: str, standalone: bool) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     if any(not name for name in names):
-        raise FieldError("--domain", text, "a name, or names separated by commas, none of them empty")
+        raise FieldError(flag, text, "a name, or names separated by commas, none of them empty")
     if len(names) > 1 and not standalone:
-        raise FieldError("--domain", text, "one name for this node; several go with --standalone")
+        raise FieldError(flag, text, "one name for this node; several go with --standalone")
     return names
+
+
+def _profile(args: argparse.Namespace) -> Profile | None:
+    """The profile to plan by, or None."""
+    if args.profile is not None and args.emulate is not None:
+        raise FieldError("--emulate", args.emulate, "it names the profile already: leave --profile out")
+    flag = "--profile" if args.emulate is None else "--emulate"
+    text = args.profile if args.emulate is None else args.emulate
+    return None if text is None else read_profile(flag, text)
 
 
 # ---- directories ----

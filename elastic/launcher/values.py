@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 from elastic.errors import FieldError
+from elastic.planning.profile import Profile, parse_profile
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -117,3 +118,17 @@ def folder(flag: str, text: str | None) -> Path | None:
     if not os.access(standing, os.W_OK | os.X_OK):
         raise FieldError(flag, text, f"{standing} is not writable; give another or change its permissions")
     return path
+
+
+def read_profile(flag: str, text: str) -> Profile:
+    """The profile in file `text`. Raises FieldError naming the flag."""
+    try:
+        content = Path(text).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FieldError(
+            flag, text, f"a profile that `elastic profile` wrote; it cannot be read ({error})"
+        ) from None
+    try:
+        return parse_profile(content)
+    except FieldError as error:
+        raise FieldError(flag, text, f"it is no profile: {error}") from None

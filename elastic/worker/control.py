@@ -39,6 +39,12 @@ class WorkerContext:
     accumulate: str
     faults: tuple[FaultSpec, ...]
     host: str
+    profile: str = ""
+    """plan: the job is planned by the profile in RUN_DIR/config.json; emulate: workers also wait its times."""
+    device: str = ""
+    """Type of this node's devices, as the profile names it; "": its first."""
+    measure: str = ""
+    """File for what `elastic profile` wants to know: nothing is trained, layers are measured."""
 
     @staticmethod
     def from_environment() -> WorkerContext:
@@ -59,6 +65,9 @@ class WorkerContext:
             accumulate=env["ELASTIC_ACCUMULATE"],
             faults=load_faults(env.get("ELASTIC_FAULTS", "")),
             host=env.get("ELASTIC_HOST", "127.0.0.1"),
+            profile=env.get("ELASTIC_PROFILE", ""),
+            device=env.get("ELASTIC_DEVICE", ""),
+            measure=env.get("ELASTIC_MEASURE", ""),
         )
 
 

@@ -34,6 +34,7 @@ from elastic.worker.install import Installer
 from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.links import LinkFailed, Links, host_store
 from elastic.worker.optimizer import OptimizerSpec
+from elastic.worker.profiled import EMULATE, check_fit, stack_of
 from elastic.worker.protection import Protection
 from elastic.worker.replica import LayerReplica, build_replica, warm_up
 from elastic.worker.step import Outcome, StepRunner
@@ -76,8 +77,9 @@ class Trainer:
         ):
             if value < least:
                 raise FieldError(name, value, f"a whole number from {least} up")
-        self._stack, self._optimizer, self._data = stack, optimizer, data
         self._context = WorkerContext.from_environment()
+        stack = stack_of(self._context, stack)
+        self._stack, self._optimizer, self._data = stack, optimizer, data
         self._accumulate = Accumulate(self._context.accumulate)
         self._spec = JobSpec(
             layers=stack.specs(self._accumulate, optimizer),
@@ -125,11 +127,12 @@ class Trainer:
 
     def _connect(self) -> None:
         context = self._context
+        check_fit(context, self._spec)
         if context.local_world_size % self._spec.tp:
             raise FieldError(
                 "tp", self._spec.tp, f"it must divide the {context.local_world_size} workers of a node"
             )
-        self._device = _device(context.local_rank)
+        self._device = _device(context.local_rank, emulated=context.profile == EMULATE)
         if self._accumulate is Accumulate.EXACT and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # sums inside a kernel depend on it, and nodes must not differ
         group, shard = divmod(context.local_rank, self._spec.tp)
@@ -313,6 +316,8 @@ class _Epoch:
         )
 
     def _data(self, step: int, index: int) -> Microbatch:
+        if self._t._context.profile == EMULATE:
+            return Microbatch(step, index, {})
         microbatch = self._t._data(step, index)
         fields = {name: tensor.to(self._t._device) for name, tensor in microbatch.fields.items()}
         return Microbatch(step, index, fields)
@@ -370,9 +375,9 @@ class _Epoch:
         )
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: int, *, emulated: bool = False) -> torch.device:
     """This worker's device: its GPU if the machine has any, else the CPU."""
-    if not torch.cuda.is_available():
+    if emulated or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

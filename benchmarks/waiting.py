@@ -1,0 +1,55 @@
+"""A training script whose layers are nothing: for `elastic run --emulate PROFILE -m benchmarks.waiting`.
+
+The profile's layers take their place, so the script starts fast and all of its time is the profile's.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+from elastic.worker.layers import ListStack, Microbatch
+from elastic.worker.optimizer import OptimizerSpec
+from elastic.worker.runtime import Trainer
+
+
+class Scale(nn.Module):
+    """One parameter; the mean over the rest is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        return (microbatch.fields["x"] if hidden is None else hidden) * self.weight
+
+
+class Loss(Scale):
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        return super().forward(hidden, microbatch).square().mean()
+
+
+def data(step: int, index: int) -> Microbatch:
+    return Microbatch(step, index, {"x": torch.full((8,), 1.0 + 0.1 * index)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=4, help="of the script itself; a profile has its own")
+    parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    Trainer(
+        stack=ListStack([Scale] * (args.layers - 1) + [Loss], seed=0),
+        optimizer=OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.0), lr=lambda step: 0.01),
+        data=data,
+        steps=args.steps,
+        microbatches=args.num_microbatches,
+        tokens_per_microbatch=8,
+    ).run()
+
+
+if __name__ == "__main__":
+    main()

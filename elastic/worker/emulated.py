@@ -1,0 +1,157 @@
+"""Emulated layers: they wait the time that a profile tells instead of computing, and hand on real tensors.
+
+Everything around the layers is real: activations of the true size travel over the links, gradients of the true
+size are accumulated, copied, backed up and reduced, the optimizer updates the parameters. So many nodes of any
+device type run on few cores, and what the cost model predicts can be compared with what happens.
+
+The contents are a small model of their own, a function of (seed, step, micro-batch, layer) and the parameters
+alone: layer i gives out = mean(in) + noise_i * w_i, and the last one's loss is out squared. Every element of
+every message counts, so a lost or doubled one shows in the parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.core.types import Accumulate, LayerSpec
+from elastic.errors import FieldError
+from elastic.planning.profile import LayerTimes, Profile
+from elastic.worker import randomness
+from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
+from elastic.worker.optimizer import OptimizerSpec
+
+WIDTH = 4
+"""Bytes of an element: parameters and messages are float32."""
+MOST_OWED_S = 0.02
+"""Lateness that later waits make up for; a longer one is a real delay."""
+
+
+class Waiter:
+    """Sleeps to deadlines. What one wait is late the next one is shorter by, so that errors do not add up."""
+
+    def __init__(self) -> None:
+        self._owed = 0.0
+
+    def until(self, began: float, seconds: float) -> None:
+        """Return `seconds` after `began` (of time.perf_counter), or as soon as that has passed."""
+        deadline = began + seconds - self._owed
+        while (left := deadline - time.perf_counter()) > 0:
+            time.sleep(left)
+        self._owed = min(time.perf_counter() - deadline, MOST_OWED_S)
+
+
+class _Visit:
+    """One micro-batch's passage through one layer: which backward pass waited for what.
+
+    Autograd runs a backward pass in one go (one graph task), or first the part that leads to the input and
+    later the part that leads to the parameters (two tasks). The task's number tells which of these it is.
+    """
+
+    def __init__(self, waiter: Waiter, times: LayerTimes, has_input: bool) -> None:
+        self._waiter, self._whole, self._has_input = waiter, times.backward_s, has_input
+        self._input = min(times.backward_input_s or times.backward_s / 2, times.backward_s)
+        self._weight = times.backward_weight_s or times.backward_s - self._input
+        self._task = -1
+
+    def input_part(self, began: float) -> None:
+        self._task = _task()
+        self._waiter.until(began, self._input)
+
+    def weight_part(self, began: float) -> None:
+        rest = self._whole - self._input if self._task == _task() else self._weight
+        self._waiter.until(began, rest if self._has_input else self._whole)
+
+
+def _task() -> int:
+    """Number of the backward pass that is running."""
+    return int(torch._C._current_graph_task_id())
+
+
+class _InputPath(torch.autograd.Function):
+    """mean(hidden) in every element of the output; its backward pass waits the input part's time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, numel: int, visit: _Visit) -> Tensor:
+        ctx.visit, ctx.shape = visit, hidden.shape
+        return hidden.new_empty(numel).fill_(hidden.mean())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        began = time.perf_counter()
+        gradient = gradients[0].new_empty(ctx.shape)
+        gradient.fill_(gradients[0].sum() / gradient.numel())
+        ctx.visit.input_part(began)
+        return gradient, None, None
+
+
+class _WeightPath(torch.autograd.Function):
+    """noise * mean(weight), of which all elements are equal; its backward pass waits the weight part's time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, noise: Tensor, visit: _Visit) -> Tensor:
+        ctx.visit, ctx.noise, ctx.numel = visit, noise, weight.numel()
+        return weight[:1] * noise
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        began = time.perf_counter()
+        gradient = gradients[0].new_empty(ctx.numel)
+        gradient.fill_((gradients[0] * ctx.noise).sum() / ctx.numel)
+        ctx.visit.weight_part(began)
+        return gradient, None, None
+
+
+class EmulatedLayer(nn.Module):
+    """One layer of `param_bytes` that takes the times of one device type."""
+
+    def __init__(self, spec: LayerSpec, times: LayerTimes, value: float, last: bool, waiter: Waiter) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((_elements(spec.param_bytes),), value))
+        self._numel, self._last = 1 if last else _elements(spec.output_bytes), last
+        self._times, self._waiter = times, waiter
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """[any shape] or None -> [output elements], or the scalar loss."""
+        began = time.perf_counter()
+        visit = _Visit(self._waiter, self._times, hidden is not None)
+        noise = torch.rand(()) + 0.5
+        bias: Tensor = _WeightPath.apply(self.weight, noise, visit)  # type: ignore[no-untyped-call]
+        if hidden is None:
+            out = bias.expand(self._numel).contiguous()
+        else:
+            mean: Tensor = _InputPath.apply(hidden, self._numel, visit)  # type: ignore[no-untyped-call]
+            out = mean + bias
+        self._waiter.until(began, self._times.forward_s)
+        return out.square().sum() if self._last else out
+
+
+class EmulatedStack(LayerStack):
+    """A profile's layers on one of its device types, in the place of a script's own."""
+
+    def __init__(self, profile: Profile, device: str, seed: int) -> None:
+        """Raises FieldError when the profile does not know `device`."""
+        self._profile, self.seed = profile, seed
+        self._times = profile.device(device).layers
+        self._waiter = Waiter()
+
+    @property
+    def n_layers(self) -> int:
+        return len(self._profile.layers)
+
+    def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
+        if tp.size != 1:
+            raise FieldError("tp", tp.size, "emulated layers run without tensor parallelism; use 1")
+        value = randomness.named(self.seed, index, "weight") / 2**63
+        last = index == self.n_layers - 1
+        return EmulatedLayer(self._profile.layers[index], self._times[index], value, last, self._waiter)
+
+    def specs(self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None) -> tuple[LayerSpec, ...]:
+        return self._profile.layers
+
+
+def _elements(nbytes: int) -> int:
+    return max(1, -(-nbytes // WIDTH))
