@@ -66,9 +66,14 @@ class _Dealer:
     """How many slots with these layers are for nodes that hold nothing."""
     used: Counter[str] = field(default_factory=Counter)
     """Label: pipelines in which it leads."""
+    own: list[Pool] = field(init=False)
+    """Of each slot: the pool of nodes for its layers."""
+
+    def __post_init__(self) -> None:
+        self.own = [(slot.kind, tuple(slot.layers)) for slot in self.slots]
 
     def put(self, s: int, label: str, node: str, *, blank: bool) -> None:
-        pool = self._pool(s)
+        pool = self.own[s]
         if blank:
             self.blanks[pool] += 1
             pool = (pool[0], None)
@@ -80,28 +85,31 @@ class _Dealer:
         for s, slot in enumerate(self.slots):
             pipelines.setdefault(slot.pipeline, []).append(s)
         for left in pipelines.values():
+            begun = False
             while left:
-                label = self._best(left)
+                label = self._best(left) if self.named else self._mates(left, begun=begun)
+                begun = True
                 self.used[label] += 1
                 for s in left:
                     chosen[s] = self._take(s, label)
                 left = [s for s in left if not chosen[s]]
         return chosen
 
-    def _pool(self, s: int) -> Pool:
-        return self.slots[s].kind, tuple(self.slots[s].layers)
-
     def _pools(self, s: int) -> list[Pool]:
         """Where slot s may take a node from, those that hold its layers first."""
-        own = self._pool(s)
+        own = self.own[s]
         pools: list[Pool] = [own, (own[0], None)] if self.blanks[own] else [own]
         return [pool for pool in pools if self.stock.get(pool)]
 
+    def _mates(self, left: Sequence[int], *, begun: bool) -> str:
+        """The former pipeline that leads: the first slot's; for what it cannot fill, new nodes before others'."""
+        pools = [pool for s in left for pool in self._pools(s)]
+        if begun and any("" in self.stock[pool] for pool in pools):
+            return ""
+        return next((label for pool in pools for label in self.stock[pool] if label), "")
+
     def _best(self, left: Sequence[int]) -> str:
-        """The label that leads: with named domains by what it can fill, else the first slot's."""
-        if not self.named:
-            labels = (label for s in left for pool in self._pools(s) for label in self.stock[pool])
-            return next((label for label in labels if label), "")
+        """The domain that leads: the one that can fill most."""
         fills: Counter[str] = Counter()
         for s in left:
             fills.update({label for pool in self._pools(s) for label in self.stock[pool]})
@@ -114,7 +122,7 @@ class _Dealer:
             row = self.stock[pool].get(label)
             if row:
                 if pool[1] is None:
-                    self.blanks[self._pool(s)] -= 1
+                    self.blanks[self.own[s]] -= 1
                 node = row.popleft()
                 if not row:
                     del self.stock[pool][label]

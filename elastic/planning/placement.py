@@ -29,7 +29,8 @@ hold s and keep t for a peer that was lost, when b holds s too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import gcd
@@ -118,27 +119,28 @@ def _match(
     wanted: Sequence[Sequence[int]], names: Sequence[str], holdings: Holdings, full_bytes: Sequence[int]
 ) -> dict[int, int]:
     """Return {slot: node}, indices into `wanted` (the layers of each slot) and `names`."""
-    sorts: list[_Sort] = [
-        (holdings.live.get(name, frozenset()), frozenset(holdings.kept.get(name, {}).items()))
-        for name in names
-    ]
     waiting: dict[frozenset[int], list[int]] = {}
     for s in reversed(range(len(wanted))):
         waiting.setdefault(frozenset(wanted[s]), []).append(s)
-    exact: dict[_Sort, list[tuple[int, int]]] = {}
-    free: dict[_Sort, list[int]] = {}
-    for n, sort in enumerate(sorts):
-        if waiting.get(sort[0]):
-            exact.setdefault(sort, []).append((waiting[sort[0]].pop(), n))
+    nothing: frozenset[int] = frozenset()
+    pairs, others = [], []
+    for n, name in enumerate(names):
+        fitting = waiting.get(holdings.live.get(name, nothing))
+        if fitting:
+            pairs.append((fitting.pop(), n))
         else:
-            free.setdefault(sort, []).append(n)
-    rest = sorted(s for left in waiting.values() for s in left)
-    settled = {s: n for pairs in exact.values() for s, n in pairs[len(rest) :]}
+            others.append(n)
+    rest = [s for left in waiting.values() for s in left]
     if not rest:
-        return {s: n for pairs in exact.values() for s, n in pairs}
-    open_pairs = [pair for pairs in exact.values() for pair in pairs[: len(rest)]]
-    rows = sorted([*rest, *(s for s, _ in open_pairs)])
-    columns = sorted([*(n for _, n in open_pairs), *(n for few in free.values() for n in few[: len(rest)])])
+        return dict(pairs)
+    sorts: list[_Sort] = [
+        (holdings.live.get(name, nothing), frozenset(holdings.kept.get(name, {}).items())) for name in names
+    ]
+    exact = _few(pairs, lambda pair: sorts[pair[1]], len(rest))
+    free = _few(others, lambda n: sorts[n], len(rest))
+    settled = dict(set(pairs).difference(exact))
+    rows = sorted([*rest, *(s for s, _ in exact)])
+    columns = sorted([*free, *(n for _, n in exact)])
     chosen = _cheapest([wanted[s] for s in rows], [sorts[n] for n in columns], full_bytes)
     return settled | {rows[i]: columns[j] for i, j in chosen}
 
@@ -169,6 +171,18 @@ def _cheapest(
     costs = member @ (fetch * (1 + sum(map(len, wanted))) + load).T
     rows, columns = linear_sum_assignment(costs[np.ix_(which, what)])
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+def _few(items: Iterable[T], sort: Callable[[T], _Sort], most: int) -> list[T]:
+    """The first `most` items of each sort."""
+    counts: Counter[_Sort] = Counter()
+    chosen = []
+    for item in items:
+        of_sort = sort(item)
+        counts[of_sort] += 1
+        if counts[of_sort] <= most:
+            chosen.append(item)
+    return chosen
 
 
 def _number(items: Iterable[T]) -> tuple[list[T], list[int]]:
