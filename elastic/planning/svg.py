@@ -13,9 +13,9 @@ from math import floor, log10
 
 from elastic.planning.timeline import Span, Timeline
 
-COLOURS = {"F": "#4c78a8", "B": "#f2a241", "W": "#6aa84f"}
-"""Of forward passes, backward passes (of their input parts where they are split), and their weight parts."""
-NAMES = {"F": "forward", "B": "backward", "W": "weight part of backward"}
+COLOURS = {"F": "#4c78a8", "B": "#f2a241", "I": "#f2a241", "W": "#6aa84f"}
+"""By kind of action: forward passes, backward passes, and the two parts of those that are split."""
+NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 OTHER = "#999999"
 CHART, MARGIN, GUTTER = 1080.0, 16.0, 12.0
 """Widths in pixels: of the time axis, around everything, between a row's name and its boxes."""
