@@ -100,7 +100,7 @@ def _panel(panel: Panel, left: float, top: float, scale: float, until: float) ->
         y = top + HEAD + ROW * row + 15
         yield f'<text x="{left - GUTTER:.1f}" y="{y:.1f}" text-anchor="end">{_text(name)}</text>'
     for span in panel.timeline.spans:
-        row = span.stage % len(panel.rows)
+        row = panel.timeline.unit_of(span)
         yield _box(span, panel.rows[row], left, top + HEAD + ROW * row, scale)
     yield "</g>"
 
