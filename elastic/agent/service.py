@@ -203,8 +203,7 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
-        told = core.report(self._state)
-        self._say(m.Heartbeat(self._node, self._state.info.incarnation, told.step, told.microbatch))
+        self._say(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
         before = self._state

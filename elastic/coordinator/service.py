@@ -25,6 +25,7 @@ from elastic.coordinator.records import Records
 from elastic.core import codec, job
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
+from elastic.core.stragglers import factor
 from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, StaleError
 from elastic.planning.plan import format_plan
 from elastic.rpc.server import Server, Session
@@ -158,7 +159,11 @@ class Coordinator:
                 self._apply(job.Reported(message, connected))
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
-                self._apply(job.Beat(message.node, message.incarnation, message.step, message.microbatch))
+                self._apply(
+                    job.Beat(
+                        message.node, message.incarnation, message.step, message.microbatch, message.measured
+                    )
+                )
                 self._records.beat(self._state)
             case m.StepDone():
                 self._records.step(message, self._state)
@@ -314,6 +319,7 @@ def policy_of(config: JobConfig) -> job.Policy:
         lease_s=config.lease_s,
         master_addr=config.master_addr,
         master_port=config.master_port,
+        profile=config.profile,
     )
 
 
@@ -345,6 +351,8 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "connected": mb.connected,
             "draining": mb.draining,
             "domain": mb.report.info.domain,
+            "device": mb.report.info.device,
+            "slow": factor(state, node),
             "vault": mb.report.info.vault,
         }
         for node, mb in sorted(state.members.items())

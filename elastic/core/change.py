@@ -8,6 +8,7 @@ from elastic.core import messages as m
 from elastic.core import recovery
 from elastic.core.job import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
 from elastic.core.messages import NodePhase
+from elastic.core.stragglers import slow
 from elastic.core.types import Copy, Plan, StepRecord
 from elastic.errors import FieldError, InfeasiblePlan, Unrecoverable
 from elastic.planning.search import PlanRequest, make_plan
@@ -66,6 +67,8 @@ def request(state: JobState, epoch: int) -> PlanRequest:
         shape=state.policy.shape,
         current=state.plan,
         backup=state.policy.backup,
+        profile=state.policy.profile,
+        slow=slow(state),
     )
 
 

@@ -32,6 +32,7 @@ from elastic.core.job import (
 from elastic.core.knowledge import KNOW
 from elastic.core.members import launch
 from elastic.core.messages import NodePhase
+from elastic.core.relief import relieve
 from elastic.planning.peers import natural
 
 CONTACT_S = 0.5
@@ -246,7 +247,7 @@ def _running(state: JobState, now: float) -> Result | None:
     if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
         sends = tuple(Send(n, m.Trim(state.epoch)) for n in state.members)
         return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
-    return _leaving(state, now) or _joining(state, now)
+    return _leaving(state, now) or _joining(state, now) or _relieving(state, now)
 
 
 def _recovered(state: JobState, members: list[Member], resumed_at: float) -> Result:
@@ -291,6 +292,13 @@ def _joining(state: JobState, now: float) -> Result | None:
             else (state.of(joining=()), (), "the joining node is gone")
         )
     return epoch_change.consider_joining(state, now)
+
+
+def _relieving(state: JobState, now: float) -> Result | None:
+    """Nodes that turned slow get less to do."""
+    if state.change is not None or state.trimmed < state.epoch or state.joining:
+        return None
+    return relieve(state, now)
 
 
 def _paused(state: JobState, now: float) -> Result | None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from elastic.core.messages import Launch, NodePhase, NodeReport
+from elastic.core.messages import Launch, Measured, NodePhase, NodeReport
+from elastic.core.pace import Pace
 from elastic.core.types import Assignment, JobSpec, Plan, StepRecord
+from elastic.planning.profile import Profile
 
 
 class JobPhase(StrEnum):
@@ -50,6 +52,8 @@ class Policy:
     master_addr: str = ""
     """MASTER_ADDR of the workers; "": the host of the first node."""
     master_port: int = 29500
+    profile: Profile | None = None
+    """What layers cost on which devices; None: the script's own figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,8 @@ class JobState:
     """How the job ended."""
     suspected_since: float = 0.0
     """When workers first reported lost contact in this epoch; 0: none."""
+    paces: dict[str, Pace] = field(default_factory=dict)
+    """How fast nodes compute, by incarnation."""
 
     def of(self, **changes: Any) -> JobState:
         return replace(self, **changes)
@@ -185,6 +191,7 @@ class Beat:
     incarnation: str
     step: int
     microbatch: int
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

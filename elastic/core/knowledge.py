@@ -31,6 +31,7 @@ from elastic.core.job import (
 from elastic.core.members import launch as launch_nodes
 from elastic.core.members import put
 from elastic.core.messages import NodePhase
+from elastic.core.stragglers import observe
 
 
 def _reported(state: JobState, event: Reported, now: float) -> Result:
@@ -97,7 +98,7 @@ def _beat(state: JobState, event: Beat, now: float) -> Result:
             "former member",
         )
     report = replace(member.report, step=event.step, microbatch=event.microbatch)
-    return put(state, replace(member, seen=now, report=report)), (), ""
+    return observe(put(state, replace(member, seen=now, report=report)), event), (), ""
 
 
 def _closed(state: JobState, event: Closed, now: float) -> Result:

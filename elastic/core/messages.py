@@ -69,6 +69,18 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds that one worker computed for one micro-batch of a step, all of its stages together: medians."""
+
+    epoch: int
+    step: int
+    local_rank: int
+    forward_s: float
+    backward_s: float
+    """The whole backward pass, or both of its parts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Heartbeat of a worker's helper thread; `counter` grows with every action of the main thread."""
 
@@ -77,6 +89,8 @@ class Progress:
     """compute | wait | install | idle"""
     step: int
     microbatch: int
+    measured: Measured | None = None
+    """Of the newest finished step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +271,8 @@ class Heartbeat:
     incarnation: str
     step: int
     microbatch: int
+    measured: tuple[Measured, ...] = ()
+    """Newest of each worker that computes."""
 
 
 @dataclass(frozen=True, slots=True)

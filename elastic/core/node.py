@@ -33,13 +33,15 @@ from elastic.core.node_state import (
     Spawn,
     Tell,
     Worker,
+    heartbeat,
     hung,
     report,
 )
 
 __all__ = [
     "MOVES", "Action", "Enter", "Evidence", "Exited", "Fence", "KillWorkers", "Leave", "Looked", "NodeState",
-    "PrefetchDone", "Rejoin", "Report", "Result", "Said", "Spawn", "Tell", "Worker", "hung", "report", "transition",
+    "PrefetchDone", "Rejoin", "Report", "Result", "Said", "Spawn", "Tell", "Worker", "heartbeat", "hung", "report",
+    "transition",
 ]  # fmt: skip
 
 _ATTACHED = (Phase.IDLE, Phase.INSTALLING, Phase.HALTING, Phase.HALTED)

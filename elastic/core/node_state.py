@@ -189,6 +189,14 @@ def report(state: NodeState) -> m.NodeReport:
     )
 
 
+def heartbeat(state: NodeState) -> m.Heartbeat:
+    """A sign of life: how far the node is, and what its workers last measured."""
+    told = [w.progress for w in state.workers if w.progress is not None]
+    measured = tuple(p.measured for p in told if p.measured is not None)
+    at = told[0] if told else m.Progress(0, "idle", 0, 0)
+    return m.Heartbeat(state.info.node, state.info.incarnation, at.step, at.microbatch, measured)
+
+
 def hung(worker: Worker, stopped: bool, now: float) -> str:
     """Say why this worker is hung, or "". Being slow, or waiting for others, is never enough."""
     silent = now - worker.seen

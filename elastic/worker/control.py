@@ -76,6 +76,8 @@ class Position:
 
     def __init__(self) -> None:
         self.counter, self.activity, self.step, self.microbatch = 0, "idle", 0, 0
+        self.measured: m.Measured | None = None
+        """How long the newest step's computing took."""
 
     def at(self, activity: str, step: int | None = None, microbatch: int | None = None) -> None:
         self.counter += 1
@@ -167,7 +169,7 @@ class Control:
         while not self._closing.wait(HEARTBEAT_S):
             p = self.position
             try:
-                self.send(m.Progress(p.counter, p.activity, p.step, p.microbatch))
+                self.send(m.Progress(p.counter, p.activity, p.step, p.microbatch, p.measured))
             except (ChannelClosed, OSError):
                 return
 

@@ -243,6 +243,7 @@ class _Epoch:
         covered = dict(self._assignment.covered)
         for step in range(self._assignment.step, self._t._spec.n_steps):
             outcome = self._steps.run(step, todo, covered)
+            self._measure(step)
             self._tell(outcome)
             if outcome.halt_epoch > self._order.epoch:
                 break
@@ -336,6 +337,13 @@ class _Epoch:
             t._control.send(
                 m.StepDone(self._order.epoch, outcome.record, outcome.seconds, outcome.lr, tokens)
             )
+
+    def _measure(self, step: int) -> None:
+        """The heartbeat carries how long the step's computing took."""
+        assert self._steps is not None
+        context = self._t._context
+        measured = self._steps.meter.take(self._order.epoch, step, context.local_rank)
+        self._t._control.position.measured = measured or self._t._control.position.measured
 
     def _finish(self) -> None:
         """All steps are done: wait until everybody's last state is in a vault; one worker computes the hash."""

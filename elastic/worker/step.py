@@ -21,6 +21,7 @@ from elastic.worker.control import Position
 from elastic.worker.injector import Injector
 from elastic.worker.layers import LayerStack, Microbatch
 from elastic.worker.links import Links
+from elastic.worker.measure import Meter
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.pipeline import StageRunner
 from elastic.worker.protection import Protection
@@ -80,6 +81,7 @@ class StepRunner:
         self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
         self._depth = len(plan.pipelines[self._member.pipeline].stages)
         self.step, self._began, self._computing = -1, 0.0, False
+        self.meter = Meter(links.device)
         self.record: StepRecord | None = None
         """Record of the last step whose update was begun here."""
 
@@ -131,6 +133,8 @@ class StepRunner:
         elif action.kind is Kind.B:
             self._injector.reach(self.step, Phase.BACKWARD, action.microbatch)
         self._began = time.perf_counter()
+        if self._computing:
+            self.meter.begin(action)
 
     def on_backward(self, index: int) -> None:
         self._stretch()
@@ -142,6 +146,7 @@ class StepRunner:
         if self._computing:
             self._computing = False
             self._injector.stretch(time.perf_counter() - self._began)
+            self.meter.end()
 
 
 def _clip(norm: float, limit: float | None) -> float:

@@ -1,0 +1,71 @@
+"""How fast a node computes against what its profile says: what measurements show, and what plans count with.
+
+A *ratio* is measured over expected seconds of one micro-batch through the node's stages. With a profile a
+node at its proper speed has ratio 1. Without one the expected seconds are only proportional figures, so the
+ratio of a proper node (`unit`) is learned: from the median of the others that hold the same layers, or else from
+the node's own first steps under a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+SAMPLES = 3
+"""Steps in a row that must agree before anything is believed."""
+CHANGED = 1.2
+"""A factor above the one that plans count with, or below its inverse, is a change."""
+NORMAL = 1.1
+"""Factors below this count as 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What is known of one node's speed."""
+
+    epoch: int = -1
+    """Epoch of the samples."""
+    samples: tuple[tuple[int, float], ...] = ()
+    """(step, ratio) of the newest steps of this epoch; the first step seen is left out: it warms up."""
+    step: int = -1
+    """Newest step seen."""
+    unit: float = 0.0
+    """Ratio at the proper speed; 0: not known yet."""
+    factor: float = 1.0
+    """How much slower than it should be the plans take this node."""
+
+    @property
+    def ratio(self) -> float:
+        """Median ratio of the newest steps; 0 until there are enough."""
+        return median(r for _, r in self.samples) if len(self.samples) == SAMPLES else 0.0
+
+
+def observe(pace: Pace, epoch: int, step: int, ratio: float) -> Pace:
+    """Take note of one step."""
+    if epoch != pace.epoch:
+        return replace(pace, epoch=epoch, step=step, samples=(), unit=0.0)
+    if step <= pace.step:
+        return pace
+    return replace(pace, step=step, samples=(*pace.samples, (step, ratio))[-SAMPLES:])
+
+
+def calibrate(pace: Pace, same: Sequence[Pace], profiled: bool) -> Pace:
+    """Set `unit` once it can be known; `same`: the others that hold the same layers in this epoch."""
+    if profiled:
+        return replace(pace, unit=1.0)
+    others = [other.ratio / other.factor for other in same if other.ratio]
+    if len(others) >= 2:
+        return replace(pace, unit=median(others))
+    return replace(pace, unit=pace.ratio / pace.factor) if not pace.unit and pace.ratio else pace
+
+
+def found(pace: Pace) -> float | None:
+    """The factor that the newest steps show, if all of them tell another one than plans count with."""
+    if not (pace.unit and pace.ratio):
+        return None
+    factors = [ratio / pace.unit / pace.factor for _, ratio in pace.samples]
+    if not (min(factors) >= CHANGED or max(factors) <= 1 / CHANGED):
+        return None
+    factor = round(pace.ratio / pace.unit, 2)
+    return factor if factor >= NORMAL else 1.0

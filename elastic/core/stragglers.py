@@ -1,0 +1,89 @@
+"""Nodes that compute slower than they should: what heartbeats tell of it, and what the planner is told.
+
+Only what many steps in a row agree on is believed (`elastic.core.pace`); what follows from it is decided in
+`elastic.core.relief`.
+"""
+
+from __future__ import annotations
+
+from elastic.core import messages as m
+from elastic.core.job import Beat, JobState
+from elastic.core.pace import Pace, calibrate
+from elastic.core.pace import observe as note
+from elastic.core.types import Plan, Unit
+from elastic.planning.profile import Profile, profile_of
+
+
+def observe(state: JobState, event: Beat) -> JobState:
+    """Take note of a node's measurements. A node is as slow as its slowest worker."""
+    member = state.members.get(event.node)
+    if member is None or state.plan is None or state.spec is None or not event.measured:
+        return state
+    fresh = [one for one in event.measured if one.epoch == state.plan.epoch]
+    ratios = {one.local_rank: _ratio(state, event.node, one) for one in fresh}
+    if not fresh or not any(ratios.values()):
+        return state
+    key = member.report.info.incarnation
+    pace = note(
+        state.paces.get(key, Pace()), fresh[0].epoch, min(one.step for one in fresh), max(ratios.values())
+    )
+    pace = calibrate(pace, _same(state, event.node), state.policy.profile is not None)
+    return state.of(paces={**state.paces, key: pace})
+
+
+def pace_of(state: JobState, node: str) -> Pace:
+    member = state.members.get(node)
+    return Pace() if member is None else state.paces.get(member.report.info.incarnation, Pace())
+
+
+def factor(state: JobState, node: str) -> float:
+    """How much slower than it should be the plans take `node`."""
+    return pace_of(state, node).factor
+
+
+def slow(state: JobState) -> tuple[tuple[str, float], ...]:
+    """What the planner is told: (node, factor) of those that are not as their profile says."""
+    factors = [(node, factor(state, node)) for node in state.members]
+    return tuple((node, f) for node, f in factors if f != 1.0)
+
+
+def profile_for(state: JobState) -> Profile:
+    """The job's profile, or what its own figures make."""
+    assert state.spec is not None
+    spec = state.spec
+    return state.policy.profile or profile_of(spec.layers, spec.tp, spec.tokens_per_microbatch)
+
+
+def _ratio(state: JobState, node: str, measured: m.Measured) -> float:
+    """Measured over expected seconds; 0 if nothing is expected of this worker."""
+    assert state.plan is not None and state.spec is not None
+    device = "" if state.policy.profile is None else state.members[node].report.info.device
+    unit = Unit(node, measured.local_rank // state.plan.tp)
+    expected = _expected(state.plan, unit, profile_for(state), device)
+    return (measured.forward_s + measured.backward_s) / expected if expected > 0 else 0.0
+
+
+def _expected(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
+    """Seconds of one micro-batch through all stages of `unit`: f + b, or f + bi + bw when the parts run apart,
+    and f once more with recomputation."""
+    times, total = profile.device(device).layers, 0.0
+    for p, _, stage in plan.stages():
+        if stage.unit != unit:
+            continue
+        split = plan.pipelines[p].schedule == "zero-bubble"
+        for layer in stage.layers:
+            t = times[layer]
+            apart = t.backward_input_s + t.backward_weight_s
+            total += t.forward_s * (1 + stage.recompute) + (apart if split and apart else t.backward_s)
+    return total
+
+
+def _same(state: JobState, node: str) -> list[Pace]:
+    """Of the other nodes that hold exactly the layers that `node` holds, in this epoch."""
+    assert state.plan is not None
+    held: dict[str, list[tuple[int, int]]] = {}
+    for _, _, stage in state.plan.stages():
+        held.setdefault(stage.unit.node, []).append((stage.first, stage.last))
+    others = [other for other in held if other != node and held[other] == held.get(node)]
+    found = [pace_of(state, other) for other in others]
+    return [pace for pace in found if pace.epoch == state.plan.epoch]
