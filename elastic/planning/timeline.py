@@ -1,16 +1,18 @@
 """Runs the action lists of a pipeline against the clock of the cost model: when does each action begin and end?
 
-A stage runs its list in order; a receive waits until the neighbour's message is there; a message is there `hop_s`
+A unit runs its list in order; a receive waits until the neighbour's message is there; a message is there `hop_s`
 after it was sent; sending takes no time of the sender. This is what the engine does, and so the finest
 prediction that the planner has.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.planning.schedule import Action
+from elastic.errors import FieldError
+from elastic.planning.schedule import Action, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,20 @@ class StageTimes:
     backward_weight_s: float = 0.0
     hop_s: float = 0.0
     """From this stage to the following one, and back: each message."""
+
+    def of(self, kind: Kind) -> float:
+        """Seconds of a compute action."""
+        match kind:
+            case Kind.F:
+                return self.forward_s
+            case Kind.B:
+                return self.backward_s
+            case Kind.INPUT:
+                return self.backward_input_s
+            case Kind.WEIGHT:
+                return self.backward_weight_s
+            case _:
+                return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +61,69 @@ class Timeline:
     """When the last action of the last unit ends."""
     busy_s: tuple[float, ...]
     """Per unit: seconds spent computing."""
+    finish_s: tuple[float, ...]
+    """Per unit: when its last action ends."""
+
+    @property
+    def bubble_s(self) -> float:
+        """Seconds by which the whole takes longer than the busiest unit computes."""
+        return self.makespan_s - max(self.busy_s, default=0.0)
+
+    def unit_of(self, span: Span) -> int:
+        """Index of the unit that ran it."""
+        return span.stage % len(self.busy_s)
+
+
+def simulate(lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> Timeline:
+    """Run `lists` (one a unit, from `elastic.planning.schedule.actions_of`) with `times` (one a stage).
+
+    Exact for the rules above, in time proportional to the number of actions. Raises FieldError if the units wait for
+    each other for ever (`elastic.planning.dryrun` says more).
+    """
+    run = _Run(lists, times)
+    ready = deque(range(len(lists)))
+    while ready:
+        ready.extend(run.advance(ready.popleft()))
+    if any(at < len(actions) for at, actions in zip(run.position, lists, strict=True)):
+        raise FieldError("schedule", f"stuck at {run.position}", "its units wait for each other for ever")
+    spans = sorted((span for row in run.spans for span in row), key=lambda s: (s.start_s, s.stage))
+    return Timeline(tuple(spans), max(run.clock, default=0.0), tuple(run.busy), tuple(run.clock))
+
+
+class _Run:
+    """State of a simulation: per unit a position, a clock, and a queue for what each other unit sends it."""
+
+    def __init__(self, lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> None:
+        self._lists, self._hops = lists, [stage.hop_s for stage in times]
+        self._seconds = [{kind: stage.of(kind) for kind in Kind if kind.computes} for stage in times]
+        self.position = [0] * len(lists)
+        self.clock, self.busy = [0.0] * len(lists), [0.0] * len(lists)
+        self.spans: list[list[Span]] = [[] for _ in lists]
+        self._wires: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+        """(receiver, sender): when each message will be there, in order."""
+
+    def advance(self, unit: int) -> list[int]:
+        """Run a unit until it must wait. Return the units that got a message meanwhile."""
+        actions, n_units = self._lists[unit], len(self._lists)
+        clock, at, told = self.clock[unit], self.position[unit], set[int]()
+        while at < len(actions):
+            action = actions[at]
+            kind, stage = action.kind, unit if action.stage < 0 else action.stage
+            seconds = self._seconds[stage].get(kind)
+            if seconds is not None:
+                self.spans[unit].append(Span(stage, action, clock, clock + seconds))
+                self.busy[unit] += seconds
+                clock += seconds
+            elif kind is Kind.SEND_F or kind is Kind.SEND_B:
+                step, hop = (1, self._hops[stage]) if kind is Kind.SEND_F else (-1, self._hops[stage - 1])
+                other = (unit + step) % n_units
+                self._wires[other, unit].append(clock + hop)
+                told.add(other)
+            else:
+                wire = self._wires[unit, (unit + (1 if kind is Kind.RECV_B else -1)) % n_units]
+                if not wire:
+                    break
+                clock = max(clock, wire.popleft())
+            at += 1
+        self.clock[unit], self.position[unit] = clock, at
+        return [other for other in told if self.position[other] < len(self._lists[other])]

@@ -1,0 +1,98 @@
+"""The simulated clock against the closed forms of the literature."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import FieldError
+from elastic.planning.schedule import lists, parse_actions
+from elastic.planning.timeline import StageTimes, simulate
+
+seconds = st.integers(1, 40).map(lambda n: n / 8)
+"""Exact in binary, so that sums are too."""
+counts = st.integers(1, 20)
+
+
+def times(f: float, bi: float, bw: float, hop: float = 0.0) -> StageTimes:
+    return StageTimes(forward_s=f, backward_s=bi + bw, backward_input_s=bi, backward_weight_s=bw, hop_s=hop)
+
+
+def makespan(schedule: str, units: int, stages: list[StageTimes], n: int) -> float:
+    return simulate(lists(schedule, units, len(stages), tuple(range(n))), stages).makespan_s
+
+
+@given(depth=st.integers(1, 8), n=counts, f=seconds, b=seconds)
+def test_1f1b_of_equal_stages(depth: int, n: int, f: float, b: float) -> None:
+    """Bubble (D-1)(f+b)."""
+    assert makespan("1f1b", depth, [times(f, b, 0)] * depth, n) == (n + depth - 1) * (f + b)
+
+
+@given(depth=st.integers(1, 8), n=counts, f=seconds, bi=seconds, share=st.integers(1, 8))
+def test_zero_bubble_of_equal_stages(depth: int, n: int, f: float, bi: float, share: int) -> None:
+    """ZB-H1: bubble (D-1)(f+bi-bw), while weight parts are no longer than the others and fill all gaps."""
+    bw = min(f, bi) * share / 8
+    bubble = (depth - 1) * (f + bi) - (min(depth, n) - 1) * bw
+    assert makespan("zero-bubble", depth, [times(f, bi, bw)] * depth, n) == n * (f + bi + bw) + bubble
+
+
+@given(units=st.integers(2, 6), chunks=st.sampled_from([2, 4]), extra=counts, f=seconds, b=seconds)
+def test_interleaved_of_equal_stages(units: int, chunks: int, extra: int, f: float, b: float) -> None:
+    """Bubble (D-1)(f+b)/v, also where the micro-batches are no multiple of the units."""
+    n = units + extra - 1
+    expected = n * (f + b) + (units - 1) * (f + b) / chunks
+    assert (
+        makespan("interleaved", units, [times(f / chunks, b / chunks, 0)] * (units * chunks), n) == expected
+    )
+
+
+uneven = st.lists(
+    st.builds(times, seconds, seconds, seconds, st.integers(0, 4).map(float)), min_size=1, max_size=6
+)
+
+
+@given(stages=uneven, n=counts)
+def test_uneven_stages_are_bounded(stages: list[StageTimes], n: int) -> None:
+    """Never faster than any stage with its way in and out; sum + (m-1) max is met within a percent or two.
+
+    It is no strict bound: in rare pipelines the fixed order of 1F1B makes several stages wait in turn.
+    """
+    tau = [s.forward_s + s.backward_s + 2 * s.hop_s for s in stages]
+    tau[-1] -= 2 * stages[-1].hop_s
+    for schedule in ("1f1b", "zero-bubble"):
+        found = makespan(schedule, len(stages), stages, n)
+        assert found <= 1.02 * (sum(tau) + (n - 1) * max(tau))
+        for s, stage in enumerate(stages):
+            way_in = sum(st.forward_s + st.hop_s for st in stages[:s])
+            assert found >= way_in + n * (stage.forward_s + stage.backward_s)
+
+
+@given(stages=uneven, n=counts)
+def test_spans_follow_each_other(stages: list[StageTimes], n: int) -> None:
+    timeline = simulate(lists("zero-bubble", len(stages), len(stages), tuple(range(n))), stages)
+    for unit, stage in enumerate(stages):
+        spans = [span for span in timeline.spans if timeline.unit_of(span) == unit]
+        assert len(spans) == n * (2 if unit == 0 else 3)
+        assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
+        assert timeline.busy_s[unit] == n * (stage.forward_s + stage.backward_s)
+        assert timeline.finish_s[unit] == spans[-1].end_s
+    assert timeline.makespan_s == max(timeline.finish_s)
+    assert timeline.bubble_s == timeline.makespan_s - max(timeline.busy_s)
+
+
+def test_messages_take_their_time() -> None:
+    """One micro-batch through two stages: there, and back."""
+    assert makespan("1f1b", 2, [times(1, 1, 1, hop=0.5), times(2, 2, 2, hop=9)], 1) == 1 + 0.5 + 6 + 0.5 + 2
+
+
+def test_a_deadlock_is_an_error() -> None:
+    first, second = parse_actions("F0 SF0 RB0 B0 F1 SF1 RB1 B1"), parse_actions("RF0 F0 RF1 F1 B0 SB0 B1 SB1")
+    with pytest.raises(FieldError, match="for ever"):
+        simulate([first, second], [times(1, 1, 1)] * 2)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert simulate(((), ()), [times(1, 1, 1)] * 2).makespan_s == 0.0
