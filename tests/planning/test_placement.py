@@ -68,7 +68,7 @@ def test_bytes_and_loads_are_least(seed: int) -> None:
 
 def test_a_pair_that_fits_is_broken_where_a_vault_makes_that_cheaper() -> None:
     """Fixing all nodes that hold a slot exactly would be wrong: a's vault has what nobody else has."""
-    slots = [Slot(0, range(0, 1), 0), Slot(0, range(1, 2), 0)]
+    slots = [Slot(0, range(1), 0), Slot(0, range(1, 2), 0)]
     held = Holdings(live={"a": frozenset({0}), "b": frozenset({0})}, kept={"a": {1: 10}})
     assert assign(slots, [Host("a", 0, ""), Host("b", 0, "")], held, [10, 10]) == ["b", "a"]
 
@@ -100,7 +100,7 @@ def test_domains_never_cost_bytes() -> None:
 def test_without_domains_a_pipeline_keeps_its_nodes() -> None:
     plan = lines(["n0", "n1"], ["n2", "n3"])
     held = Holdings.of(plan, [LayerSpec(1, 2, 3, 1.0, 2.0)] * 4)
-    slots = [Slot(0, span, p) for p in range(2) for span in (range(0, 2), range(2, 4))]
+    slots = [Slot(0, span, p) for p in range(2) for span in (range(2), range(2, 4))]
     hosts = [Host(name, 0, "") for name in ("n0", "n2", "n3", "n9")]
     assert assign(slots, hosts, held, [6] * 4) == ["n0", "n9", "n2", "n3"]
 

@@ -1,0 +1,131 @@
+"""Whether a change of plan is worth its pause, over the time for which it will probably last.
+
+With r = 1 / step time, a pause of p seconds and then the new plan until the horizon H make (H - p) * r steps. So of
+several plans, each with its pause, the one with the largest (H - pause) / step is best (`choose`).
+
+A node that leaves after H seconds costs two pauses: one to enter, one when it goes, which the others would not have
+had. Counted until training goes on without it, using it makes (H - pause_in) * r1 steps, leaving it aside
+(H + pause_out) * r0. So it gains only if
+
+    H * (r1 - r0) > pause_in * r1 + pause_out * r0,      that is   H > (pause_in * s + pause_out) / (s - 1)
+
+with the speed-up s = r1 / r0. H is the time that the node is expected to stay, or the time to the next change of the
+cluster, if that comes first: at that change everybody pauses anyway, and a node left aside enters for nothing, so
+pause_out is not counted then.
+
+The next change is expected after 1 / (hazard * nodes) seconds. The hazard is the observed number of losses, plus one,
+over the observed node-seconds, plus an hour: the mean of a gamma distribution that begins with one loss an hour. While
+nothing is lost the horizon so grows about as the past does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+PRIOR_LOSSES, PRIOR_NODE_S = 1, 3600.0
+"""What the hazard begins with."""
+DEFAULT_PAUSE_S = 1.0
+"""Pause of a change before any was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A plan that could come next."""
+
+    step_s: float
+    pause_s: float = 0.0
+    """Seconds without training until it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether to use nodes, and why."""
+
+    use: bool
+    reason: str
+    again_s: float = inf
+    """Not used now, but worth it after this many seconds if nothing is lost until then; inf: never."""
+
+
+def hazard_per_s(losses: int, node_seconds: float) -> float:
+    """Losses per node and second to be expected after `losses` in `node_seconds`."""
+    return (losses + PRIOR_LOSSES) / (node_seconds + PRIOR_NODE_S)
+
+
+def horizon_s(hazard: float, nodes: int) -> float:
+    """Expected seconds to the next loss of one of `nodes`; inf if `hazard` (per node and second) is 0."""
+    return 1 / (hazard * nodes) if hazard > 0 and nodes > 0 else inf
+
+
+def progress(option: Option, horizon: float) -> float:
+    """Steps made until `horizon` (seconds); without end, steps a second."""
+    if horizon == inf:
+        return 1 / option.step_s if option.step_s > 0 else inf
+    left = max(0.0, horizon - option.pause_s)
+    return left / option.step_s if option.step_s > 0 else inf
+
+
+def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
+    """Return (index, reason) of the option with the most progress; of equals the shortest pause, then the first."""
+    made = [progress(option, horizon) for option in options]
+    best = max(range(len(options)), key=lambda i: (made[i], -options[i].pause_s))
+    if len(options) == 1:
+        return best, ""
+    other = max((i for i in range(len(options)) if i != best), key=lambda i: made[i])
+    if horizon == inf:
+        return best, f"{_told(options[best])}, rather than {_told(options[other])}"
+    text = (
+        f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected ({_told(options[best])})"
+    )
+    return best, f"{text}, rather than {made[other]:.4g} ({_told(options[other])})"
+
+
+def _told(option: Option) -> str:
+    return f"{option.step_s:.4g} s a step after a pause of {option.pause_s:.4g} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is expected of the cluster."""
+
+    losses: int = 0
+    node_seconds: float = 0.0
+    """Observed so far, all nodes together."""
+    pause_in_s: float = DEFAULT_PAUSE_S
+    """Pause of a change that brings nodes in; 0 when everybody pauses anyway."""
+    pause_out_s: float = DEFAULT_PAUSE_S
+    """Pause when a node goes."""
+
+    @property
+    def hazard_per_s(self) -> float:
+        return hazard_per_s(self.losses, self.node_seconds)
+
+
+def worth(outlook: Outlook, *, speedup: float, lifetime_s: float, nodes: int) -> Verdict:
+    """Weigh using some nodes against leaving them aside.
+
+    Args:
+        speedup: step time without them / step time with them.
+        lifetime_s: seconds that the first of them to go is still expected to stay; inf: unknown.
+        nodes: that the plan with them uses.
+    """
+    change_s = horizon_s(outlook.hazard_per_s, nodes)
+    leaves = lifetime_s <= change_s
+    stays_s = min(lifetime_s, change_s)
+    gain = f"{100 * (speedup - 1):.3g} % more speed"
+    if speedup <= 1:
+        return Verdict(False, f"no gain in speed ({100 * (speedup - 1):+.3g} %)")
+    pause_out_s = outlook.pause_out_s if leaves else 0.0
+    needed_s = (outlook.pause_in_s * speedup + pause_out_s) / (speedup - 1)
+    until = "expected to stay" if leaves else "to the next change expected:"
+    last = f"{stays_s:.3g} s" if stays_s < inf else "for good"
+    cost = f"pauses of {outlook.pause_in_s:.3g} s in and {pause_out_s:.3g} s out need {needed_s:.3g} s to pay"
+    if stays_s > needed_s:
+        return Verdict(True, f"{until} {last}, {gain}: {cost}")
+    # The horizon (node-seconds + prior) / (nodes * losses) grows by a second in `losses` seconds.
+    again_s = (needed_s - stays_s) * (outlook.losses + PRIOR_LOSSES) if not leaves else inf
+    if lifetime_s - again_s <= needed_s:
+        again_s = inf
+    return Verdict(False, f"{until} {last}, {gain}: {cost}", again_s)
