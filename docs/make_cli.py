@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from elastic import errors
-from elastic.launcher import queries, services
+from elastic.launcher import plans, queries, services
 from elastic.launcher.flags import Parser, run_parser
 
 OUT = Path(__file__).with_name("cli.md")
@@ -88,7 +88,7 @@ def run_part() -> str:
 
 
 def query_part(name: str) -> str:
-    parser = parser_of(getattr(queries, name))
+    parser = parser_of(plans.plan if name == "plan" else getattr(queries, name))
     return f"\n## elastic {name}\n\n{parser.description}\n\n{table(parser._actions)}\n"
 
 

@@ -14,7 +14,7 @@ USAGE = """usage: elastic COMMAND [flags]
   status        phase, step, loss, nodes and plan of a running job
   nodes         who takes part
   drain NODE    move a node's state out, then release it
-  plan [FILE]   the plan of a running job, or of a text file
+  plan [FILE]   the plan of a running job, of a text file, or the best one for a cluster file
   export CHECKPOINT OUT.safetensors
   coordinator, agent   one service of a job in the foreground, for several machines
   --version
@@ -57,7 +57,7 @@ def _commands() -> dict[str, Command]:
         "status": _query("status"),
         "nodes": _query("nodes"),
         "drain": _query("drain"),
-        "plan": _query("plan"),
+        "plan": _plan,
         "export": _query("export"),
         "coordinator": _service("coordinator"),
         "agent": _service("agent"),
@@ -72,6 +72,12 @@ def _run(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.launcher.local import launch
 
     return launch(wanted)
+
+
+def _plan(argv: list[str], environ: Mapping[str, str]) -> int:
+    from elastic.launcher.plans import plan
+
+    return plan(argv, environ)
 
 
 def _query(name: str) -> Command:

@@ -1,4 +1,4 @@
-"""`elastic status|nodes|drain|plan|export`: ask a running job, read a plan, write out a checkpoint."""
+"""`elastic status|nodes|drain|export`: ask a running job, write out a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,39 +19,29 @@ LATEST = "runs/latest"
 
 def status(argv: list[str], environ: Mapping[str, str]) -> int:
     """How the job is."""
-    args = _parser(
+    args = query_parser(
         "status", "Show the phase, step, loss, nodes and plan of a running job.", environ
     ).parse_args(argv)
-    return _show(_ask(args, "status", {}), args.json)
+    return show(ask(args, "status", {}), args.json)
 
 
 def nodes(argv: list[str], environ: Mapping[str, str]) -> int:
     """Who takes part."""
-    args = _parser("nodes", "List the nodes of a running job.", environ).parse_args(argv)
-    answer = _ask(args, "nodes", {})
-    return _show(answer if args.json or answer.get("nodes") else {"nodes": "none yet"}, args.json)
+    args = query_parser("nodes", "List the nodes of a running job.", environ).parse_args(argv)
+    answer = ask(args, "nodes", {})
+    return show(answer if args.json or answer.get("nodes") else {"nodes": "none yet"}, args.json)
 
 
 def drain(argv: list[str], environ: Mapping[str, str]) -> int:
     """Move a node's state out, then let it go."""
-    parser = _parser("drain", "Move all state off a node, then release it; nothing is lost.", environ)
+    parser = query_parser("drain", "Move all state off a node, then release it; nothing is lost.", environ)
     parser.add_argument("node", metavar="NODE", help="name of the node, as `elastic nodes` shows it")
     parser.add_argument("--deadline", default="30", help="seconds after which the node goes anyhow (30)")
     args = parser.parse_args(argv)
     deadline = seconds("--deadline", args.deadline)
     if deadline < 0:
         raise FieldError("--deadline", args.deadline, "seconds from 0 up")
-    return _show(_ask(args, "drain", {"node": args.node, "deadline_s": deadline}), args.json)
-
-
-def plan(argv: list[str], environ: Mapping[str, str]) -> int:
-    """The plan of a running job, or of a file."""
-    parser = _parser("plan", "Show the plan of a running job, or check one in a text file.", environ)
-    parser.add_argument("file", nargs="?", metavar="FILE", help="text file with a plan to check and print")
-    args = parser.parse_args(argv)
-    if args.file is None:
-        return _show(_ask(args, "plan", {}), args.json)
-    return _show(_checked_plan(Path(args.file)), args.json)
+    return show(ask(args, "drain", {"node": args.node, "deadline_s": deadline}), args.json)
 
 
 def export(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -73,10 +63,11 @@ def export(argv: list[str], environ: Mapping[str, str]) -> int:
         raise FieldError("OUT", args.out, "it exists; give another, or --force")
     from elastic.worker.export import export_checkpoint
 
-    return _show({"out": str(out), **export_checkpoint(source, out, force=args.force)}, args.json)
+    return show({"out": str(out), **export_checkpoint(source, out, force=args.force)}, args.json)
 
 
-def _parser(name: str, description: str, environ: Mapping[str, str]) -> Parser:
+def query_parser(name: str, description: str, environ: Mapping[str, str]) -> Parser:
+    """A parser with the flags of all commands that ask a running job."""
     parser = Parser(prog=f"elastic {name}", description=description, allow_abbrev=False)
     endpoint = environ.get("PET_RDZV_ENDPOINT")
     parser.add_argument(
@@ -89,7 +80,8 @@ def _parser(name: str, description: str, environ: Mapping[str, str]) -> Parser:
     return parser
 
 
-def _ask(args: Any, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+def ask(args: Any, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The coordinator's answer."""
     where = _where(args)
     from elastic.rpc.client import call
 
@@ -114,18 +106,7 @@ def _where(args: Any) -> str:
     return str(found["address"])
 
 
-def _checked_plan(path: Path) -> dict[str, Any]:
-    from elastic.planning.plan import format_plan, parse_plan, validate_plan
-
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FieldError("FILE", str(path), f"it cannot be read as text: {error}") from error
-    found = parse_plan(text)
-    validate_plan(found)
-    return {"plan": format_plan(found), "reason": found.reason}
-
-
-def _show(answer: dict[str, Any], as_json: bool) -> int:
+def show(answer: dict[str, Any], as_json: bool) -> int:
+    """Print an answer; return the exit code."""
     print(json.dumps(answer) if as_json else as_text(answer))
     return 0

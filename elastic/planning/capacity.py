@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.types import JobSpec, NodeInfo
+from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import FieldError
 from elastic.planning.catalogue import hardware_of
 from elastic.planning.cluster import LINKS, Cluster, check_name
@@ -20,7 +20,7 @@ def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profil
         return zoo_profile(
             cluster.model,
             [group.device for group in cluster.groups],
-            microbatch=cluster.microbatch_size,
+            microbatch=cluster.microbatch_size or 1,
             tp=cluster.tp or 1,
             sequence=cluster.sequence,
             **links,
@@ -59,6 +59,20 @@ def cluster_slow(cluster: Cluster, nodes: tuple[NodeInfo, ...]) -> tuple[tuple[s
     """(node, factor) of the nodes that are not as fast as their type."""
     factors = [group.slow for group in cluster.groups for _ in range(group.count)]
     return tuple((info.node, factor) for info, factor in zip(nodes, factors, strict=True) if factor != 1.0)
+
+
+def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> None:
+    """Raise FieldError if a plan is not for this model and these nodes."""
+    if plan.n_layers != len(profile.layers):
+        remedy = f"{profile.model} has {len(profile.layers)} layers"
+        raise FieldError("plan.layers", plan.n_layers, remedy)
+    if plan.tp != profile.tp:
+        raise FieldError("plan.tp", plan.tp, f"the cluster's units have {profile.tp} workers")
+    units = {info.node: info.workers // plan.tp for info in nodes}
+    for unit in plan.units():
+        if unit.group >= units.get(unit.node, 0):
+            known = f"{unit.node} has {units[unit.node]}" if unit.node in units else "there is no such node"
+            raise FieldError("plan.unit", f"{unit.node}/{unit.group}", f"{known} in the cluster file")
 
 
 def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:

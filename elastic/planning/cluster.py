@@ -64,8 +64,8 @@ class Cluster:
     """File with a measured profile, instead."""
     microbatches: int
     """Of a step."""
-    microbatch_size: int = 1
-    """Sequences of a micro-batch; a measured profile fixes its time, and this then only counts samples."""
+    microbatch_size: int = 0
+    """Sequences of a micro-batch; 0: 1, or unknown with a measured profile, where it only counts samples."""
     sequence: int = 0
     """Tokens of a sequence; 0: as published."""
     tp: int = 0
