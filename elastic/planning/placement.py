@@ -56,8 +56,9 @@ class Holdings:
     """Number of the pipeline that it is in."""
 
     @classmethod
-    def of(cls, current: Plan | None, layers: Sequence[LayerSpec]) -> Holdings:
-        """Read them off the current plan; none if the number of layers differs."""
+    def of(cls, current: Plan | None, layers: Sequence[LayerSpec], *, gradients: bool = True) -> Holdings:
+        """Read them off the current plan; none if the number of layers differs. `gradients`: what a node lacks is
+        counted with accumulated gradients, as in the middle of a step."""
         if current is None or current.n_layers != len(layers):
             return cls()
         live: dict[str, frozenset[int]] = {}
@@ -66,10 +67,14 @@ class Holdings:
             team[stage.unit.node] = p
             live[stage.unit.node] = live.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
         state = current.state == "snapshot"
-        saved = [la.gradient_bytes + (la.param_bytes + la.state_bytes if state else 0) for la in layers]
+        saved = [
+            (la.param_bytes + la.state_bytes if state else 0) + (la.gradient_bytes if gradients else 0)
+            for la in layers
+        ]
         kept: dict[str, dict[int, int]] = {}
         for node, peer in current.peers:
-            kept.setdefault(peer, {}).update((layer, saved[layer]) for layer in live.get(node, ()))
+            if state or gradients:
+                kept.setdefault(peer, {}).update((layer, saved[layer]) for layer in live.get(node, ()))
         return cls(live, kept, team)
 
     def fetched(self, node: str, full_bytes: Sequence[int]) -> list[int]:

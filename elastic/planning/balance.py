@@ -1,0 +1,86 @@
+"""Who sends what, when several nodes could: the greatest load of a sender is kept small.
+
+Items go, largest first, to the sender that would be done first (list scheduling, longest processing time first). Where
+every sender has everything that is at most 4/3 of the best (Graham 1969); where each item has its own few senders at
+most 1 + log2(senders) times the best (Azar, Naor and Rom 1995). Then, while the heaviest sender can pass an
+item on, perhaps along a chain of others, so that all of the chain stay below its load, that is done. With items of
+one size no better choice is left at the end (Harvey, Ladner, Lovasz and Tamir 2006: semi-matchings).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+PATIENCE = 200_000
+"""Choices looked at while passing items on, at most; enough for hundreds of items."""
+
+
+def balance(items: Sequence[Mapping[str, float]], load: Mapping[str, float] | None = None) -> list[str]:
+    """Return the sender of each item.
+
+    An item is {sender: its cost there}, in order of preference among equals; `load` is what senders have to do
+    already. Costs are of any one unit (bytes, seconds).
+    """
+    desk = _Desk(items, dict(load or {}))
+    for i in sorted(range(len(items)), key=lambda i: (-min(items[i].values()), i)):
+        desk.give(i, min(items[i], key=lambda s: (desk.load.get(s, 0) + items[i][s], items[i][s])))
+    while desk.looked < PATIENCE and desk.relieve():
+        pass
+    return [desk.sender[i] for i in range(len(items))]
+
+
+class _Desk:
+    """Items as they are given out so far."""
+
+    def __init__(self, items: Sequence[Mapping[str, float]], load: dict[str, float]) -> None:
+        self.items, self.load = items, load
+        self.sender: dict[int, str] = {}
+        self.of: dict[str, dict[int, None]] = {}
+        """Sender: its items, in the order in which they came."""
+        self.looked = 0
+
+    def give(self, item: int, sender: str) -> None:
+        former = self.sender.get(item)
+        if former is not None:
+            self.load[former] -= self.items[item][former]
+            del self.of[former][item]
+        self.sender[item] = sender
+        self.load[sender] = self.load.get(sender, 0) + self.items[item][sender]
+        self.of.setdefault(sender, {})[item] = None
+
+    def relieve(self) -> bool:
+        """Take one item from the heaviest sender, by the shortest chain; False if there is none."""
+        if not self.of:
+            return False
+        heaviest = max(self.load, key=lambda s: self.load[s])
+        most = self.load[heaviest]
+        # came[s]: the item that reaches s on the way found to it.
+        came: dict[str, int] = {}
+        queue = deque([heaviest])
+        while queue:
+            giver = queue.popleft()
+            added = self.items[came[giver]][giver] if giver in came else 0.0
+            for item in self.of.get(giver, ()):
+                freed = self.items[item][giver]
+                if freed <= 0 or (giver in came and self.load[giver] + added - freed >= most):
+                    continue
+                for taker, cost in self.items[item].items():
+                    self.looked += 1
+                    if taker in came or taker == heaviest:
+                        continue
+                    came[taker] = item
+                    if self.load.get(taker, 0) + cost < most:
+                        self._pass_on(taker, came)
+                        return True
+                    queue.append(taker)
+        return False
+
+    def _pass_on(self, taker: str, came: Mapping[str, int]) -> None:
+        """Move every item of the chain that ends at `taker` one sender on."""
+        at: str | None = taker
+        while at is not None and at in came:
+            item = came[at]
+            former = self.sender[item]
+            self.give(item, at)
+            at = former
