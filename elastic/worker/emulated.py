@@ -31,17 +31,27 @@ MOST_OWED_S = 0.02
 
 
 class Waiter:
-    """Sleeps to deadlines. What one wait is late the next one is shorter by, so that errors do not add up."""
+    """Sleeps to deadlines. What one wait is late the next one is shorter by, so that errors do not add up.
+
+    Waits of one action (a pass of one micro-batch through the layers of a stage) follow each other without a gap,
+    whatever happens between the layers: that is part of what a layer takes.
+    """
 
     def __init__(self) -> None:
-        self._owed = 0.0
+        self._action: tuple[object, ...] = ()
+        self._deadline, self._owed = 0.0, 0.0
 
-    def until(self, began: float, seconds: float) -> None:
-        """Return `seconds` after `began` (of time.perf_counter), or as soon as that has passed."""
-        deadline = began + seconds - self._owed
-        while (left := deadline - time.perf_counter()) > 0:
+    def until(self, action: tuple[object, ...], began: float, seconds: float) -> None:
+        """Return `seconds` after the former wait of `action`, or, in a new action, after `began`.
+
+        Times are those of time.perf_counter. A deadline that has passed already is not waited for.
+        """
+        if action != self._action or began - self._deadline > MOST_OWED_S:
+            self._action, self._deadline = action, began - self._owed
+        self._deadline += seconds
+        while (left := self._deadline - time.perf_counter()) > 0:
             time.sleep(left)
-        self._owed = min(time.perf_counter() - deadline, MOST_OWED_S)
+        self._owed = min(time.perf_counter() - self._deadline, MOST_OWED_S)
 
 
 class _Visit:
@@ -51,19 +61,26 @@ class _Visit:
     later the part that leads to the parameters (two tasks). The task's number tells which of these it is.
     """
 
-    def __init__(self, waiter: Waiter, times: LayerTimes, has_input: bool) -> None:
+    def __init__(self, waiter: Waiter, times: LayerTimes, microbatch: Microbatch, has_input: bool) -> None:
         self._waiter, self._whole, self._has_input = waiter, times.backward_s, has_input
+        self._microbatch = (microbatch.step, microbatch.index)
         self._input = min(times.backward_input_s or times.backward_s / 2, times.backward_s)
         self._weight = times.backward_weight_s or times.backward_s - self._input
         self._task = -1
 
+    def forward(self, began: float, seconds: float) -> None:
+        self._waiter.until((*self._microbatch, "F"), began, seconds)
+
     def input_part(self, began: float) -> None:
         self._task = _task()
-        self._waiter.until(began, self._input)
+        self._wait(began, self._input)
 
     def weight_part(self, began: float) -> None:
         rest = self._whole - self._input if self._task == _task() else self._weight
-        self._waiter.until(began, rest if self._has_input else self._whole)
+        self._wait(began, rest if self._has_input else self._whole)
+
+    def _wait(self, began: float, seconds: float) -> None:
+        self._waiter.until((*self._microbatch, _task()), began, seconds)
 
 
 def _task() -> int:
@@ -117,7 +134,7 @@ class EmulatedLayer(nn.Module):
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
         """[any shape] or None -> [output elements], or the scalar loss."""
         began = time.perf_counter()
-        visit = _Visit(self._waiter, self._times, hidden is not None)
+        visit = _Visit(self._waiter, self._times, microbatch, hidden is not None)
         noise = torch.rand(()) + 0.5
         bias: Tensor = _WeightPath.apply(self.weight, noise, visit)  # type: ignore[no-untyped-call]
         if hidden is None:
@@ -125,7 +142,7 @@ class EmulatedLayer(nn.Module):
         else:
             mean: Tensor = _InputPath.apply(hidden, self._numel, visit)  # type: ignore[no-untyped-call]
             out = mean + bias
-        self._waiter.until(began, self._times.forward_s)
+        visit.forward(began, self._times.forward_s)
         return out.square().sum() if self._last else out
 
 
