@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
@@ -12,6 +13,8 @@ from elastic.planning.svg import seconds
 GIB = float(1 << 30)
 Alternatives = tuple[tuple[str, float], ...]
 """(what else was considered, seconds of a step; inf if memory is short)."""
+MOST_ROWS = 64
+"""Of a table for people; JSON has them all."""
 
 
 def as_data(found: Report, alternatives: Alternatives = ()) -> dict[str, Any]:
@@ -59,8 +62,8 @@ def as_tables(found: Report, alternatives: Alternatives = ()) -> dict[str, Any]:
         "tail": f"{seconds(found.tail_s)} ({share:.1%} of the step) for reduction and update",
         "memory": "; ".join(short(found)) or "fits everywhere",
         "plan": format_plan(found.plan) + "\n",
-        "pipelines": [_pipeline_row(index, pipeline) for index, pipeline in enumerate(found.pipelines)],
-        "stages": [_unit_row(unit) for pipeline in found.pipelines for unit in pipeline.units],
+        "pipelines": _most(_pipeline_row(index, pipeline) for index, pipeline in enumerate(found.pipelines)),
+        "stages": _most(_unit_row(unit) for pipeline in found.pipelines for unit in pipeline.units),
         "alternatives": [{"alternative": text, "step": _time(step_s)} for text, step_s in alternatives],
     }
 
@@ -73,6 +76,16 @@ def short(found: Report) -> list[str]:
         for unit in pipeline.units
         if 0 < unit.limit_bytes < unit.memory_bytes
     ]
+
+
+def _most(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first rows, and in the last one how many were left out."""
+    found = list(rows)
+    if len(found) <= MOST_ROWS:
+        return found
+    blank = dict.fromkeys(found[0], "")
+    first = next(iter(blank))
+    return [*found[:MOST_ROWS], {**blank, first: f"... {len(found) - MOST_ROWS} more: --json"}]
 
 
 def _pipeline_row(index: int, pipeline: PipelineReport) -> dict[str, Any]:

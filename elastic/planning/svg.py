@@ -10,15 +10,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import floor, log10
+from statistics import median
 
 from elastic.planning.timeline import Span, Timeline
 
-COLOURS = {"F": "#4c78a8", "B": "#f2a241", "I": "#f2a241", "W": "#6aa84f"}
+COLOURS = {"F": "#7fa8d1", "B": "#f2a241", "I": "#f2a241", "W": "#6aa84f"}
 """By kind of action: forward passes, backward passes, and the two parts of those that are split."""
 NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 OTHER = "#999999"
-CHART, MARGIN, GUTTER = 1080.0, 16.0, 12.0
-"""Widths in pixels: of the time axis, around everything, between a row's name and its boxes."""
+CHART, WIDEST, MARGIN, GUTTER = 1080.0, 6000.0, 16.0, 12.0
+"""Widths in pixels: of the time axis at least and at most, around everything, between a row's name and its boxes."""
+COMFORT = 18.0
+"""Width of the median box for which the time axis is made wider."""
 ROW, BOX, HEAD, FOOT = 26.0, 22.0, 30.0, 30.0
 """Heights in pixels: of a row, of a box in it, of a panel's title, and of its axis."""
 LETTER = 7.0
@@ -41,13 +44,14 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
     """Return the SVG text; all panels share one time scale, seconds from the left edge on."""
     until = max((panel.timeline.makespan_s for panel in panels), default=0.0) or 1.0
     left = MARGIN + GUTTER + LETTER * max((len(row) for panel in panels for row in panel.rows), default=0)
-    scale = CHART / until
+    chart = min(max(CHART, COMFORT * until / _median(panels)), WIDEST)
+    scale = chart / until
     body: list[str] = []
     top = MARGIN + 2 * HEAD
     for panel in panels:
         body += _panel(panel, left, top, scale, until)
         top += HEAD + ROW * len(panel.rows) + FOOT
-    width, height = left + CHART + 2 * MARGIN, top + MARGIN
+    width, height = left + chart + 2 * MARGIN, top + MARGIN
     shown = _text(title)
     return "\n".join(
         [
@@ -84,6 +88,12 @@ def seconds(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g} {unit}"
     return f"{value / 1e-9:.4g} ns" if value else "0 s"
+
+
+def _median(panels: Sequence[Panel]) -> float:
+    """Median duration of a box."""
+    found = [span.end_s - span.start_s for panel in panels for span in panel.timeline.spans]
+    return max(median(found), 1e-12) if found else 1.0
 
 
 def _panel(panel: Panel, left: float, top: float, scale: float, until: float) -> Iterable[str]:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from elastic.planning.schedule import Action, Kind
-from elastic.planning.svg import CHART, COLOURS, ROW, Panel, draw, marks, seconds
+from elastic.planning.svg import CHART, COLOURS, COMFORT, ROW, WIDEST, Panel, draw, marks, seconds
 from elastic.planning.timeline import Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -80,9 +80,9 @@ def test_legend_names_the_kinds_in_use() -> None:
 
 
 def test_numbers_only_where_they_fit() -> None:
-    spans = tuple(Span(0, Action(Kind.F, m), m * 1.0, m + 1.0) for m in range(400))
-    text = draw("many", [Panel("p", Timeline(spans, 400.0, (400.0,), (400.0,)), ("a",))])
-    assert len(re.findall(r"<rect [^>]*><title>F", text)) == 400
+    spans = tuple(Span(0, Action(Kind.F, m), m * 1.0, m + 1.0) for m in range(4000))
+    text = draw("many", [Panel("p", Timeline(spans, 4000.0, (4000.0,), (4000.0,)), ("a",))])
+    assert len(re.findall(r"<rect [^>]*><title>F", text)) == 4000
     assert "pointer-events" not in text
 
 
@@ -102,3 +102,10 @@ def test_seconds() -> None:
 def test_same_plan_same_picture() -> None:
     panel = Panel("p", TIMELINE, ("a", "b"))
     assert draw("t", [panel]) == draw("t", [panel])
+
+
+def test_many_boxes_widen_the_picture() -> None:
+    spans = tuple(Span(0, Action(Kind.F, m), m * 1.0, m + 1.0) for m in range(100))
+    root = picture(Panel("p", Timeline(spans, 100.0, (100.0,), (100.0,)), ("a",)))
+    assert COMFORT * 100 < float(root.get("width", "")) < WIDEST
+    assert float(boxes(root)["F7 on a"].get("width", "")) == pytest.approx(COMFORT, abs=0.5)
