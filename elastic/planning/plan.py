@@ -1,13 +1,14 @@
 """The text form of a plan, and what a plan must satisfy.
 
     plan epoch=4 layers=6 microbatches=8 tp=1 backup=stream+snapshot
-    pipeline 0 microbatches=0-3: node0[0:2] node1[2:4] node3[4:6]
+    pipeline 0 microbatches=0-3 schedule=zero-bubble: node0[0:2] node1[2:4]+recompute node3[4:6]
     pipeline 1 microbatches=4-7: node4[0:6]
     peers node0>node1 node1>node3 node3>node4 node4>node5
     spares node5
     reason 2 pipelines of depths 3+1
 
-A unit prints as NODE or, when the node has several TP groups or it is not the first, as NODE/GROUP. Lines
+A unit prints as NODE or, when the node has several TP groups or it is not the first, as NODE/GROUP. A schedule that
+is not named is 1f1b; under the interleaved one stages are listed in model order, and so their units repeat. Lines
 without content are left out; blank lines and lines that begin with # are skipped when read. In a reason,
 backslash, newline and carriage return are written \\\\, \\n and \\r. `parse_plan(format_plan(p)) == p` for
 every plan.
@@ -21,6 +22,7 @@ from collections.abc import Iterable
 
 from elastic.core.types import Pipeline, Plan, Stage, Unit
 from elastic.errors import FieldError
+from elastic.planning.schedule import ONE_F_ONE_B, check_stages, units_of
 
 GRADIENT_SCHEMES = ("stream", "none")
 STATE_SCHEMES = ("snapshot", "replica", "none")
@@ -29,8 +31,8 @@ EMPTY = "-"
 
 _NODE = r"[A-Za-z0-9_.:\-]+"
 _HEADER = re.compile(r"plan epoch=(\d+) layers=(\d+) microbatches=(\d+) tp=(\d+) backup=(\w+)\+(\w+)")
-_PIPELINE = re.compile(r"pipeline (\d+) microbatches=(\S+):(.*)")
-_STAGE = re.compile(rf"({_NODE})(?:/(\d+))?\[(\d+):(\d+)\]")
+_PIPELINE = re.compile(r"pipeline (\d+) microbatches=(\S+?)(?: schedule=([a-z0-9-]+))?:(.*)")
+_STAGE = re.compile(rf"({_NODE})(?:/(\d+))?\[(\d+):(\d+)\](\+recompute)?")
 _PEER = re.compile(rf"({_NODE})>({_NODE})")
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 _UNESCAPES = {text: char for char, text in _ESCAPES.items()}
@@ -66,14 +68,16 @@ def parse_indices(text: str, field: str = "indices") -> tuple[int, ...]:
 def format_plan(plan: Plan) -> str:
     """Return the text form. Raises FieldError for node names that could not be read back."""
     _check_names(plan)
-    groups = Counter(unit.node for unit in plan.units())
+    groups = Counter(unit.node for unit in dict.fromkeys(plan.units()))
     lines = [
         f"plan epoch={plan.epoch} layers={plan.n_layers} microbatches={plan.n_microbatches} tp={plan.tp} "
         f"backup={plan.gradients}+{plan.state}"
     ]
     for number, pipeline in enumerate(plan.pipelines):
         stages = "".join(f" {_format_stage(stage, groups)}" for stage in pipeline.stages)
-        lines.append(f"pipeline {number} microbatches={format_indices(pipeline.microbatches)}:{stages}")
+        schedule = "" if pipeline.schedule == ONE_F_ONE_B else f" schedule={pipeline.schedule}"
+        indices = format_indices(pipeline.microbatches)
+        lines.append(f"pipeline {number} microbatches={indices}{schedule}:{stages}")
     if plan.peers:
         lines.append("peers " + " ".join(f"{node}>{peer}" for node, peer in plan.peers))
     if plan.spares:
@@ -137,6 +141,8 @@ def validate_plan(plan: Plan) -> None:
     for number, pipeline in enumerate(plan.pipelines):
         _check_cover(f"plan.pipeline {number}", pipeline, plan.n_layers)
     _check_units(plan)
+    for number, pipeline in enumerate(plan.pipelines):
+        _check_schedule(f"plan.pipeline {number}", pipeline)
     _check_microbatches(plan)
     _check_peers(plan)
 
@@ -144,7 +150,8 @@ def validate_plan(plan: Plan) -> None:
 def _format_stage(stage: Stage, groups: Counter[str]) -> str:
     unit = stage.unit
     group = f"/{unit.group}" if unit.group or groups[unit.node] > 1 else ""
-    return f"{unit.node}{group}[{stage.first}:{stage.last}]"
+    recompute = "+recompute" if stage.recompute else ""
+    return f"{unit.node}{group}[{stage.first}:{stage.last}]{recompute}"
 
 
 def _parse_pipeline(line: str, expected: int) -> Pipeline:
@@ -154,14 +161,18 @@ def _parse_pipeline(line: str, expected: int) -> Pipeline:
             "plan.pipeline", line, f"write: pipeline {expected} microbatches=0-3: node0[0:2] ..."
         )
     stages = []
-    for item in match[3].split():
+    for item in match[4].split():
         stage = _STAGE.fullmatch(item)
         if not stage:
             raise FieldError(
-                f"plan.pipeline {expected}", item, "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...]"
+                f"plan.pipeline {expected}",
+                item,
+                "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...], with +recompute if it does",
             )
-        stages.append(Stage(Unit(stage[1], int(stage[2] or 0)), int(stage[3]), int(stage[4])))
-    return Pipeline(tuple(stages), parse_indices(match[2], f"plan.pipeline {expected}.microbatches"))
+        unit = Unit(stage[1], int(stage[2] or 0))
+        stages.append(Stage(unit, int(stage[3]), int(stage[4]), recompute=bool(stage[5])))
+    indices = parse_indices(match[2], f"plan.pipeline {expected}.microbatches")
+    return Pipeline(tuple(stages), indices, match[3] or ONE_F_ONE_B)
 
 
 def _parse_peer(item: str) -> tuple[str, str]:
@@ -193,18 +204,30 @@ def _check_cover(field: str, pipeline: Pipeline, n_layers: int) -> None:
         raise FieldError(field, f"layers 0 to {expected - 1}", f"stages must cover all {n_layers} layers")
 
 
+def _check_schedule(field: str, pipeline: Pipeline) -> None:
+    """The schedule exists and fits the stages; a unit's stages come round and round."""
+    units = units_of(pipeline)
+    try:
+        check_stages(pipeline.schedule, len(units), len(pipeline.stages))
+    except FieldError as error:
+        raise FieldError(f"{field}.schedule", pipeline.schedule, error.remedy) from None
+    for s, stage in enumerate(pipeline.stages):
+        if stage.unit != units[s % len(units)]:
+            wanted = units[s % len(units)]
+            remedy = f"units take turns: stage {s} belongs on {wanted.node}/{wanted.group}"
+            raise FieldError(f"{field}.schedule", f"{stage.unit.node}/{stage.unit.group}", remedy)
+
+
 def _check_units(plan: Plan) -> None:
-    seen: set[Unit] = set()
+    seen: dict[Unit, int] = {}
     layers: dict[tuple[str, int], Unit] = {}
-    for _, _, stage in plan.stages():
+    for number, _, stage in plan.stages():
         unit = stage.unit
         if unit.group < 0:
             raise FieldError("plan.unit", f"{unit.node}/{unit.group}", "groups count from 0")
-        if unit in seen:
-            raise FieldError(
-                "plan.unit", f"{unit.node}/{unit.group}", "a unit takes one stage; give another node"
-            )
-        seen.add(unit)
+        if seen.setdefault(unit, number) != number:
+            remedy = "a unit takes stages of one pipeline; give another node"
+            raise FieldError("plan.unit", f"{unit.node}/{unit.group}", remedy)
         for layer in stage.layers:
             if layers.setdefault((unit.node, layer), unit) != unit:
                 remedy = f"layer {layer} may lie on a node only once; put the other pipeline on another node"

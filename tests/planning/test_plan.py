@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from elastic.core.types import Pipeline, Plan, Stage, Unit
 from elastic.errors import FieldError
 from elastic.planning.plan import format_indices, format_plan, parse_indices, parse_plan, validate_plan
+from elastic.planning.schedule import SCHEDULES
 
 GOLDEN = Path(__file__).parent / "golden" / "uneven.plan"
 
@@ -34,7 +35,7 @@ PLAN = Plan(
 
 names = st.from_regex(r"[A-Za-z0-9_.:\-]{1,12}", fullmatch=True)
 small = st.integers(0, 99)
-stages = st.builds(Stage, st.builds(Unit, names, st.integers(0, 3)), small, small)
+stages = st.builds(Stage, st.builds(Unit, names, st.integers(0, 3)), small, small, st.booleans())
 plans = st.builds(
     Plan,
     epoch=small,
@@ -42,7 +43,12 @@ plans = st.builds(
     n_microbatches=small,
     tp=small,
     pipelines=st.lists(
-        st.builds(Pipeline, st.lists(stages, max_size=4).map(tuple), st.lists(small, max_size=9).map(tuple)),
+        st.builds(
+            Pipeline,
+            st.lists(stages, max_size=4).map(tuple),
+            st.lists(small, max_size=9).map(tuple),
+            st.sampled_from(SCHEDULES),
+        ),
         max_size=3,
     ).map(tuple),
     spares=st.lists(names, max_size=3).map(tuple),
@@ -86,6 +92,8 @@ def test_comments_blank_lines_and_crlf_are_read() -> None:
         ("HEAD\npipeline 0 microbatches=3-1: a[0:1]", "plan.pipeline 0.microbatches"),
         ("HEAD\npipeline 0 microbatches=0,,1: a[0:1]", "plan.pipeline 0.microbatches"),
         ("HEAD\npipeline 0 microbatches=0-99999999: a[0:1]", "plan.pipeline 0.microbatches"),
+        ("HEAD\npipeline 0 microbatches=0 schedule=: a[0:1]", "plan.pipeline"),
+        ("HEAD\npipeline 0 microbatches=0: a[0:1]+cache", "plan.pipeline 0"),
         ("HEAD\npeers a", "plan.peers"),
         ("HEAD\nspares a\nspares b", "plan"),
     ],
@@ -125,6 +133,20 @@ def _stages(*spans: tuple[str, int, int]) -> tuple[Stage, ...]:
             "at least one layer",
         ),
         (_with_pipeline(1, stages=_stages(("node3", 0, 6))), "plan.unit", "another node"),
+        (_with_pipeline(1, schedule="gpipe"), "plan.pipeline 1.schedule", "zero-bubble"),
+        (_with_pipeline(1, schedule="interleaved"), "plan.pipeline 1.schedule", "at least 2 units"),
+        (
+            _with_pipeline(1, stages=_stages(("node4", 0, 3), ("x", 3, 5), ("node4", 5, 6))),
+            "plan.pipeline 1.schedule",
+            "one stage under 1f1b",
+        ),
+        (
+            _with_pipeline(
+                1, stages=_stages(("a", 0, 1), ("b", 1, 2), ("b", 2, 3), ("a", 3, 6)), schedule="interleaved"
+            ),
+            "plan.pipeline 1.schedule",
+            "stage 2 belongs on a/0",
+        ),
         (_with_pipeline(1, stages=(Stage(Unit("node3", 1), 0, 6),)), "plan.unit", "layer 4"),
         (_with_pipeline(1, microbatches=(4, 5)), "plan.microbatches", "'7'"),
         (_with_pipeline(1, microbatches=(4, 5, 7, 3)), "plan.microbatches", "'3'"),
@@ -149,3 +171,32 @@ def test_a_pipeline_without_microbatches_is_refused() -> None:
     plan = replace(plan, pipelines=(plan.pipelines[0], replace(plan.pipelines[1], microbatches=())))
     with pytest.raises(FieldError, match="leave it out"):
         validate_plan(plan)
+
+
+SCHEDULED = """\
+plan epoch=2 layers=4 microbatches=6 tp=1 backup=stream+snapshot
+pipeline 0 microbatches=0-2 schedule=interleaved: node0[0:1] node1[1:2] node0[2:3]+recompute node1[3:4]
+pipeline 1 microbatches=3-5 schedule=zero-bubble: node2[0:2] node3[2:4]+recompute"""
+
+
+def test_schedules_and_recomputation_are_in_the_text() -> None:
+    plan = parse_plan(SCHEDULED)
+    assert format_plan(plan) == SCHEDULED
+    validate_plan(plan)
+    first, second = plan.pipelines
+    assert (first.schedule, second.schedule) == ("interleaved", "zero-bubble")
+    assert [stage.recompute for stage in (*first.stages, *second.stages)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert [unit.node for unit in plan.holders(2)] == ["node0", "node3"]
+    assert plan.nodes() == ("node0", "node1", "node2", "node3")
+
+
+def test_several_stages_of_one_unit_do_not_make_it_two() -> None:
+    """Its group is printed only where the node has another one."""
+    assert "/" not in format_plan(parse_plan(SCHEDULED))
