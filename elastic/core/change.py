@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from elastic.core import messages as m
-from elastic.core import recovery
+from elastic.core import recovery, stay
 from elastic.core.job import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
 from elastic.core.messages import NodePhase
 from elastic.core.stragglers import slow
@@ -69,6 +70,8 @@ def request(state: JobState, epoch: int) -> PlanRequest:
         backup=state.policy.backup,
         profile=state.policy.profile,
         slow=slow(state),
+        hazard_per_s=stay.outlook(state, state.ticked).hazard_per_s,
+        pause_s=stay.outlook(state, state.ticked).pause_in_s,
     )
 
 
@@ -79,7 +82,9 @@ def decide(state: JobState, now: float) -> Result:
     try:
         if not candidates(state):
             raise InfeasiblePlan("no node can take a stage at present")
-        plan = make_plan(request(state, state.epoch))
+        choice = stay.lasting(state, request(state, state.epoch), now)
+        assert choice.plan is not None
+        plan = choice.plan
         assignment = recovery.solve(
             plan=plan,
             spec=state.spec,
@@ -103,7 +108,8 @@ def decide(state: JobState, now: float) -> Result:
         )
     store = state.members[plan.units()[0].node].report.store
     assignment = replace(assignment, store=store)
-    return _install(state, replace(change, decided=now), assignment.plan, assignment)
+    state, actions, reason = _install(state, replace(change, decided=now), assignment.plan, assignment)
+    return state, (*actions, *_left_aside(choice)), reason
 
 
 def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
@@ -138,7 +144,8 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         change=change,
         suspected_since=0.0,
         record=None if any(recipe.checkpoint for _, recipe in assignment.recipes) else state.record,
-        considered=tuple(mb.report.info.incarnation for mb in state.members.values() if mb.report.able),
+        considered=tuple(stay.key(mb) for mb in state.members.values() if mb.report.able),
+        look_again=0.0,
     )
     sends: list[Action] = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
     note = Note(
@@ -176,22 +183,32 @@ def _records(state: JobState) -> tuple[StepRecord, ...]:
 def consider_joining(state: JobState, now: float) -> Result | None:
     """If idle nodes came that the planner would use, let them pull state in the background."""
     assert state.plan is not None
-    able = candidates(state)
-    new = [mb for mb in able if mb.report.info.incarnation not in state.considered]
-    fresh = tuple(mb.node for mb in new if mb.node not in state.plan.nodes())
+    able, used = candidates(state), state.plan.nodes()
+    if state.look_again and now >= state.look_again:
+        state = state.of(considered=(), look_again=0.0)
+    new = [mb for mb in able if stay.key(mb) not in state.considered]
+    fresh = tuple(mb.node for mb in new if mb.node not in used)
     if not fresh:
         return None
-    considered = (*state.considered, *(mb.report.info.incarnation for mb in new))
-    state = state.of(considered=considered)
+    state = state.of(considered=(*state.considered, *(stay.key(mb) for mb in new)))
     try:
-        plan = make_plan(request(state, state.epoch + 1))
+        choice = stay.joining(state, request(state, state.epoch + 1), fresh, now)
     except InfeasiblePlan as error:
         return state, (), f"{' '.join(fresh)} stay spare: {error}"
+    if choice.again_s < inf:
+        state = state.of(look_again=now + choice.again_s)
+    plan, notes = choice.plan, _left_aside(choice)
+    if plan is None:
+        return state, notes, choice.reason
     wanted = tuple(node for node in fresh if node in plan.nodes())
-    if not wanted:
-        return state, (Note("spare", {"nodes": list(fresh)}),), f"{' '.join(fresh)} stay spare: {plan.reason}"
     sends = tuple(Send(node, _prefetch(state, plan, node)) for node in wanted)
-    return state.of(joining=wanted, joining_since=now), sends, f"{' '.join(wanted)} pull state"
+    reason = "; ".join(text for text in (f"{' '.join(wanted)} pull state", choice.reason) if text)
+    return state.of(joining=wanted, joining_since=now), (*sends, *notes), reason
+
+
+def _left_aside(choice: stay.Choice) -> tuple[Note, ...]:
+    """What the event log says of nodes that were left aside."""
+    return (Note("spare", {"nodes": list(choice.aside), "reason": choice.reason}),) if choice.aside else ()
 
 
 def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:

@@ -33,6 +33,7 @@ from elastic.core.knowledge import KNOW
 from elastic.core.members import launch
 from elastic.core.messages import NodePhase
 from elastic.core.relief import relieve
+from elastic.core.stay import count, paused
 from elastic.planning.peers import natural
 
 CONTACT_S = 0.5
@@ -109,6 +110,7 @@ def _losses(state: JobState, now: float) -> Result | None:
         if not why and now - member.seen > state.policy.lease_s:
             why = f"silent for {now - member.seen:.1f} s"
         if why:
+            state = count(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
             actions = (Note("lost", {"node": node, "why": why}), Send(node, m.Fenced(f"lost: {why}")))
             return state.of(members=members), actions, f"{node} lost: {why}"
@@ -260,7 +262,7 @@ def _recovered(state: JobState, members: list[Member], resumed_at: float) -> Res
         rebuild_s=max((r.rebuild_s for r in ready), default=0.0),
         resumed_at=resumed_at,
     )
-    return state.of(change=None), (action,), "training goes on"
+    return paused(state, state.change, resumed_at).of(change=None), (action,), "training goes on"
 
 
 def _leaving(state: JobState, now: float) -> Result | None:
@@ -271,6 +273,7 @@ def _leaving(state: JobState, now: float) -> Result | None:
         if node in state.plan.nodes() or any(node == peer for _, peer in state.plan.peers):
             return epoch_change.begin(state, f"drain {node}", now, boundary=now < member.drain_deadline - 2.0)
         if state.trimmed >= state.epoch:
+            state = count(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
             actions = (Send(node, m.Stop(0, "drained")), Note("drained", {"node": node}))
             return state.of(members=members), actions, f"{node} holds nothing any more and may leave"

@@ -71,6 +71,8 @@ class Member:
     closed_at: float = 0.0
     draining: bool = False
     drain_deadline: float = 0.0
+    until: float = 0.0
+    """When it is expected to go; 0: unknown."""
 
     @property
     def node(self) -> str:
@@ -168,6 +170,15 @@ class JobState:
     """When workers first reported lost contact in this epoch; 0: none."""
     paces: dict[str, Pace] = field(default_factory=dict)
     """How fast nodes compute, by incarnation."""
+    losses: int = 0
+    """Members that went, in ..."""
+    node_seconds: float = 0.0
+    """... this time, all members together, up to `counted_at`."""
+    counted_at: float = 0.0
+    pauses: tuple[float, ...] = ()
+    """Seconds without training of the last epoch changes."""
+    look_again: float = 0.0
+    """When nodes that were left aside are to be considered again; 0: never."""
 
     def of(self, **changes: Any) -> JobState:
         return replace(self, **changes)

@@ -31,6 +31,7 @@ from elastic.core.job import (
 from elastic.core.members import launch as launch_nodes
 from elastic.core.members import put
 from elastic.core.messages import NodePhase
+from elastic.core.stay import arrived, count
 from elastic.core.stragglers import observe
 
 
@@ -45,7 +46,8 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
     was = member.report
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
-    state = put(state, replace(member, report=report, seen=now, connected=True))
+    member = replace(member, report=report, seen=now, connected=True)
+    state = put(state, arrived(member, now) if report.info.lifetime_s != was.info.lifetime_s else member)
     if report.elastic and state.spec is None and report.spec is not None:
         state = state.of(spec=report.spec)
     if report.spec is not None and state.spec is not None and report.spec != state.spec:
@@ -64,7 +66,8 @@ def _joined(state: JobState, event: Reported, now: float) -> Result:
     actions: list[Action] = [Note("joined", {"node": report.info.node, "domain": report.info.domain})]
     if report.info.node in state.members:
         actions.insert(0, Note("lost", {"node": report.info.node, "why": "came back as a new incarnation"}))
-    state = put(state, Member(report=report, seen=now))
+    state = count(state, now, left=report.info.node in state.members)
+    state = put(state, arrived(Member(report=report, seen=now), now))
     if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = launch_nodes(state, (report.info.node,))
         actions += launch

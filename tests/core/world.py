@@ -53,6 +53,8 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.tp, self.checks = tp, checks
+        self.lifetime_s = 0.0
+        """What nodes that join say of their stay."""
         self.spec = make_spec(4, 3, steps, tp)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()

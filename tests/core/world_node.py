@@ -86,7 +86,10 @@ class Agent:
 
     def _begin(self) -> None:
         incarnation = f"{self.name}.{next(self.world.sequence)}"
-        info = NodeInfo(self.name, incarnation, f"{self.name}:1", workers=self.world.tp)
+        lifetime_s = self.world.lifetime_s
+        info = NodeInfo(
+            self.name, incarnation, f"{self.name}:1", workers=self.world.tp, lifetime_s=lifetime_s
+        )
         self.state = core.NodeState(info)
         self.vault, self.fence, self.workers = Vault(self.name), 0, list[Worker]()
         self._speak: dict[int, float] = {}
