@@ -11,6 +11,7 @@ from elastic.errors import EXIT_OK, EXIT_USAGE, ElasticError
 USAGE = """usage: elastic COMMAND [flags]
 
   run           train a script or module on elastic nodes; torchrun's flags and more
+  profile       measure a script's layers and the links, for the planner and --emulate
   status        phase, step, loss, nodes and plan of a running job
   nodes         who takes part
   drain NODE    move a node's state out, then release it
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def _commands() -> dict[str, Command]:
     return {
         "run": _run,
+        "profile": _profile,
         "status": _query("status"),
         "nodes": _query("nodes"),
         "drain": _query("drain"),
@@ -78,6 +80,12 @@ def _plan(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.launcher.plans import plan
 
     return plan(argv, environ)
+
+
+def _profile(argv: list[str], environ: Mapping[str, str]) -> int:
+    from elastic.launcher.profile import profile
+
+    return profile(argv, environ)
 
 
 def _query(name: str) -> Command:

@@ -132,6 +132,13 @@ class LayerReplica:
         self._optimizer.step(gradients.to_float(reduced, self.layout, clip), lr)
         self.version += 1
 
+    def optimizer_bytes(self) -> dict[str, int]:
+        """Bytes of optimizer state and masters, by parameter. Most optimizers make theirs at the first update."""
+        found = {name: master.nbytes for name, master in self._optimizer.masters.items()}
+        for name, _, value in self._optimizer.tensors():
+            found[name] = found.get(name, 0) + value.nbytes
+        return found
+
     # ---- the state as bytes ----
 
     def state_nbytes(self) -> int:

@@ -27,6 +27,7 @@ from elastic.rpc.frames import connect_unix
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
 from elastic.worker.control import Control, WorkerContext
+from elastic.worker.device import choose_device
 from elastic.worker.fetch import Fetcher
 from elastic.worker.finish import job_sha256
 from elastic.worker.injector import Injector
@@ -35,6 +36,7 @@ from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.links import LinkFailed, Links, host_store
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.profiled import EMULATE, check_fit, stack_of
+from elastic.worker.profiling import measure_job
 from elastic.worker.protection import Protection
 from elastic.worker.replica import LayerReplica, build_replica, warm_up
 from elastic.worker.step import Outcome, StepRunner
@@ -97,7 +99,13 @@ class Trainer:
         self._protection: Protection | None = None
 
     def run(self) -> None:
-        """Train to the end. Returns when the job is done; raises SystemExit with the job's code if it failed."""
+        """Train to the end. Returns when the job is done; raises SystemExit with the job's code if it failed.
+
+        Under `elastic profile` the layers are measured instead.
+        """
+        if self._context.measure:
+            measure_job(self._context, self._stack, self._spec, self._optimizer, self._data, self._accumulate)
+            return
         try:
             self._connect()
         except ElasticError as error:
@@ -132,7 +140,7 @@ class Trainer:
             raise FieldError(
                 "tp", self._spec.tp, f"it must divide the {context.local_world_size} workers of a node"
             )
-        self._device = _device(context.local_rank, emulated=context.profile == EMULATE)
+        self._device = choose_device(context.local_rank, emulated=context.profile == EMULATE)
         if self._accumulate is Accumulate.EXACT and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # sums inside a kernel depend on it, and nodes must not differ
         group, shard = divmod(context.local_rank, self._spec.tp)
@@ -381,12 +389,3 @@ class _Epoch:
             sent=frozenset(runner.sent) if current else frozenset(),
             record=steps.record,
         )
-
-
-def _device(local_rank: int, *, emulated: bool = False) -> torch.device:
-    """This worker's device: its GPU if the machine has any, else the CPU."""
-    if emulated or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
