@@ -130,6 +130,8 @@ class JobConfig:
     """Failure domain of each local node, in order; one entry: of all."""
     devices: tuple[str, ...] = ()
     """Device type of each local node, as the profile names it, in order; one entry: of all."""
+    lifetimes_s: tuple[float, ...] = ()
+    """Seconds that each local node is expected to stay, in order (0: unknown); one entry: of all."""
     profile: Profile | None = None
     """What layers cost on which devices; None: the script's own figures."""
     emulate: bool = False
@@ -143,6 +145,7 @@ class JobConfig:
         _check_schemes(self)
         _check_streams(self)
         _check_devices(self)
+        _check_lifetimes(self)
         _check_faults(self)
 
     def log_path(self, node: str, restart: int, local_rank: int) -> Path:
@@ -160,6 +163,10 @@ class JobConfig:
         if not self.devices:
             return ""
         return self.devices[index % len(self.devices)]
+
+    def lifetime_s(self, index: int) -> float:
+        """Seconds that local node `index` is expected to stay; 0: unknown."""
+        return self.lifetimes_s[index % len(self.lifetimes_s)] if self.lifetimes_s else 0.0
 
     def schemes(self) -> tuple[str, str] | None:
         """(gradients, state) that `backup` fixes, or None when it is auto."""
@@ -296,6 +303,14 @@ def _check_devices(config: JobConfig) -> None:
         raise FieldError(
             "--emulate", f"tp {config.profile.tp}", "a profile of layers that are not split (tp 1)"
         )
+
+
+def _check_lifetimes(config: JobConfig) -> None:
+    given = ",".join(f"{value:g}" for value in config.lifetimes_s)
+    if any(not 0 <= value <= 1e9 for value in config.lifetimes_s):
+        raise FieldError("--lifetime", given, "seconds from 0 (unknown) up")
+    if config.standalone and len(config.lifetimes_s) not in (0, 1, config.max_nodes):
+        raise FieldError("--lifetime", given, f"one value, or one for each of the {config.max_nodes} nodes")
 
 
 def _check_faults(config: JobConfig) -> None:

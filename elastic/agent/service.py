@@ -55,13 +55,10 @@ RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase
 class Agent:
     """Owns a node. Everything happens on the thread that calls `run`, but for transfers and sockets."""
 
-    def __init__(
-        self, config: JobConfig, node: str, coordinator: str, domain: str, host: str, device: str = ""
-    ) -> None:
-        self._config, self._node, self._domain, self._host = config, node, domain, host
-        self._device = device
+    def __init__(self, config: JobConfig, coordinator: str, who: NodeInfo) -> None:
+        self._config, self._who, self._node, self._host = config, who, who.node, who.host
         self._queue: queue.Queue[Any] = queue.Queue()
-        self._directory = Path(config.memory_dir) / node
+        self._directory = Path(config.memory_dir) / self._node
         self._steps: deque[m.StepDone] = deque(maxlen=4096)
         self._parts: deque[m.CheckpointPart] = deque(maxlen=64)
         self._channels: dict[int, Channel] = {}
@@ -77,7 +74,7 @@ class Agent:
             on_message=lambda message, envelope: self._queue.put(message),
             on_up=lambda: self._queue.put("up"),
             on_down=lambda reason: log.info("coordinator away: %s", reason),
-            sender=node,
+            sender=self._node,
         )
 
     def _begin(self) -> None:
@@ -86,16 +83,7 @@ class Agent:
         self._server = VaultServer(self._vault, self._host).start()
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
         self._replicator = Replicator(self._vault, self._acked, self._held, prepare=self._checkpoints.offer)
-        info = NodeInfo(
-            node=self._node,
-            incarnation=uuid.uuid4().hex[:12],
-            vault=self._server.address,
-            domain=self._domain,
-            workers=self._config.nproc_per_node,
-            memory_bytes=self._config.node_memory_bytes,
-            host=self._host,
-            device=self._device,
-        )
+        info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
 
     def _listen(self) -> socket.socket:
@@ -265,7 +253,7 @@ class Agent:
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
         generation = self._generation
-        place = Place(self._node, str(self._directory / "agent.sock"), self._host, self._device)
+        place = Place(self._node, str(self._directory / "agent.sock"), self._host, self._who.device)
 
         def ended(exit: WorkerExit) -> None:
             hearer = self._hearers.pop((generation, exit.local_rank), None)
@@ -377,6 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--domain", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--device", default="")
+    parser.add_argument("--lifetime", type=float, default=0.0)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
@@ -384,7 +373,18 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
-        agent = Agent(config, args.node, args.coordinator, args.domain, args.host, args.device)
+        who = NodeInfo(
+            node=args.node,
+            incarnation="",
+            vault="",
+            domain=args.domain,
+            workers=config.nproc_per_node,
+            memory_bytes=config.node_memory_bytes,
+            host=args.host,
+            device=args.device,
+            lifetime_s=args.lifetime,
+        )
+        agent = Agent(config, args.coordinator, who)
     except ElasticError as error:
         print(f"elastic agent: {error}", file=sys.stderr)
         return error.exit_code

@@ -8,11 +8,13 @@ token of the coordinator's lease, so that a former coordinator can neither save 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
 import queue
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -110,6 +112,8 @@ class Coordinator:
     def run(self) -> int:
         """Serve until the job is over; return its exit code."""
         self._announce()
+        # What the planner needs only after the first change, and is slow to import.
+        threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
         next_tick = self._clock.now()
         while True:
             try:

@@ -86,6 +86,11 @@ OURS = (
         "",
         "device type of this node in the profile; with --standalone one for each, comma-separated",
     ),
+    Flag(
+        "--lifetime",
+        "",
+        "seconds that this node is expected to stay, 0: unknown; with --standalone one for each, comma-separated",
+    ),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(

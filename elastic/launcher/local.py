@@ -110,6 +110,8 @@ class Supervisor:
         args = ["--run-dir", str(self._path), "--node", node, "--coordinator", self._address]
         args += ["--host", self._host, *(["--domain", domain] if domain else [])]
         args += ["--device", device] if device else []
+        lifetime_s = self._config.lifetime_s(index)
+        args += ["--lifetime", f"{lifetime_s:g}"] if lifetime_s else []
         console = self._view.output if isinstance(self._view, Bar) else None
         self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
 

@@ -106,6 +106,9 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         virtual_local_rank=args.virtual_local_rank,
         domains=_domains("--domain", args.domain, standalone),
         devices=_domains("--device", args.device, standalone),
+        lifetimes_s=tuple(
+            seconds("--lifetime", text) for text in _domains("--lifetime", args.lifetime, standalone)
+        ),
         profile=_profile(args),
         emulate=args.emulate is not None,
         faults=_faults(args.fault),

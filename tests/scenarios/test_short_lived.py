@@ -1,0 +1,23 @@
+"""A node that will not stay long comes, and is left as a spare: training goes on without a pause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.scenarios.harness import elastic_run
+from tests.scenarios.shared import SCRIPT, exact, faults
+
+
+def test_a_short_lived_node_is_left_as_a_spare(tmp_path: Path) -> None:
+    """It says that it goes after two seconds, when it may not even have started its workers."""
+    flags = exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1"))
+    run = elastic_run(
+        tmp_path / "run", flags, [*SCRIPT, "--steps", "150", "--hidden", "128", "--seq-len", "128"]
+    )
+    assert run.code == 0, run.output
+    spares = [event for event in run.events if event["kind"] == "spare"]
+    assert [event["nodes"] for event in spares] == [["node2"]], run.output
+    assert "node2 stay spare: expected to stay" in spares[0]["reason"]
+    assert "need" in spares[0]["reason"] and "to pay" in spares[0]["reason"]
+    assert run.summary["recoveries"] == []
+    assert "node2[" not in run.summary["plan"]
