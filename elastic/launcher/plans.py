@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elastic.planning.cluster import Cluster
     from elastic.planning.profile import Profile
     from elastic.planning.report import Report
+    from elastic.planning.search import Decision, PlanRequest
 
 ABOUT = (
     "Show the plan of a running job; check a plan in a text file; or plan for a cluster file (TOML) and show what "
@@ -29,10 +30,12 @@ def plan(argv: list[str], environ: Mapping[str, str]) -> int:
     parser.add_argument("--cluster", metavar="CLUSTER.toml", help="predict the plan in FILE on this cluster")
     parser.add_argument("--shape", help="pipelines: auto, their number (2), or the depth of each (3+1)")
     parser.add_argument("--schedule", help="auto, 1f1b, interleaved or zero-bubble")
+    parser.add_argument("--without", metavar="NODES", help="what if these were gone, as node3,node4?")
+    parser.add_argument("--add", metavar="NODES", help="what if these came, as 2xA100-80:4,1xT4?")
     parser.add_argument("--svg", metavar="OUT.svg", help="write a picture of the pipelines' timelines")
     args = parser.parse_args(argv)
     if args.file is None:
-        _refuse(args, ("cluster", "shape", "schedule", "svg"), "give a cluster file")
+        _refuse(args, ("cluster", "shape", "schedule", "without", "add", "svg"), "give a cluster file")
         return show(ask(args, "plan", {}), args.json)
     text = _read("FILE", Path(args.file))
     out = _picture_file(args.svg)
@@ -40,10 +43,16 @@ def plan(argv: list[str], environ: Mapping[str, str]) -> int:
         _refuse(args, ("cluster",), "FILE is a cluster file itself; --cluster goes with a plan")
         answer, found = _for_cluster(args, Path(args.file), text)
     elif args.cluster is not None:
-        _refuse(args, ("shape", "schedule"), "FILE says it already")
+        _refuse(
+            args, ("shape", "schedule", "without", "add"), "FILE is a plan; give the cluster file instead"
+        )
         answer, found = _predicted(args, text)
     else:
-        _refuse(args, ("shape", "schedule", "svg"), "give a cluster file, or --cluster beside the plan")
+        _refuse(
+            args,
+            ("shape", "schedule", "without", "add", "svg"),
+            "give a cluster file, or --cluster beside the plan",
+        )
         return show(_checked(text), args.json)
     if out is not None:
         from elastic.planning.report import picture
@@ -54,18 +63,41 @@ def plan(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _for_cluster(args: Any, path: Path, text: str) -> tuple[dict[str, Any], Report]:
-    """Plan for a cluster file."""
-    from elastic.planning.capacity import plan_request
+    """Plan for a cluster file, as it is or after a change."""
+    from elastic.planning.capacity import check_gone, cluster_nodes, plan_request, with_more
+
+    cluster, measured = _cluster(path, text)
+    asked = {name: getattr(args, name) for name in ("shape", "schedule") if getattr(args, name) is not None}
+    profile = _profile(cluster, measured)
+    request = replace(plan_request(cluster, profile), **asked)
+    best = _decided(path, request)
+    if args.without is None and args.add is None:
+        return _answer(args, path, cluster, profile, best.plan, best.alternatives)
+    _, now = _answer(args, path, cluster, profile, best.plan, ())
+    cluster = cluster if args.add is None else with_more(cluster, args.add)
+    gone = frozenset(name.strip() for name in (args.without or "").split(",") if name.strip())
+    profile = _profile(cluster, measured)
+    check_gone(gone, cluster_nodes(cluster, profile))
+    request = replace(plan_request(cluster, profile), **asked, dead=gone, current=best.plan, epoch=2)
+    best = _decided(path, request)
+    answer, found = _answer(args, path, cluster, profile, best.plan, best.alternatives, gone)
+    change: dict[str, Any] = {"without": args.without, "add": args.add, "step_s_before": now.step_s}
+    if not args.json:
+        gain = now.step_s / found.step_s - 1
+        words = f"without {args.without}" * bool(args.without), f"with {args.add} more" * bool(args.add)
+        change = {
+            "change": f"{' '.join(filter(None, words))}: {gain:+.1%} speed, from {now.step_s:.4g} s a step"
+        }
+    return {**change, **answer}, found
+
+
+def _decided(path: Path, request: PlanRequest) -> Decision:
     from elastic.planning.search import decide
 
-    cluster, profile = _cluster(path, text)
-    asked = {name: getattr(args, name) for name in ("shape", "schedule") if getattr(args, name) is not None}
-    request = replace(plan_request(cluster, profile), **asked)
     try:
-        decision = decide(request)
+        return decide(request)
     except InfeasiblePlan as error:
         raise UsageError(f"{path}: {error}") from error
-    return _answer(args, path, cluster, profile, decision.plan, decision.alternatives)
 
 
 def _predicted(args: Any, text: str) -> tuple[dict[str, Any], Report]:
@@ -73,10 +105,10 @@ def _predicted(args: Any, text: str) -> tuple[dict[str, Any], Report]:
     from elastic.planning.plan import parse_plan, validate_plan
 
     path = Path(args.cluster)
-    cluster, profile = _cluster(path, _read("--cluster", path))
+    cluster, measured = _cluster(path, _read("--cluster", path))
     found = parse_plan(text)
     validate_plan(found)
-    return _answer(args, path, cluster, profile, found, ())
+    return _answer(args, path, cluster, _profile(cluster, measured), found, ())
 
 
 def _answer(
@@ -86,6 +118,7 @@ def _answer(
     profile: Profile,
     plan: Plan,
     alternatives: tuple[tuple[str, float], ...],
+    gone: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], Report]:
     from elastic.launcher.tables import as_data, as_tables
     from elastic.planning.capacity import check_plan, cluster_nodes, cluster_slow
@@ -95,21 +128,26 @@ def _answer(
     check_plan(plan, profile, nodes)
     samples = cluster.microbatch_size or (1 if cluster.model else 0)
     found = report(plan, profile, nodes, slow=cluster_slow(cluster, nodes), samples=samples)
-    head = {"cluster": path.name, "model": profile.model, "nodes": len(nodes)}
+    head = {"cluster": path.name, "model": profile.model, "nodes": len(nodes) - len(gone)}
     body = as_data(found, alternatives) if args.json else as_tables(found, alternatives)
     return {**head, **body}, found
 
 
-def _cluster(path: Path, text: str) -> tuple[Cluster, Profile]:
-    from elastic.planning.capacity import cluster_profile
+def _cluster(path: Path, text: str) -> tuple[Cluster, Profile | None]:
+    """What a cluster file says, and the measured profile that it names."""
     from elastic.planning.cluster import parse_cluster
     from elastic.planning.profile import parse_profile
 
     cluster = parse_cluster(text)
     if not cluster.profile_file:
-        return cluster, cluster_profile(cluster)
-    measured = parse_profile(_read("model.profile", path.parent / cluster.profile_file))
-    return cluster, cluster_profile(cluster, measured)
+        return cluster, None
+    return cluster, parse_profile(_read("model.profile", path.parent / cluster.profile_file))
+
+
+def _profile(cluster: Cluster, measured: Profile | None) -> Profile:
+    from elastic.planning.capacity import cluster_profile
+
+    return cluster_profile(cluster, measured)
 
 
 def _checked(text: str) -> dict[str, Any]:

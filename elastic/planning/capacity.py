@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from string import ascii_lowercase
 
 from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import FieldError
 from elastic.planning.catalogue import hardware_of
-from elastic.planning.cluster import LINKS, Cluster, check_name
+from elastic.planning.cluster import LINKS, Cluster, Group, check_name
 from elastic.planning.profile import Profile
 from elastic.planning.search import PlanRequest
 from elastic.planning.zoo import zoo_profile
@@ -73,6 +75,39 @@ def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> Non
         if unit.group >= units.get(unit.node, 0):
             known = f"{unit.node} has {units[unit.node]}" if unit.node in units else "there is no such node"
             raise FieldError("plan.unit", f"{unit.node}/{unit.group}", f"{known} in the cluster file")
+
+
+def with_more(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with nodes added: COUNTxDEVICE or COUNTxDEVICE:DEVICES with commas between them.
+
+    They are in the failure domain of the first group. Raises FieldError.
+    """
+    groups, first = list(cluster.groups), cluster.groups[0]
+    for letter, word in zip(ascii_lowercase, text.split(","), strict=False):
+        added = re.fullmatch(r"\s*(\d{1,5})x([^:]+?)(?::(\d{1,4}))?\s*", word)
+        if not added or int(added[1]) == 0 or added[3] == "0":
+            raise FieldError("--add", word, "COUNTxDEVICE, or COUNTxDEVICE:DEVICES as 2xH100:8")
+        groups.append(
+            Group(
+                count=int(added[1]),
+                name=f"new-{letter}-",
+                device=added[2],
+                devices=int(added[3] or first.devices),
+                domain=first.domain,
+            )
+        )
+        if cluster.model:
+            check_name("--add", added[2], lambda name: hardware_of(name).name)
+    return replace(cluster, groups=tuple(groups))
+
+
+def check_gone(gone: frozenset[str], nodes: tuple[NodeInfo, ...]) -> None:
+    """Raise FieldError for a node that is not there, or if none is left."""
+    names = {info.node for info in nodes}
+    for name in sorted(gone - names):
+        raise FieldError("--without", name, f"there is no such node; the first is {nodes[0].node}")
+    if gone == names:
+        raise FieldError("--without", ",".join(sorted(gone)), "leave at least one")
 
 
 def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:

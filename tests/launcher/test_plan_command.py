@@ -157,6 +157,38 @@ def test_what_is_short_is_named(place: Path, capsys: pytest.CaptureFixture[str])
     assert "too-small.toml" in err and "memory" in err and "short by" in err and "node0" in err
 
 
+def test_nodes_that_go_and_come(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = answer(capsys, "small.toml")
+    less = answer(capsys, "small.toml", "--without", "node1")
+    assert less["step_s_before"] == now["step_s"] < less["step_s"]
+    assert set(parse_plan(less["plan"]).nodes()) <= {"node0", "node2"}
+    more = answer(capsys, "small.toml", "--without", "node1", "--add", "2xH100, 1xT4:2")
+    assert more["step_s"] < now["step_s"]
+    plan = parse_plan(more["plan"])
+    known = {"node0", "node2", "new-a-0", "new-a-1", "new-b-0"}
+    assert "new-a-1" in plan.nodes() and {*plan.nodes(), *plan.spares} <= known
+    assert main(["plan", "small.toml", "--without", "node1"]) == 0
+    assert "change: without node1: -" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--without", "node9"),
+        ("--without", "node0,node1,node2"),
+        ("--add", ""),
+        ("--add", "0xT4"),
+        ("--add", "2T4"),
+        ("--add", "1xT5"),
+        ("--add", "1xT4:0"),
+    ],
+)
+def test_nodes_that_cannot_go_or_come(
+    place: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    assert flag in refused(capsys, "small.toml", flag, value)
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -171,6 +203,7 @@ def test_what_is_short_is_named(place: Path, capsys: pytest.CaptureFixture[str])
         (["a.plan", "--cluster", "small.toml"], "plan.layers"),
         (["b.plan", "--cluster", "small.toml"], "plan.unit"),
         (["c.plan", "--cluster", "small.toml"], "plan.unit"),
+        (["a.plan", "--without", "node1"], "--without"),
         (["--svg", "picture.svg"], "--svg"),
     ],
 )

@@ -1,0 +1,114 @@
+"""Bring the outputs in docs/capacity.md up to date: python docs/make_capacity.py
+
+What stands between `<!-- output: X -->` and `<!-- /output -->` is replaced by the output of the command X, by the
+file X, or by the table that X names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from unittest import mock
+
+from elastic.launcher.cli import main
+from elastic.planning.catalogue import HARDWARE, MODELS
+from elastic.planning.zoo import parameters
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "docs" / "capacity.md"
+BLOCK = re.compile(r"(<!-- output: (.*?) -->\n).*?(<!-- /output -->)", re.S)
+SHOWN = (4, 8, 16, 32, 64)
+"""Nodes in the table of rivals."""
+
+
+def command(words: str) -> str:
+    """What the command prints, as a user at the root of the repository sees it."""
+    out = io.StringIO()
+    with (
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        mock.patch("sys.argv", ["elastic"]),
+    ):
+        main(shlex.split(words)[1:])
+    return fenced(f"$ {words}\n{out.getvalue()}")
+
+
+def fenced(text: str) -> str:
+    return f"```\n{text.rstrip()}\n```"
+
+
+def catalogue() -> str:
+    lines = ["| device | dense half-precision Tflop/s | achieved | GiB | GB/s | source |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    lines += [
+        f"| {d.name} | {d.peak / 1e12:g} | {d.achieved:.0%} | {d.memory} | {d.bandwidth / 1e9:g} | {d.source} |"
+        for d in HARDWARE
+    ]
+    lines += [
+        "",
+        "| model | parameters | blocks | hidden | sequence | source |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {m.name} | {parameters(m.name) / 1e9:.2f} B | {m.blocks} | {m.hidden} | {m.sequence} | {m.source} |"
+        for m in MODELS
+    ]
+    return "\n".join(lines)
+
+
+def published() -> str:
+    from benchmarks import planner
+
+    rows = planner.published([planner.match(model, 30) for model in planner.PUBLISHED])
+    told = [(row.metric.partition(", ")[2].partition(":")[0], row.value) for row in rows]
+    lines = ["| " + " | ".join(name for name, _ in told) + " |", "|" + " --- |" * len(told)]
+    return "\n".join([*lines, "| " + " | ".join(f"{value:.1f} x" for _, value in told) + " |"])
+
+
+def rivals() -> str:
+    """From the benchmark's last results."""
+    found = defaultdict(list)
+    with (ROOT / "benchmarks" / "results" / "planner-rivals.csv").open() as file:
+        for row in csv.DictReader(file):
+            times = {name: float(row[f"{name}_s"]) for name in ("ours", "oobleck", "varuna")}
+            found[row["model"]].append((int(row["nodes"]), times))
+    heads = [f"{n} nodes" for n in SHOWN]
+    lines = [
+        "| model | planner | " + " | ".join(heads) + " | mean over ours |",
+        "|" + " --- |" * (len(SHOWN) + 3),
+    ]
+    for model, rows in found.items():
+        for name in ("ours", "oobleck", "varuna"):
+            steps = {nodes: times[name] for nodes, times in rows}
+            cells = [f"{steps[n]:.4g}" if isfinite(steps.get(n, float("inf"))) else "no plan" for n in SHOWN]
+            mean = fmean(t[name] / t["ours"] for _, t in rows if isfinite(t[name]))
+            lines.append(f"| {model} | {name} | " + " | ".join(cells) + f" | {mean:.3f} x |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {"catalogue": catalogue, "published": published, "rivals": rivals}
+
+
+def block(name: str) -> str:
+    if name in TABLES:
+        return TABLES[name]()
+    if name.startswith("elastic "):
+        return command(name)
+    return fenced((ROOT / name).read_text())
+
+
+def text() -> str:
+    return BLOCK.sub(lambda match: f"{match[1]}{block(match[2])}\n{match[3]}", OUT.read_text())
+
+
+if __name__ == "__main__":
+    OUT.write_text(text())
