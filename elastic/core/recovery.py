@@ -22,14 +22,14 @@ layer are run again by whichever pipeline; layers that have them already add not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.core.ledger import from_mask
 from elastic.core.messages import Halted
 from elastic.core.shelf import Shelf, Slot
 from elastic.core.shortage import lacking, lost
-from elastic.core.solver import Solver, fetched
+from elastic.core.solver import Solver, copies_of, fetched, spread
 from elastic.core.types import Assignment, Copy, JobSpec, LayerSpec, Pipeline, Plan, Recipe, Stage, StepRecord
 from elastic.errors import Unrecoverable
 from elastic.planning import batches
@@ -110,7 +110,7 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     """Count what `assignment` moves; `before` is the plan that it replaces, `lost_nodes` those whose
     workers are gone."""
     plan, recipes = assignment.plan, assignment.recipes
-    network = sum(fetched(list(_copies(recipe)), node) for node, recipe in recipes)
+    network = sum(fetched(list(copies_of(recipe)), node) for node, recipe in recipes)
     moved = tuple(
         layer
         for layer in range(plan.n_layers if before else 0)
@@ -174,13 +174,6 @@ def replayed(
     return reached & todo
 
 
-def _copies(recipe: Recipe) -> Iterator[Copy]:
-    if recipe.state:
-        yield recipe.state
-    yield from recipe.replay
-    yield from recipe.gradients
-
-
 def _state_source(assignment: Assignment) -> str:
     recipes = assignment.recipes
     if any(recipe.checkpoint for _, recipe in recipes):
@@ -204,7 +197,7 @@ def _recipes(
             recipe = replace(recipe, gradients=tuple(sums.get((node, slot), ())))
             if recipe.state or recipe.checkpoint or recipe.gradients:
                 recipes.append((node, recipe))
-    return tuple(recipes)
+    return spread(recipes, solver.shelf)
 
 
 def _partners(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:

@@ -56,6 +56,15 @@ class Shelf:
         """Versions of which a state copy of `slot` exists, ascending."""
         return sorted(version for at, version in self.states if at == slot)
 
+    def equals(self, copy: Copy) -> tuple[Copy, ...]:
+        """Copies of the same content, `copy` included."""
+        at = (copy.layer, copy.shard), copy.step
+        if copy.kind == STATE:
+            return self.states[at]
+        if copy.kind == REDUCED:
+            return self.reduced[at]
+        return self.gradients[at][to_mask(copy.microbatches)]
+
     @property
     def newest(self) -> int:
         """The highest state version of which any copy exists, or -1."""

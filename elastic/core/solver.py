@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elastic.core.packing import best_packing, exact_cover
 from elastic.core.shelf import Shelf, Slot, on_node
 from elastic.core.types import Copy, Plan, Recipe, StepRecord
+from elastic.planning.balance import balance
 
 
 @dataclass(slots=True)
 class Solver:
-    """One recovery. `load` counts bytes that each vault is asked for, so that the work spreads."""
+    """One recovery. Of equal copies it names any: which vault sends is settled at the end (`spread`)."""
 
     plan: Plan
     shelf: Shelf
@@ -22,7 +23,6 @@ class Solver:
     initial: bool
     tied: Mapping[int, frozenset[int]]
     """Layer: the others that it shares tensors with, whose gradients its update needs too."""
-    load: dict[str, int] = field(default_factory=dict)
 
     @property
     def slots(self) -> list[Slot]:
@@ -80,9 +80,9 @@ class Solver:
         if whole:
             source = self.lightest(whole)
             if replay is None or source.nbytes <= fetched(replay, node):
-                return Recipe(layer, shard, version, self.take(source, node))
+                return Recipe(layer, shard, version, source)
         if replay is not None:
-            state, *gradients = (self.take(copy, node) for copy in replay)
+            state, *gradients = replay
             return Recipe(layer, shard, version, state, replay=tuple(gradients))
         durable = self.checkpoint is not None and self.checkpoint[1] == version
         return Recipe(
@@ -158,7 +158,7 @@ class Solver:
         for rank in range(self.plan.tp):
             copy = self.nearest(self.shelf.gradients[(layer, rank), version][mask], node)
             share[node] = share.get(node, 0) + (copy.nbytes if copy.node != node else 0)
-            sums.setdefault((node, (layer, rank)), []).append(self.take(copy, node))
+            sums.setdefault((node, (layer, rank)), []).append(copy)
 
     # ---- sources ----
 
@@ -166,13 +166,42 @@ class Solver:
         return on_node(copies, node) or self.lightest(copies)
 
     def lightest(self, copies: Sequence[Copy]) -> Copy:
-        """The smallest copy, from the vault that is asked for least so far."""
-        return min(copies, key=lambda c: (c.nbytes, self.load.get(c.node, 0), -c.epoch, -c.sequence, c.node))
+        """The smallest copy, of these the newest."""
+        return min(copies, key=lambda c: (c.nbytes, -c.epoch, -c.sequence, c.node))
 
-    def take(self, copy: Copy, node: str) -> Copy:
-        if copy.node != node:
-            self.load[copy.node] = self.load.get(copy.node, 0) + copy.nbytes
-        return copy
+
+def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[str, Recipe], ...]:
+    """Let every copy that goes over the network be sent by one of the vaults that have its equal, so that the vault
+    which sends most sends as little as possible (`elastic.planning.balance`)."""
+    items = [
+        {c.node: float(c.nbytes) for c in shelf.equals(copy) if c.nbytes == copy.nbytes}
+        for node, recipe in recipes
+        for copy in copies_of(recipe)
+        if copy.node != node
+    ]
+    senders = iter(balance(items))
+
+    def sent(node: str, copy: Copy) -> Copy:
+        if copy.node == node:
+            return copy
+        sender = next(senders)
+        return next(c for c in shelf.equals(copy) if c.node == sender and c.nbytes == copy.nbytes)
+
+    result = []
+    for node, recipe in recipes:
+        state = sent(node, recipe.state) if recipe.state else None
+        replay = tuple(sent(node, copy) for copy in recipe.replay)
+        gradients = tuple(sent(node, copy) for copy in recipe.gradients)
+        result.append((node, replace(recipe, state=state, replay=replay, gradients=gradients)))
+    return tuple(result)
+
+
+def copies_of(recipe: Recipe) -> Iterator[Copy]:
+    """Everything that a recipe reads from vaults, in order."""
+    if recipe.state:
+        yield recipe.state
+    yield from recipe.replay
+    yield from recipe.gradients
 
 
 def cost_of(copies: Sequence[Copy], node: str) -> int:

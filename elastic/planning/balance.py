@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-PATIENCE = 200_000
+PATIENCE = 50_000
 """Choices looked at while passing items on, at most; enough for hundreds of items."""
 
 

@@ -162,6 +162,14 @@ def test_fetches_spread_over_vaults() -> None:
     assert sorted(sources) == ["a", "a", "b", "b", "c", "c"]
 
 
+def test_layers_with_fewer_sources_are_thought_of_first() -> None:
+    """Layer 2 lies on a alone: layer 0 is better taken from b, and so layer 1 from c."""
+    plan = plan_of(pipeline(("x", 0, 3), microbatches=(0, 1, 2, 3)))
+    copies = [state(layer, 7, node) for layer, nodes in enumerate(("ab", "bc", "a")) for node in nodes]
+    sources = [r.state.node for _, r in run(plan, *copies, nodes="abcx").recipes if r.state]
+    assert sources == ["b", "c", "a"]
+
+
 def test_replay_replaces_a_large_fetch_when_it_moves_fewer_bytes() -> None:
     copies = (state(0, 7, "b"), state(0, 6, "a"), gradient(0, 6, {0, 1}, "a"), gradient(0, 6, {2, 3}, "b"))
     others = (state(1, 7),)
