@@ -34,6 +34,7 @@ from elastic.worker.links import Links, host_store
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.pipeline import StageRunner
 from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.step import chunks_of
 
 VOCAB, SEQ = 256, 128
 CPU = torch.device("cpu")
@@ -162,12 +163,9 @@ class Ours:
             batch.chunk(setting.microbatches),
             setting.microbatches,
         )
-        previous, following = ranks.neighbours(rank)
         self._runner = StageRunner(
-            replicas,
+            chunks_of(ranks, rank, replicas),
             links,
-            previous=previous,
-            following=following,
             n_microbatches=self._n,
             data=self._data,
             abandon=links.abandon,

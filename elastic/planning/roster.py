@@ -1,14 +1,28 @@
 """Ranks of an epoch: who each worker of a plan is, and with whom it communicates. Pure.
 
-Ranks follow the plan: pipelines in order, their stages in order, TP ranks in order. Spares have no rank.
+Ranks follow the plan: pipelines in order, their units in order, TP ranks in order. Spares have no rank. A unit has one
+stage, or several under the interleaved schedule.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.core.types import Plan, Unit
+from elastic.core.types import Pipeline, Plan, Stage, Unit
 from elastic.errors import FieldError
+from elastic.planning.schedule import units_of
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One stage of a worker, and where its neighbours are."""
+
+    stage: Stage
+    number: int
+    """Of the stage in its pipeline."""
+    previous: int | None
+    """Rank that has the stage before; None: this is the first."""
+    following: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +34,9 @@ class Member:
     """TP rank."""
     pipeline: int
     stage: int
-    first: int
-    last: int
-    """It holds layers [first, last)."""
-
-    @property
-    def layers(self) -> range:
-        return range(self.first, self.last)
+    """Number of its first stage, which is also its place among the pipeline's units."""
+    layers: tuple[int, ...]
+    """All that it holds, of all of its stages, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,7 @@ class Roster:
     """All workers of an epoch; index in `members` is the rank."""
 
     members: tuple[Member, ...]
+    pipelines: tuple[Pipeline, ...]
     n_layers: int
     n_microbatches: int
     tp: int
@@ -53,15 +64,20 @@ class Roster:
         """Ranks that hold one (layer, TP rank), one a pipeline, in pipeline order."""
         return tuple(r for r, m in enumerate(self.members) if m.shard == shard and layer in m.layers)
 
-    def neighbours(self, rank: int) -> tuple[int | None, int | None]:
-        """Ranks of the (previous, following) stage of the same pipeline and TP rank."""
+    def places(self, rank: int) -> tuple[Place, ...]:
+        """The stages of `rank`, in model order, with the ranks of their neighbours (of the same TP rank)."""
         me = self.members[rank]
-        found = {
-            m.stage: r
-            for r, m in enumerate(self.members)
-            if (m.pipeline, m.shard) == (me.pipeline, me.shard) and abs(m.stage - me.stage) == 1
+        stages = self.pipelines[me.pipeline].stages
+        ranks = {
+            m.unit: r for r, m in enumerate(self.members) if (m.pipeline, m.shard) == (me.pipeline, me.shard)
         }
-        return found.get(me.stage - 1), found.get(me.stage + 1)
+
+        def at(number: int) -> int | None:
+            return ranks[stages[number].unit] if 0 <= number < len(stages) else None
+
+        return tuple(
+            Place(stage, s, at(s - 1), at(s + 1)) for s, stage in enumerate(stages) if stage.unit == me.unit
+        )
 
     def holder_sets(self) -> tuple[tuple[int, ...], ...]:
         """Distinct sets of ranks that share a (layer, TP rank), those with more than one rank, sorted."""
@@ -70,15 +86,23 @@ class Roster:
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """Every (sender, receiver) between neighbouring stages, both directions, sorted."""
-        down = [(r, f) for r in range(self.size) if (f := self.neighbours(r)[1]) is not None]
-        return tuple(sorted(down + [(f, r) for r, f in down]))
+        places = ((rank, place) for rank in range(self.size) for place in self.places(rank))
+        down = {(rank, place.following) for rank, place in places if place.following is not None}
+        return tuple(sorted(down | {(following, rank) for rank, following in down}))
 
 
 def roster(plan: Plan) -> Roster:
     """The ranks of `plan`."""
     members = tuple(
-        Member(stage.unit, shard, p, s, stage.first, stage.last)
-        for p, s, stage in plan.stages()
+        Member(
+            unit,
+            shard,
+            p,
+            s,
+            tuple(layer for st in pipeline.stages if st.unit == unit for layer in st.layers),
+        )
+        for p, pipeline in enumerate(plan.pipelines)
+        for s, unit in enumerate(units_of(pipeline))
         for shard in range(plan.tp)
     )
-    return Roster(members, plan.n_layers, plan.n_microbatches, plan.tp)
+    return Roster(members, plan.pipelines, plan.n_layers, plan.n_microbatches, plan.tp)

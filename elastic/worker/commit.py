@@ -122,7 +122,7 @@ def unpack(words: Sequence[int], member: Member, roster: Roster) -> Contribution
         shares.append(LayerShare(ledger, _float(words[at + n_words])))
         at += n_words + 1
     losses = {}
-    if member.last == roster.n_layers:
+    if member.layers[-1] == roster.n_layers - 1:
         ledger = shares[-1].ledger
         losses = {m: _float(words[at + m]) for m in range(roster.n_microbatches) if m in ledger}
     return Contribution(words[0], words[1], words[2], tuple(shares), losses)
@@ -187,7 +187,9 @@ def row_length(roster: Roster) -> int:
     """Words of a row: those of the largest contribution."""
     per_layer = _n_words(roster.n_microbatches) + 1
     return max(
-        _HEADER + len(m.layers) * per_layer + (roster.n_microbatches if m.last == roster.n_layers else 0)
+        _HEADER
+        + len(m.layers) * per_layer
+        + (roster.n_microbatches if m.layers[-1] == roster.n_layers - 1 else 0)
         for m in roster.members
     )
 

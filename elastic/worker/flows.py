@@ -2,11 +2,12 @@
 
 A header (int64 words: dtype, number of dimensions, dimensions) precedes the first message, on the control
 transport. Once it is known, receives are posted as soon as they are asked for, so that the sender need not
-wait for the receiver.
+wait for the receiver. Flows from the same rank share one order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,48 +67,64 @@ class Receive:
     """A message that is expected: asked for early, waited for late."""
 
     def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
+        self.inbox = inbox
         self._work: Work | None = None
         self._buffer: torch.Tensor | None = None
 
     def post(self, form: Form) -> None:
-        links = self._inbox.links
+        links = self.inbox.peer.links
         self._buffer = torch.empty(form[1], dtype=form[0], device=links.data_device)
-        self._work = links.data.recv(self._buffer, self._inbox.src, data_tag(self._inbox.tag))
+        self._work = links.data.recv(self._buffer, self.inbox.peer.src, data_tag(self.inbox.tag))
 
     def wait(self) -> torch.Tensor:
         """The tensor, on the epoch's device. Raises EpochAbandoned or LinkFailed."""
-        links = self._inbox.links
-        with links.guard(self._inbox.src):
-            if self._work is None:
-                self._inbox.read_header()
-            assert self._work is not None and self._buffer is not None
-            links.data.wait(self._work)
-        return self._buffer.to(links.device)
+        peer = self.inbox.peer
+        with peer.links.guard(peer.src):
+            while self._work is None:
+                peer.read_header()
+            assert self._buffer is not None
+            peer.links.data.wait(self._work)
+        return self._buffer.to(peer.links.device)
+
+
+class Peer:
+    """What is received from one rank. Receives are posted in the order in which they were asked for, whatever their
+    flows: NCCL knows no tags. Hence ask in the order in which the other sends.
+    """
+
+    def __init__(self, links: Links, src: int) -> None:
+        self.links, self.src = links, src
+        self._inboxes: dict[int, Inbox] = {}
+        self._unposted: deque[Receive] = deque()
+
+    def expect(self, tag: int) -> Receive:
+        inbox = self._inboxes.get(tag)
+        if inbox is None:
+            inbox = self._inboxes[tag] = Inbox(self, tag)
+        receive = Receive(inbox)
+        self._unposted.append(receive)
+        self._post()
+        return receive
+
+    def read_header(self) -> None:
+        """Wait for the header that the next receive needs, then post all that can be."""
+        self._unposted[0].inbox.read_header()
+        self._post()
+
+    def _post(self) -> None:
+        while self._unposted and (form := self._unposted[0].inbox.form) is not None:
+            self._unposted.popleft().post(form)
 
 
 class Inbox:
     """The receiving end of a flow."""
 
-    def __init__(self, links: Links, src: int, tag: int) -> None:
-        self.links, self.src, self.tag = links, src, tag
-        self._form: Form | None = None
-        self._unposted: list[Receive] = []
+    def __init__(self, peer: Peer, tag: int) -> None:
+        self.peer, self.tag = peer, tag
+        self.form: Form | None = None
         self._header = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
-        self._header_work = links.control.recv(self._header, src, header_tag(tag))
-
-    def expect(self) -> Receive:
-        receive = Receive(self)
-        if self._form is None:
-            self._unposted.append(receive)
-        else:
-            receive.post(self._form)
-        return receive
+        self._header_work = peer.links.control.recv(self._header, peer.src, header_tag(tag))
 
     def read_header(self) -> None:
-        """Wait for the header, then post all receives that were asked for."""
-        self.links.control.wait(self._header_work)
-        self._form = unpack_form(self._header, self.src)
-        for receive in self._unposted:
-            receive.post(self._form)
-        self._unposted.clear()
+        self.peer.links.control.wait(self._header_work)
+        self.form = unpack_form(self._header, self.peer.src)

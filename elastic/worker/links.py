@@ -4,9 +4,9 @@ Every blocking call ends at once when the epoch's `Abandon` is set (EpochAbandon
 (LinkFailed). After either, the links are closed for good; the next epoch opens its own. Waits block in the
 transport itself, without a helper thread; `elastic.worker.transport` says how they are woken.
 
-Point-to-point messages are numbered by `tag` only to separate flows: within one (peer, tag) they arrive in
-order. The first message of a flow is preceded by a header with its dtype and shape, which then hold for the
-whole epoch, so that receives can be posted ahead.
+Point-to-point messages are numbered by `tag` only to separate flows, each of tensors of one form: all messages of a
+peer are received in the order in which they were sent. The first message of a flow is preceded by a header with its
+dtype and shape, which then hold for the whole epoch, so that receives can be posted ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Work
 
 from elastic.errors import FieldError
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed, abandonable
-from elastic.worker.flows import Form, Inbox, Receive, data_tag, form_of, header_tag, pack_form
+from elastic.worker.flows import Form, Peer, Receive, data_tag, form_of, header_tag, pack_form
 from elastic.worker.rendezvous import blame, connect, host_store
 from elastic.worker.transport import GlooTransport, Transport, sets_of
 
@@ -58,7 +58,7 @@ class Links:
         self._store_address = ""
         self._control: GlooTransport | None = None
         self._data: Transport | None = None
-        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self._peers: dict[int, Peer] = {}
         self._forms: dict[tuple[int, int], Form] = {}
         self._unreceived: deque[tuple[Work, torch.Tensor, Transport]] = deque()
         self._sets_opened = threading.Event()
@@ -180,12 +180,12 @@ class Links:
             transport.wait(oldest)
 
     def recv(self, src: int, tag: int = 0) -> Receive:
-        """Expect the next message of a flow. Never blocks."""
+        """Expect the next message of a flow. Never blocks. Ask in the order in which `src` sends, over all flows."""
         with self.guard(src):
-            inbox = self._inboxes.get((src, tag))
-            if inbox is None:
-                inbox = self._inboxes[(src, tag)] = Inbox(self, src, tag)
-            return inbox.expect()
+            peer = self._peers.get(src)
+            if peer is None:
+                peer = self._peers[src] = Peer(self, src)
+            return peer.expect(tag)
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""

@@ -1,14 +1,14 @@
-"""Runs one stage's action list: compute, hand on, take over, and add finished micro-batches to the ledgers.
+"""Runs one worker's action list: compute, hand on, take over, and add finished micro-batches to the ledgers.
 
 Receives are posted ahead of need, so that a transfer runs beside compute; sends never wait for the neighbour.
 Between two compute actions the runner looks whether the epoch was abandoned. What a layer has in its ledger
-when `run` raises is whole: gradients enter it only after a micro-batch's backward pass, and all layers of the
-stage take it in one go.
+when `run` raises is whole: gradients enter it only after a micro-batch's backward pass (all of its parts), and all
+layers of the stage take it in one go. A worker has one stage, or several under the interleaved schedule.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -17,23 +17,12 @@ import torch
 from elastic.errors import FieldError
 from elastic.planning.schedule import Action, Kind
 from elastic.worker.abandon import Abandon, EpochAbandoned
+from elastic.worker.chunk import Chunk
 from elastic.worker.layers import Microbatch
 from elastic.worker.links import LinkFailed, Links, Receive
 
-TAG_FORWARD, TAG_BACKWARD = 0, 1
 AHEAD = 2
-"""Receives posted in advance, per direction."""
-
-
-class Layer(Protocol):
-    """What the runner needs of `elastic.worker.replica.LayerReplica`."""
-
-    index: int
-    losses: dict[int, float]
-
-    def forward(self, hidden: torch.Tensor | None, microbatch: Microbatch) -> torch.Tensor: ...
-
-    def collect(self, index: int, *, skip: bool) -> None: ...
+"""Receives posted in advance, per neighbour."""
 
 
 class Hooks(Protocol):
@@ -43,7 +32,7 @@ class Hooks(Protocol):
         """`action` comes next; `action.kind.receives` tells waiting from computing."""
 
     def on_backward(self, index: int) -> None:
-        """All layers of the stage hold micro-batch `index`; the previous stage has been sent its gradient."""
+        """All layers of one stage hold micro-batch `index`; the previous stage has been sent its gradient."""
 
 
 class Agreement:
@@ -80,31 +69,17 @@ class Agreement:
             self._sync(True)
 
 
-class _Loss:
-    """A loss that is read later without stopping the device: its copy to the host starts at once."""
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self._host = loss.detach().to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
-
-    def read(self) -> float:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return float(self._host)
-
-
 class _Expected:
-    """The receives of one direction, in order, the next `AHEAD` of them posted."""
+    """The messages of one neighbour, in order, the next `AHEAD` of them posted."""
 
-    def __init__(self, microbatches: Iterable[int], post: Callable[[], Receive]) -> None:
-        self._left, self._post = deque(microbatches), post
+    def __init__(self, actions: Iterable[Action], post: Callable[[Action], Receive]) -> None:
+        self._left, self._post = deque(actions), post
         self._posted: deque[Receive] = deque()
         self._top_up()
 
     def _top_up(self) -> None:
         while self._left and len(self._posted) < AHEAD:
-            self._left.popleft()
-            self._posted.append(self._post())
+            self._posted.append(self._post(self._left.popleft()))
 
     def take(self) -> torch.Tensor:
         tensor = self._posted.popleft().wait()
@@ -113,12 +88,11 @@ class _Expected:
 
 
 class StageRunner:
-    """Runs a stage for one epoch.
+    """Runs a worker's stages for one epoch.
 
     Args:
-        layers: replicas of the stage, in layer order.
+        chunks: the stages of this worker, in model order.
         links: the epoch's links.
-        previous, following: ranks of the neighbouring stages; None: first, last stage.
         n_microbatches: M of the whole step; every loss counts 1/M.
         tp_sync: maximum over the tensor-parallel group of a flag; None without one.
         data: fields of micro-batch (step, index); asked for on the first and the last stage only.
@@ -127,33 +101,31 @@ class StageRunner:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        chunks: Sequence[Chunk],
         links: Links,
         *,
-        previous: int | None,
-        following: int | None,
         n_microbatches: int,
         data: Callable[[int, int], Microbatch],
         abandon: Abandon,
         tp_sync: Callable[[bool], bool] | None = None,
     ) -> None:
-        self._layers, self._links, self._previous, self._following = layers, links, previous, following
+        self._chunks = {chunk.number: chunk for chunk in chunks}
+        self._first, self._links = chunks[0], links
         self._scale, self._data = 1.0 / n_microbatches, data
         self.agreement = Agreement(tp_sync, abandon)
         self.started: set[int] = set()
         """Micro-batches of the current step whose forward pass was begun here."""
         self.sent: set[int] = set()
-        """Micro-batches of the current step whose activations were handed on."""
+        """Micro-batches of the current step whose activations this worker's first stage handed on."""
         self._forget()
 
     def _forget(self) -> None:
-        self._fields: dict[int, Microbatch] = {}
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, torch.Tensor] = {}
-        self._losses: dict[int, _Loss] = {}
-        self._passed: int | None = None
-        """Micro-batch whose gradients lie in the parameters' `.grad`, not yet in the layers' sums."""
+        for chunk in self._chunks.values():
+            chunk.forget()
+        self._received: dict[Action, torch.Tensor] = {}
+        self._outgoing: dict[Action, torch.Tensor] = {}
+        self._passed: tuple[Chunk, int] | None = None
+        """Stage and micro-batch whose gradients lie in the parameters' `.grad`, not yet in the layers' sums."""
 
     def run(
         self, step: int, actions: Sequence[Action], skip: Mapping[int, frozenset[int]], hooks: Hooks
@@ -190,71 +162,87 @@ class StageRunner:
 
     def _collect(self, skip: Mapping[int, frozenset[int]]) -> int | None:
         """Add the last backward pass to the layers' sums, if that is not done yet. Return its micro-batch."""
-        m, self._passed = self._passed, None
-        if m is None:
+        passed, self._passed = self._passed, None
+        if passed is None:
             return None
-        last = self._layers[-1]
-        if m in self._losses and m not in skip.get(last.index, frozenset()):
-            last.losses[m] = self._losses.pop(m).read()
-        for layer in self._layers:
-            layer.collect(m, skip=m in skip.get(layer.index, frozenset()))
-        return m
+        chunk, index = passed
+        chunk.collect(index, skip)
+        return index
 
     def _expect(self, actions: Sequence[Action]) -> None:
-        self._forwards = self._expected(actions, Kind.RECV_F, self._previous, TAG_FORWARD)
-        self._backwards = self._expected(actions, Kind.RECV_B, self._following, TAG_BACKWARD)
+        incoming: dict[int, list[Action]] = defaultdict(list)
+        for action in actions:
+            chunk = self._chunk(action)
+            if action.kind.receives:
+                incoming[self._sender(chunk, action)].append(action)
+        self._expected = {
+            rank: _Expected(found, lambda action, rank=rank: self._links.recv(rank, _tag(action)))  # type: ignore[misc]
+            for rank, found in incoming.items()
+        }
 
-    def _expected(self, actions: Sequence[Action], kind: Kind, rank: int | None, tag: int) -> _Expected:
-        microbatches = [action.microbatch for action in actions if action.kind is kind]
+    def _chunk(self, action: Action) -> Chunk:
+        chunk = self._chunks.get(action.stage)
+        if chunk is None:
+            raise FieldError("actions", str(action), f"this worker has stages {sorted(self._chunks)}")
+        return chunk
+
+    @staticmethod
+    def _sender(chunk: Chunk, action: Action) -> int:
+        rank = chunk.previous if action.kind is Kind.RECV_F else chunk.following
         if rank is None:
-            if microbatches:
-                raise FieldError(
-                    "actions", f"{kind.value}{microbatches[0]}", "this stage has no neighbour on that side"
-                )
-            return _Expected((), _nobody)
-        return _Expected(microbatches, lambda: self._links.recv(rank, tag))
+            raise FieldError("actions", str(action), "this stage has no neighbour on that side")
+        return rank
 
     def _act(self, step: int, action: Action) -> None:
-        m = action.microbatch
+        chunk, m = self._chunk(action), action.microbatch
+        if action.kind.computes:
+            self.agreement.check()
         match action.kind:
             case Kind.F:
-                self.agreement.check()
-                self._forward(step, m)
+                self._forward(chunk, step, action)
             case Kind.B:
-                self.agreement.check()
-                self._backward(m)
-            case Kind.RECV_F:
-                self._inputs[m] = self._forwards.take().requires_grad_()
-            case Kind.RECV_B:
-                self._gradients[m] = self._backwards.take()
+                self._keep(action, chunk.backward(m, self._gradient(action)))
+                self._passed = chunk, m
+            case Kind.INPUT:
+                self._keep(action, chunk.backward_input(m, self._gradient(action)))
+            case Kind.WEIGHT:
+                chunk.backward_weight(m)
+                self._passed = chunk, m
+            case Kind.RECV_F | Kind.RECV_B:
+                self._received[action] = self._expected[self._sender(chunk, action)].take()
             case Kind.SEND_F:
-                assert self._following is not None
-                self._links.send(self._outputs[m], self._following, TAG_FORWARD)
-                self.sent.add(m)
+                assert chunk.following is not None
+                self._links.send(self._outgoing.pop(action), chunk.following, _tag(action))
+                if chunk is self._first:
+                    self.sent.add(m)
             case Kind.SEND_B:
-                assert self._previous is not None
-                gradient = self._inputs.pop(m).grad
-                assert gradient is not None, "the stage's output does not depend on its input"
-                self._links.send(gradient, self._previous, TAG_BACKWARD)
+                assert chunk.previous is not None
+                self._links.send(self._outgoing.pop(action), chunk.previous, _tag(action))
 
-    def _forward(self, step: int, m: int) -> None:
-        self.started.add(m)
-        ends = self._previous is None or self._following is None
-        microbatch = self._data(step, m) if ends else Microbatch(step, m, {})
-        hidden = self._inputs.get(m)
-        for layer in self._layers:
-            hidden = layer.forward(hidden, microbatch)
-        assert hidden is not None
-        self._outputs[m] = hidden
-        if self._following is None:
-            self._losses[m] = _Loss(hidden)
+    def _forward(self, chunk: Chunk, step: int, action: Action) -> None:
+        m = action.microbatch
+        if chunk is self._first:
+            self.started.add(m)
+        microbatch = self._data(step, m) if chunk.at_end else Microbatch(step, m, {})
+        output = chunk.forward(microbatch, self._received.pop(Action(Kind.RECV_F, m, action.stage), None))
+        if chunk.following is not None:
+            self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 
-    def _backward(self, m: int) -> None:
-        output = self._outputs.pop(m)
-        gradient = torch.full_like(output, self._scale) if self._following is None else self._gradients.pop(m)
-        torch.autograd.backward(output, gradient)
-        self._passed = m
+    def _gradient(self, action: Action) -> torch.Tensor | float:
+        """That of the stage's output: the next stage's, or the loss's own."""
+        received = self._received.pop(Action(Kind.RECV_B, action.microbatch, action.stage), None)
+        return self._scale if received is None else received
+
+    def _keep(self, action: Action, gradient: torch.Tensor | None) -> None:
+        """Have the input's gradient ready for the previous stage."""
+        if gradient is not None:
+            self._outgoing[Action(Kind.SEND_B, action.microbatch, action.stage)] = gradient
 
 
-def _nobody() -> Receive:
-    raise AssertionError("nothing is expected on this side")
+def _tag(action: Action) -> int:
+    """The flow of a message: its direction, and the boundary of stages that it crosses (0: there is only one)."""
+    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
+    if action.stage < 0:
+        return 0 if forward else 1
+    upper = action.stage + (action.kind in (Kind.SEND_F, Kind.RECV_B))
+    return 2 * upper + (0 if forward else 1)

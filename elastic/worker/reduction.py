@@ -17,8 +17,8 @@ from elastic.planning.roster import Roster
 from elastic.worker.links import Links
 
 BUCKET_BYTES = 32 * 2**20
-TAG_TIED = 16
-"""Tag of the first tied group; the others follow."""
+TAG_TIED = 2**16
+"""Tag of the first tied group; the others follow. Those of pipelines are below."""
 
 Tied = tuple[tuple[tuple[int, str], ...], ...]
 
@@ -69,7 +69,8 @@ class Reduction:
         groups: list[tuple[list[Gradient], tuple[int, ...], bool]] = []
         for replica in self._replicas:
             ranks, is_tied = self._roster.holders(replica.index, self._shard), replica.index in tied
-            if groups and groups[-1][1:] == (ranks, is_tied):
+            follows = groups and groups[-1][0][-1].index == replica.index - 1
+            if follows and groups[-1][1:] == (ranks, is_tied):
                 size = sum(r.gradient.nbytes for r in groups[-1][0]) + replica.gradient.nbytes
                 if size <= BUCKET_BYTES:
                     groups[-1][0].append(replica)

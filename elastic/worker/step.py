@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from elastic.core.faults import Phase
 from elastic.core.types import Plan, StepRecord
 from elastic.planning.roster import Roster
-from elastic.planning.schedule import Action, Kind, one_f_one_b
+from elastic.planning.schedule import Action, Kind, actions_of
 from elastic.worker.abandon import Abandon
+from elastic.worker.chunk import Chunk
 from elastic.worker.commit import commit
 from elastic.worker.control import Position
 from elastic.worker.injector import Injector
@@ -67,19 +68,15 @@ class StepRunner:
         self._injector, self._position = injector, position
         self._boundary_requested, self._on_microbatch = boundary_requested, on_microbatch
         self._member = roster.members[rank]
-        previous, following = roster.neighbours(rank)
         self.runner = StageRunner(
-            replicas,
+            chunks_of(roster, rank, replicas),
             links,
-            previous=previous,
-            following=following,
             n_microbatches=plan.n_microbatches,
             data=data,
             abandon=abandon,
             tp_sync=tp_sync,
         )
         self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
-        self._depth = len(plan.pipelines[self._member.pipeline].stages)
         self.step, self._began, self._computing = -1, 0.0, False
         self.meter = Meter(links.device)
         self.record: StepRecord | None = None
@@ -94,7 +91,8 @@ class StepRunner:
         started = time.perf_counter()
         self.step = step
         self._injector.reach(step, Phase.START)
-        actions = one_f_one_b(self._member.stage, self._depth, microbatches)
+        pipeline = self._plan.pipelines[self._member.pipeline]
+        actions = actions_of(pipeline, microbatches)[self._member.stage]
         self.runner.run(step, actions, covered, self)
         self._stretch()
         with self.runner.agreement:
@@ -130,7 +128,7 @@ class StepRunner:
         self._position.at(activity, self.step, action.microbatch)
         if action.kind is Kind.F:
             self._injector.reach(self.step, Phase.FORWARD, action.microbatch)
-        elif action.kind is Kind.B:
+        elif action.kind in (Kind.B, Kind.INPUT):
             self._injector.reach(self.step, Phase.BACKWARD, action.microbatch)
         self._began = time.perf_counter()
         if self._computing:
@@ -147,6 +145,21 @@ class StepRunner:
             self._computing = False
             self._injector.stretch(time.perf_counter() - self._began)
             self.meter.end()
+
+
+def chunks_of(roster: Roster, rank: int, replicas: Sequence[LayerReplica]) -> list[Chunk]:
+    """The stages of `rank`. `replicas`: all of its layers."""
+    layers, places = {replica.index: replica for replica in replicas}, roster.places(rank)
+    return [
+        Chunk(
+            [layers[layer] for layer in place.stage.layers],
+            previous=place.previous,
+            following=place.following,
+            number=place.number if len(places) > 1 else -1,
+            recompute=place.stage.recompute,
+        )
+        for place in places
+    ]
 
 
 def _clip(norm: float, limit: float | None) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from elastic.core.types import Accumulate
 from elastic.planning.schedule import Action, one_f_one_b
 from elastic.worker.abandon import Abandon
+from elastic.worker.chunk import Chunk
 from elastic.worker.layers import ListStack, Microbatch, TensorParallel
 from elastic.worker.links import Links
 from elastic.worker.optimizer import OptimizerSpec
@@ -59,7 +60,7 @@ def data(step: int, index: int) -> Microbatch:
     return Microbatch(step, index, fields)
 
 
-def replicas(model: ListStack, layers: range, accumulate: Accumulate) -> list[LayerReplica]:
+def replicas(model: ListStack, layers: Sequence[int], accumulate: Accumulate) -> list[LayerReplica]:
     optimizer = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1)
     device = torch.device("cpu")
     return [build_replica(model, i, TensorParallel(), optimizer, accumulate, 5, device) for i in layers]
@@ -83,14 +84,12 @@ def runner(
     layers: Sequence[LayerReplica],
     links: Links,
     n_microbatches: int,
-    neighbours: tuple[int | None, int | None] = (None, None),
+    chunks: Sequence[Chunk] | None = None,
     tp_sync: Callable[[bool], bool] | None = None,
 ) -> StageRunner:
     return StageRunner(
-        layers,
+        chunks or [Chunk(layers)],
         links,
-        previous=neighbours[0],
-        following=neighbours[1],
         n_microbatches=n_microbatches,
         data=data,
         abandon=links.abandon,

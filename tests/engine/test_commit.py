@@ -25,7 +25,7 @@ def contributions(roster: Roster, norm: float = 2.0) -> list[Contribution]:
     found = []
     for member in roster.members:
         ledger = frozenset(range(member.pipeline * per, member.pipeline * per + per))
-        losses = {m: 1.0 + m for m in ledger} if member.last == roster.n_layers else {}
+        losses = {m: 1.0 + m for m in ledger} if member.layers[-1] == roster.n_layers - 1 else {}
         shares = tuple(LayerShare(ledger, norm * (layer + 1)) for layer in member.layers)
         found.append(Contribution(7, 1, -1, shares, losses))
     return found

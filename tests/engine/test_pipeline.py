@@ -14,6 +14,7 @@ from elastic.errors import ElasticError, FieldError
 from elastic.planning.schedule import Action, Kind, one_f_one_b, parse_actions
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed
 from elastic.worker.pipeline import Agreement
+from elastic.worker.step import chunks_of
 from tests.engine.models import Quiet, data, lonely_links, on_one_worker, replicas, runner, stack
 from tests.engine.plans import roster_of
 from tests.engine.ranks import Rank, Ranks, run_ranks
@@ -27,7 +28,7 @@ def run_stage(
 ) -> list[tuple[torch.Tensor, dict[int, float]]]:
     roster = roster_of([cuts], N_LAYERS, [tuple(range(M))])
     layers = replicas(stack(N_LAYERS), roster.members[rank.rank].layers, accumulate)
-    stage = runner(layers, rank.open(), M, roster.neighbours(rank.rank))
+    stage = runner(layers, rank.open(), M, chunks_of(roster, rank.rank, layers))
     hooks = Quiet()
     actions = one_f_one_b(rank.rank, len(cuts), tuple(range(M)))
     for _ in range(2):
@@ -145,7 +146,7 @@ def lose_a_stage(rank: Rank, at: str) -> tuple[set[int], set[int], set[int]]:
     """Three stages; the last one is killed before `at`."""
     roster = roster_of([[0, 1, 2]], N_LAYERS, [tuple(range(M))])
     layers = replicas(stack(N_LAYERS), roster.members[rank.rank].layers, Accumulate.EXACT)
-    stage = runner(layers, rank.open(), M, roster.neighbours(rank.rank))
+    stage = runner(layers, rank.open(), M, chunks_of(roster, rank.rank, layers))
     hooks = TellAt(rank, at) if rank.rank == 2 else Quiet()
     with pytest.raises(LinkFailed) as caught:
         stage.run(0, one_f_one_b(rank.rank, 3, tuple(range(M))), {}, hooks)
@@ -250,5 +251,5 @@ def test_errors_of_the_user_are_not_shared() -> None:
 
 
 def test_kinds_tell_compute_from_waiting() -> None:
-    assert [k for k in Kind if k.computes] == [Kind.F, Kind.B]
+    assert [k for k in Kind if k.computes] == [Kind.F, Kind.B, Kind.INPUT, Kind.WEIGHT]
     assert [k for k in Kind if k.receives] == [Kind.RECV_F, Kind.RECV_B]

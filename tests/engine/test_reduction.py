@@ -12,6 +12,7 @@ from elastic.planning.schedule import one_f_one_b
 from elastic.worker import reduction
 from elastic.worker.abandon import LinkFailed
 from elastic.worker.reduction import Reduction
+from elastic.worker.step import chunks_of
 from tests.engine.models import Quiet, lonely_links, on_one_worker, replicas, runner, stack
 from tests.engine.plans import roster_of
 from tests.engine.ranks import Rank, Ranks, run_ranks
@@ -34,7 +35,7 @@ def train_and_reduce(
     me = roster.members[rank.rank]
     links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
     layers = replicas(model, me.layers, accumulate)
-    stage = runner(layers, links, M, roster.neighbours(rank.rank))
+    stage = runner(layers, links, M, chunks_of(roster, rank.rank, layers))
     reducer = Reduction(layers, links, roster, rank.rank, model.tied)
     for _ in range(2):
         for layer in layers:
