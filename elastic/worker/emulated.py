@@ -55,41 +55,43 @@ class Waiter:
 
 
 class _Visit:
-    """One micro-batch's passage through one layer: which backward pass waited for what.
+    """One micro-batch's passage through one layer: which backward pass waits for what.
 
-    Autograd runs a backward pass in one go (one graph task), or first the part that leads to the input and
-    later the part that leads to the parameters (two tasks). The task's number tells which of these it is.
+    Autograd runs a backward pass in one go, and then the parameters' side first, which was built last. Or it runs
+    the part that leads to the input, and later the part that leads to the parameters. So whichever side comes
+    first tells which of these it is; the number of the running pass tells that a whole one goes on.
     """
 
     def __init__(self, waiter: Waiter, times: LayerTimes, microbatch: Microbatch, has_input: bool) -> None:
-        self._waiter, self._whole, self._has_input = waiter, times.backward_s, has_input
+        self._waiter, self._times, self._has_input = waiter, times, has_input
         self._microbatch = (microbatch.step, microbatch.index)
-        self._input = min(times.backward_input_s or times.backward_s / 2, times.backward_s)
-        self._weight = times.backward_weight_s or times.backward_s - self._input
-        self._task = -1
+        self._input = times.backward_input_s or times.backward_s / 2
+        self._weight = times.backward_weight_s or times.backward_s - min(self._input, times.backward_s)
+        self._whole = -1
+        """Number of the backward pass that runs in one go."""
+        self._apart = False
 
     def forward(self, began: float, seconds: float) -> None:
-        self._waiter.until((*self._microbatch, "F"), began, seconds)
+        self._wait("F", began, seconds)
 
     def input_part(self, began: float) -> None:
-        self._task = _task()
-        self._wait(began, self._input)
+        self._apart = self._whole != torch._C._current_graph_task_id()
+        self._wait("B", began, self._input if self._apart else self._times.backward_s)
 
     def weight_part(self, began: float) -> None:
-        rest = self._whole - self._input if self._task == _task() else self._weight
-        self._wait(began, rest if self._has_input else self._whole)
+        if self._apart:
+            self._wait("W", began, self._weight)
+        elif self._has_input:
+            self._whole = torch._C._current_graph_task_id()
+        else:
+            self._wait("B", began, self._times.backward_s)
 
-    def _wait(self, began: float, seconds: float) -> None:
-        self._waiter.until((*self._microbatch, _task()), began, seconds)
-
-
-def _task() -> int:
-    """Number of the backward pass that is running."""
-    return int(torch._C._current_graph_task_id())
+    def _wait(self, part: str, began: float, seconds: float) -> None:
+        self._waiter.until((*self._microbatch, part), began, seconds)
 
 
 class _InputPath(torch.autograd.Function):
-    """mean(hidden) in every element of the output; its backward pass waits the input part's time."""
+    """mean(hidden) in every element of the output; backward it waits the input part's time, or the whole pass's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, numel: int, visit: _Visit) -> Tensor:
@@ -106,7 +108,7 @@ class _InputPath(torch.autograd.Function):
 
 
 class _WeightPath(torch.autograd.Function):
-    """noise * mean(weight), of which all elements are equal; its backward pass waits the weight part's time."""
+    """noise * mean(weight), of which all elements are equal; backward it waits the weight part's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, noise: Tensor, visit: _Visit) -> Tensor:
@@ -136,12 +138,9 @@ class EmulatedLayer(nn.Module):
         began = time.perf_counter()
         visit = _Visit(self._waiter, self._times, microbatch, hidden is not None)
         noise = torch.rand(()) + 0.5
+        mean = None if hidden is None else _InputPath.apply(hidden, self._numel, visit)  # type: ignore[no-untyped-call]
         bias: Tensor = _WeightPath.apply(self.weight, noise, visit)  # type: ignore[no-untyped-call]
-        if hidden is None:
-            out = bias.expand(self._numel).contiguous()
-        else:
-            mean: Tensor = _InputPath.apply(hidden, self._numel, visit)  # type: ignore[no-untyped-call]
-            out = mean + bias
+        out = bias.expand(self._numel).contiguous() if mean is None else mean + bias
         visit.forward(began, self._times.forward_s)
         return out.square().sum() if self._last else out
 

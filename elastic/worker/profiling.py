@@ -29,6 +29,7 @@ from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.memory import activation_bytes
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.split import WeightPart, backward_input
 
 
 def measure_job(
@@ -128,7 +129,7 @@ class _Layers:
             forward_s=clock.seconds(given.forward, given.drop),
             backward_s=clock.seconds(given.backward, given.drop, before=given.forward),
             backward_input_s=clock.seconds(given.input_part, given.drop, before=given.forward),
-            backward_weight_s=clock.seconds(given.weight_part, given.drop, before=given.forward),
+            backward_weight_s=clock.seconds(given.weight_part, given.drop, before=given.until_weight_part),
             update_s=clock.seconds(lambda: replica.update(reduced, 1.0, 0.0), given.drop),
         )
         return layer, replica.index, output
@@ -142,6 +143,7 @@ class _Pass:
         self._hidden = None if hidden is None else hidden.detach().requires_grad_(hidden.is_floating_point())
         self._weights = [p for p in replica.module.parameters() if p.requires_grad]
         self._out: Tensor | None = None
+        self._rest: WeightPart | None = None
 
     def forward(self) -> Tensor:
         self._out = self._replica.forward(self._hidden, self._microbatch)
@@ -156,14 +158,19 @@ class _Pass:
         """Without an input there is nothing to do."""
         if self._hidden is not None:
             assert self._out is not None
-            torch.autograd.grad(self._out, self._hidden, self._gradient(), retain_graph=True)
+            self._rest = backward_input(self._out, self._gradient(), self._hidden, self._weights)
+
+    def until_weight_part(self) -> None:
+        self.forward()
+        self.input_part()
 
     def weight_part(self) -> None:
-        """From a pass of its own: some functions overwrite what they saved when they are run backward."""
-        assert self._out is not None
-        if self._weights:
-            torch.autograd.backward(self._out, self._gradient(), inputs=self._weights)
-        self._collect()
+        """Without an input it is the whole pass."""
+        if self._rest is None:
+            self.backward()
+        else:
+            self._rest.run()
+            self._collect()
 
     def _gradient(self) -> Tensor:
         """Of the output: small, so that no sum grows out of its range."""
@@ -175,7 +182,9 @@ class _Pass:
 
     def drop(self) -> None:
         """Forget everything, so that the next repetition finds what this one found."""
-        self._out = None
+        self._out = self._rest = None
+        for parameter in self._weights:
+            parameter.grad = None
         if self._hidden is not None:
             self._hidden.grad = None
         self._replica.clear()

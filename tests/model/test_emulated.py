@@ -15,6 +15,7 @@ from elastic.planning.profile import Device, LayerTimes, Profile
 from elastic.worker.emulated import EmulatedStack, Waiter
 from elastic.worker.layers import Microbatch, TensorParallel
 from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.split import backward_input
 from tests.model.toys import CPU, sgd
 
 TIMES = LayerTimes(forward_s=0.3, backward_s=0.7, backward_input_s=0.4, backward_weight_s=0.5)
@@ -88,15 +89,20 @@ def test_parts_of_the_backward_pass_apart(waits: Waits) -> None:
     given = torch.ones(250, requires_grad=True)
     out = through(layers, 0, given)
     waits.take()
-    (gradient,) = torch.autograd.grad(out, given, retain_graph=True)
-    assert waits.take() == [0.4, 0.4]
-    assert gradient.shape == given.shape
     weights = [p for layer in layers for p in layer.module.parameters()]
-    torch.autograd.backward(out, inputs=weights[-1:])
-    assert waits.take() == [0.5]
+    rest = backward_input(out, torch.ones(()), given, weights)
+    assert waits.take() == [0.4, 0.4]
+    assert given.grad is not None and given.grad.shape == given.shape
+    rest.run()
+    assert waits.take() == [0.5, 0.5]
+    apart = [p.grad for p in weights]
+    for p in weights:
+        p.grad = None
+    torch.autograd.backward(through(layers, 0, given))
+    assert all(a is not None and torch.equal(a, p.grad) for a, p in zip(apart, weights, strict=True))
 
 
-@pytest.mark.parametrize("parts", [(0.0, 0.0), (0.4, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize("parts", [(0.0, 0.0), (0.4, 0.0), (0.0, 0.5), (0.9, 0.8)])
 def test_unknown_parts(waits: Waits, parts: tuple[float, float]) -> None:
     """The whole pass takes its time whatever is known of the parts."""
     times = LayerTimes(0.3, 0.7, *parts)
