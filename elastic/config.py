@@ -21,6 +21,7 @@ from elastic.planning.profile import Profile
 
 FILE = "config.json"
 GRADIENT_SCHEMES, STATE_SCHEMES = ("stream", "none"), ("snapshot", "replica", "none")
+SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
 LOG_PREFIX = "[${node}:${rank}]: "
 STDOUT, STDERR = 1, 2
 """Bits of `redirects` and `tee`, as torchrun counts them."""
@@ -99,6 +100,8 @@ class JobConfig:
     accumulate: Accumulate = Accumulate.FAST
     pipelines: str = "auto"
     """auto, a number of pipelines, or their depths as in 3+1."""
+    schedule: str = "auto"
+    """auto, 1f1b, interleaved or zero-bubble."""
     node_memory_bytes: int = 0
     """Memory of a node that the plan may use; 0: unlimited."""
     resume: str = ""
@@ -256,6 +259,8 @@ def _check_schemes(config: JobConfig) -> None:
     schemes = config.schemes()
     if schemes and not (schemes[0] in GRADIENT_SCHEMES and schemes[1] in STATE_SCHEMES):
         raise FieldError("--backup", config.backup, remedy)
+    if config.schedule not in SCHEDULES:
+        raise FieldError("--schedule", config.schedule, f"one of {', '.join(SCHEDULES)}")
     if config.pipelines != "auto" and not re.fullmatch(r"[1-9]\d{0,4}(\+[1-9]\d{0,4})*", config.pipelines):
         raise FieldError(
             "--pipelines", config.pipelines, "auto, a number of pipelines as 2, or their depths as 2+2"

@@ -318,6 +318,7 @@ def policy_of(config: JobConfig) -> job.Policy:
         workers_per_node=config.nproc_per_node,
         max_restarts=config.max_restarts,
         shape=config.pipelines,
+        schedule=config.schedule,
         backup=config.backup,
         heartbeat_s=config.heartbeat_s,
         lease_s=config.lease_s,

@@ -66,6 +66,7 @@ def request(state: JobState, epoch: int) -> PlanRequest:
         epoch=epoch,
         tp=state.spec.tp,
         shape=state.policy.shape,
+        schedule=state.policy.schedule,
         current=state.plan,
         backup=state.policy.backup,
         profile=state.policy.profile,

@@ -39,6 +39,7 @@ class Policy:
     workers_per_node: int = 1
     max_restarts: int = 0
     shape: str = "auto"
+    schedule: str = "auto"
     backup: str = "auto"
     heartbeat_s: float = 0.5
     lease_s: float = 3.0

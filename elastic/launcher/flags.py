@@ -75,6 +75,7 @@ OURS = (
     Flag("--backup", "auto", "auto, or GRADIENTS+STATE, as stream+snapshot"),
     Flag("--accumulate", "fast", "fast, or exact: bit-identical whatever fails"),
     Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),
+    Flag("--schedule", "auto", "auto, 1f1b, interleaved or zero-bubble"),
     Flag("--node-memory", None, "memory of a node that the plan may use, as 16GiB"),
     Flag("--checkpoint-dir", None, "directory of durable checkpoints (default RUN_DIR/checkpoints)"),
     Flag("--resume", None, "start from this checkpoint; auto: from the newest in --checkpoint-dir, if any"),

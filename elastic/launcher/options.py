@@ -90,6 +90,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         backup=_backup(args.backup),
         accumulate=_accumulate(args.accumulate),
         pipelines=args.pipelines,
+        schedule=args.schedule,
         node_memory_bytes=size("--node-memory", args.node_memory) if args.node_memory else 0,
         resume=_resume(args.resume, checkpoints),
         max_restarts=whole("--max-restarts", args.max_restarts),

@@ -91,6 +91,7 @@ WRONG_FLAGS = [
     (["--accumulate", "slow"], "--accumulate"),
     (["--pipelines", "0"], "--pipelines"),
     (["--pipelines", "2+"], "--pipelines"),
+    (["--schedule", "gpipe"], "--schedule"),
     (["--node-memory", "lots"], "--node-memory"),
     (["--node-memory", "0"], "--node-memory"),
     (["--checkpoint-dir", "script.py"], "--checkpoint-dir"),
