@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,3 +72,28 @@ def test_peers_lie_apart_and_the_load_is_even(domains: list[str], n_spares: int,
     assert peers == choose_peers(nodes, held, spares)
     if all(domain == "" for domain in domains):
         assert max(loads.values()) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 16, 512])
+@pytest.mark.parametrize("domains", [0, 2, 8])
+def test_many_nodes(depth: int, domains: int) -> None:
+    """As for few: one copy each, in another domain, of other layers where there are any."""
+    nodes = [info(f"n{i}", f"d{i * domains // 1024}" if domains else "") for i in range(1024)]
+    held = {node.node: frozenset({i % depth}) for i, node in enumerate(nodes)}
+    peers = dict(choose_peers(nodes, held))
+    assert len(set(peers.values())) == 1024
+    by_name = {node.node: node for node in nodes}
+    assert all(domain_of(by_name[node]) != domain_of(by_name[peer]) for node, peer in peers.items())
+    if depth > 1:
+        assert not any(held[node] & held[peer] for node, peer in peers.items())
+
+
+def test_chains_of_changes_even_the_load() -> None:
+    """a and b choose each other; c finds only itself free, takes a, and b takes c instead."""
+    nodes = [info(name) for name in "abc"]
+    held = layers(a=(0, 1), b=(1, 2), c=(1, 2))
+    assert choose_peers(nodes, held) == (("a", "b"), ("b", "c"), ("c", "a"))
+    many = [info(f"n{i}", "xxxxy"[i % 5]) for i in range(20)]
+    held = layers(**{node.node: (i, i + 1) for i, node in enumerate(many)})
+    loads = Counter(peer for _, peer in choose_peers(many, held))
+    assert max(loads.values()) == 4, "sixteen nodes of x have only the four of y"
