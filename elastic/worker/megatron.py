@@ -45,6 +45,7 @@ from elastic.errors import FieldError
 from elastic.worker import randomness
 from elastic.worker.gpt import GPTConfig
 from elastic.worker.layers import LayerStack, Microbatch, Shape, TensorParallel, layer_spec
+from elastic.worker.linear import linear
 from elastic.worker.optimizer import OptimizerSpec
 
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
@@ -179,6 +180,8 @@ class GPTStack(LayerStack):
         for part in module.modules():
             for name, dim in SHARD_DIMS.get(type(part), {}).items():
                 _mark_sharded(getattr(part, name), dim)
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+                part._forward_impl = linear
         return module
 
     def specs(self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None) -> tuple[LayerSpec, ...]:

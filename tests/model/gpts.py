@@ -13,6 +13,7 @@ from elastic.worker.layers import Microbatch, TensorParallel
 from elastic.worker.megatron import GPTStack
 from elastic.worker.optimizer import OptimizerSpec, adamw
 from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.split import backward_input
 from tests.model.toys import CPU
 
 MICROBATCHES = 3
@@ -48,6 +49,31 @@ def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
     for replica in layers:
         replica.collect(index, skip=False)
     return hidden.item()
+
+
+def parts_and_whole(
+    layers: Sequence[LayerReplica], which: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the input and of all parameters of some layers in a row: in one go, and in two parts."""
+    held, found = [layers[i] for i in which], []
+    parameters = [p for replica in held for p in replica.module.parameters()]
+    gpt_width = layers[0].module.get_parameter("embedding.position_embeddings.weight")
+    shape, dtype = (16, 2, gpt_width.shape[1]), gpt_width.dtype
+    for split in (False, True):
+        hidden = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).sin().to(dtype).requires_grad_()
+        output = hidden
+        for replica in held:
+            output = replica.forward(output, microbatch(0, 1))
+        gradient = torch.full_like(output, 0.25)
+        if split:
+            backward_input(output, gradient, hidden, parameters).run()
+        else:
+            torch.autograd.backward(output, gradient)
+        assert hidden.grad is not None
+        found.append([hidden.grad, *(p.grad for p in parameters if p.grad is not None)])
+        for parameter in parameters:
+            parameter.grad = None
+    return found[0], found[1]
 
 
 def tie(layers: Sequence[LayerReplica], group: Sequence[tuple[int, str]]) -> list[Tensor]:

@@ -104,3 +104,9 @@ def test_checkpoint_of_two_ranks_loads_on_one_and_back(
         back = [reshard([state_of(replica)], rank, SIZE) for rank in range(SIZE)]
         assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
     run(layers, 1, 0)
+
+
+def test_a_backward_pass_in_two_parts_gives_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert len(rank["whole"]) == len(rank["parts"]) > 12
+        assert all(torch.equal(a, b) for a, b in zip(rank["whole"], rank["parts"], strict=True))

@@ -11,7 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from elastic.worker.megatron import GPTStack, init_tensor_parallel
-from tests.model.gpts import build, config, run, state_of, train
+from tests.model.gpts import build, config, parts_and_whole, run, state_of, train
 
 
 def main(rank: int, size: int, folder: Path) -> None:
@@ -29,6 +29,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     dropped = build(config(tp=size, dropout=0.3), tp)
     results["dropout losses"] = train(dropped, 2)
     results["dropout states"] = [state_of(replica) for replica in dropped]
+    results["whole"], results["parts"] = parts_and_whole(dropped, (1, 2, 3))
     tied = config(tp=size, tie_embeddings=True)
     tied_layers = build(tied, tp)
     results["tied losses"] = train(tied_layers, 2, GPTStack(tied).tied)
