@@ -47,7 +47,9 @@ def fenced(text: str) -> str:
 
 
 def catalogue() -> str:
-    lines = ["| device | dense half-precision Tflop/s | achieved | GiB | GB/s | source |"]
+    lines = [
+        "| device | dense half-precision Tflop/s | achieved | GiB | GB/s | source of the achieved fraction |"
+    ]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     lines += [
         f"| {d.name} | {d.peak / 1e12:g} | {d.achieved:.0%} | {d.memory} | {d.bandwidth / 1e9:g} | {d.source} |"

@@ -31,7 +31,7 @@ class Model:
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A device type, as published, and the rate that training reaches on it."""
 
@@ -45,6 +45,7 @@ class Hardware:
     bandwidth: float
     """Of the memory, bytes a second."""
     source: str
+    """Of the achieved fraction."""
 
 
 def _gpt(name: str, blocks: int, hidden: int, sequence: int, source: str, vocabulary: int = 50257) -> Model:
@@ -89,79 +90,22 @@ MODELS = (
     _llama("llama3-70b", 80, 8192, 28672),
 )
 
-_ASSUMED = "achieved fraction assumed"
+_V100 = "39 Tflop/s, 30 %: Shoeybi et al. 2019, abstract"
+_A100 = "44 to 52 % with everything: Narayanan et al. 2021, table 1"
+_H100 = "38 to 43 % with everything: Grattafiori et al. 2024, table 4; a block alone somewhat more"
+_ASSUMED = "assumed"
 HARDWARE = (
-    # Achieved: 39 of 130 Tflop/s in Shoeybi et al. 2019, section 5.1.
-    Hardware(
-        name="V100", peak=125e12, achieved=0.30, memory=16, bandwidth=900e9, source="NVIDIA V100 data sheet"
-    ),
-    Hardware(
-        name="V100-32",
-        peak=125e12,
-        achieved=0.30,
-        memory=32,
-        bandwidth=900e9,
-        source="NVIDIA V100 data sheet",
-    ),
-    # Achieved: 44 to 52 % with pipeline and communication in Narayanan et al. 2021, table 1.
-    Hardware(
-        name="A100-40",
-        peak=312e12,
-        achieved=0.50,
-        memory=40,
-        bandwidth=1555e9,
-        source="NVIDIA A100 data sheet",
-    ),
-    Hardware(
-        name="A100-80",
-        peak=312e12,
-        achieved=0.50,
-        memory=80,
-        bandwidth=2039e9,
-        source="NVIDIA A100 data sheet",
-    ),
-    # Achieved: 38 to 43 % in Grattafiori et al. 2024, table 4, everything included; a little more for a block alone.
-    Hardware(
-        name="H100",
-        peak=989e12,
-        achieved=0.45,
-        memory=80,
-        bandwidth=3350e9,
-        source="NVIDIA H100 SXM data sheet",
-    ),
-    Hardware(
-        name="L40S",
-        peak=362e12,
-        achieved=0.40,
-        memory=48,
-        bandwidth=864e9,
-        source=f"NVIDIA data sheet; {_ASSUMED}",
-    ),
-    Hardware(
-        name="A40",
-        peak=149.7e12,
-        achieved=0.40,
-        memory=48,
-        bandwidth=696e9,
-        source=f"NVIDIA data sheet; {_ASSUMED}",
-    ),
-    Hardware(
-        name="A10G",
-        peak=70e12,
-        achieved=0.45,
-        memory=24,
-        bandwidth=600e9,
-        source=f"NVIDIA data sheet; {_ASSUMED}",
-    ),
-    Hardware(
-        name="T4",
-        peak=65e12,
-        achieved=0.30,
-        memory=16,
-        bandwidth=320e9,
-        source=f"NVIDIA data sheet; {_ASSUMED}",
-    ),
+    Hardware("V100", 125e12, 0.30, 16, 900e9, _V100),
+    Hardware("V100-32", 125e12, 0.30, 32, 900e9, _V100),
+    Hardware("A100-40", 312e12, 0.50, 40, 1555e9, _A100),
+    Hardware("A100-80", 312e12, 0.50, 80, 2039e9, _A100),
+    Hardware("H100", 989e12, 0.45, 80, 3350e9, _H100),
+    Hardware("L40S", 362e12, 0.40, 48, 864e9, _ASSUMED),
+    Hardware("A40", 149.7e12, 0.40, 48, 696e9, _ASSUMED),
+    Hardware("A10G", 70e12, 0.45, 24, 600e9, _ASSUMED),
+    Hardware("T4", 65e12, 0.30, 16, 320e9, _ASSUMED),
 )
+"""Peak, memory and bandwidth: NVIDIA's data sheets (SXM where there is a choice)."""
 
 
 def model_of(name: str) -> Model:
