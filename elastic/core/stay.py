@@ -24,6 +24,7 @@ from elastic.core.stragglers import profile_for, slow
 from elastic.core.types import NodeInfo, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning.search import PlanRequest, make_plan
+from elastic.planning.transition import links_of, transition
 from elastic.planning.weigh import DEFAULT_PAUSE_S, Outlook, Verdict, worth
 
 PAUSES = 9
@@ -148,8 +149,20 @@ def _weigh(
     nodes, left_s = _first_to_go(state, wanted, now)
     if not state.plan.peers and left_s == inf:
         return Verdict(True, "nobody keeps backups now"), []
+    if not state.pauses:
+        moving_s = _moving_s(state, request, plan)
+        ahead = replace(
+            ahead, pause_in_s=ahead.pause_in_s + moving_s, pause_out_s=ahead.pause_out_s + moving_s
+        )
     speedup = _speedup(state, request, state.plan, plan)
     return worth(ahead, speedup=speedup, lifetime_s=left_s, nodes=len(plan.nodes())), nodes
+
+
+def _moving_s(state: JobState, request: PlanRequest, plan: Plan) -> float:
+    """Seconds to bring layers from the running plan's places to those of `plan`, as far as links are known."""
+    assert state.spec is not None
+    links = links_of(state.policy.profile, request.nodes)
+    return transition(state.plan, plan, state.spec.layers, links=links).seconds
 
 
 def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[list[str], float]:

@@ -13,6 +13,7 @@ from elastic.core.coordinator import transition
 from elastic.core.job import JobPhase, JobState, Note, Reported, Send
 from elastic.core.messages import NodePhase, NodeReport
 from elastic.core.types import NodeInfo
+from elastic.planning.profile import Link, profile_of
 from tests.core.world import Fault, World
 
 LONG_PAUSES = (50.0,) * 3
@@ -65,6 +66,19 @@ def test_a_node_that_stays_longer_is_used(lifetime_s: float) -> None:
 def test_two_minutes_are_enough_where_pauses_are_short() -> None:
     after, _, _ = join(running().of(pauses=(0.5,)), "node9", lifetime_s=120.0)
     assert after.joining == ("node9",)
+
+
+def test_before_any_pause_was_measured_the_bytes_to_move_tell() -> None:
+    """A third of the layers moves in and out again, over a link that needs a minute for it."""
+    state = running().of(node_seconds=1e7)
+    assert state.spec is not None and state.plan is not None
+    largest = max(la.param_bytes + la.state_bytes for la in state.spec.layers)
+    slow = replace(profile_of(state.spec.layers), link=Link(bytes_per_s=largest / 60))
+    state = state.of(policy=replace(state.policy, profile=slow))
+    after, actions, _ = join(state, "node9", lifetime_s=120.0)
+    assert not after.joining and "need" in notes(actions)[0].data["reason"]
+    known = join(state.of(pauses=(0.5,)), "node9", lifetime_s=120.0)[0]
+    assert known.joining == ("node9",), "what was measured counts more"
 
 
 def test_of_several_newcomers_only_those_that_stay_are_used() -> None:
