@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 from elastic.core.types import Pipeline, Stage
 from elastic.errors import FieldError
-from elastic.planning.schedule import INTERLEAVED, units_of
+from elastic.planning.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
 
 _HALVINGS = 40
 
@@ -67,3 +67,13 @@ def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list
             return None
         ends.append(last)
     return ends if ends[-1] == n_layers else None
+
+
+def scheduled(pipeline: Pipeline, schedule: str, seconds: Sequence[Sequence[float]]) -> Pipeline:
+    """`pipeline` under `schedule`, or as it is where that cannot be (one unit, too few layers). `seconds`: as above."""
+    units = units_of(pipeline)
+    if schedule == INTERLEAVED and can_interleave(pipeline.stages[-1].last, len(units)):
+        return interleave(pipeline, seconds)
+    if schedule == ZERO_BUBBLE and len(units) > 1:
+        return replace(pipeline, schedule=ZERO_BUBBLE)
+    return pipeline

@@ -22,6 +22,7 @@ from elastic.core.types import JobSpec, NodeInfo, Pipeline, Plan, Stage
 from elastic.errors import FieldError, InfeasiblePlan
 from elastic.planning import batches, partition
 from elastic.planning.costs import TOTAL_TICKS, UNLIMITED, Costs, measure, reduction_ticks
+from elastic.planning.interleave import scheduled
 from elastic.planning.peers import choose_peers, domain_of, natural
 from elastic.planning.placement import Holdings, Shape, place
 from elastic.planning.plan import GRADIENT_SCHEMES, STATE_SCHEMES
@@ -136,7 +137,11 @@ def make_plan(request: PlanRequest) -> Plan:
     costs = _costs(request, active, tp)
     pricer = _Pricer(costs, room.n_microbatches, request.link_bytes_per_s)
     best, options, note = _search(request, room, pricer, active)
-    pipelines = _build(request, best, pricer, active, room)
+    seconds = [layer.forward_s + layer.backward_s for layer in request.spec.layers]
+    pipelines = tuple(
+        scheduled(pipeline, request.schedule, [seconds] * len(pipeline.stages))
+        for pipeline in _build(request, best, pricer, active, room)
+    )
     used = {stage.unit.node for pipeline in pipelines for stage in pipeline.stages}
     spares += [info for info in active if info.node not in used]
     plan = Plan(
