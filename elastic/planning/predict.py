@@ -1,0 +1,134 @@
+"""What a plan will take: the figures by which plans are compared, shown, and held against what is measured.
+
+Pipelines are run against the clock action by action (`timeline`); only pipelines too long for that, thousands of actions,
+are priced by the closed form, which the timeline never exceeds. The tail is that of the cost model: all pipelines end,
+then every layer is reduced over its holders and updated, and the slowest unit ends the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
+from elastic.planning.profile import Link, Profile
+from elastic.planning.schedule import INTERLEAVED, ZERO_BUBBLE, lists, units_of
+from elastic.planning.timeline import StageTimes, simulate
+
+MOST_ACTIONS = 20_000
+"""Micro-batches times stages of a pipeline above which the closed form is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of a step."""
+
+    step_s: float
+    pipelines: tuple[float, ...]
+    """When the last micro-batch of each is done."""
+    tail_s: float
+    """Reduction over pipelines and update, after the last pipeline has ended."""
+    stages: tuple[tuple[StageTimes, ...], ...]
+    """Per pipeline, the times of each stage for one micro-batch."""
+
+
+class _Places:
+    """Where stages lie, and what lies between them."""
+
+    def __init__(self, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]]) -> None:
+        self.profile, self.slow = profile, dict(slow)
+        self.nodes = {info.node: info for info in nodes}
+
+    def factor(self, unit: Unit) -> float:
+        return self.slow.get(unit.node, 1.0)
+
+    def device(self, unit: Unit) -> str:
+        return self.nodes[unit.node].device
+
+    def link(self, a: Unit, b: Unit) -> Link:
+        """Between neighbouring stages."""
+        if a == b:
+            return Link()
+        if a.node == b.node:
+            return self.profile.inside
+        apart = self.nodes[a.node].domain != self.nodes[b.node].domain
+        return self.profile.across if apart and self.profile.across != Link() else self.profile.link
+
+
+def predict(
+    plan: Plan, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
+) -> Prediction:
+    """Predict a step of `plan` on `nodes` (all that hold stages must be there); `slow`: (node, factor)."""
+    places = _Places(profile, nodes, slow)
+    stream = plan.gradients == "stream" and bool(plan.peers)
+    stages = tuple(
+        tuple(_times(pipeline, s, plan.tp, places, stream) for s in range(len(pipeline.stages)))
+        for pipeline in plan.pipelines
+    )
+    finish = tuple(_finish(p, times) for p, times in zip(plan.pipelines, stages, strict=True))
+    tail = _tail(plan, places)
+    return Prediction(max(finish) + tail, finish, tail, stages)
+
+
+def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, stream: bool) -> StageTimes:
+    """Times of one stage. Streaming its gradient lengthens the backward pass by the contention, or to what it takes."""
+    stage, profile = pipeline.stages[number], places.profile
+    factor = places.factor(stage.unit)
+    layers = profile.device(places.device(stage.unit)).layers[stage.first : stage.last]
+    forward = factor * sum(t.forward_s for t in layers)
+    again = forward if stage.recompute else 0.0
+    backward = factor * sum(t.backward_s for t in layers) + again
+    entry = factor * sum(t.backward_input_s for t in layers) + again
+    weight = factor * sum(t.backward_weight_s for t in layers)
+    if stream:
+        sent = sum(profile.layers[i].gradient_bytes for i in stage.layers) / tp
+        x = profile.link.seconds(sent) - profile.link.latency_s
+        whole = entry + weight if pipeline.schedule == ZERO_BUBBLE else backward
+        more = max(profile.contention * x, x - forward - whole)
+        backward, weight = backward + more, weight + more
+    hop = 0.0
+    if number + 1 < len(pipeline.stages):
+        link = places.link(stage.unit, pipeline.stages[number + 1].unit)
+        hop = link.seconds(profile.layers[stage.last - 1].output_bytes)
+    return StageTimes(
+        forward_s=forward, backward_s=backward, backward_input_s=entry, backward_weight_s=weight, hop_s=hop
+    )
+
+
+def _finish(pipeline: Pipeline, times: tuple[StageTimes, ...]) -> float:
+    if len(pipeline.microbatches) * len(times) > MOST_ACTIONS and pipeline.schedule != INTERLEAVED:
+        return closed_form(pipeline.schedule, times, len(pipeline.microbatches))
+    return _makespan(pipeline.schedule, len(units_of(pipeline)), len(pipeline.microbatches), times)
+
+
+@lru_cache(maxsize=1024)
+def _makespan(schedule: str, units: int, microbatches: int, times: tuple[StageTimes, ...]) -> float:
+    """Pipelines that are alike are run once."""
+    return simulate(lists(schedule, units, len(times), tuple(range(microbatches))), times).makespan_s
+
+
+def closed_form(schedule: str, times: Sequence[StageTimes], microbatches: int) -> float:
+    """The cost model's time of a 1F1B or zero-bubble pipeline."""
+    hops = [2 * t.hop_s for t in times]
+    if schedule == ZERO_BUBBLE:
+        taus = [t.forward_s + t.backward_input_s + t.backward_weight_s + h for t, h in zip(times, hops, strict=True)]
+        fills = [max(0.0, tau - 2 * t.backward_weight_s) for tau, t in zip(taus, times, strict=True)]
+        return microbatches * max(taus) + sum(fills[:-1])
+    taus = [t.forward_s + t.backward_s + h for t, h in zip(times, hops, strict=True)]
+    return sum(taus) + (microbatches - 1) * max(taus)
+
+
+def _tail(plan: Plan, places: _Places) -> float:
+    k, profile = len(plan.pipelines), places.profile
+    per_byte = 2 * (k - 1) / k / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
+    tails: dict[Unit, float] = {}
+    for _, _, stage in plan.stages():
+        tails[stage.unit] = tails.get(stage.unit, 0.0) + _stage_tail(stage, plan.tp, per_byte, places)
+    return max(tails.values(), default=0.0)
+
+
+def _stage_tail(stage: Stage, tp: int, per_byte: float, places: _Places) -> float:
+    times = places.profile.device(places.device(stage.unit)).layers
+    update = places.factor(stage.unit) * sum(times[i].update_s for i in stage.layers)
+    return update + per_byte * sum(places.profile.layers[i].gradient_bytes for i in stage.layers) / tp
