@@ -30,10 +30,11 @@ from elastic.core.messages import Halted
 from elastic.core.shelf import Shelf, Slot
 from elastic.core.shortage import lacking, lost
 from elastic.core.solver import Solver, copies_of, fetched, spread
-from elastic.core.types import Assignment, Copy, JobSpec, LayerSpec, Pipeline, Plan, Recipe, Stage, StepRecord
+from elastic.core.types import Assignment, Copy, JobSpec, LayerSpec, Pipeline, Plan, Recipe, StepRecord
 from elastic.errors import Unrecoverable
 from elastic.planning import batches
 from elastic.planning.plan import format_indices
+from elastic.planning.schedule import Action, Kind, actions_of, units_of
 
 __all__ = ["Assignment", "Outcome", "explain", "replayed", "solve"]
 
@@ -153,25 +154,41 @@ def replayed(
     With `step`, evidence of nodes that hold another version (already a step further, or behind) is left out.
 
     With `orders` (each pipeline's micro-batches of the step, in order) and `covered` (layer: micro-batches that were
-    saved), what lay in the lost stage's input queue is left out too: under 1F1B stage s of D has at most D - s
-    micro-batches between forward and backward pass, and has finished at most one that was not yet acknowledged
-    (`elastic.worker.backup`), so of its order it cannot have begun more than the saved ones, D - s and one.
+    saved), what lay in the lost stage's input queue is left out too: its list says how far it can have come (`_begun`).
+
+    Where units have several stages, `sent` and `started` tell of each unit's first one, which every micro-batch reaches
+    before the others.
     """
     reached: frozenset[int] = frozenset()
     for p, pipeline in enumerate(old_plan.pipelines):
-        nodes = [stage.unit.node for stage in pipeline.stages]
-        told = [halted.get(node) if node not in lost_nodes else None for node in nodes]
+        units = units_of(pipeline)
+        told = [halted.get(unit.node) if unit.node not in lost_nodes else None for unit in units]
         told = [h if h and (step is None or h.step == step) else None for h in told]
-        for s in (s for s, node in enumerate(nodes) if node in lost_nodes):
+        for s in (s for s, unit in enumerate(units) if unit.node in lost_nodes):
             before = next((h for h in reversed(told[:s]) if h), None)
             after = next((h for h in told[s + 1 :] if h), None)
             here = before.sent if before else after.started if after else frozenset()
             if orders and covered is not None:
-                order = orders[p]
-                saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(order)
-                here &= frozenset(order[: len(saved) + len(nodes) - s + 1])
+                saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(orders[p])
+                here &= _begun(actions_of(pipeline, tuple(orders[p]))[s], len(saved))
             reached |= here
     return reached & todo
+
+
+def _begun(actions: Sequence[Action], n_saved: int) -> frozenset[int]:
+    """Micro-batches that a unit's first stage can have begun, if `n_saved` of them were saved before it was lost.
+
+    It has finished at most one that was not yet acknowledged (`elastic.worker.backup`), so it was no further in its
+    list than the end of the next one.
+    """
+    stage, finished, begun = actions[0].stage if actions else -1, 0, set[int]()
+    for action in (a for a in actions if a.stage == stage):
+        if action.kind is Kind.F:
+            begun.add(action.microbatch)
+        finished += action.kind.finishes
+        if finished == n_saved + 2:
+            break
+    return frozenset(begun)
 
 
 def _state_source(assignment: Assignment) -> str:
@@ -226,10 +243,12 @@ def _todo(plan: Plan, spec: JobSpec, version: int, covered: Sequence[int]) -> tu
 def _finish(pipeline: Pipeline, layers: Sequence[LayerSpec]) -> batches.Cost:
     """Finishing time of a pipeline as a function of its micro-batches, in the unit of the layers' figures."""
 
-    def seconds(stage: Stage) -> float:
-        return sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
-
-    slowest, fill = max(map(seconds, pipeline.stages)) or 1.0, len(pipeline.stages) - 1
+    units = units_of(pipeline)
+    busy = dict.fromkeys(units, 0.0)
+    for stage in pipeline.stages:
+        busy[stage.unit] += sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
+    slowest = max(busy.values()) or 1.0
+    fill = (len(units) - 1) * len(units) / len(pipeline.stages)
     return lambda microbatches: (microbatches + fill) * slowest if microbatches else 0.0
 
 
