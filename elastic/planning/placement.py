@@ -10,9 +10,7 @@ of network; the rest has to come from other nodes. `assign` finds, among all ass
    choice does, for links between domains are slow and replicas should not fail together,
 4. and else in the order in which slots and nodes are given.
 
-1 and 2 are exact. The assignment is a matching of slots and nodes of least cost, found by the shortest augmenting
-paths of `scipy.optimize.linear_sum_assignment` (Crouse 2016, after Jonker and Volgenant 1987); to be quick where
-nearly everything stays, most of it is settled before:
+1 and 2 are exact (`elastic.planning.matching`). To be quick where nearly everything stays, most is settled before:
 
   Nodes with equal holdings are alike, and so are slots with equal layers. Join first nodes that hold exactly a slot's
   layers: these pairs cost nothing, so they are a cheapest matching of their slots, and a cheapest matching of all
@@ -33,12 +31,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import gcd
 from typing import TypeVar
 
 from elastic.core.types import LayerSpec, Plan, Stage, Unit
 from elastic.planning.costs import Costs
 from elastic.planning.exchange import Host, Slot, deal
+from elastic.planning.matching import Sort, cheapest
 from elastic.planning.partition import cut
 
 T = TypeVar("T")
@@ -116,9 +114,6 @@ def assign(
 
 # ---- least bytes ----
 
-_Sort = tuple[frozenset[int], frozenset[tuple[int, int]]]
-"""What tells nodes of one kind apart: live layers, kept (layer, bytes)."""
-
 
 def _match(
     wanted: Sequence[Sequence[int]], names: Sequence[str], holdings: Holdings, full_bytes: Sequence[int]
@@ -138,7 +133,7 @@ def _match(
     rest = [s for left in waiting.values() for s in left]
     if not rest:
         return dict(pairs)
-    sorts: list[_Sort] = [
+    sorts: list[Sort] = [
         (holdings.live.get(name, nothing), frozenset(holdings.kept.get(name, {}).items())) for name in names
     ]
     exact = _few(pairs, lambda pair: sorts[pair[1]], len(rest))
@@ -146,41 +141,13 @@ def _match(
     settled = dict(set(pairs).difference(exact))
     rows = sorted([*rest, *(s for s, _ in exact)])
     columns = sorted([*free, *(n for _, n in exact)])
-    chosen = _cheapest([wanted[s] for s in rows], [sorts[n] for n in columns], full_bytes)
+    chosen = cheapest([wanted[s] for s in rows], [sorts[n] for n in columns], full_bytes)
     return settled | {rows[i]: columns[j] for i, j in chosen}
 
 
-def _cheapest(
-    wanted: Sequence[Sequence[int]], sorts: Sequence[_Sort], full_bytes: Sequence[int]
-) -> list[tuple[int, int]]:
-    """Return a least-cost matching of all slots as (slot, node).
-
-    Costs are whole numbers below 2^53 (bytes are divided by their common divisor), so that float64 sums are exact,
-    unless a plan moves petabytes of oddly sized layers: then bytes may be off in the 16th digit.
-    """
-    import numpy as np
-    from scipy.optimize import linear_sum_assignment
-
-    distinct, which = _number(tuple(layers) for layers in wanted)
-    kinds, what = _number(sorts)
-    unit = gcd(*full_bytes, *(nbytes for _, kept in kinds for _, nbytes in kept)) or 1
-    fetch = np.tile(np.array([nbytes // unit for nbytes in full_bytes], float), (len(kinds), 1))
-    load = np.ones_like(fetch)
-    for row, (live, kept) in enumerate(kinds):
-        for layer, nbytes in kept:
-            fetch[row, layer] = max(0, full_bytes[layer] - nbytes) // unit
-        fetch[row, list(live)] = load[row, list(live)] = 0
-    member = np.zeros((len(distinct), len(full_bytes)))
-    for row, layers in enumerate(distinct):
-        member[row, list(layers)] = 1
-    costs = member @ (fetch * (1 + sum(map(len, wanted))) + load).T
-    rows, columns = linear_sum_assignment(costs[np.ix_(which, what)])
-    return list(zip(rows.tolist(), columns.tolist(), strict=True))
-
-
-def _few(items: Iterable[T], sort: Callable[[T], _Sort], most: int) -> list[T]:
+def _few(items: Iterable[T], sort: Callable[[T], Sort], most: int) -> list[T]:
     """The first `most` items of each sort."""
-    counts: Counter[_Sort] = Counter()
+    counts: Counter[Sort] = Counter()
     chosen = []
     for item in items:
         of_sort = sort(item)
@@ -188,13 +155,6 @@ def _few(items: Iterable[T], sort: Callable[[T], _Sort], most: int) -> list[T]:
         if counts[of_sort] <= most:
             chosen.append(item)
     return chosen
-
-
-def _number(items: Iterable[T]) -> tuple[list[T], list[int]]:
-    """Return (distinct items, index of each item among them)."""
-    seen: dict[T, int] = {}
-    numbers = [seen.setdefault(item, len(seen)) for item in items]
-    return list(seen), numbers
 
 
 # ---- cuts that move less ----

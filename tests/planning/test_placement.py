@@ -9,6 +9,7 @@ import pytest
 
 from elastic.core.types import LayerSpec, Pipeline, Plan, Stage, Unit
 from elastic.planning.exchange import Host, Slot
+from elastic.planning.matching import Sort, cheapest
 from elastic.planning.placement import Holdings, assign, recut
 
 
@@ -157,3 +158,30 @@ def lines(*pipelines: list[str], peers: tuple[tuple[str, str], ...] = (), state:
         peers=peers,
         state=state,
     )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flows_between_sorts_are_as_cheap_as_pairs(seed: int) -> None:
+    rng = Random(seed)
+    n_layers = rng.randint(2, 8)
+    full = [rng.choice((4, 6, 10)) * 10**8 for _ in range(n_layers)]
+    held = random_holdings(rng, [f"n{i}" for i in range(6)], n_layers, full)
+    kinds: list[Sort] = [
+        (held.live.get(f"n{i}", frozenset()), frozenset(held.kept.get(f"n{i}", {}).items())) for i in range(6)
+    ]
+    sorts = [rng.choice(kinds) for _ in range(60)]
+    spans = [range(a, rng.randint(a + 1, n_layers)) for a in (rng.randrange(n_layers) for _ in range(5))]
+    wanted = [rng.choice(spans) for _ in range(rng.randint(1, 60))]
+
+    def total(pairs: list[tuple[int, int]]) -> list[int]:
+        assert sorted(s for s, _ in pairs) == list(range(len(wanted)))
+        assert len({n for _, n in pairs}) == len(wanted)
+        fetched = [
+            max(0, full[i] - dict(sorts[n][1]).get(i, 0))
+            for s, n in pairs
+            for i in wanted[s]
+            if i not in sorts[n][0]
+        ]
+        return [sum(fetched), len(fetched)]
+
+    assert total(cheapest(wanted, sorts, full, dense=100)) == total(cheapest(wanted, sorts, full))
