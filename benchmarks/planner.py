@@ -18,15 +18,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
-from elastic.planning.predict import predict
 
 from benchmarks.results import DIRECTORY, Row, save
 from benchmarks.rivals import Equal, oobleck, varuna
 from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning.bound import lower_bound
+from elastic.planning.predict import predict
 from elastic.planning.profile import Device, Link, Profile
 from elastic.planning.search import PlanRequest, make_plan
 from elastic.planning.zoo import zoo_profile
@@ -124,22 +125,20 @@ def speed(size: Size) -> Iterator[Row]:
         request_of(three, nodes_of(thirds(n)), m),
     )
     where = f"{n:,} equal nodes x {size.layers} layers"
-    yield Row(where, timed(lambda: make_plan(equal), size.repeats), "s", 0.1, "lower")
+    yield Row(where, timed(partial(make_plan, equal), size.repeats), "s", 0.1, "lower")
     where = f"{n:,} nodes of 3 types x {size.layers} layers"
-    yield Row(where, timed(lambda: make_plan(mixed), size.repeats), "s", 1.0, "lower")
+    yield Row(where, timed(partial(make_plan, mixed), size.repeats), "s", 1.0, "lower")
     for name, request in (("equal nodes", equal), ("nodes of 3 types", mixed)):
         plan = make_plan(request)
         gone = frozenset({plan.nodes()[len(plan.nodes()) // 2]})
         after = replace(request, current=plan, dead=gone, epoch=2)
-        spent = timed(lambda after=after: make_plan(after), size.repeats)  # type: ignore[misc]
+        spent = timed(partial(make_plan, after), size.repeats)
         yield Row(f"re-plan after one loss, {n:,} {name}", spent, "s", 0.05, "lower")
     for n in size.growth:
         larger = request_of(one, nodes_of({TYPES[0]: n}), 2 * n)
-        yield Row(f"growth: {n:,} equal nodes", timed(lambda r=larger: make_plan(r), 1), "s", None, "lower")  # type: ignore[misc]
+        yield Row(f"growth: {n:,} equal nodes", timed(partial(make_plan, larger), 1), "s", None, "lower")
         larger = request_of(three, nodes_of(thirds(n)), 2 * n)
-        yield Row(
-            f"growth: {n:,} nodes of 3 types", timed(lambda r=larger: make_plan(r), 1), "s", None, "lower"
-        )  # type: ignore[misc]
+        yield Row(f"growth: {n:,} nodes of 3 types", timed(partial(make_plan, larger), 1), "s", None, "lower")
 
 
 def random_cluster(seed: int, between: tuple[int, int]) -> PlanRequest:
@@ -192,10 +191,10 @@ class Match:
 
 
 def match(model: str, nodes: int) -> Match:
-    """One line of the table: A40 nodes and links as in Oobleck's evaluation."""
+    """One line of the table: A40 nodes and links as in Oobleck's evaluation, no backups for anybody."""
     microbatches, sequences = STEPS[model]
     profile = zoo_profile(model, ["A40"], microbatch=sequences, link=Link(25e9, 10e-6))
-    request = request_of(profile, nodes_of({"A40": nodes}), microbatches)
+    request = replace(request_of(profile, nodes_of({"A40": nodes}), microbatches), backup="none+none")
     cluster = Equal(profile, microbatches, profile.devices[0].memory_bytes)
 
     def price(plan: Plan | None) -> float:

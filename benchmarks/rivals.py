@@ -277,7 +277,8 @@ def _plan(cluster: Equal, nodes: Sequence[NodeInfo], shape: Sequence[Template]) 
         tp=cluster.profile.tp,
         pipelines=tuple(pipelines),
         spares=tuple(names),
-        state="snapshot" if len(shape) < REPLICAS else "replica",
+        gradients="none",
+        state="none",
     )
 
 
