@@ -37,13 +37,18 @@ class Run:
 
 
 def elastic_run(
-    run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S
+    run_dir: Path,
+    flags: Sequence[str],
+    script: Sequence[str],
+    deadline_s: float = DEADLINE_S,
+    *,
+    module: str = "elastic",
 ) -> Run:
-    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end."""
+    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end; `module` instead of elastic."""
     command = [
         sys.executable,
         "-m",
-        "elastic",
+        module,
         "run",
         "--standalone",
         "--run-dir",
