@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elastic.planning.cluster import Cluster
     from elastic.planning.profile import Profile
     from elastic.planning.report import Report
-    from elastic.planning.search import Decision, PlanRequest
+    from elastic.planning.search import PlanRequest
 
 ABOUT = (
     "Show the plan of a running job; check a plan in a text file; or plan for a cluster file (TOML) and show what "
@@ -64,7 +64,7 @@ def plan(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def _for_cluster(args: Any, path: Path, text: str) -> tuple[dict[str, Any], Report]:
     """Plan for a cluster file, as it is or after a change."""
-    from elastic.planning.capacity import check_gone, cluster_nodes, plan_request, with_more
+    from elastic.planning.capacity import alternatives, check_gone, cluster_nodes, plan_request, with_more
 
     cluster, measured = _cluster(path, text)
     asked = {name: getattr(args, name) for name in ("shape", "schedule") if getattr(args, name) is not None}
@@ -72,15 +72,15 @@ def _for_cluster(args: Any, path: Path, text: str) -> tuple[dict[str, Any], Repo
     request = replace(plan_request(cluster, profile), **asked)
     best = _decided(path, request)
     if args.without is None and args.add is None:
-        return _answer(args, path, cluster, profile, best.plan, best.alternatives)
-    _, now = _answer(args, path, cluster, profile, best.plan, ())
+        return _answer(args, path, cluster, profile, best, alternatives(request, best))
+    _, now = _answer(args, path, cluster, profile, best, ())
     cluster = cluster if args.add is None else with_more(cluster, args.add)
     gone = frozenset(name.strip() for name in (args.without or "").split(",") if name.strip())
     profile = _profile(cluster, measured)
     check_gone(gone, cluster_nodes(cluster, profile))
-    request = replace(plan_request(cluster, profile), **asked, dead=gone, current=best.plan, epoch=2)
+    request = replace(plan_request(cluster, profile), **asked, dead=gone, current=best, epoch=2)
     best = _decided(path, request)
-    answer, found = _answer(args, path, cluster, profile, best.plan, best.alternatives, gone)
+    answer, found = _answer(args, path, cluster, profile, best, alternatives(request, best), gone)
     change: dict[str, Any] = {"without": args.without, "add": args.add, "step_s_before": now.step_s}
     if not args.json:
         gain = now.step_s / found.step_s - 1
@@ -91,11 +91,11 @@ def _for_cluster(args: Any, path: Path, text: str) -> tuple[dict[str, Any], Repo
     return {**change, **answer}, found
 
 
-def _decided(path: Path, request: PlanRequest) -> Decision:
-    from elastic.planning.search import decide
+def _decided(path: Path, request: PlanRequest) -> Plan:
+    from elastic.planning.search import make_plan
 
     try:
-        return decide(request)
+        return make_plan(request)
     except InfeasiblePlan as error:
         raise UsageError(f"{path}: {error}") from error
 
@@ -117,7 +117,7 @@ def _answer(
     cluster: Cluster,
     profile: Profile,
     plan: Plan,
-    alternatives: tuple[tuple[str, float], ...],
+    others: tuple[tuple[str, float], ...],
     gone: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], Report]:
     from elastic.launcher.tables import as_data, as_tables
@@ -129,7 +129,7 @@ def _answer(
     samples = cluster.microbatch_size or (1 if cluster.model else 0)
     found = report(plan, profile, nodes, slow=cluster_slow(cluster, nodes), samples=samples)
     head = {"cluster": path.name, "model": profile.model, "nodes": len(nodes) - len(gone)}
-    body = as_data(found, alternatives) if args.json else as_tables(found, alternatives)
+    body = as_data(found, others) if args.json else as_tables(found, others)
     return {**head, **body}, found
 
 

@@ -26,6 +26,7 @@ def as_data(found: Report, alternatives: Alternatives = ()) -> dict[str, Any]:
         "samples_per_s": found.samples_per_s,
         "tokens_per_s": found.tokens_per_s,
         "tail_s": found.tail_s,
+        "stream_s": found.stream_s,
         "bubble": found.bubble,
         "short": short(found),
         "pipelines": [
@@ -52,20 +53,26 @@ def as_data(found: Report, alternatives: Alternatives = ()) -> dict[str, Any]:
 
 def as_tables(found: Report, alternatives: Alternatives = ()) -> dict[str, Any]:
     """The report as lines and tables, for `as_text`."""
-    share = found.tail_s / found.step_s if found.step_s > 0 else 0.0
+    whole = found.step_s or 1.0
     rates = {"samples/s": f"{found.samples_per_s:.4g}" if found.samples_per_s else ""}
     rates["tokens/s"] = f"{found.tokens_per_s:.5g}" if found.tokens_per_s else ""
     return {
         "step": seconds(found.step_s),
         **rates,
         "idle": f"{found.bubble:.1%} of the units' time, bubbles and tail together",
-        "tail": f"{seconds(found.tail_s)} ({share:.1%} of the step) for reduction and update",
+        "tail": f"{seconds(found.tail_s)} ({found.tail_s / whole:.1%} of the step) for reduction and update",
+        "backup": f"{_backup(found)} ({found.stream_s / whole:.1%} of the step)",
         "memory": "; ".join(short(found)) or "fits everywhere",
         "plan": format_plan(found.plan) + "\n",
         "pipelines": _most(_pipeline_row(index, pipeline) for index, pipeline in enumerate(found.pipelines)),
         "stages": _most(_unit_row(unit) for pipeline in found.pipelines for unit in pipeline.units),
         "alternatives": [{"alternative": text, "step": _time(step_s)} for text, step_s in alternatives],
     }
+
+
+def _backup(found: Report) -> str:
+    scheme = f"{found.plan.gradients}+{found.plan.state}"
+    return f"{scheme}; streaming gradients adds {seconds(found.stream_s)}"
 
 
 def short(found: Report) -> list[str]:

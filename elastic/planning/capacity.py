@@ -1,17 +1,22 @@
-"""From a cluster file to a request to the planner."""
+"""From a cluster file to a request to the planner, and to what else could be done."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
+from math import inf
 from string import ascii_lowercase
+from typing import Any
 
 from elastic.core.types import JobSpec, NodeInfo, Plan
-from elastic.errors import FieldError
+from elastic.errors import FieldError, InfeasiblePlan
 from elastic.planning.catalogue import hardware_of
 from elastic.planning.cluster import LINKS, Cluster, Group, check_name
+from elastic.planning.predict import predict
 from elastic.planning.profile import Profile
-from elastic.planning.search import PlanRequest
+from elastic.planning.schedule import SCHEDULES, units_of
+from elastic.planning.search import PlanRequest, make_plan
 from elastic.planning.zoo import zoo_profile
 
 
@@ -129,3 +134,45 @@ def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:
         slow=cluster_slow(cluster, nodes),
         schedule=cluster.schedule,
     )
+
+
+def alternatives(request: PlanRequest, best: Plan) -> tuple[tuple[str, float], ...]:
+    """Plans with other numbers of pipelines, and with other schedules: (what, predicted seconds of a step), the
+    fastest first; inf: memory is short. What the request fixes stays."""
+    asked: list[dict[str, Any]] = []
+    if request.shape == "auto":
+        k = len(best.pipelines)
+        counts = sorted({1, k // 2, k - 1, k + 1, 2 * k} - {0, k})
+        asked += [{"shape": str(count)} for count in counts if count <= len(request.nodes)]
+    if request.schedule == "auto":
+        used = {pipeline.schedule for pipeline in best.pipelines}
+        asked += [{"schedule": name} for name in SCHEDULES if used != {name}]
+    found = {}
+    for change in asked:
+        what = f"shape {change['shape']}" if "shape" in change else change["schedule"]
+        try:
+            plan = make_plan(replace(request, **change))
+        except InfeasiblePlan:
+            found[what] = inf
+        else:
+            if "shape" not in change or len(plan.pipelines) == int(change["shape"]):
+                found[_told(plan)] = predicted(request, plan)
+    return tuple(
+        sorted(((what, s) for what, s in found.items() if what != _told(best)), key=lambda item: item[1])
+    )
+
+
+def predicted(request: PlanRequest, plan: Plan) -> float:
+    """Seconds of a step of a plan on the request's nodes."""
+    assert request.profile is not None, "requests of a cluster file have a profile"
+    return predict(plan, request.profile, request.nodes, request.slow).step_s
+
+
+def _told(plan: Plan) -> str:
+    """A plan's shape in words."""
+    depths = Counter(len(units_of(pipeline)) for pipeline in plan.pipelines)
+    shape = " + ".join(f"{count} of depth {depth}" for depth, count in sorted(depths.items(), reverse=True))
+    schedules = ", ".join(sorted({pipeline.schedule for pipeline in plan.pipelines}))
+    if len(plan.pipelines) == 1:
+        return f"1 pipeline {shape[2:]}; {schedules}"
+    return f"{len(plan.pipelines)} pipelines: {shape}; {schedules}"

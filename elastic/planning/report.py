@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.core.types import NodeInfo, Plan, Stage
 from elastic.planning.dryrun import peak
@@ -58,6 +58,8 @@ class Report:
     step_s: float
     tail_s: float
     """Of `step_s`: reduction over pipelines, and update, after the last micro-batch."""
+    stream_s: float
+    """Of `step_s`: what streaming gradients to peers adds, where the network is slower than the compute."""
     samples_per_s: float
     """0: how many samples a micro-batch has is not known."""
     tokens_per_s: float
@@ -87,6 +89,7 @@ def report(
         plan=plan,
         step_s=found.step_s,
         tail_s=found.tail_s,
+        stream_s=found.step_s - predict(replace(plan, gradients="none"), profile, nodes, slow).step_s,
         samples_per_s=samples * per_s,
         tokens_per_s=profile.tokens_per_microbatch * per_s,
         pipelines=tuple(_pipeline(plan, profile, infos, found, p) for p in range(len(plan.pipelines))),
