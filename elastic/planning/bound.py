@@ -5,7 +5,7 @@ Nothing here follows the planner's choices. Every group of nodes that could make
 - its slowest stage is at least the least limit under which stages of any order cover the layers (exact, from `columns`);
 - its stages' times add up to at least what they would if layers could be split at will and the fastest nodes of the group took as
   much as the limit lets them (a fractional knapsack);
-- its tail is at least the mean over its stages;
+- its stages' tails stay within a limit, which the bound branches over;
 - with m micro-batches memory holds at least min(m, stages behind + 1) of them; m is treated in ranges, each
   with the least of its range.
 
@@ -16,6 +16,7 @@ some dozens: all groups are enumerated.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from math import inf
 
@@ -27,10 +28,12 @@ from elastic.planning.exact import Problem
 from elastic.planning.linear import bound
 from elastic.planning.model import NO_LIMIT, ONE_F_ONE_B, CostModel, Floats
 
-LIMITS = 500
+LIMITS = 1500
 SEGMENTS = (1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.35, 1.6, 2.0, 3.0)
 """Limits are treated in ranges between these multiples of a group's least one."""
 MOST_GROUPS = 60_000
+SPLITS = 14
+CLOSE_ENOUGH = 0.002
 LIGHT = 0.003
 """Share of the whole below which a layer's time does not count for the sum of stages."""
 
@@ -42,26 +45,16 @@ class _Optimistic:
     counts: Ints
     fill: Floats
     slowest: Floats
-    tail_bytes: Floats
-    """[groups] gradient bytes of the largest stage, at least: the mean over stages, or the largest layer ..."""
-    update: Floats
-    """... and update seconds, the mean over stages."""
-    largest: float
-    """Gradient bytes of the largest layer."""
     least: int
     most: float
 
-    def microbatches(self, seconds: float, tail: float, per_byte: float) -> Ints:
+    def microbatches(self, seconds: float) -> Ints:
         with np.errstate(invalid="ignore"):
             number = np.floor((seconds - self.fill) / self.slowest * (1 + 1e-9) + 1 + 1e-9)
         number[~np.isfinite(number) | (self.fill > seconds * (1 + 1e-9))] = 0
         best = number.max(axis=1)
-        best[(best < self.least) | (self.tails(per_byte) > tail * (1 + 1e-9))] = 0
+        best[best < self.least] = 0
         return np.asarray(np.minimum(best, self.most), dtype=np.int64)
-
-    def tails(self, per_byte: float) -> Floats:
-        """[groups] seconds of the tail, at least."""
-        return np.asarray(np.maximum(self.tail_bytes * per_byte + self.update, self.largest * per_byte))
 
 
 def lower_bound(problem: Problem, above: float) -> float:
@@ -71,67 +64,79 @@ def lower_bound(problem: Problem, above: float) -> float:
     """
     if problem.schedules != (ONE_F_ONE_B,):
         raise FieldError("schedules", problem.schedules, "the bound is for 1F1B alone")
-    parts = [_optimistic(problem, least, most) for least, most in _ranges(problem)]
-    if not parts:
-        return inf
-    counts = parts[0].counts
-
-    def values(seconds: float, tail: float, per_byte: float) -> Ints:
-        return np.max([part.microbatches(seconds, tail, per_byte) for part in parts], axis=0)
-
-    largest = int(values(above, inf, 0.0).max())
+    free = _Bounds(problem, inf, 1)
+    largest = free.most(above)
     if largest == 0:
         return above
     fewest = -(-problem.microbatches // min(largest, problem.microbatches))
-    per_byte = problem.model.reduction(fewest)
-    tails = _tails(parts, per_byte)
-    found = above
-    for low, high in zip((0.0, *tails), (*tails, inf), strict=True):
-        if low >= found:
+    if problem.model.tailless:
+        return free.least(above)
+    start = float(np.diff(problem.model.gradient).max()) * problem.model.reduction(fewest)
+    return _branch(problem, fewest, start, above)
+
+
+def _branch(problem: Problem, pipelines: int, start: float, above: float) -> float:
+    """Split the range of the tail until the bound is good enough: a plan whose tail lies between low and high takes at
+    least `low` and the least time with stages limited to `high`."""
+    heap = [(start + _Bounds(problem, above - start, pipelines).least(above - start), start, above - start)]
+    for _ in range(SPLITS):
+        found, low, high = heap[0]
+        if found >= above * (1 - CLOSE_ENOUGH):
             break
-        if low == 0.0 and tails and tails[0] > 0:
-            continue  # no group has a smaller tail than the first
-        found = min(found, low + _least(values, counts, problem, high, per_byte, found - low))
-    return found
+        middle = (low * high) ** 0.5 if low > 0 else high / 4
+        upper = middle + _time(found, low, above - middle)
+        lower = low + _Bounds(problem, middle, pipelines).least(above - low)
+        heapq.heapreplace(heap, (upper, middle, high))
+        heapq.heappush(heap, (lower, low, middle))
+    return min(above, heap[0][0])
 
 
-def _least(values: object, counts: Ints, problem: Problem, tail: float, per_byte: float, most: float) -> float:
-    """The least time at which the bound on micro-batches reaches M, up to `most`."""
-    assert callable(values)
+def _time(found: float, low: float, most: float) -> float:
+    return min(found - low, most)
 
-    def able(seconds: float) -> bool:
-        value = values(seconds, tail, per_byte)
-        return bool(value.any()) and bound(value, counts, problem.counts) >= problem.microbatches * (1 - 1e-9)
 
-    if not able(most):
-        return most
-    low, high = 0.0, most
-    while high - low > 5e-4 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if able(middle) else (middle, high)
-    return low
+class _Bounds:
+    """Optimistic groups whose stages' tails stay within `tail` in a ring of `pipelines`."""
+
+    def __init__(self, problem: Problem, tail: float, pipelines: int) -> None:
+        self.problem = problem
+        self.parts = [_optimistic(problem, a, b, tail, pipelines) for a, b in _ranges(problem)]
+
+    def values(self, seconds: float) -> Ints:
+        return np.asarray(np.max([part.microbatches(seconds) for part in self.parts], axis=0))
+
+    def most(self, seconds: float) -> int:
+        """The most micro-batches that one pipeline could do."""
+        return int(self.values(seconds).max())
+
+    def least(self, most: float) -> float:
+        """The least time at which the bound on micro-batches reaches M, or `most` if that is less."""
+        if most <= 0 or not self._able(most):
+            return max(most, 0.0)
+        low, high = 0.0, most
+        while high - low > 3e-4 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._able(middle) else (middle, high)
+        return low
+
+    def _able(self, seconds: float) -> bool:
+        value = self.values(seconds)
+        counts = self.parts[0].counts
+        return bool(value.any()) and bound(value, counts, self.problem.counts) >= self.problem.microbatches * (1 - 1e-9)
 
 
 def _ranges(problem: Problem) -> list[tuple[int, float]]:
     if not problem.model.limited:
         return [(1, inf)]
-    starts = [1, 2, 4, 8, 16]
+    starts = [1, 8, 16, 32]
     return [(a, b - 1 if b else inf) for a, b in zip(starts, [*starts[1:], 0], strict=True)]
 
 
-def _tails(parts: list[_Optimistic], per_byte: float) -> tuple[float, ...]:
-    found = np.unique(np.concatenate([part.tails(per_byte) for part in parts]))
-    if len(found) < 2 or found[-1] == 0:
-        return ()
-    steps = np.geomspace(max(found[0], 1e-12), found[-1], 24)
-    return tuple(np.unique(steps).tolist())
-
-
-def _optimistic(problem: Problem, least: int, most: float) -> _Optimistic:
+def _optimistic(problem: Problem, least: int, most: float, tail: float, pipelines: int) -> _Optimistic:
     model = problem.model
     levels = min(sum(problem.counts), model.n_layers)
     limits, whole = grid(model, ONE_F_ONE_B, model.n_layers, LIMITS)
-    priced = columns(model, problem.counts, limits, ONE_F_ONE_B, levels, 1, least)
+    priced = columns(model, problem.counts, limits, ONE_F_ONE_B, levels, 1, least, tail, pipelines)
     if len(priced.counts) > MOST_GROUPS:
         raise FieldError("groups", len(priced.counts), f"at most {MOST_GROUPS} can be enumerated")
     first = priced.option[:, 0]
@@ -149,11 +154,7 @@ def _optimistic(problem: Problem, least: int, most: float) -> _Optimistic:
         near = np.minimum(near, len(limits) - 1)
         fills.append(np.where(able, _fill(model, priced.counts, rooms[:, far]), np.inf))
         slowest.append(slow[np.maximum(near, first)])
-    update = sum(min(_layer(model.prefix(q).update, i) for q in range(len(model.kinds))) for i in range(model.n_layers))
-    return _Optimistic(
-        priced.counts, np.stack(fills, axis=1), np.stack(slowest, axis=1),
-        float(model.gradient[-1]) / priced.depth, update / priced.depth, float(np.diff(model.gradient).max()), least, most,
-    )  # fmt: skip
+    return _Optimistic(priced.counts, np.stack(fills, axis=1), np.stack(slowest, axis=1), least, most)
 
 
 def _rooms(model: CostModel, limits: Floats) -> Floats:
@@ -190,7 +191,3 @@ def _fill(model: CostModel, counts: Ints, rooms: Floats) -> Floats:
         total = total + taken * ratios[kind]
         left = left - taken
     return np.asarray(total + np.maximum(left, 0.0) * max(ratios))
-
-
-def _layer(sums: Floats, index: int) -> float:
-    return float(sums[index + 1] - sums[index])

@@ -23,6 +23,8 @@ from elastic.planning.model import NO_LIMIT, ONE_F_ONE_B, ZERO_BUBBLE, CostModel
 Ints = NDArray[np.int64]
 WIDER = (1.0, 1.05, 1.15, 1.4)
 """Limits kept for a group, as factors of its smallest one."""
+BUCKETS = (1e-4, 1e-3, 4e-3, 0.01, 0.02, 0.04)
+"""Of the limits that differ by less than such a fraction only the largest is kept, if there are too many."""
 MANY = 1 << 20
 """Pipelines, where their number is not yet known: a ring of many."""
 
@@ -62,7 +64,8 @@ class Columns:
     def fastest(self, group: int, microbatches: int, tail: float) -> int:
         """The option under which `microbatches` are done first."""
         ahead = 0 if self.schedule == ZERO_BUBBLE else 1
-        times = self.fill[group] + (microbatches - ahead) * self.slowest[group]
+        with np.errstate(invalid="ignore"):
+            times = self.fill[group] + (microbatches - ahead) * self.slowest[group]
         return int(np.argmin(np.where(self.tail[group] <= tail * (1 + 1e-9), times, np.inf)))
 
     def order(self, group: int, option: int) -> tuple[int, ...]:
@@ -138,16 +141,19 @@ class _Reach:
     ) -> _State:
         """Put a stage of `kind` before stages that came down to `reach`; all [groups, limits]."""
         ahead = min(float(depth if self.schedule == ZERO_BUBBLE else behind + 1), self.most)
-        at = np.arange(len(self.limits))
-        plain = np.maximum(
-            self.by_space(kind, ahead, False)[:, None], self.by_time(kind, False, inside, behind == 0)
-        )
-        new = plain[reach, at]
+        width = reach.shape[1]
+        at = np.arange(width)
+        by_time = self.by_time(kind, False, inside, behind == 0)[:, :width]
+        by_space = self.by_space(kind, ahead, False)[:, None]
         times = self.times[kind, False]
-        seconds = times[reach] - times[new]
-        if self.model.prefix(kind).memory < NO_LIMIT:
+        if (by_space <= by_time).all():
+            new = by_time[reach, at]
+            seconds = times[reach] - times[new]
+        else:
+            new = np.maximum(by_space, by_time)[reach, at]
+            seconds = times[reach] - times[new]
             again = np.maximum(
-                self.by_space(kind, ahead, True)[:, None], self.by_time(kind, True, inside, behind == 0)
+                self.by_space(kind, ahead, True)[:, None], self.by_time(kind, True, inside, behind == 0)[:, :width]
             )[reach, at]
             further = again < new
             times = self.times[kind, True]
@@ -156,8 +162,9 @@ class _Reach:
         p, stream = self.model.prefix(kind), self.model.prefix(kind).stream
         if stream[-1] > 0:
             seconds = np.maximum(seconds, stream[reach] - stream[new])
-        used = new < reach
-        seconds = seconds + np.where(used, self.model.hops(inside=inside, last=behind == 0)[reach], 0.0)
+        hops = self.model.hops(inside=inside, last=behind == 0)
+        if hops.any():
+            seconds = seconds + np.where(new < reach, hops[reach], 0.0)
         slowest = np.maximum(slowest, seconds)
         if self.schedule == ZERO_BUBBLE:
             assert p.weight is not None
@@ -217,9 +224,10 @@ def columns(
     choice: list[NDArray[np.int8]] = [np.zeros((1, n_limits), dtype=np.int8)]
     for level in range(1, levels + 1):
         groups = compositions(kinds, level)
-        none = np.full((len(groups), n_limits), np.inf)
-        best = (np.full((len(groups), n_limits), model.n_layers), none, none.copy(), none.copy())
-        chosen = np.zeros((len(groups), n_limits), dtype=np.int8)
+        width = state[0].shape[1]
+        none = np.full((len(groups), width), np.inf)
+        best = (np.full((len(groups), width), model.n_layers), none, none.copy(), none.copy())
+        chosen = np.zeros((len(groups), width), dtype=np.int8)
         for kind in range(kinds):
             rows = np.flatnonzero((groups[:, kind] > 0) & (groups * block <= counts).all(axis=1))
             before = groups[rows] - (np.arange(kinds) == kind)
@@ -235,11 +243,14 @@ def columns(
                     inside = bool(n % units[kind])
                     here = stepper.extend(kind, int(behind) + n, top, inside, *here)
                 _keep(best, chosen, part, here, kind)
+        open_ = np.flatnonzero(((best[0] > 0) & np.isfinite(best[1])).any(axis=0))
         state = best
         choice.append(chosen)
         found.append((groups * block, groups @ units * block, state))
-        if not np.isfinite(state[1]).any():
+        if not len(open_):
             break
+        width = int(open_[-1]) + 1  # wider limits are met by fewer nodes already
+        state = (best[0][:, :width], best[1][:, :width], best[2][:, :width], best[3][:, :width])
     return _options(found, limits, schedule, most, choice, block)
 
 
@@ -261,7 +272,13 @@ def _options(
     choice: list[NDArray[np.int8]], block: int,
 ) -> Columns:  # fmt: skip
     counts, depth = (np.concatenate([part[i] for part in found]) for i in (0, 1))
-    reach, fill, slowest, tail = (np.concatenate([part[2][i] for part in found]) for i in range(4))
+    widest = found[0][2][0].shape[1]
+
+    def whole_table(i: int, missing: float) -> Floats:
+        parts = [np.pad(part[2][i], ((0, 0), (0, widest - part[2][i].shape[1])), constant_values=missing) for part in found]
+        return np.concatenate(parts)
+
+    reach, fill, slowest, tail = whole_table(0, 1), whole_table(1, np.inf), whole_table(2, np.inf), whole_table(3, np.inf)
     whole = (reach == 0) & np.isfinite(fill)
     first = np.argmax(whole, axis=1)
     wanted = np.stack(
@@ -277,8 +294,13 @@ def _options(
     )  # fmt: skip
 
 
-def grid(model: CostModel, schedule: str, deepest: int, size: int) -> tuple[Floats, bool]:
-    """Limits to price groups with: times that stages have, at most about `size` of them, and whether those are all."""
+def grid(
+    model: CostModel, schedule: str, deepest: int, size: int, near: tuple[float, float] = (0.0, np.inf)
+) -> tuple[Floats, bool]:
+    """Limits to price groups with: times that stages have, at most about `size` of them, and whether those are all.
+
+    `near`: only those between.
+    """
     found = []
     for kind in range(len(model.kinds)):
         for again in (False, True) if model.prefix(kind).memory < NO_LIMIT else (False,):
@@ -293,10 +315,16 @@ def grid(model: CostModel, schedule: str, deepest: int, size: int) -> tuple[Floa
     )
     values = values[values >= least / deepest * (1 - 1e-9)]
     values = values[np.append(np.diff(values) > 1e-9 * values[:-1], True)]  # rounding makes twins
+    some = values[(values >= near[0]) & (values <= near[1])]
+    values = some if len(some) else values
     if len(values) <= size:
         return values, True
-    steps = np.geomspace(values[0], values[-1], size)
-    return np.unique(values[np.searchsorted(values, steps[:-1] * (1 - 1e-12))].tolist() + [values[-1]]), False
+    for width in BUCKETS:
+        bucket = np.floor(np.log(values) / width)
+        last = values[np.append(np.diff(bucket) > 0, True)]
+        if len(last) <= size:
+            break
+    return last, False
 
 
 __all__ = ["MANY", "ONE_F_ONE_B", "Columns", "columns", "compositions", "grid"]

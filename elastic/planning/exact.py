@@ -6,8 +6,8 @@ Three nested dynamic programmes.
    and the stages that they make. `cover[group]` is, for every first layer i and every limit on the slowest stage, the least
    sum of fills over stages that cover [i, L). The limit is kept beside the sum, because a group with
    the smallest sum may have too slow a stage: one best value a sub-problem would be wrong (Jang et al., SOSP 2023, section 4).
-2. Sharing. `best[nodes][M]` is the least finishing time of M micro-batches over k pipelines made of at most those
-   nodes.
+2. Sharing. Within a time each group does a number of micro-batches; a knapsack over groups says how many k pipelines of the
+   nodes at hand do at most, and bisection over all finishing times finds the least time that suffices.
 3. The tail (reduction and update) depends on the largest stage of the whole plan and on k. Limits on it are tried
    from the smallest; a limit that cannot beat the best plan found ends the search.
 """
@@ -20,11 +20,13 @@ from itertools import product
 from math import inf, prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elastic.planning.model import ZERO_BUBBLE, CostModel, Floats, in_flight, pipeline_seconds
 
 Counts = tuple[int, ...]
 """Nodes of each kind."""
+IMPOSSIBLE = -(1 << 40)
 CLOSE = 1e-12
 """Relative difference below which two times are equal."""
 
@@ -73,7 +75,11 @@ class _Table:
 
     groups: list[Group]
     times: Floats
-    """[group, M + 1]; inf at 0 micro-batches and where it cannot be done."""
+    """[group, M + 1]; never falls with micro-batches; inf at 0 of them and where it cannot be done."""
+
+    def __post_init__(self) -> None:
+        self.values = np.unique(self.times[np.isfinite(self.times)])
+        self.doable: dict[int, list[int]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +96,8 @@ class Problem:
     """Depth of each pipeline; (): free."""
     current: int = 0
     """Pipelines now: preferred among equals."""
+    above: float = inf
+    """Seconds of a plan that is known: slower ones need not be found."""
 
 
 @dataclass
@@ -102,9 +110,10 @@ class _Solver:
         self.model, self.counts, self.m = p.model, p.counts, p.microbatches
         self.n_layers = p.model.n_layers
         units = [min(kind.units, self.n_layers) for kind in p.model.kinds]
-        self.units = units
+        self.units, self.most = units, 1
         self.deepest = min(self.n_layers, sum(n * u for n, u in zip(self.counts, units, strict=True)))
         self.limits = {schedule: self._limits(schedule) for schedule in p.schedules}
+        self.schedules = [schedule for schedule in p.schedules if len(self.limits[schedule])]
 
     # ---- pipelines ----
 
@@ -118,7 +127,8 @@ class _Solver:
                         continue
                     tau = self.model.stages(kind, ahead, schedule, inside=inside, last=last).tau
                     found.append(tau[np.isfinite(tau)])
-        return np.unique(np.concatenate(found))
+        values = np.unique(np.concatenate(found))
+        return values[values <= self.problem.above * (1 + CLOSE)]
 
     def _cover(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[Group, Floats]:
         """`cover` of every group: [L + 1, limits]. `ahead`: most micro-batches in flight (zero-bubble: exactly)."""
@@ -167,7 +177,7 @@ class _Solver:
     def table(self, tail: float, pipelines: int) -> _Table:
         """Finishing times of every group for every number of micro-batches; the best schedule counts."""
         rows: dict[Group, Floats] = {}
-        for schedule in self.problem.schedules:
+        for schedule in self.schedules:
             steps = np.arange(1, self.m + 1)
             caps = np.minimum(steps, self.deepest) if self.model.limited else np.ones_like(steps)
             for cap in np.unique(caps):
@@ -180,7 +190,9 @@ class _Solver:
                     times = pipeline_seconds(schedule, fill[None, :], self.limits[schedule], chosen[:, None])
                     row[chosen] = np.minimum(row[chosen], times.min(axis=1))
         groups = sorted(rows)
-        return _Table(groups, np.array([rows[g] for g in groups]).reshape(len(groups), self.m + 1))
+        times = np.array([rows[g] for g in groups]).reshape(len(groups), self.m + 1)
+        times[:, 1:] = np.maximum.accumulate(times[:, 1:], axis=1)
+        return _Table(groups, times)
 
     def _groups(self, schedule: str, cap: int, tail: float, pipelines: int) -> Iterator[tuple[Group, Floats]]:
         """Groups with their covers when pipelines run `cap` micro-batches, or at least so many."""
@@ -193,55 +205,65 @@ class _Solver:
 
     # ---- sharing ----
 
-    def share(self, table: _Table, most: int) -> list[Floats]:
-        """`best` for 0..most pipelines: arrays [counts + 1..., M + 1] of least finishing times."""
-        shape = tuple(n + 1 for n in self.counts)
-        best = np.full((*shape, self.m + 1), inf)
-        best[..., 0] = 0.0
-        layers = [best]
-        for k in range(1, most + 1):
-            following = np.full_like(best, inf)
-            for group, row in zip(table.groups, table.times, strict=True):
-                if self.problem.depths and group.depth != self.problem.depths[k - 1]:
+    def least(self, table: _Table, pipelines: int) -> float:
+        """The least time within which so many pipelines, of at most the nodes there are, do all micro-batches."""
+        low, high = 0, len(table.values)
+        while low < high:
+            middle = (low + high) // 2
+            if self.doable(table, middle)[pipelines] >= self.m:
+                high = middle
+            else:
+                low = middle + 1
+        return float(table.values[low]) if low < len(table.values) else inf
+
+    def doable(self, table: _Table, at: int) -> list[int]:
+        """By number of pipelines, the most micro-batches that are done within `table.values[at]`."""
+        if at not in table.doable:
+            table.doable[at] = [int(best.flat[-1]) for best in self._fill(table, float(table.values[at]))]
+        return table.doable[at]
+
+    def _fill(self, table: _Table, seconds: float) -> list[NDArray[np.int64]]:
+        """For 0, 1, ... pipelines: [counts + 1 ...] the most micro-batches that parts of the nodes do in time."""
+        shares = (table.times <= seconds).sum(axis=1)
+        layers = [np.zeros(tuple(n + 1 for n in self.counts), dtype=np.int64)]
+        for k in range(1, self.most + 1):
+            following = np.full_like(layers[0], IMPOSSIBLE)
+            for group, share in zip(table.groups, shares.tolist(), strict=True):
+                if share == 0 or not self._allowed(group, k):
                     continue
-                source = layers[-1][
-                    tuple(slice(0, n + 1 - c) for n, c in zip(self.counts, group.counts, strict=True))
-                ]
+                source = layers[-1][tuple(slice(0, n + 1 - c) for n, c in zip(self.counts, group.counts, strict=True))]
                 target = following[tuple(slice(c, None) for c in group.counts)]
-                for m in np.flatnonzero(np.isfinite(row)):
-                    np.minimum(
-                        target[..., m:],
-                        np.maximum(source[..., : self.m + 1 - m], row[m]),
-                        out=target[..., m:],
-                    )
+                np.maximum(target, source + share, out=target)
             layers.append(following)
         return layers
 
-    def trace(self, table: _Table, layers: list[Floats], pipelines: int) -> list[tuple[Group, int]]:
-        """(group, micro-batches) of each pipeline of a best sharing."""
-        left, m = self.counts, self.m
-        target = layers[pipelines][(*left, m)]
-        found = []
-        for k in range(pipelines, 0, -1):
-            group, share = self._last(table, layers[k - 1], left, m, k, target)
-            found.append((group, share))
-            left = tuple(n - c for n, c in zip(left, group.counts, strict=True))
-            m -= share
-        return found[::-1]
+    def _allowed(self, group: Group, pipeline: int) -> bool:
+        """Whether `group` may be the pipeline of this number, counted from 1."""
+        return not self.problem.depths or group.depth == self.problem.depths[pipeline - 1]
 
-    def _last(
-        self, table: _Table, before: Floats, left: Counts, m: int, k: int, target: float
-    ) -> tuple[Group, int]:
-        for group, row in zip(table.groups, table.times, strict=True):
-            if self.problem.depths and group.depth != self.problem.depths[k - 1]:
-                continue
-            rest = tuple(n - c for n, c in zip(left, group.counts, strict=True))
-            if min(rest) < 0:
-                continue
-            for share in range(1, m + 1):
-                if row[share] <= target and before[(*rest, m - share)] <= target:
-                    return group, share
-        raise AssertionError("a sharing that was found can be traced")
+    def trace(self, table: _Table, seconds: float, pipelines: int) -> list[tuple[Group, int]]:
+        """(group, micro-batches) of each pipeline of a best sharing within `seconds`."""
+        layers, shares = self._fill(table, seconds), (table.times <= seconds).sum(axis=1)
+        left, found = self.counts, []
+        for k in range(pipelines, 0, -1):
+            for group, share in zip(table.groups, shares.tolist(), strict=True):
+                rest = tuple(n - c for n, c in zip(left, group.counts, strict=True))
+                if share and min(rest) >= 0 and self._allowed(group, k) and layers[k - 1][rest] + share == layers[k][left]:
+                    found.append((group, share))
+                    left = rest
+                    break
+            else:
+                raise AssertionError("a sharing that was found can be traced")
+        return self._exactly(table, found[::-1])
+
+    def _exactly(self, table: _Table, shares: list[tuple[Group, int]]) -> list[tuple[Group, int]]:
+        """Take what is more than M from the pipelines that end last, one micro-batch at a time; one stays with each."""
+        rows = dict(zip(table.groups, table.times, strict=True))
+        for _ in range(sum(share for _, share in shares) - self.m):
+            able = [i for i, (_, share) in enumerate(shares) if share > 1]
+            last = max(able, key=lambda i: (rows[shares[i][0]][shares[i][1]], i))
+            shares[last] = (shares[last][0], shares[last][1] - 1)
+        return shares
 
     # ---- the whole ----
 
@@ -279,20 +301,21 @@ def solve(problem: Problem) -> tuple[Solution | None, dict[int, float]]:
     numbers = solver.numbers()
     if not numbers or solver.deepest < 1:
         return None, {}
+    solver.most = max(numbers)
     free = solver.table(inf, 0)
-    layers = solver.share(free, max(numbers))
-    best: tuple[float, _Table, list[Floats], int, float] | None = None
+    least = {k: solver.least(free, k) for k in numbers}
+    best: tuple[float, _Table, float, int, float] | None = None
     seconds: dict[int, float] = {}
-    for k in sorted(numbers, key=lambda k: layers[k][(*problem.counts, problem.microbatches)]):
+    for k in sorted(numbers, key=lambda k: least[k]):
         seconds[k] = inf
-        for total, tail, table, shared in _tailed(solver, free, layers, k, best[0] if best else inf):
+        for total, tail, table, ending in _tailed(solver, free, least[k], k, best[0] if best else problem.above):
             seconds[k] = min(seconds[k], total)
             if best is None or _better(total, k, best[0], best[3], problem.current):
-                best = (total, table, shared, k, tail)
+                best = (total, table, ending, k, tail)
     if best is None:
         return None, seconds
-    total, table, shared, k, tail = best
-    shapes = [_shape(solver, group, share, tail, k) for group, share in solver.trace(table, shared, k)]
+    total, table, ending, k, tail = best
+    shapes = [_shape(solver, group, share, tail, k) for group, share in solver.trace(table, ending, k)]
     return Solution(tuple(shapes), total), seconds
 
 
@@ -303,31 +326,39 @@ def _better(total: float, k: int, best: float, best_k: int, current: int) -> boo
 
 
 def _tailed(
-    solver: _Solver, free: _Table, layers: list[Floats], k: int, best: float
-) -> Iterator[tuple[float, float, _Table, list[Floats]]]:
-    """Best plans of k pipelines, as (seconds, limit on the tail, table, sharing), for growing limits."""
-    here = (*solver.counts, solver.m)
-    least = layers[k][here]
+    solver: _Solver, free: _Table, least: float, k: int, best: float
+) -> Iterator[tuple[float, float, _Table, float]]:
+    """Plans of k pipelines, the best among them, as (seconds, limit on the tail, table, end of the pipelines).
+
+    Pipelines end the earlier the wider the limit. So between two limits no plan is faster than the smaller limit and
+    the end under the wider one, and most ranges need not be looked into.
+    """
     if least == inf:
         return
     if solver.model.tailless:
-        yield float(least), inf, free, layers
+        yield least, inf, free, least
         return
-    for tail in solver.tails(k):
-        if least + tail > best * (1 + CLOSE):
-            return
-        table = solver.table(float(tail), k)
-        shared = solver.share(table, k)
-        if shared[k][here] < inf:
-            total = float(shared[k][here] + tail)
-            best = min(best, total)
-            yield total, float(tail), table, shared
+    limits = solver.tails(k)
+    ranges = [(0, len(limits), least)]
+    while ranges:
+        low, high, ending = ranges.pop()
+        high = int(np.searchsorted(limits[:high], (best - ending) * (1 + CLOSE), side="right"))
+        if low >= high:
+            continue
+        at = high - 1 if ending == least else (low + high) // 2
+        table = solver.table(float(limits[at]), k)
+        here = solver.least(table, k)
+        if here < inf:
+            best = min(best, here + float(limits[at]))
+            yield here + float(limits[at]), float(limits[at]), table, here
+            ranges.append((low, at, here))
+        ranges.append((at + 1, high, ending))
 
 
 def _shape(solver: _Solver, group: Group, microbatches: int, tail: float, pipelines: int) -> Shape:
     """Find again how `group` covers the layers best."""
     best: tuple[float, str, int] = (inf, "", 0)
-    for schedule in solver.problem.schedules:
+    for schedule in solver.schedules:
         cover = _group_cover(solver, schedule, group, microbatches, tail, pipelines)
         if cover is None:
             continue

@@ -31,6 +31,8 @@ class Optimum:
 def maximise(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> Optimum:
     """Solve it. O(pivots * columns); a handful of pivots a row in practice."""
     rows = len(nodes)
+    if rows == 1:
+        return _one_row(value, counts[:, 0], nodes[0])
     worth = np.concatenate((value.astype(np.float64), np.zeros(rows)))
     matrix = np.concatenate((counts.astype(np.float64), np.eye(rows)))
     basis = list(range(len(value), len(value) + rows))
@@ -54,6 +56,15 @@ def maximise(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> Optimum:
         float(prices @ supply), tuple(b for b, _ in kept), tuple(a for _, a in kept),
         prices, -gains[: len(value)],
     )  # fmt: skip
+
+
+def _one_row(value: Ints, size: Ints, nodes: int) -> Optimum:
+    """One kind of node: the column that does most a node."""
+    rates = value / size
+    best = int(np.argmax(rates))
+    price = float(rates[best])
+    gaps = price * size - value
+    return Optimum(price * nodes, (best,), (nodes / float(size[best]),), np.array([price]), gaps)
 
 
 def bound(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> float:

@@ -21,14 +21,19 @@ from elastic.planning.columns import WIDER, Columns, Ints, columns, grid
 from elastic.planning.cutting import Cutter
 from elastic.planning.exact import Problem, Shape, Solution
 from elastic.planning.linear import Optimum, maximise
-from elastic.planning.model import CostModel
+from elastic.planning.model import CostModel, pipeline_seconds
 
-LEVELS = {1: 128, 2: 64, 3: 34, 4: 14}
-"""Most blocks of a group, by number of kinds: a few thousand groups."""
+LEVELS = {1: (128, 64, 64), 2: (64, 40, 40), 3: (26, 20, 17), 4: (13, 11, 9)}
+"""Most blocks of a group, by number of kinds, for growing blocks: a few thousand groups."""
 LIMITS = 192
 """Limits on the slowest stage that groups are priced with."""
 TAILS = 20
-TIGHTER = (0.85, 0.7, 0.55, 0.4, 0.28, 0.2)
+ATTEMPTS = 3
+"""Limits on the tail that are followed to their end, with several kinds of nodes."""
+TIGHTER = (0.9, 0.75, 0.75, 0.75, 0.75, 0.75)
+"""Factors by which the tail is made smaller."""
+SLACK = 1.03
+"""Limits on the tail whose fractional time is so much worse are not followed."""
 NEGLIGIBLE = 0.01
 """Share of the step that a tail must have to be worth cutting for."""
 CELLS = 6000
@@ -61,15 +66,14 @@ def solve(problem: Problem) -> Solution | None:
     """A near-best plan, or None if nothing fits. Shapes asked for by number or depth are not for this module."""
     found: Solution | None = None
     for most in _loads(problem):
-        pool = _pool(problem, most, inf)
+        pool = _pool(problem, most)
         if pool is None:
             continue
-        for tail in _promising_tails(problem, pool):
-            found = _faster(found, _with_tail(problem, pool, tail))
-        for tail in _tighter(problem, pool, found):
-            narrow = _pool(problem, most, tail)
-            if narrow is not None and found is not None:
-                found = _faster(found, _with_tail(problem, narrow, tail, found.seconds - tail))
+        attempts = ATTEMPTS if sum(n > 0 for n in problem.counts) > 1 else len(pool.tails)
+        for total, tail in _promising_tails(problem, pool)[:attempts]:
+            if found is None or total < found.seconds * (1 - 1e-6):
+                found = _faster(found, _with_tail(problem, pool, tail))
+        found = _narrowed(problem, most, found)
     return found
 
 
@@ -79,18 +83,22 @@ def _faster(found: Solution | None, other: Solution | None) -> Solution | None:
     return found
 
 
-def _tighter(problem: Problem, pool: _Pool, found: Solution | None) -> list[float]:
-    """Limits on the tail worth cutting for: greedy groups are cut without looking at it."""
+def _narrowed(problem: Problem, most: float, found: Solution | None) -> Solution | None:
+    """Groups are cut greedily, without a look at the tail: cut them again for smaller and smaller tails."""
     if problem.model.tailless or found is None:
-        return []
-    model = problem.model
-    pipelines = len(found.shapes)
-    largest = max(float(np.diff(model.gradient).max()) * model.reduction(pipelines), 1e-12)
-    slowest = max(shape_seconds(model, shape) for shape in set(found.shapes))
-    tail = found.seconds - slowest
-    if tail < NEGLIGIBLE * found.seconds:
-        return []
-    return [tail * factor for factor in TIGHTER if tail * factor >= largest]
+        return found
+    model, failures = problem.model, 0
+    largest = max(float(np.diff(model.gradient).max()) * model.reduction(len(found.shapes)), 1e-12)
+    for factor in TIGHTER:
+        priced = [slowest_stage(model, shape) for shape in set(found.shapes)]
+        tail = (found.seconds - max(shape_seconds(model, shape) for shape in set(found.shapes))) * factor
+        if tail < largest or tail < NEGLIGIBLE * found.seconds or failures > 1:
+            break
+        narrow = _pool(problem, most, tail, (min(priced) / 1.5, max(priced) * 1.5))
+        other = narrow and _with_tail(problem, narrow, tail, found.seconds - tail)
+        failures = 0 if other and other.seconds < found.seconds else failures + 1
+        found = _faster(found, other)
+    return found
 
 
 def _loads(problem: Problem) -> list[float]:
@@ -101,29 +109,35 @@ def _loads(problem: Problem) -> list[float]:
     return [inf, *([ceil(4 * share)] if share < 2 else [])]
 
 
-def _pool(problem: Problem, most: float, tail: float) -> _Pool | None:
+def _pool(
+    problem: Problem, most: float, tail: float = inf, near: tuple[float, float] = (0.0, inf)
+) -> _Pool | None:
     """Price groups, in blocks large enough that those that memory or M ask for are among them."""
     model, counts = problem.model, problem.counts
-    kinds = sum(n > 0 for n in counts)
-    levels = min(LEVELS.get(kinds, 8), sum(counts))
     deepest = min(model.n_layers, sum(counts))
-    wanted = min(deepest, 1.5 * sum(counts) / problem.microbatches)
-    block = max(1, ceil(wanted / levels))
-    while True:
-        parts = tuple(
-            columns(model, counts, grid(model, s, levels * block, LIMITS)[0], s, levels, block, most, tail)
-            for s in problem.schedules
-        )
-        able = [part.depth[np.isfinite(part.fill[:, 0])] for part in parts]
-        shallowest = min((int(depths.min()) for depths in able if len(depths)), default=0)
-        if levels * block >= deepest or 0 < shallowest <= 0.7 * levels * block:
-            break
-        block *= 2
-    if not shallowest:
+    parts = [
+        columns(model, counts, grid(model, s, deepest, LIMITS, near)[0], s, levels, block, most, tail)
+        for s in problem.schedules
+        for levels, block in _blocks(sum(n > 0 for n in counts), deepest)
+    ]
+    if not any(np.isfinite(part.fill).any() for part in parts):
         return None
     tails = np.concatenate([part.tail[np.isfinite(part.tail)] for part in parts])
     limits = _spread(tails, model) if tail == inf else (tail,)
-    return _Pool(parts, np.concatenate([part.counts for part in parts]), limits)
+    return _Pool(tuple(parts), np.concatenate([part.counts for part in parts]), limits)
+
+
+def _blocks(kinds: int, deepest: int) -> list[tuple[int, int]]:
+    """(levels, nodes a block): shallow groups one by one, deeper ones in coarser and coarser steps."""
+    found, block = [], 1
+    for levels in LEVELS.get(kinds, (8, 8, 8)):
+        reached = found[-1][0] * found[-1][1] if found else 0
+        if reached >= deepest:
+            break
+        block = max(block, ceil(deepest / levels)) if len(found) == 2 else block
+        found.append((min(levels, ceil(deepest / block)), block))
+        block *= 2
+    return found
 
 
 def _spread(tails: np.ndarray[tuple[int], np.dtype[np.float64]], model: CostModel) -> tuple[float, ...]:
@@ -134,20 +148,19 @@ def _spread(tails: np.ndarray[tuple[int], np.dtype[np.float64]], model: CostMode
     return tuple(np.unique(values[np.minimum(np.searchsorted(values, steps), len(values) - 1)]).tolist())
 
 
-def _promising_tails(problem: Problem, pool: _Pool) -> list[float]:
-    """The two limits on the tail with the least fractional time."""
-    if len(pool.tails) == 1:
-        return list(pool.tails)
-    totals = []
-    best = inf
+def _promising_tails(problem: Problem, pool: _Pool) -> list[tuple[float, float]]:
+    """(fractional seconds, limit on the tail), best first; some limits that cannot be best are left out."""
+    totals, best = [], inf
     middle = len(pool.tails) // 2
     for tail in sorted(pool.tails, key=lambda t: abs(pool.tails.index(t) - middle)):
-        if best <= tail:
+        slack = SLACK * best - tail
+        if slack <= 0:
             continue
-        target = fractional(pool.values, pool.counts, problem.counts, problem.microbatches, tail, best - tail)
-        totals.append((target + tail, tail))
-        best = min(best, target + tail)
-    return [tail for total, tail in sorted(totals)[:2] if total < inf]
+        target = fractional(pool.values, pool.counts, problem.counts, problem.microbatches, tail, slack)
+        if target < inf:
+            totals.append((target + tail, tail))
+            best = min(best, target + tail)
+    return sorted(totals)
 
 
 def fractional(
@@ -337,10 +350,13 @@ def cost(model: CostModel, shapes: tuple[Shape, ...]) -> float:
 
 def shape_seconds(model: CostModel, shape: Shape) -> float:
     """Seconds of one pipeline."""
-    from elastic.planning.model import pipeline_seconds
-
     cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
     return float(pipeline_seconds(shape.schedule, *cutter.seconds(shape.cuts), shape.microbatches))
+
+
+def slowest_stage(model: CostModel, shape: Shape) -> float:
+    """Seconds of its slowest stage."""
+    return Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches).seconds(shape.cuts)[1]
 
 
 def distinct(shapes: tuple[Shape, ...]) -> Iterator[tuple[Shape, int]]:
