@@ -19,7 +19,7 @@ Both plan 1F1B. Where they have a choice it is made for them by our cost model, 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -33,6 +33,8 @@ Seconds = Callable[[Plan], float]
 """Seconds of a step of a plan, under the cost model that all are compared with."""
 REPLICAS = 2
 """Oobleck's f + 1."""
+PRICED = 4
+"""Shapes that are priced in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,12 @@ class Equal:
         kept = ahead * self.widest + activation if recompute else ahead * activation
         return self.fixed[last] - self.fixed[first] + kept
 
+    def tail(self, first: int, last: int, per_byte: float) -> float:
+        """Seconds to reduce and update a stage."""
+        layers, times = self.profile.layers[first:last], self.profile.devices[0].layers[first:last]
+        sent = sum(layer.gradient_bytes for layer in layers) / self.profile.tp
+        return per_byte * sent + sum(t.update_s for t in times)
+
     def fits(self, cuts: Sequence[int], microbatches: int, recompute: bool) -> bool:
         depth = len(cuts) - 1
         return all(
@@ -103,14 +111,33 @@ class Equal:
 
 def oobleck(cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds) -> Plan | None:
     """The best plan that Oobleck's templates allow, or None."""
-    found = [_plan(cluster, nodes, shape) for shape in _instantiations(cluster, len(nodes))]
-    return min(found, key=seconds, default=None)
+    return _best(cluster, nodes, seconds, _instantiations(cluster, len(nodes)))
 
 
 def varuna(cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds) -> Plan | None:
     """The best plan of Varuna's (P, D), or None."""
-    found = [_plan(cluster, nodes, shape) for shape in _grids(cluster, len(nodes))]
-    return min(found, key=seconds, default=None)
+    return _best(cluster, nodes, seconds, _grids(cluster, len(nodes)))
+
+
+def _best(
+    cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds, shapes: Iterable[list[Template]]
+) -> Plan | None:
+    """The shapes that are best by the closed form are priced in full, and the fastest of them is the plan."""
+    dealt = [(shape, _deal(cluster, shape)) for shape in shapes]
+    dealt.sort(key=lambda item: _closed_form(cluster, *item))
+    return min((_plan(cluster, nodes, *item) for item in dealt[:PRICED]), key=seconds, default=None)
+
+
+def _closed_form(cluster: Equal, shape: Sequence[Template], counts: Sequence[int]) -> float:
+    """The cost model's step: sum + (m - 1) * max of the stages' times, reduction, update."""
+    k, link = len(shape), cluster.profile.link
+    per_byte = 2 * (k - 1) / k / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
+    ends, tails = [], []
+    for made, count in set(zip(shape, counts, strict=True)):
+        times = _times(cluster, made.cuts, made.recompute)
+        ends.append(sum(times) + (count - 1) * max(times))
+        tails += [cluster.tail(a, b, per_byte) for a, b in pairwise(made.cuts)]
+    return max(ends) + max(tails)
 
 
 def _grids(cluster: Equal, nodes: int) -> Iterator[list[Template]]:
@@ -262,9 +289,10 @@ def _times(cluster: Equal, cuts: Sequence[int], recompute: bool) -> list[float]:
     ]
 
 
-def _plan(cluster: Equal, nodes: Sequence[NodeInfo], shape: Sequence[Template]) -> Plan:
-    """Put templates on nodes in order, and deal micro-batches so that the last pipeline ends as early as it can."""
-    counts = _deal(cluster, shape)
+def _plan(
+    cluster: Equal, nodes: Sequence[NodeInfo], shape: Sequence[Template], counts: Sequence[int]
+) -> Plan:
+    """Put templates on nodes in order."""
     names, index, pipelines = iter(info.node for info in nodes), 0, []
     for made, count in zip(shape, counts, strict=True):
         stages = tuple(Stage(Unit(next(names)), a, b, made.recompute) for a, b in pairwise(made.cuts))
@@ -283,7 +311,7 @@ def _plan(cluster: Equal, nodes: Sequence[NodeInfo], shape: Sequence[Template]) 
 
 
 def _deal(cluster: Equal, shape: Sequence[Template]) -> list[int]:
-    """One micro-batch each, then each further one to the pipeline that would end first with it."""
+    """Micro-batches of each pipeline: one each, then each further one to the pipeline that would end first with it."""
     times = {made: _times(cluster, made.cuts, made.recompute) for made in set(shape)}
     counts = [1] * len(shape)
     heap = [(sum(times[made]) + max(times[made]), i) for i, made in enumerate(shape)]
