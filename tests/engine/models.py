@@ -11,7 +11,7 @@ from elastic.core.types import Accumulate
 from elastic.planning.schedule import Action, one_f_one_b
 from elastic.worker.abandon import Abandon
 from elastic.worker.chunk import Chunk
-from elastic.worker.layers import ListStack, Microbatch, TensorParallel
+from elastic.worker.layers import LayerStack, ListStack, Microbatch, TensorParallel
 from elastic.worker.links import Links
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.pipeline import StageRunner
@@ -60,7 +60,7 @@ def data(step: int, index: int) -> Microbatch:
     return Microbatch(step, index, fields)
 
 
-def replicas(model: ListStack, layers: Sequence[int], accumulate: Accumulate) -> list[LayerReplica]:
+def replicas(model: LayerStack, layers: Sequence[int], accumulate: Accumulate) -> list[LayerReplica]:
     optimizer = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1)
     device = torch.device("cpu")
     return [build_replica(model, i, TensorParallel(), optimizer, accumulate, 5, device) for i in layers]
@@ -86,6 +86,7 @@ def runner(
     n_microbatches: int,
     chunks: Sequence[Chunk] | None = None,
     tp_sync: Callable[[bool], bool] | None = None,
+    data: Callable[[int, int], Microbatch] = data,
 ) -> StageRunner:
     return StageRunner(
         chunks or [Chunk(layers)],
