@@ -8,47 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from math import inf
 
 Cost = Callable[[int], float]
 """Finishing time of a pipeline as a function of its micro-batches; never falls; inf when it cannot take so
 many."""
-
-
-def capacity(cost: Cost, limit: float, most: int) -> int:
-    """Return the largest m <= most with cost(m) <= limit, or 0."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cost(middle) <= limit:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def makespan(total: int, classes: Sequence[tuple[Cost, int]]) -> float:
-    """Return the least finishing time of `total` micro-batches over classes of (cost, number of like
-    pipelines).
-
-    Every pipeline takes at least one. inf when the pipelines cannot take them all. O(log^2 total) a class.
-    """
-    pipelines = sum(count for _, count in classes)
-    most = total - pipelines + 1
-    if most < 1:
-        return inf
-    floor = max(cost(1) for cost, _ in classes)
-    best = inf
-    for cost, _ in classes:
-        low, high = 1, most + 1
-        while low < high:
-            middle = (low + high) // 2
-            limit = max(cost(middle), floor)
-            taken = total if limit == inf else sum(capacity(c, limit, most) * n for c, n in classes)
-            low, high = (low, middle) if taken >= total else (middle + 1, high)
-        if low <= most:
-            best = min(best, max(cost(low), floor))
-    return best
 
 
 def allot(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:

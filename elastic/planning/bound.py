@@ -122,7 +122,9 @@ class _Bounds:
     def _able(self, seconds: float) -> bool:
         value = self.values(seconds)
         counts = self.parts[0].counts
-        return bool(value.any()) and bound(value, counts, self.problem.counts) >= self.problem.microbatches * (1 - 1e-9)
+        return bool(value.any()) and bound(
+            value, counts, self.problem.counts
+        ) >= self.problem.microbatches * (1 - 1e-9)
 
 
 def _ranges(problem: Problem) -> list[tuple[int, float]]:

@@ -88,11 +88,18 @@ class _Reach:
     """How far one stage comes down: tables by (kind, stages behind)."""
 
     def __init__(
-        self, model: CostModel, limits: Floats, schedule: str, most: float, tail: float = np.inf, pipelines: int = MANY
+        self,
+        model: CostModel,
+        limits: Floats,
+        schedule: str,
+        most: float,
+        tail: float = np.inf,
+        pipelines: int = MANY,
     ) -> None:
         self.model, self.limits, self.schedule, self.most, self.tail = model, limits, schedule, most, tail
         self.tails = [
-            model.gradient * model.reduction(pipelines) + model.prefix(q).update for q in range(len(model.kinds))
+            model.gradient * model.reduction(pipelines) + model.prefix(q).update
+            for q in range(len(model.kinds))
         ]
         self.times = {
             (q, again): self._prefix(q, again) for q in range(len(model.kinds)) for again in (False, True)
@@ -137,7 +144,15 @@ class _Reach:
         return np.minimum(found, np.arange(model.n_layers + 1))
 
     def extend(
-        self, kind: int, behind: int, depth: int, inside: bool, reach: Ints, fill: Floats, slowest: Floats, tail: Floats
+        self,
+        kind: int,
+        behind: int,
+        depth: int,
+        inside: bool,
+        reach: Ints,
+        fill: Floats,
+        slowest: Floats,
+        tail: Floats,
     ) -> _State:
         """Put a stage of `kind` before stages that came down to `reach`; all [groups, limits]."""
         ahead = min(float(depth if self.schedule == ZERO_BUBBLE else behind + 1), self.most)
@@ -153,7 +168,8 @@ class _Reach:
             new = np.maximum(by_space, by_time)[reach, at]
             seconds = times[reach] - times[new]
             again = np.maximum(
-                self.by_space(kind, ahead, True)[:, None], self.by_time(kind, True, inside, behind == 0)[:, :width]
+                self.by_space(kind, ahead, True)[:, None],
+                self.by_time(kind, True, inside, behind == 0)[:, :width],
             )[reach, at]
             further = again < new
             times = self.times[kind, True]
@@ -254,9 +270,7 @@ def columns(
     return _options(found, limits, schedule, most, choice, block)
 
 
-def _keep(
-    best: _State, chosen: NDArray[np.int8], rows: Ints, state: _State, kind: int
-) -> None:
+def _keep(best: _State, chosen: NDArray[np.int8], rows: Ints, state: _State, kind: int) -> None:
     """Where `state` came further down, or as far in less time, it is the best now."""
     here = tuple(values[rows] for values in best)
     better = np.isfinite(state[1]) & (
@@ -275,10 +289,18 @@ def _options(
     widest = found[0][2][0].shape[1]
 
     def whole_table(i: int, missing: float) -> Floats:
-        parts = [np.pad(part[2][i], ((0, 0), (0, widest - part[2][i].shape[1])), constant_values=missing) for part in found]
+        parts = [
+            np.pad(part[2][i], ((0, 0), (0, widest - part[2][i].shape[1])), constant_values=missing)
+            for part in found
+        ]
         return np.concatenate(parts)
 
-    reach, fill, slowest, tail = whole_table(0, 1), whole_table(1, np.inf), whole_table(2, np.inf), whole_table(3, np.inf)
+    reach, fill, slowest, tail = (
+        whole_table(0, 1),
+        whole_table(1, np.inf),
+        whole_table(2, np.inf),
+        whole_table(3, np.inf),
+    )
     whole = (reach == 0) & np.isfinite(fill)
     first = np.argmax(whole, axis=1)
     wanted = np.stack(
@@ -307,7 +329,10 @@ def grid(
             times = _Reach(model, np.zeros(1), schedule, 1).times[kind, again]
             stream = model.prefix(kind).stream
             for hops in (model.hops(inside=False, last=False), model.hops(inside=False, last=True)):
-                tau = np.maximum(times[None, :] - times[:, None], stream[None, :] - stream[:, None]) + hops[None, :]
+                tau = (
+                    np.maximum(times[None, :] - times[:, None], stream[None, :] - stream[:, None])
+                    + hops[None, :]
+                )
                 found.append(tau[np.triu_indices(model.n_layers + 1, 1)])
     values = np.unique(np.concatenate(found))
     least = min(

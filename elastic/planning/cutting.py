@@ -39,7 +39,9 @@ class Cutter:
         self.taus = [table.tau for table in self.tables]
         if tail < inf:
             allowed = {k: model.tails(k, pipelines) <= tail * (1 + CLOSE) for k in set(kinds)}
-            self.taus = [np.where(allowed[k], tau, inf) for (k, _), tau in zip(owners, self.taus, strict=True)]
+            self.taus = [
+                np.where(allowed[k], tau, inf) for (k, _), tau in zip(owners, self.taus, strict=True)
+            ]
 
     def least(self, low: float, high: float) -> float:
         """The least limit in [low, high] under which there is a cut; inf if there is none."""
@@ -62,7 +64,10 @@ class Cutter:
         rest[n_layers] = 0.0
         ends = []
         for table, tau in zip(reversed(self.tables), reversed(self.taus), strict=True):
-            sums = np.where(tau <= limit * (1 + CLOSE), table.fill + EVEN / limit * tau * tau, inf) + rest[None, :]
+            sums = (
+                np.where(tau <= limit * (1 + CLOSE), table.fill + EVEN / limit * tau * tau, inf)
+                + rest[None, :]
+            )
             ends.append(sums.argmin(axis=1))
             rest = sums.min(axis=1)
         if not np.isfinite(rest[0]):
@@ -89,5 +94,3 @@ class Cutter:
             if found is None or seconds < found[1] * (1 - CLOSE):
                 found = Shape(self.schedule, self.kinds, self.used, cuts, self.microbatches), seconds
         return found
-
-

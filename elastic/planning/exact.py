@@ -231,7 +231,9 @@ class _Solver:
             for group, share in zip(table.groups, shares.tolist(), strict=True):
                 if share == 0 or not self._allowed(group, k):
                     continue
-                source = layers[-1][tuple(slice(0, n + 1 - c) for n, c in zip(self.counts, group.counts, strict=True))]
+                source = layers[-1][
+                    tuple(slice(0, n + 1 - c) for n, c in zip(self.counts, group.counts, strict=True))
+                ]
                 target = following[tuple(slice(c, None) for c in group.counts)]
                 np.maximum(target, source + share, out=target)
             layers.append(following)
@@ -248,7 +250,12 @@ class _Solver:
         for k in range(pipelines, 0, -1):
             for group, share in zip(table.groups, shares.tolist(), strict=True):
                 rest = tuple(n - c for n, c in zip(left, group.counts, strict=True))
-                if share and min(rest) >= 0 and self._allowed(group, k) and layers[k - 1][rest] + share == layers[k][left]:
+                if (
+                    share
+                    and min(rest) >= 0
+                    and self._allowed(group, k)
+                    and layers[k - 1][rest] + share == layers[k][left]
+                ):
                     found.append((group, share))
                     left = rest
                     break
@@ -308,7 +315,9 @@ def solve(problem: Problem) -> tuple[Solution | None, dict[int, float]]:
     seconds: dict[int, float] = {}
     for k in sorted(numbers, key=lambda k: least[k]):
         seconds[k] = inf
-        for total, tail, table, ending in _tailed(solver, free, least[k], k, best[0] if best else problem.above):
+        for total, tail, table, ending in _tailed(
+            solver, free, least[k], k, best[0] if best else problem.above
+        ):
             seconds[k] = min(seconds[k], total)
             if best is None or _better(total, k, best[0], best[3], problem.current):
                 best = (total, table, ending, k, tail)

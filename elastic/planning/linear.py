@@ -36,13 +36,15 @@ def maximise(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> Optimum:
     worth = np.concatenate((value.astype(np.float64), np.zeros(rows)))
     matrix = np.concatenate((counts.astype(np.float64), np.eye(rows)))
     basis = list(range(len(value), len(value) + rows))
-    supply = np.asarray(nodes, dtype=np.float64)
-    amounts, prices, gains = supply, np.zeros(rows), worth
+    supply: Floats = np.asarray(nodes, dtype=np.float64)
+    amounts: Floats = supply
+    prices: Floats = np.zeros(rows)
+    gains: Floats = worth
     for _ in range(50 * (rows + 1)):
         square = matrix[basis].T
-        prices = np.linalg.solve(square.T, worth[basis])
-        amounts = np.linalg.solve(square, supply)
-        gains = worth - matrix @ prices
+        prices = np.asarray(np.linalg.solve(square.T, worth[basis]), dtype=np.float64)
+        amounts = np.asarray(np.linalg.solve(square, supply), dtype=np.float64)
+        gains = np.asarray(worth - matrix @ prices, dtype=np.float64)
         entering = int(np.argmax(gains))
         if gains[entering] <= 1e-9 * max(1.0, float(worth.max())):
             break
@@ -54,7 +56,7 @@ def maximise(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> Optimum:
     prices = np.maximum(prices, 0.0)
     return Optimum(
         float(prices @ supply), tuple(b for b, _ in kept), tuple(a for _, a in kept),
-        prices, -gains[: len(value)],
+        prices, np.asarray(-gains[: len(value)], dtype=np.float64),
     )  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def _one_row(value: Ints, size: Ints, nodes: int) -> Optimum:
     rates = value / size
     best = int(np.argmax(rates))
     price = float(rates[best])
-    gaps = price * size - value
+    gaps: Floats = np.asarray(price * size - value, dtype=np.float64)
     return Optimum(price * nodes, (best,), (nodes / float(size[best]),), np.array([price]), gaps)
 
 

@@ -33,11 +33,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
 
-from elastic.core.types import LayerSpec, Plan, Stage, Unit
-from elastic.planning.costs import Costs
+from elastic.core.types import LayerSpec, Plan
 from elastic.planning.exchange import Host, Slot, deal
 from elastic.planning.matching import Sort, cheapest
-from elastic.planning.partition import cut
 
 T = TypeVar("T")
 
@@ -185,47 +183,3 @@ def recut(
                     following[last] = (*option, (*done, last))
         best = following
     return best[n_layers][2]
-
-
-# ---- one shape of equal nodes ----
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One pipeline before nodes are known: its depth, its micro-batches and the ticks of its slowest
-    stage."""
-
-    depth: int
-    microbatches: int
-    bottleneck: int
-
-
-def place(
-    costs: Costs,
-    shapes: Sequence[Shape],
-    nodes: Sequence[str],
-    per_node: int,
-    holdings: Holdings,
-    full: Sequence[int],
-) -> list[tuple[Stage, ...]]:
-    """Return the stages of each pipeline. `nodes` must suffice; `full` is the bytes of each layer."""
-    even = {shape: cut(costs, shape.depth, shape.microbatches, shape.bottleneck) for shape in set(shapes)}
-    starts = [(p, first) for p, shape in enumerate(shapes) for first in range(0, shape.depth, per_node)]
-    slots = []
-    for p, first in starts:
-        cuts = even[shapes[p]]
-        slots.append(Slot(0, range(cuts[first], cuts[min(first + per_node, shapes[p].depth)]), p))
-    chosen = assign(slots, [Host(node, 0, "") for node in nodes], holdings, full)
-    owner = dict(zip(starts, chosen, strict=True))
-    placed = []
-    for p, shape in enumerate(shapes):
-        hosts = [owner[p, s - s % per_node] for s in range(shape.depth)]
-        cuts = even[shape]
-        if holdings.live:
-            moved = {node: holdings.missing(node, full) for node in set(hosts)}
-            cuts = cut(
-                costs, shape.depth, shape.microbatches, shape.bottleneck, [moved[node] for node in hosts]
-            )
-        units = [Unit(node, s % per_node) for s, node in enumerate(hosts)]
-        placed.append(tuple(Stage(u, a, b) for u, a, b in zip(units, cuts, cuts[1:], strict=False)))
-    return placed

@@ -36,7 +36,9 @@ class Prediction:
 class _Places:
     """Where stages lie, and what lies between them."""
 
-    def __init__(self, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]]) -> None:
+    def __init__(
+        self, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]]
+    ) -> None:
         self.profile, self.slow = profile, dict(slow)
         self.nodes = {info.node: info for info in nodes}
 
@@ -44,7 +46,9 @@ class _Places:
         return self.slow.get(unit.node, 1.0)
 
     def device(self, unit: Unit) -> str:
-        return self.nodes[unit.node].device
+        """The node's type; where the profile is a job's own figures, all nodes are alike."""
+        only = self.profile.devices[0].name
+        return self.nodes[unit.node].device if only else only
 
     def link(self, a: Unit, b: Unit) -> Link:
         """Between neighbouring stages."""
@@ -69,6 +73,20 @@ def predict(
     finish = tuple(_finish(p, times) for p, times in zip(plan.pipelines, stages, strict=True))
     tail = _tail(plan, places)
     return Prediction(max(finish) + tail, finish, tail, stages)
+
+
+def pipeline_seconds(
+    pipeline: Pipeline,
+    profile: Profile,
+    nodes: Sequence[NodeInfo],
+    slow: Sequence[tuple[str, float]],
+    tp: int,
+) -> float:
+    """Seconds of one pipeline, backups aside."""
+    places = _Places(profile, nodes, slow)
+    return _finish(
+        pipeline, tuple(_times(pipeline, s, tp, places, False) for s in range(len(pipeline.stages)))
+    )
 
 
 def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, stream: bool) -> StageTimes:
@@ -112,7 +130,10 @@ def closed_form(schedule: str, times: Sequence[StageTimes], microbatches: int) -
     """The cost model's time of a 1F1B or zero-bubble pipeline."""
     hops = [2 * t.hop_s for t in times]
     if schedule == ZERO_BUBBLE:
-        taus = [t.forward_s + t.backward_input_s + t.backward_weight_s + h for t, h in zip(times, hops, strict=True)]
+        taus = [
+            t.forward_s + t.backward_input_s + t.backward_weight_s + h
+            for t, h in zip(times, hops, strict=True)
+        ]
         fills = [max(0.0, tau - 2 * t.backward_weight_s) for tau, t in zip(taus, times, strict=True)]
         return microbatches * max(taus) + sum(fills[:-1])
     taus = [t.forward_s + t.backward_s + h for t, h in zip(times, hops, strict=True)]

@@ -134,12 +134,19 @@ def _numbers(profile: Profile) -> Iterator[tuple[str, float]]:
                 yield f"{path}.{field.name}", value
 
 
-def profile_of(layers: tuple[LayerSpec, ...], tp: int = 1, tokens_per_microbatch: int = 0) -> Profile:
-    """The profile that a job's own figures make: one device type, links unknown."""
+def profile_of(
+    layers: tuple[LayerSpec, ...], tp: int = 1, tokens_per_microbatch: int = 0, link: Link | None = None
+) -> Profile:
+    """The profile that a job's own figures make: one device type, one kind of link."""
     times = tuple(
         LayerTimes(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s)
         for la in layers
     )
     return Profile(
-        model="", tp=tp, tokens_per_microbatch=tokens_per_microbatch, layers=layers, devices=(Device("", times),)
+        model="",
+        tp=tp,
+        tokens_per_microbatch=tokens_per_microbatch,
+        layers=layers,
+        devices=(Device("", times),),
+        link=link or Link(),
     )

@@ -87,18 +87,21 @@ def _narrowed(problem: Problem, most: float, found: Solution | None) -> Solution
     """Groups are cut greedily, without a look at the tail: cut them again for smaller and smaller tails."""
     if problem.model.tailless or found is None:
         return found
-    model, failures = problem.model, 0
-    largest = max(float(np.diff(model.gradient).max()) * model.reduction(len(found.shapes)), 1e-12)
+    model, failures, best = problem.model, 0, found
+    largest = max(float(np.diff(model.gradient).max()) * model.reduction(len(best.shapes)), 1e-12)
     for factor in TIGHTER:
-        priced = [slowest_stage(model, shape) for shape in set(found.shapes)]
-        tail = (found.seconds - max(shape_seconds(model, shape) for shape in set(found.shapes))) * factor
-        if tail < largest or tail < NEGLIGIBLE * found.seconds or failures > 1:
+        shapes = set(best.shapes)
+        slowest = [slowest_stage(model, shape) for shape in shapes]
+        tail = (best.seconds - max(shape_seconds(model, shape) for shape in shapes)) * factor
+        if tail < largest or tail < NEGLIGIBLE * best.seconds or failures > 1:
             break
-        narrow = _pool(problem, most, tail, (min(priced) / 1.5, max(priced) * 1.5))
-        other = narrow and _with_tail(problem, narrow, tail, found.seconds - tail)
-        failures = 0 if other and other.seconds < found.seconds else failures + 1
-        found = _faster(found, other)
-    return found
+        narrow = _pool(problem, most, tail, (min(slowest) / 1.5, max(slowest) * 1.5))
+        other = _with_tail(problem, narrow, tail, best.seconds - tail) if narrow else None
+        if other is not None and other.seconds < best.seconds * (1 - 1e-9):
+            best, failures = other, 0
+        else:
+            failures += 1
+    return best
 
 
 def _loads(problem: Problem) -> list[float]:
@@ -129,7 +132,8 @@ def _pool(
 
 def _blocks(kinds: int, deepest: int) -> list[tuple[int, int]]:
     """(levels, nodes a block): shallow groups one by one, deeper ones in coarser and coarser steps."""
-    found, block = [], 1
+    found: list[tuple[int, int]] = []
+    block = 1
     for levels in LEVELS.get(kinds, (8, 8, 8)):
         reached = found[-1][0] * found[-1][1] if found else 0
         if reached >= deepest:
@@ -150,7 +154,10 @@ def _spread(tails: np.ndarray[tuple[int], np.dtype[np.float64]], model: CostMode
 
 def _promising_tails(problem: Problem, pool: _Pool) -> list[tuple[float, float]]:
     """(fractional seconds, limit on the tail), best first; some limits that cannot be best are left out."""
-    totals, best = [], inf
+    if len(pool.tails) == 1:
+        return [(0.0, pool.tails[0])]
+    totals: list[tuple[float, float]] = []
+    best = inf
     middle = len(pool.tails) // 2
     for tail in sorted(pool.tails, key=lambda t: abs(pool.tails.index(t) - middle)):
         slack = SLACK * best - tail
@@ -244,7 +251,9 @@ def _floor(optimum: Optimum, counts: Ints, nodes: tuple[int, ...]) -> tuple[Coun
     return +chosen, left()
 
 
-def _knapsack(values: Ints, optimum: Optimum, counts: Ints, left: tuple[int, ...]) -> tuple[Counter[int], int]:
+def _knapsack(
+    values: Ints, optimum: Optimum, counts: Ints, left: tuple[int, ...]
+) -> tuple[Counter[int], int]:
     """The most micro-batches that the nodes left over can do, and by which pipelines."""
     fits = np.flatnonzero((values > 0) & (counts <= np.array(left)).all(axis=1))
     order = fits[np.lexsort((fits, optimum.gaps[fits]))]
@@ -264,7 +273,11 @@ def _knapsack(values: Ints, optimum: Optimum, counts: Ints, left: tuple[int, ...
 
 
 def _taken(
-    values: Ints, counts: Ints, kept: list[int], left: tuple[int, ...], table: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+    values: Ints,
+    counts: Ints,
+    kept: list[int],
+    left: tuple[int, ...],
+    table: np.ndarray[tuple[int, ...], np.dtype[np.int64]],
 ) -> Counter[int]:
     chosen: Counter[int] = Counter()
     at = np.array(left)
@@ -280,7 +293,9 @@ def _taken(
     return chosen
 
 
-def _finish(problem: Problem, pool: _Pool, chosen: Counter[int], seconds: float, tail: float) -> Solution | None:
+def _finish(
+    problem: Problem, pool: _Pool, chosen: Counter[int], seconds: float, tail: float
+) -> Solution | None:
     """Share out exactly M micro-batches and cut every pipeline precisely."""
     values = pool.values(seconds, tail)
     members = [c for c in sorted(chosen) for _ in range(chosen[c])]

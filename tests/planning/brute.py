@@ -29,13 +29,26 @@ class Brute:
         schedules: tuple[str, ...] = ("1f1b",),
         stream: bool = False,
     ) -> None:
-        self.p, self.nodes, self.m, self.schedules, self.stream = profile, nodes, microbatches, schedules, stream
+        self.p, self.nodes, self.m, self.schedules, self.stream = (
+            profile,
+            nodes,
+            microbatches,
+            schedules,
+            stream,
+        )
         self.n = len(profile.layers)
         self.pipeline = cache(self._pipeline)
         self.stage = cache(self._stage)
 
     def _stage(
-        self, node: tuple[str, float, int, int], i: int, j: int, ahead: int, last: bool, inside: bool, zero: bool
+        self,
+        node: tuple[str, float, int, int],
+        i: int,
+        j: int,
+        ahead: int,
+        last: bool,
+        inside: bool,
+        zero: bool,
     ) -> tuple[float, float, float, float] | None:
         """(tau, weight part, gradient bytes, update) of a stage, or None if it does not fit."""
         name, slow, memory, _ = node
@@ -61,10 +74,14 @@ class Brute:
         link = self.p.inside if inside else self.p.link
         hop = 0.0
         if not last:
-            hop = 2 * (link.latency_s + (layers[-1].output_bytes / link.bytes_per_s if link.bytes_per_s else 0))
+            hop = 2 * (
+                link.latency_s + (layers[-1].output_bytes / link.bytes_per_s if link.bytes_per_s else 0)
+            )
         return compute + hop, weight, gradient, sum(t.update_s for t in times) * slow
 
-    def _pipeline(self, kinds: tuple[tuple[str, float, int, int], ...], m: int) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
+    def _pipeline(
+        self, kinds: tuple[tuple[str, float, int, int], ...], m: int
+    ) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
         """Pareto set of (seconds, ((gradient bytes, update) of each stage)) over orders and cuts; `kinds` sorted."""
         found: set[tuple[float, tuple[tuple[float, float], ...]]] = set()
         for order in sorted(set(itertools.permutations(kinds))):
@@ -87,7 +104,9 @@ class Brute:
         return not self.p.link.bytes_per_s and not any(t.update_s for d in self.p.devices for t in d.layers)
 
     @staticmethod
-    def _pareto(found: set[tuple[float, tuple[tuple[float, float], ...]]]) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
+    def _pareto(
+        found: set[tuple[float, tuple[tuple[float, float], ...]]],
+    ) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
         kept: list[tuple[float, tuple[tuple[float, float], ...]]] = []
         for time, tails in sorted(found):
             if not any(all(any(a <= x and b <= y for x, y in tails) for a, b in other) for _, other in kept):
@@ -95,7 +114,11 @@ class Brute:
         return kept
 
     def _time(
-        self, owners: list[tuple[tuple[str, float, int, int], bool]], lengths: tuple[int, ...], m: int, zero: bool
+        self,
+        owners: list[tuple[tuple[str, float, int, int], bool]],
+        lengths: tuple[int, ...],
+        m: int,
+        zero: bool,
     ) -> tuple[float, tuple[tuple[float, float], ...]] | None:
         depth, at = len(lengths), 0
         taus, fills, tails = [], [], []

@@ -1,0 +1,148 @@
+"""From shapes to a plan: nodes for the slots, cuts that move less, backups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
+
+import numpy as np
+
+from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
+from elastic.planning.batches import deal
+from elastic.planning.cutting import Cutter
+from elastic.planning.exact import CLOSE, Shape, Solution
+from elastic.planning.exchange import Host, Slot
+from elastic.planning.kinds import Kinds
+from elastic.planning.model import CostModel
+from elastic.planning.peers import choose_peers, domain_of
+from elastic.planning.placement import Holdings, assign, recut
+from elastic.planning.request import PlanRequest
+
+MOST_RECUT = 128
+"""Nodes up to which pipelines are cut again to move less."""
+
+
+def build(
+    request: PlanRequest, solution: Solution, kinds: Kinds, model: CostModel, active: Sequence[NodeInfo]
+) -> tuple[Pipeline, ...]:
+    """Choose nodes for the slots of the shapes, such that as few bytes as possible move."""
+    shapes = sorted(solution.shapes, key=lambda shape: -shape.depth)
+    layers = request.spec.layers
+    full = [la.param_bytes + la.state_bytes + la.gradient_bytes for la in layers]
+    holdings = Holdings.of(request.current, layers)
+    slots = [slot for p, shape in enumerate(shapes) for slot in _slots(shape, p)]
+    hosts = [Host(info.node, kinds.of[info.node], info.domain) for info in active]
+    names = iter(assign(slots, hosts, holdings, full))
+    tail = _tail(model, shapes)
+    pipelines = []
+    shares = deal(range(request.spec.n_microbatches), [shape.microbatches for shape in shapes])
+    for shape, share in zip(shapes, shares, strict=True):
+        owners = [next(names) for _ in shape.kinds]
+        cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
+        cuts = shape.cuts
+        if holdings.live and len(active) <= MOST_RECUT:
+            cuts = _recut(cutter, shape, owners, holdings, full, model, tail, len(shapes))
+        pipelines.append(Pipeline(_stages(shape, owners, cuts, cutter), share, shape.schedule))
+    return tuple(pipelines)
+
+
+def _slots(shape: Shape, pipeline: int) -> list[Slot]:
+    """One slot a node: the layers of its stages."""
+    ends = list(accumulate(shape.stages, initial=0))
+    return [
+        Slot(kind, range(shape.cuts[a], shape.cuts[b]), pipeline)
+        for kind, a, b in zip(shape.kinds, ends, ends[1:], strict=False)
+    ]
+
+
+def _stages(shape: Shape, owners: Sequence[str], cuts: Sequence[int], cutter: Cutter) -> tuple[Stage, ...]:
+    units = [Unit(node, group) for node, n in zip(owners, shape.stages, strict=True) for group in range(n)]
+    return tuple(
+        Stage(unit, a, b, bool(table.recompute[a, b]))
+        for unit, table, a, b in zip(units, cutter.tables, cuts, cuts[1:], strict=False)
+    )
+
+
+def _tail(model: CostModel, shapes: Sequence[Shape]) -> float:
+    if model.tailless:
+        return inf
+    tails = [model.tails(kind, len(shapes)) for kind in range(len(model.kinds))]
+    return max(
+        float(tails[kind][a, b])
+        for shape in set(shapes)
+        for kind, a, b in zip(shape.stage_kinds(), shape.cuts, shape.cuts[1:], strict=False)
+    )
+
+
+def _recut(
+    cutter: Cutter, shape: Shape, owners: Sequence[str], holdings: Holdings, full: Sequence[int],
+    model: CostModel, tail: float, pipelines: int,
+) -> tuple[int, ...]:  # fmt: skip
+    """Cuts that are as fast and move less. Only where all nodes are of a kind, so that no layer is faster elsewhere."""
+    recomputes = any(
+        bool(t.recompute[a, b]) for t, a, b in zip(cutter.tables, shape.cuts, shape.cuts[1:], strict=False)
+    )
+    if len(set(shape.kinds)) > 1 or recomputes:
+        return shape.cuts
+    fill, slowest = cutter.seconds(shape.cuts)
+    hosts = [node for node, n in zip(owners, shape.stages, strict=True) for _ in range(n)]
+    moved = {node: holdings.missing(node, full) for node in set(hosts)}
+    allowed = model.tails(shape.kinds[0], pipelines) <= tail * (1 + CLOSE)
+    reach = [
+        _reach((table.tau <= slowest * (1 + CLOSE)) & ~table.recompute & allowed) for table in cutter.tables
+    ]
+    cuts = recut(reach, [moved[node] for node in hosts], shape.cuts)
+    return cuts if cutter.seconds(cuts)[0] <= fill * (1 + CLOSE) else shape.cuts
+
+
+def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
+    """For each first layer, the last layer + 1 up to which every end is able."""
+    size = able.shape[0]
+    found = []
+    for first in range(size):
+        last = first
+        while last + 1 < size and able[first, last + 1]:
+            last += 1
+        found.append(last)
+    return found
+
+
+# ---- backups ----
+
+
+def protect(plan: Plan, nodes: tuple[NodeInfo, ...], backup: str) -> tuple[Plan, str]:
+    """Return the plan with peers and backup schemes, and why these."""
+    layers: dict[str, frozenset[int]] = {}
+    for _, _, stage in plan.stages():
+        layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
+    peers = choose_peers(nodes, layers, plan.spares)
+    if not peers:
+        gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
+        return replace(plan, gradients=gradients, state=state), "copies stay on their own node: no peer"
+    domains = {info.node: domain_of(info) for info in nodes}
+    replicated, reason = _replicated(
+        plan, domains, len({d for d in domains.values() if not d.startswith("\0")})
+    )
+    gradients, state = (
+        ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
+    )
+    if state == "replica" and not replicated:
+        state = "snapshot"
+    return replace(
+        plan, peers=peers, gradients=gradients, state=state
+    ), f"backup {gradients}+{state}: {reason}"
+
+
+def _replicated(plan: Plan, domains: dict[str, str], n_domains: int) -> tuple[bool, str]:
+    holders: list[set[str]] = [set() for _ in range(plan.n_layers)]
+    for _, _, stage in plan.stages():
+        for layer in stage.layers:
+            holders[layer].add(stage.unit.node)
+    for layer, found in enumerate(holders):
+        if len(found) < 2:
+            return False, f"layer {layer} is held by one node only"
+        if n_domains > 1 and len({domains[node] for node in found}) < 2:
+            return False, f"layer {layer} is held in one failure domain only"
+    return True, "every layer is held by several nodes"

@@ -1,0 +1,70 @@
+"""Whether what the current plan still has is better kept than changed for the best plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.types import Pipeline, Plan
+from elastic.planning.batches import Cost, allot, deal
+from elastic.planning.building import protect
+from elastic.planning.peers import natural
+from elastic.planning.predict import pipeline_seconds, predict
+from elastic.planning.request import PlanRequest
+from elastic.planning.transition import links_of, transition
+from elastic.planning.weigh import Option, choose, horizon_s
+
+MOST_NODES = 256
+
+
+def staying(request: PlanRequest, best: Plan) -> Plan:
+    """Return `best`, or the pipelines of the current plan that are whole, if their shorter pause makes more progress until
+    the next change. Weighed only where losses were observed and links are known: else changes cost alike."""
+    current, profile = request.current, request.profile
+    if current is None or profile is None or not profile.link.bytes_per_s or request.hazard_per_s <= 0:
+        return best
+    if request.shape != "auto" or len(request.nodes) > MOST_NODES or current.n_layers != best.n_layers:
+        return best
+    kept = _whole(request, current)
+    if kept is None:
+        return best
+    links = links_of(profile, request.nodes)
+    plans, options = [best, kept], []
+    for plan in plans:
+        moved = transition(current, plan, request.spec.layers, dead=request.dead, links=links, gradients=True)
+        step_s = predict(plan, profile, request.nodes, request.slow).step_s
+        options.append(Option(step_s, request.pause_s + moved.seconds))
+    horizon = horizon_s(request.hazard_per_s, len(best.nodes()))
+    chosen, why = choose(options, horizon)
+    plan = plans[chosen]
+    return replace(plan, reason=f"{plan.reason}; {why}") if why else plan
+
+
+def _whole(request: PlanRequest, current: Plan) -> Plan | None:
+    """The current pipelines that lost nothing, with all micro-batches shared out among them."""
+    alive = {info.node for info in request.nodes} - request.dead
+    whole = [p for p in current.pipelines if all(stage.unit.node in alive for stage in p.stages)]
+    if not whole or len(whole) > request.spec.n_microbatches or request.profile is None:
+        return None
+    profile = request.profile
+
+    def cost(pipeline: Pipeline) -> Cost:
+        def seconds(microbatches: int) -> float:
+            run = replace(pipeline, microbatches=tuple(range(microbatches)))
+            return pipeline_seconds(run, profile, request.nodes, request.slow, current.tp)
+
+        return seconds
+
+    counts = allot(request.spec.n_microbatches, [cost(pipeline) for pipeline in whole])
+    shares = deal(range(request.spec.n_microbatches), counts)
+    pipelines = tuple(replace(p, microbatches=share) for p, share in zip(whole, shares, strict=True))
+    used = {stage.unit.node for p in pipelines for stage in p.stages}
+    plan = replace(
+        current,
+        epoch=request.epoch,
+        n_microbatches=request.spec.n_microbatches,
+        pipelines=pipelines,
+        spares=tuple(sorted(alive - used, key=natural)),
+        peers=(),
+    )
+    plan, why = protect(plan, tuple(n for n in request.nodes if n.node in alive), request.backup)
+    return replace(plan, reason=f"the pipelines that are whole stay as they are; {why}")
