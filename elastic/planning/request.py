@@ -9,7 +9,7 @@ from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import FieldError, InfeasiblePlan
 from elastic.planning.peers import natural
 from elastic.planning.plan import GRADIENT_SCHEMES, STATE_SCHEMES
-from elastic.planning.profile import Link, Profile, check_profile, profile_of
+from elastic.planning.profile import Link, Profile, profile_of
 from elastic.planning.schedule import SCHEDULES
 from elastic.planning.shapes import parse_shape
 
@@ -78,11 +78,9 @@ def check(request: PlanRequest) -> None:
             value = getattr(layer, name)
             if not isfinite(value) or value < 0:
                 raise FieldError(f"spec.layers[{i}].{name}", value, "a finite time of at least 0 is needed")
-    if request.profile is not None:
-        check_profile(request.profile)
-        if len(request.profile.layers) != spec.n_layers:
-            remedy = f"the job has {spec.n_layers} layers: measure it again"
-            raise FieldError("Profile.layers", len(request.profile.layers), remedy)
+    if request.profile is not None and len(request.profile.layers) != spec.n_layers:
+        remedy = f"the job has {spec.n_layers} layers: measure it again"
+        raise FieldError("Profile.layers", len(request.profile.layers), remedy)
     parse_shape(request.shape)
     gradients, _, state = request.backup.partition("+")
     if request.backup != "auto" and (gradients not in GRADIENT_SCHEMES or state not in STATE_SCHEMES):

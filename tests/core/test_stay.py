@@ -72,9 +72,12 @@ def test_before_any_pause_was_measured_the_bytes_to_move_tell() -> None:
     """A third of the layers moves in and out again, over a link that needs a minute for it."""
     state = running().of(node_seconds=1e7)
     assert state.spec is not None and state.plan is not None
-    largest = max(la.param_bytes + la.state_bytes for la in state.spec.layers)
-    slow = replace(profile_of(state.spec.layers), link=Link(bytes_per_s=largest / 60))
-    state = state.of(policy=replace(state.policy, profile=slow))
+    # State so large that gradients and activations hardly count on the same link.
+    heavy = tuple(replace(la, state_bytes=10**6 * la.state_bytes) for la in state.spec.layers)
+    largest = max(la.param_bytes + la.state_bytes for la in heavy)
+    slow = replace(profile_of(heavy), link=Link(bytes_per_s=largest / 60))
+    spec, policy = replace(state.spec, layers=heavy), replace(state.policy, profile=slow)
+    state = state.of(spec=spec, policy=policy)
     after, actions, _ = join(state, "node9", lifetime_s=120.0)
     assert not after.joining and "need" in notes(actions)[0].data["reason"]
     known = join(state.of(pauses=(0.5,)), "node9", lifetime_s=120.0)[0]
