@@ -29,7 +29,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planning.bound import lower_bound
 from elastic.planning.predict import predict
 from elastic.planning.profile import Device, Link, Profile
-from elastic.planning.search import PlanRequest, make_plan
+from elastic.planning.search import PlanRequest, make_plan, problem_of
 from elastic.planning.zoo import zoo_profile
 
 NETWORK = Link(12.5e9, 10e-6)
@@ -171,7 +171,8 @@ def quality(size: Size) -> Iterator[Row]:
             plan = make_plan(request)
         except InfeasiblePlan:
             continue
-        gaps.append(step_s(plan, request) / lower_bound(request) - 1)
+        found = step_s(plan, request)
+        gaps.append(found / lower_bound(problem_of(request), found) - 1)
     a, b = size.between
     what = f"gap to the lower bound, {size.clusters} random mixed clusters of {a} to {b} nodes"
     yield Row(f"{what}: median", 100 * statistics.median(gaps), "%", 2.0, "lower")

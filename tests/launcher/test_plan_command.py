@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,9 @@ def test_a_plan_in_a_file_is_predicted_on_a_cluster(place: Path, capsys: pytest.
     (place / "best.plan").write_text(best["plan"])
     again = answer(capsys, "best.plan", "--cluster", "small.toml")
     assert again["step_s"] == best["step_s"]
-    worse = "plan epoch=1 layers=26 microbatches=8 tp=1 backup=none+none\n"
+    worse = "plan epoch=1 layers=26 microbatches=8 tp=1 backup=stream+snapshot\n"
     worse += "pipeline 0 microbatches=0-7: node0[0:1] node1[1:25] node2[25:26]\n"
+    worse += "peers node0>node1 node1>node2 node2>node0\n"
     (place / "worse.plan").write_text(worse)
     found = answer(capsys, "worse.plan", "--cluster", "small.toml")
     assert found["step_s"] > best["step_s"]
@@ -221,3 +223,15 @@ def test_nothing_is_written_when_there_is_no_plan(place: Path, capsys: pytest.Ca
     (place / "old.svg").write_text("old")
     refused(capsys, "too-small.toml", "--svg", "old.svg")
     assert (place / "old.svg").read_text() == "old"
+
+
+PAGE = CLUSTERS.parents[1] / "docs" / "capacity.md"
+
+
+@pytest.mark.parametrize("words", re.findall(r"<!-- output: elastic (plan .*?) -->", PAGE.read_text()))
+def test_commands_of_the_page_run(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CLUSTERS.parents[1])
+    assert main(words.split()) == (2 if "too-small" in words else 0)
+    assert f"$ elastic {words}\n" in PAGE.read_text()
