@@ -138,7 +138,7 @@ def _optimistic(problem: Problem, least: int, most: float, tail: float, pipeline
     model = problem.model
     levels = min(sum(problem.counts), model.n_layers)
     limits, whole = grid(model, ONE_F_ONE_B, model.n_layers, LIMITS)
-    priced = columns(model, problem.counts, limits, ONE_F_ONE_B, levels, 1, least, tail, pipelines)
+    priced = columns(model, limits, ONE_F_ONE_B, levels, 1, least, tail, pipelines)
     if len(priced.counts) > MOST_GROUPS:
         raise FieldError("groups", len(priced.counts), f"at most {MOST_GROUPS} can be enumerated")
     first = priced.option[:, 0]

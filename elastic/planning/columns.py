@@ -218,7 +218,6 @@ def _rank(counts: Ints, size: int) -> Ints:
 
 def columns(
     model: CostModel,
-    counts: tuple[int, ...],
     limits: Floats,
     schedule: str,
     levels: int,
@@ -227,12 +226,12 @@ def columns(
     tail: float = np.inf,
     pipelines: int = MANY,
 ) -> Columns:
-    """Price all groups of up to `levels` blocks of `block` nodes, as far as `counts` allow.
+    """Price all groups of up to `levels` blocks of `block` nodes.
 
     `tail`: limit on a stage's reduction (in a ring of `pipelines`) and update, seconds.
     """
     stepper = _Reach(model, limits, schedule, most, tail, pipelines)
-    kinds, n_limits = len(counts), len(limits)
+    kinds, n_limits = len(model.kinds), len(limits)
     units = np.array([min(kind.units, model.n_layers) for kind in model.kinds])
     zeros = np.zeros((1, n_limits))
     state: _State = (np.full((1, n_limits), model.n_layers), zeros, zeros, zeros)
@@ -245,7 +244,7 @@ def columns(
         best = (np.full((len(groups), width), model.n_layers), none, none.copy(), none.copy())
         chosen = np.zeros((len(groups), width), dtype=np.int8)
         for kind in range(kinds):
-            rows = np.flatnonzero((groups[:, kind] > 0) & (groups * block <= counts).all(axis=1))
+            rows = np.flatnonzero(groups[:, kind] > 0)
             before = groups[rows] - (np.arange(kinds) == kind)
             depth = before @ units * block
             source = _rank(before, level - 1)
@@ -287,20 +286,12 @@ def _options(
 ) -> Columns:  # fmt: skip
     counts, depth = (np.concatenate([part[i] for part in found]) for i in (0, 1))
     widest = found[0][2][0].shape[1]
-
-    def whole_table(i: int, missing: float) -> Floats:
-        parts = [
-            np.pad(part[2][i], ((0, 0), (0, widest - part[2][i].shape[1])), constant_values=missing)
-            for part in found
-        ]
-        return np.concatenate(parts)
-
-    reach, fill, slowest, tail = (
-        whole_table(0, 1),
-        whole_table(1, np.inf),
-        whole_table(2, np.inf),
-        whole_table(3, np.inf),
-    )
+    reach, fill, slowest, tail = (np.full((len(counts), widest), missing) for missing in (1.0, *[np.inf] * 3))
+    row = 0
+    for _, _, state in found:
+        for table, part in zip((reach, fill, slowest, tail), state, strict=True):
+            table[row : row + len(part), : part.shape[1]] = part
+        row += len(state[0])
     whole = (reach == 0) & np.isfinite(fill)
     first = np.argmax(whole, axis=1)
     wanted = np.stack(

@@ -2,79 +2,67 @@
 
 For a time T and a limit on the tail each group of nodes (`columns`) does a whole number of micro-batches. The linear
 programme says how many all nodes could do at most; the least T at which that reaches M is a target. Just above it
-the programme's solution is rounded down, the nodes left over are shared out by a knapsack
-over the most promising groups, and T is raised by small steps until M is reached. With one kind of node and few
-enough of them the knapsack takes all, and is exact. The pipelines found are then cut precisely (`cutting`).
+the programme's solution is rounded down, the nodes left over are shared out by a knapsack over the most promising
+groups, and T is raised by small steps until M is reached. With one kind of node and few enough of them the knapsack
+takes all, and is exact. The pipelines found are then cut precisely (`cutting`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, inf, prod
 
 import numpy as np
 
-from elastic.planning.columns import WIDER, Columns, Ints, columns, grid
+from elastic.planning.columns import WIDER, Ints
 from elastic.planning.cutting import Cutter
 from elastic.planning.exact import Problem, Shape, Solution
 from elastic.planning.linear import Optimum, maximise
-from elastic.planning.model import CostModel, pipeline_seconds
+from elastic.planning.model import ZERO_BUBBLE, CostModel, pipeline_seconds
+from elastic.planning.pool import Pool, pool
 
-LEVELS = {1: (128, 64, 64), 2: (64, 40, 40), 3: (26, 20, 17), 4: (13, 11, 9)}
-"""Most blocks of a group, by number of kinds, for growing blocks: a few thousand groups."""
-LIMITS = 192
-"""Limits on the slowest stage that groups are priced with."""
-TAILS = 20
-ATTEMPTS = 3
+ATTEMPTS = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""
-TIGHTER = (0.9, 0.75, 0.75, 0.75, 0.75, 0.75)
+TIGHTER = (0.9, 0.75, 0.75, 0.75)
 """Factors by which the tail is made smaller."""
-SLACK = 1.03
+SLACK = 1.02
 """Limits on the tail whose fractional time is so much worse are not followed."""
 NEGLIGIBLE = 0.01
 """Share of the step that a tail must have to be worth cutting for."""
+LARGE = 128
+"""Nodes above which pipelines are priced under 1F1B alone, and other schedules are tried on those found."""
 CELLS = 6000
 """Most states of the knapsack."""
 PROMISING = 48
 STEPS = tuple(0.0004 * 2**i for i in range(11))
 """T is raised by these fractions until a plan is found."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """Columns of all schedules together."""
-
-    parts: tuple[Columns, ...]
-    counts: Ints
-    tails: tuple[float, ...]
-
-    def values(self, seconds: float, tail: float) -> Ints:
-        return np.concatenate([part.microbatches(seconds, tail) for part in self.parts])
-
-    def find(self, column: int) -> tuple[Columns, int]:
-        for part in self.parts:
-            if column < len(part.counts):
-                return part, column
-            column -= len(part.counts)
-        raise AssertionError("no such column")
+HALVINGS = 3
+"""Times that the last step is halved."""
 
 
 def solve(problem: Problem) -> Solution | None:
     """A near-best plan, or None if nothing fits. Shapes asked for by number or depth are not for this module."""
     found: Solution | None = None
     for most in _loads(problem):
-        pool = _pool(problem, most)
-        if pool is None:
+        priced = _priced(problem, most)
+        if priced is None:
             continue
-        attempts = ATTEMPTS if sum(n > 0 for n in problem.counts) > 1 else len(pool.tails)
-        for total, tail in _promising_tails(problem, pool)[:attempts]:
+        attempts = ATTEMPTS if len(problem.counts) > 1 else len(priced.tails)
+        for total, tail in _promising_tails(problem, priced)[:attempts]:
             if found is None or total < found.seconds * (1 - 1e-6):
-                found = _faster(found, _with_tail(problem, pool, tail))
+                found = _faster(found, _with_tail(problem, priced, tail))
         found = _narrowed(problem, most, found)
     return found
+
+
+def _priced(
+    problem: Problem, most: float, tail: float = inf, near: tuple[float, float] = (0.0, inf)
+) -> Pool | None:
+    nodes = sum(problem.counts)
+    schedules = problem.schedules if nodes <= LARGE else problem.schedules[:1]
+    return pool(problem.model, schedules, min(problem.model.n_layers, nodes), most, tail, near)
 
 
 def _faster(found: Solution | None, other: Solution | None) -> Solution | None:
@@ -93,9 +81,10 @@ def _narrowed(problem: Problem, most: float, found: Solution | None) -> Solution
         shapes = set(best.shapes)
         slowest = [slowest_stage(model, shape) for shape in shapes]
         tail = (best.seconds - max(shape_seconds(model, shape) for shape in shapes)) * factor
-        if tail < largest or tail < NEGLIGIBLE * best.seconds or failures > 1:
+        if tail < largest or tail < NEGLIGIBLE * best.seconds or failures:
             break
-        narrow = _pool(problem, most, tail, (min(slowest) / 1.5, max(slowest) * 1.5))
+        narrow = _priced(problem, most, tail, (min(slowest) / 1.5, max(slowest) * 1.5))
+        tail = narrow.tails[0] if narrow else tail
         other = _with_tail(problem, narrow, tail, best.seconds - tail) if narrow else None
         if other is not None and other.seconds < best.seconds * (1 - 1e-9):
             best, failures = other, 0
@@ -112,122 +101,57 @@ def _loads(problem: Problem) -> list[float]:
     return [inf, *([ceil(4 * share)] if share < 2 else [])]
 
 
-def _pool(
-    problem: Problem, most: float, tail: float = inf, near: tuple[float, float] = (0.0, inf)
-) -> _Pool | None:
-    """Price groups, in blocks large enough that those that memory or M ask for are among them."""
-    model, counts = problem.model, problem.counts
-    deepest = min(model.n_layers, sum(counts))
-    parts = [
-        columns(model, counts, grid(model, s, deepest, LIMITS, near)[0], s, levels, block, most, tail)
-        for s in problem.schedules
-        for levels, block in _blocks(sum(n > 0 for n in counts), deepest)
-    ]
-    if not any(np.isfinite(part.fill).any() for part in parts):
-        return None
-    tails = np.concatenate([part.tail[np.isfinite(part.tail)] for part in parts])
-    limits = _spread(tails, model) if tail == inf else (tail,)
-    return _Pool(tuple(parts), np.concatenate([part.counts for part in parts]), limits)
-
-
-def _blocks(kinds: int, deepest: int) -> list[tuple[int, int]]:
-    """(levels, nodes a block): shallow groups one by one, deeper ones in coarser and coarser steps."""
-    found: list[tuple[int, int]] = []
-    block = 1
-    for levels in LEVELS.get(kinds, (8, 8, 8)):
-        reached = found[-1][0] * found[-1][1] if found else 0
-        if reached >= deepest:
-            break
-        block = max(block, ceil(deepest / levels)) if len(found) == 2 else block
-        found.append((min(levels, ceil(deepest / block)), block))
-        block *= 2
-    return found
-
-
-def _spread(tails: np.ndarray[tuple[int], np.dtype[np.float64]], model: CostModel) -> tuple[float, ...]:
-    if model.tailless:
-        return (inf,)
-    values = np.unique(tails)
-    steps = np.geomspace(max(values[0], 1e-12), max(values[-1], 1e-12), TAILS)
-    return tuple(np.unique(values[np.minimum(np.searchsorted(values, steps), len(values) - 1)]).tolist())
-
-
-def _promising_tails(problem: Problem, pool: _Pool) -> list[tuple[float, float]]:
+def _promising_tails(problem: Problem, priced: Pool) -> list[tuple[float, float]]:
     """(fractional seconds, limit on the tail), best first; some limits that cannot be best are left out."""
-    if len(pool.tails) == 1:
-        return [(0.0, pool.tails[0])]
+    if len(priced.tails) == 1:
+        return [(0.0, priced.tails[0])]
     totals: list[tuple[float, float]] = []
     best = inf
-    middle = len(pool.tails) // 2
-    for tail in sorted(pool.tails, key=lambda t: abs(pool.tails.index(t) - middle)):
+    middle = len(priced.tails) // 2
+    for tail in sorted(priced.tails, key=lambda t: abs(priced.tails.index(t) - middle)):
         slack = SLACK * best - tail
         if slack <= 0:
             continue
-        target = fractional(pool.values, pool.counts, problem.counts, problem.microbatches, tail, slack)
+        target = priced.fractional(problem.counts, problem.microbatches, tail, slack, 2e-3)
         if target < inf:
             totals.append((target + tail, tail))
             best = min(best, target + tail)
     return sorted(totals)
 
 
-def fractional(
-    values: object, counts: Ints, nodes: tuple[int, ...], microbatches: int, tail: float, most: float = inf
-) -> float:
-    """The least time at which the linear programme reaches `microbatches`; inf if it is above `most` or never."""
-    assert callable(values)
-
-    def able(seconds: float) -> bool:
-        value = values(seconds, tail)
-        return bool(value.any()) and maximise(value, counts, nodes).value >= microbatches * (1 - 1e-9)
-
-    if most < inf and not able(most):
-        return inf
-    low, high = 0.0, most
-    if most == inf:
-        high = 1e-9
-        while not able(high):
-            low, high = high, high * 4
-            if high > 1e15:
-                return inf
-    while high - low > 2e-4 * high:
-        middle = (low + high) / 2 if low else high / 2
-        low, high = (low, middle) if able(middle) else (middle, high)
-    return high
-
-
-def _with_tail(problem: Problem, pool: _Pool, tail: float, most: float = inf) -> Solution | None:
-    target = fractional(pool.values, pool.counts, problem.counts, problem.microbatches, tail, most)
+def _with_tail(problem: Problem, priced: Pool, tail: float, most: float = inf) -> Solution | None:
+    target = priced.fractional(problem.counts, problem.microbatches, tail, most)
     if target == inf:
         return None
     failed = target * (1 - 2e-4)
     for step in STEPS:
-        chosen = _round(problem, pool, target * (1 + step), tail)
+        chosen = _round(problem, priced, target * (1 + step), tail)
         if chosen is not None:
             break
         failed = target * (1 + step)
     else:
         return None
     high, good = target * (1 + step), chosen
-    for _ in range(4):
+    for _ in range(HALVINGS):
         middle = (failed + high) / 2
-        chosen = _round(problem, pool, middle, tail)
+        chosen = _round(problem, priced, middle, tail)
         if chosen is None:
             failed = middle
         else:
             high, good = middle, chosen
-    return _finish(problem, pool, good, high, tail)
+    return _finish(problem, priced, good, high, tail)
 
 
-def _round(problem: Problem, pool: _Pool, seconds: float, tail: float) -> Counter[int] | None:
+def _round(problem: Problem, priced: Pool, seconds: float, tail: float) -> Counter[int] | None:
     """Whole pipelines (column: how many) that do M micro-batches within `seconds`, or None."""
-    values = pool.values(seconds, tail)
-    optimum = maximise(values, pool.counts, problem.counts)
+    values = priced.values(seconds, tail, problem.counts)
+    optimum = maximise(values, priced.counts, problem.counts)
     if optimum.value < problem.microbatches * (1 - 1e-9):
         return None
-    chosen, left = _floor(optimum, pool.counts, problem.counts)
+    chosen, left = _floor(optimum, priced.counts, problem.counts)
     missing = problem.microbatches - sum(int(values[c]) * n for c, n in chosen.items())
     if missing > 0:
-        extra, done = _knapsack(values, optimum, pool.counts, left)
+        extra, done = _knapsack(values, optimum, priced.counts, left)
         if done < missing:
             return None
         chosen += extra
@@ -294,30 +218,54 @@ def _taken(
 
 
 def _finish(
-    problem: Problem, pool: _Pool, chosen: Counter[int], seconds: float, tail: float
+    problem: Problem, priced: Pool, chosen: Counter[int], seconds: float, tail: float
 ) -> Solution | None:
     """Share out exactly M micro-batches and cut every pipeline precisely."""
-    values = pool.values(seconds, tail)
+    values = priced.values(seconds, tail, problem.counts)
     members = [c for c in sorted(chosen) for _ in range(chosen[c])]
-    shares = _shares(problem, pool, members, [int(values[c]) for c in members], tail)
+    shares = _shares(problem, priced, members, [int(values[c]) for c in members], tail)
     pipelines = len(shares)
     cut: dict[tuple[int, int], Shape | None] = {}
     for column, m in sorted(set(shares)):
-        cut[column, m] = _cut(problem.model, pool, column, m, tail, pipelines)
-    shapes = [cut[share] for share in shares]
-    if any(shape is None for shape in shapes):
-        return None
-    whole = tuple(shape for shape in shapes if shape is not None)
+        key = column, _load(problem.model, priced, column, m)
+        if key not in cut:
+            cut[key] = _cut(problem.model, priced, column, m, tail, pipelines)
+    shapes = []
+    for column, m in shares:
+        shape = cut[column, _load(problem.model, priced, column, m)]
+        if shape is None:
+            return None
+        shapes.append(replace(shape, microbatches=m))
+    whole = _scheduled(problem, tuple(shapes))
     return Solution(whole, cost(problem.model, whole))
 
 
+def _load(model: CostModel, priced: Pool, column: int, microbatches: int) -> int:
+    """Micro-batches as far as they matter for the cut: memory holds no more than the pipeline is deep."""
+    part, row = priced.find(column)
+    return min(microbatches, int(part.depth[row])) if model.limited else 0
+
+
+def _scheduled(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """Zero-bubble on the pipelines that it makes faster as they are, where it was not priced from the start."""
+    if ZERO_BUBBLE not in problem.schedules or sum(problem.counts) <= LARGE:
+        return shapes
+    model = problem.model
+    better: dict[Shape, Shape] = {}
+    for shape in set(shapes):
+        other = replace(shape, schedule=ZERO_BUBBLE)
+        faster = shape_seconds(model, other) < shape_seconds(model, shape) * (1 - 1e-9)
+        better[shape] = other if faster else shape
+    return tuple(better[shape] for shape in shapes)
+
+
 def _shares(
-    problem: Problem, pool: _Pool, members: list[int], most: list[int], tail: float
+    problem: Problem, priced: Pool, members: list[int], most: list[int], tail: float
 ) -> list[tuple[int, int]]:
     """(column, micro-batches): take what is too much from those that end last."""
 
     def ending(column: int, m: int) -> float:
-        part, row = pool.find(column)
+        part, row = priced.find(column)
         if m <= 0:
             return -inf
         option = part.fastest(row, m, tail)
@@ -332,9 +280,9 @@ def _shares(
 
 
 def _cut(
-    model: CostModel, pool: _Pool, column: int, microbatches: int, tail: float, pipelines: int
+    model: CostModel, priced: Pool, column: int, microbatches: int, tail: float, pipelines: int
 ) -> Shape | None:
-    part, row = pool.find(column)
+    part, row = priced.find(column)
     option = part.fastest(row, microbatches, tail)
     kinds = part.order(row, option)
     units = [min(model.kinds[kind].units, model.n_layers) for kind in kinds]
@@ -372,8 +320,3 @@ def shape_seconds(model: CostModel, shape: Shape) -> float:
 def slowest_stage(model: CostModel, shape: Shape) -> float:
     """Seconds of its slowest stage."""
     return Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches).seconds(shape.cuts)[1]
-
-
-def distinct(shapes: tuple[Shape, ...]) -> Iterator[tuple[Shape, int]]:
-    """Shapes that are alike but for their micro-batches, with how often they occur."""
-    yield from Counter(replace(shape, microbatches=0) for shape in shapes).items()
