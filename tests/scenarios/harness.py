@@ -37,18 +37,13 @@ class Run:
 
 
 def elastic_run(
-    run_dir: Path,
-    flags: Sequence[str],
-    script: Sequence[str],
-    deadline_s: float = DEADLINE_S,
-    *,
-    module: str = "elastic",
+    run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S
 ) -> Run:
-    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end; `module` instead of elastic."""
+    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end."""
     command = [
         sys.executable,
         "-m",
-        module,
+        "elastic",
         "run",
         "--standalone",
         "--run-dir",

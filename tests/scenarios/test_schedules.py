@@ -88,12 +88,9 @@ RECOMPUTING = (
 
 @pytest.mark.parametrize(("schedule", "fault"), RECOMPUTING)
 def test_nor_on_recomputation(schedule: str, fault: str, tmp_path: Path) -> None:
+    """Memory is short, before and after the loss."""
     words = ("--nnodes", "3", "--pipelines", "1", *(faults(fault) if fault else ()))
-    run = elastic_run(
-        tmp_path / "run",
-        exact("--schedule", schedule, *words),
-        [*SCRIPT, *DROPOUT],
-        module="tests.scenarios.recomputing",
-    )
+    flags = exact("--schedule", schedule, "--node-memory", "4MiB", *words)
+    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *DROPOUT])
     _check(run, reference(tmp_path, *DROPOUT), words)
     assert "+recompute" in run.summary["plan"]
