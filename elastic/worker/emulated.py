@@ -34,24 +34,28 @@ class Waiter:
     """Sleeps to deadlines. What one wait is late the next one is shorter by, so that errors do not add up.
 
     Waits of one action (a pass of one micro-batch through the layers of a stage) follow each other without a gap,
-    whatever happens between the layers: that is part of what a layer takes.
+    whatever happens between the layers: that is part of what a layer takes. CPU time that the engine uses between
+    two actions of a step is taken off the second one, as a device computes on while its host does such work.
     """
 
     def __init__(self) -> None:
-        self._action: tuple[object, ...] = ()
-        self._deadline, self._owed = 0.0, 0.0
+        self._action: tuple[object, ...] = (-1,)
+        self._deadline, self._owed, self._cpu = 0.0, 0.0, 0.0
 
     def until(self, action: tuple[object, ...], began: float, seconds: float) -> None:
         """Return `seconds` after the former wait of `action`, or, in a new action, after `began`.
 
-        Times are those of time.perf_counter. A deadline that has passed already is not waited for.
+        `action` begins with the step. Times are those of time.perf_counter. A deadline that has passed already is
+        not waited for.
         """
         if action != self._action or began - self._deadline > MOST_OWED_S:
-            self._action, self._deadline = action, began - self._owed
+            used = time.thread_time() - self._cpu if action[0] == self._action[0] else 0.0
+            self._action, self._deadline = action, began - min(self._owed + used, MOST_OWED_S)
         self._deadline += seconds
         while (left := self._deadline - time.perf_counter()) > 0:
             time.sleep(left)
         self._owed = min(time.perf_counter() - self._deadline, MOST_OWED_S)
+        self._cpu = time.thread_time()
 
 
 class _Visit:
