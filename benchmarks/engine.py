@@ -14,7 +14,7 @@ import argparse
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -136,7 +136,7 @@ def plan_of(setting: Setting) -> Plan:
     return Plan(1, n, setting.microbatches, 1, (Pipeline(stages, microbatches),))
 
 
-def build(setting: Setting, layers: range) -> list[LayerReplica]:
+def build(setting: Setting, layers: Sequence[int]) -> list[LayerReplica]:
     blocks: list[Callable[[], nn.Module]] = [lambda: Block(setting.hidden)] * setting.layers
     stack = ListStack([lambda: Embed(setting.hidden), *blocks, lambda: Head(setting.hidden)], seed=0)
     optimizer = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1)

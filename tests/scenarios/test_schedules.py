@@ -41,7 +41,7 @@ CASES = (
     _case("zero-bubble-first-killed", "zero-bubble", fault="kill node=0 step=2 microbatch=4"),
     _case("zero-bubble-last-killed", "zero-bubble", fault="kill node=2 step=2 microbatch=1"),
     _case("interleaved-last-killed", "interleaved", fault="kill node=2 step=2 microbatch=4"),
-    _case("interleaved-killed-in-optimizer", "interleaved", fault="kill node=0 step=2 phase=optimizer"),
+    _case("interleaved-killed-in-optimizer", "interleaved", fault="kill node=1 step=2 phase=optimizer"),
     _case("interleaved-killed-in-reduction", "interleaved", fault="kill node=1 step=2 phase=reduce"),
     _case("interleaved-two-pipelines", "interleaved", fault=KILL, nodes="4", pipelines="2"),
     _case("zero-bubble-two-pipelines", "zero-bubble", fault=KILL, nodes="5", pipelines="3+2"),
