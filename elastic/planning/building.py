@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -19,33 +20,64 @@ from elastic.planning.model import CostModel
 from elastic.planning.peers import choose_peers, domain_of
 from elastic.planning.placement import Holdings, assign, recut
 from elastic.planning.request import PlanRequest
+from elastic.planning.scale import largest_tail
 
 MOST_RECUT = 128
 """Nodes up to which pipelines are cut again to move less."""
 
 
 def build(
-    request: PlanRequest, solution: Solution, kinds: Kinds, model: CostModel, active: Sequence[NodeInfo]
+    request: PlanRequest,
+    solution: Solution,
+    kinds: Kinds,
+    model: CostModel,
+    active: Sequence[NodeInfo],
+    kept: Sequence[tuple[Pipeline, Shape]] = (),
 ) -> tuple[Pipeline, ...]:
-    """Choose nodes for the slots of the shapes, such that as few bytes as possible move."""
+    """Choose nodes for the slots of the shapes, such that as few bytes as possible move. `kept`: pipelines that stay
+    on their nodes, with what they take; they come first."""
     shapes = sorted(solution.shapes, key=lambda shape: -shape.depth)
+    everything = [*(shape for _, shape in kept), *shapes]
+    shares = deal(range(request.spec.n_microbatches), [shape.microbatches for shape in everything])
+    staying = [_kept(*pair, share, model) for pair, share in zip(kept, shares, strict=False)]
     layers = request.spec.layers
     full = [la.param_bytes + la.state_bytes + la.gradient_bytes for la in layers]
+    used = {stage.unit.node for pipeline in staying for stage in pipeline.stages}
+    free = [info for info in active if info.node not in used]
+    if not shapes:
+        return tuple(staying)
     holdings = Holdings.of(request.current, layers)
     slots = [slot for p, shape in enumerate(shapes) for slot in _slots(shape, p)]
-    hosts = [Host(info.node, kinds.of[info.node], info.domain) for info in active]
+    hosts = [Host(info.node, kinds.of[info.node], info.domain) for info in free]
     names = iter(assign(slots, hosts, holdings, full))
-    tail = _tail(model, shapes)
+    tail = inf if model.tailless else largest_tail(model, everything)
     pipelines = []
-    shares = deal(range(request.spec.n_microbatches), [shape.microbatches for shape in shapes])
-    for shape, share in zip(shapes, shares, strict=True):
+    for shape, share in zip(shapes, shares[len(staying) :], strict=True):
         owners = [next(names) for _ in shape.kinds]
         cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
         cuts = shape.cuts
         if holdings.live and len(active) <= MOST_RECUT:
-            cuts = _recut(cutter, shape, owners, holdings, full, model, tail, len(shapes))
+            cuts = _recut(cutter, shape, owners, holdings, full, model, tail, len(everything))
         pipelines.append(Pipeline(_stages(shape, owners, cuts, cutter), share, shape.schedule))
-    return tuple(pipelines)
+    return (*staying, *pipelines)
+
+
+def _kept(pipeline: Pipeline, shape: Shape, share: tuple[int, ...], model: CostModel) -> Pipeline:
+    """The same stages on the same nodes; what is recomputed follows from the micro-batches now in flight."""
+    again = recomputing(model, shape)
+    if any(again) or any(stage.recompute for stage in pipeline.stages):
+        stages = tuple(replace(stage, recompute=r) for stage, r in zip(pipeline.stages, again, strict=True))
+        return replace(pipeline, stages=stages, microbatches=share)
+    return replace(pipeline, microbatches=share)
+
+
+@lru_cache(maxsize=512)
+def recomputing(model: CostModel, shape: Shape) -> tuple[bool, ...]:
+    """Which stages of a shape have to recompute."""
+    cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
+    return tuple(
+        bool(t.recompute[a, b]) for t, (a, b) in zip(cutter.tables, pairwise(shape.cuts), strict=True)
+    )
 
 
 def _slots(shape: Shape, pipeline: int) -> list[Slot]:
@@ -62,17 +94,6 @@ def _stages(shape: Shape, owners: Sequence[str], cuts: Sequence[int], cutter: Cu
     return tuple(
         Stage(unit, a, b, bool(table.recompute[a, b]))
         for unit, table, a, b in zip(units, cutter.tables, cuts, cuts[1:], strict=False)
-    )
-
-
-def _tail(model: CostModel, shapes: Sequence[Shape]) -> float:
-    if model.tailless:
-        return inf
-    tails = [model.tails(kind, len(shapes)) for kind in range(len(model.kinds))]
-    return max(
-        float(tails[kind][a, b])
-        for shape in set(shapes)
-        for kind, a, b in zip(shape.stage_kinds(), shape.cuts, shape.cuts[1:], strict=False)
     )
 
 

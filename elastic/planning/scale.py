@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil, inf, prod
 
 import numpy as np
 
+from elastic.planning.batches import Cost, allot
 from elastic.planning.columns import WIDER, Ints
 from elastic.planning.cutting import Cutter
 from elastic.planning.exact import Problem, Shape, Solution
@@ -33,7 +36,7 @@ NEGLIGIBLE = 0.01
 """Share of the step that a tail must have to be worth cutting for."""
 LARGE = 128
 """Nodes above which pipelines are priced under 1F1B alone, and other schedules are tried on those found."""
-CELLS = 6000
+CELLS = 30_000
 """Most states of the knapsack."""
 PROMISING = 48
 STEPS = tuple(0.0004 * 2**i for i in range(11))
@@ -46,7 +49,7 @@ def solve(problem: Problem) -> Solution | None:
     """A near-best plan, or None if nothing fits. Shapes asked for by number or depth are not for this module."""
     found: Solution | None = None
     for most in _loads(problem):
-        priced = _priced(problem, most)
+        priced = price(problem, most)
         if priced is None:
             continue
         attempts = ATTEMPTS if len(problem.counts) > 1 else len(priced.tails)
@@ -57,9 +60,10 @@ def solve(problem: Problem) -> Solution | None:
     return found
 
 
-def _priced(
+def price(
     problem: Problem, most: float, tail: float = inf, near: tuple[float, float] = (0.0, inf)
 ) -> Pool | None:
+    """Groups for this problem (`pool`)."""
     nodes = sum(problem.counts)
     schedules = problem.schedules if nodes <= LARGE else problem.schedules[:1]
     return pool(problem.model, schedules, min(problem.model.n_layers, nodes), most, tail, near)
@@ -83,7 +87,7 @@ def _narrowed(problem: Problem, most: float, found: Solution | None) -> Solution
         tail = (best.seconds - max(shape_seconds(model, shape) for shape in shapes)) * factor
         if tail < largest or tail < NEGLIGIBLE * best.seconds or failures:
             break
-        narrow = _priced(problem, most, tail, (min(slowest) / 1.5, max(slowest) * 1.5))
+        narrow = price(problem, most, tail, (min(slowest) / 1.5, max(slowest) * 1.5))
         tail = narrow.tails[0] if narrow else tail
         other = _with_tail(problem, narrow, tail, best.seconds - tail) if narrow else None
         if other is not None and other.seconds < best.seconds * (1 - 1e-9):
@@ -148,24 +152,35 @@ def _round(problem: Problem, priced: Pool, seconds: float, tail: float) -> Count
     optimum = maximise(values, priced.counts, problem.counts)
     if optimum.value < problem.microbatches * (1 - 1e-9):
         return None
-    chosen, left = _floor(optimum, priced.counts, problem.counts)
+    chosen, left = _floor(optimum, values, priced.counts, problem.counts)
     missing = problem.microbatches - sum(int(values[c]) * n for c, n in chosen.items())
     if missing > 0:
-        extra, done = _knapsack(values, optimum, priced.counts, left)
+        extra, done = knapsack(values, priced.counts, left)
         if done < missing:
             return None
         chosen += extra
     return chosen
 
 
-def _floor(optimum: Optimum, counts: Ints, nodes: tuple[int, ...]) -> tuple[Counter[int], tuple[int, ...]]:
-    """Round down, and give back more pipelines as long as the knapsack can take their nodes."""
+def _floor(
+    optimum: Optimum, values: Ints, counts: Ints, nodes: tuple[int, ...]
+) -> tuple[Counter[int], tuple[int, ...]]:
+    """Round down, again and again for the nodes that are left, until the knapsack can take them; where nothing is left to
+    round down, take one of the column with the largest fraction. Then give back as many pipelines as it can take too."""
     chosen = Counter({c: int(a + 1e-9) for c, a in zip(optimum.chosen, optimum.amounts, strict=True)})
 
     def left() -> tuple[int, ...]:
         used = sum((counts[c] * n for c, n in chosen.items()), np.zeros(len(nodes), dtype=np.int64))
         return tuple(int(n - u) for n, u in zip(nodes, used, strict=True))
 
+    while prod(n + 1 for n in left()) > CELLS:
+        more = maximise(np.where((counts <= np.array(left())).all(axis=1), values, 0), counts, left())
+        if not more.chosen:
+            break
+        whole = {c: int(a + 1e-9) for c, a in zip(more.chosen, more.amounts, strict=True)}
+        if not any(whole.values()):
+            whole = {max(zip(more.amounts, more.chosen, strict=True))[1]: 1}
+        chosen.update(whole)
     while chosen.total():
         column = max(chosen, key=lambda c: (chosen[c], -c))
         chosen[column] -= 1
@@ -175,13 +190,16 @@ def _floor(optimum: Optimum, counts: Ints, nodes: tuple[int, ...]) -> tuple[Coun
     return +chosen, left()
 
 
-def _knapsack(
-    values: Ints, optimum: Optimum, counts: Ints, left: tuple[int, ...]
-) -> tuple[Counter[int], int]:
-    """The most micro-batches that the nodes left over can do, and by which pipelines."""
-    fits = np.flatnonzero((values > 0) & (counts <= np.array(left)).all(axis=1))
-    order = fits[np.lexsort((fits, optimum.gaps[fits]))]
-    small = fits[np.lexsort((fits, optimum.gaps[fits], counts[fits].sum(axis=1)))]
+def knapsack(values: Ints, counts: Ints, left: tuple[int, ...]) -> tuple[Counter[int], int]:
+    """The most micro-batches that the nodes left over can do, and by which pipelines: of those that the linear programme
+    for these nodes finds most promising, and of the smallest."""
+    able = (values > 0) & (counts <= np.array(left)).all(axis=1)
+    fits = np.flatnonzero(able)
+    if not len(fits):
+        return Counter(), 0
+    gaps = maximise(values[fits], counts[fits], left).gaps
+    order = fits[np.lexsort((fits, gaps))]
+    small = fits[np.lexsort((fits, gaps, counts[fits].sum(axis=1)))]
     kept = list(dict.fromkeys([*order[:PROMISING].tolist(), *small[: PROMISING // 2].tolist()]))
     table = np.zeros(tuple(n + 1 for n in left), dtype=np.int64)
     for column in kept:
@@ -229,14 +247,14 @@ def _finish(
     for column, m in sorted(set(shares)):
         key = column, _load(problem.model, priced, column, m)
         if key not in cut:
-            cut[key] = _cut(problem.model, priced, column, m, tail, pipelines)
+            cut[key] = cut_column(problem.model, priced, column, m, tail, pipelines)
     shapes = []
     for column, m in shares:
         shape = cut[column, _load(problem.model, priced, column, m)]
         if shape is None:
             return None
         shapes.append(replace(shape, microbatches=m))
-    whole = _scheduled(problem, tuple(shapes))
+    whole = _reshared(problem, _scheduled(problem, tuple(shapes)))
     return Solution(whole, cost(problem.model, whole))
 
 
@@ -244,6 +262,26 @@ def _load(model: CostModel, priced: Pool, column: int, microbatches: int) -> int
     """Micro-batches as far as they matter for the cut: memory holds no more than the pipeline is deep."""
     part, row = priced.find(column)
     return min(microbatches, int(part.depth[row])) if model.limited else 0
+
+
+def _reshared(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """Share out the micro-batches again now that the cuts are known: groups are priced on a grid."""
+    costs = {shape: _cost(problem.model, shape) for shape in set(shapes)}
+    shares = allot(problem.microbatches, [costs[shape] for shape in shapes])
+    return tuple(replace(shape, microbatches=m) for shape, m in zip(shapes, shares, strict=True))
+
+
+def _cost(model: CostModel, shape: Shape) -> Cost:
+    """Finishing time by micro-batches; where fewer than the depth were reckoned with, memory allows no more."""
+    fill, slowest = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches).seconds(shape.cuts)
+    most = shape.microbatches if model.limited and shape.microbatches < shape.depth else inf
+
+    def seconds(microbatches: int) -> float:
+        if microbatches > most:
+            return inf
+        return float(pipeline_seconds(shape.schedule, fill, slowest, microbatches))
+
+    return seconds
 
 
 def _scheduled(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
@@ -279,7 +317,7 @@ def _shares(
     return [(members[i], m) for _, i, m in sorted(heap, key=lambda item: item[1]) if m > 0]
 
 
-def _cut(
+def cut_column(
     model: CostModel, priced: Pool, column: int, microbatches: int, tail: float, pipelines: int
 ) -> Shape | None:
     part, row = priced.find(column)
@@ -297,18 +335,17 @@ def _cut(
 
 def cost(model: CostModel, shapes: tuple[Shape, ...]) -> float:
     """Seconds of a step under the cost model."""
-    pipelines = len(shapes)
-    slowest, tail = 0.0, 0.0
-    seen: set[Shape] = set()
-    tails = [model.tails(kind, pipelines) for kind in range(len(model.kinds))]
-    for shape in shapes:
-        if shape in seen:
-            continue
-        seen.add(shape)
-        slowest = max(slowest, shape_seconds(model, shape))
-        pairs = zip(shape.stage_kinds(), shape.cuts, shape.cuts[1:], strict=False)
-        tail = max(tail, *(float(tails[kind][a, b]) for kind, a, b in pairs))
-    return slowest + tail
+    return max(shape_seconds(model, shape) for shape in set(shapes)) + largest_tail(model, shapes)
+
+
+def largest_tail(model: CostModel, shapes: Sequence[Shape]) -> float:
+    """Seconds of reduction and update of the slowest stage."""
+    tails = [model.tails(kind, len(shapes)) for kind in range(len(model.kinds))]
+    return max(
+        float(tails[kind][a, b])
+        for shape in {replace(shape, microbatches=0) for shape in shapes}
+        for kind, (a, b) in zip(shape.stage_kinds(), pairwise(shape.cuts), strict=True)
+    )
 
 
 def shape_seconds(model: CostModel, shape: Shape) -> float:

@@ -11,17 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from elastic.core.types import Plan
+from elastic.core.types import Pipeline, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning import exact, forced, scale
 from elastic.planning.building import build, protect
-from elastic.planning.exact import Problem, Solution
+from elastic.planning.exact import Problem, Shape, Solution
 from elastic.planning.kinds import Kinds, alike, kinds_of
 from elastic.planning.model import ONE_F_ONE_B, ZERO_BUBBLE, CostModel, cost_model
 from elastic.planning.peers import natural
 from elastic.planning.predict import Prediction, predict
 from elastic.planning.profile import Profile
 from elastic.planning.refine import refine
+from elastic.planning.repair import repair
 from elastic.planning.request import PlanRequest, check, pick
 from elastic.planning.shapes import Depths, Room, candidates, format_depths
 from elastic.planning.shortage import shortage
@@ -55,8 +56,8 @@ class _Found:
     note: str = ""
     """Why the shape is not quite what was asked."""
     others: tuple[tuple[str, float], ...] = ()
-    whole: bool = False
-    """It was found exactly."""
+    kept: tuple[tuple[Pipeline, Shape], ...] = ()
+    """Pipelines of the current plan that stay; the solution is for the other nodes."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -85,7 +86,7 @@ def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
     profile, tp = request.model(), request.workers
     kinds = kinds_of(active, profile, tp, dict(request.slow), typed=request.profile is not None)
     found = _search(request, profile, kinds)
-    pipelines = build(request, found.solution, found.kinds, found.model, active)
+    pipelines = build(request, found.solution, found.kinds, found.model, active, found.kept)
     pipelines = refine(request, profile, pipelines, found.model.limited)
     used = {stage.unit.node for pipeline in pipelines for stage in pipeline.stages}
     spares += [info for info in active if info.node not in used]
@@ -129,6 +130,10 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds) -> _Found:
         kinds = kinds.merged(MOST_KINDS, profile)
         model = cost_model(profile, kinds.kinds, request.workers, request.streams)
         problem = _problem(request, kinds, model)
+    if not small:
+        repaired = repair(request, problem, kinds)
+        if repaired is not None:
+            return _Found(Solution(repaired.shapes, repaired.seconds), kinds, model, kept=repaired.kept)
     solution = scale.solve(problem) if not small or not model.tailless or model.limited else None
     others: tuple[tuple[str, float], ...] = ()
     if small:
@@ -141,7 +146,7 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds) -> _Found:
             )
     if solution is None:
         raise InfeasiblePlan(shortage(problem, kinds, request))
-    return _Found(solution, kinds, model, others=tuple(sorted(others, key=lambda o: o[1])), whole=small)
+    return _Found(solution, kinds, model, others=tuple(sorted(others, key=lambda o: o[1])))
 
 
 def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Problem) -> _Found:
