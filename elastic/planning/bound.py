@@ -2,9 +2,10 @@
 
 Nothing here follows the planner's choices. Every group of nodes that could make a pipeline gets an optimistic price:
 
-- its slowest stage is at least the least limit under which stages of any order cover the layers (exact, from `columns`);
-- its stages' times add up to at least what they would if layers could be split at will and the fastest nodes of the group took as
-  much as the limit lets them (a fractional knapsack);
+- its slowest stage is at least the least limit under which stages of any order cover the layers (exact, from
+  `columns`);
+- its stages' times add up to at least what they would if layers could be split at will and the fastest nodes
+  of the group took as much as the limit lets them (a fractional knapsack);
 - its stages' tails stay within a limit, which the bound branches over;
 - with m micro-batches memory holds at least min(m, stages behind + 1) of them; m is treated in ranges, each
   with the least of its range.
@@ -24,9 +25,9 @@ import numpy as np
 
 from elastic.errors import FieldError
 from elastic.planning.columns import Ints, columns, grid
-from elastic.planning.exact import Problem
 from elastic.planning.linear import bound
 from elastic.planning.model import NO_LIMIT, ONE_F_ONE_B, CostModel, Floats
+from elastic.planning.problem import Problem
 
 LIMITS = 1500
 SEGMENTS = (1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.35, 1.6, 2.0, 3.0)
@@ -160,7 +161,8 @@ def _optimistic(problem: Problem, least: int, most: float, tail: float, pipeline
 
 
 def _rooms(model: CostModel, limits: Floats) -> Floats:
-    """[kinds, limits] the most seconds of compute that a stage within the limit has, plain and with nothing in its way."""
+    """[kinds, limits] the most seconds of compute that a stage within the limit has, plain and with nothing
+    in its way."""
     rooms = np.zeros((len(model.kinds), len(limits)))
     for kind in range(len(model.kinds)):
         p = model.prefix(kind)

@@ -13,12 +13,12 @@ import numpy as np
 from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.batches import deal
 from elastic.planning.cutting import Cutter
-from elastic.planning.exact import CLOSE, Shape, Solution
 from elastic.planning.exchange import Host, Slot
 from elastic.planning.kinds import Kinds
 from elastic.planning.model import CostModel
 from elastic.planning.peers import choose_peers, domain_of
 from elastic.planning.placement import Holdings, assign, recut
+from elastic.planning.problem import CLOSE, Shape, Solution
 from elastic.planning.request import PlanRequest
 from elastic.planning.scale import largest_tail
 

@@ -1,9 +1,10 @@
 """Every pipeline that a large cluster could be made of, priced at once.
 
-A *group* is a number of nodes of each kind. Going from the last stage to the first, `reach[group, t]` is the first layer that
-the group's stages can come down to when no stage takes longer than `limits[t]`. Coming further is never worse, so the
-best reach of a group follows from the best reaches of the groups with one node less; the group can carry the whole model under a limit when it
-reaches layer 0. All groups of one size and all limits are done in a few array operations.
+A *group* is a number of nodes of each kind. Going from the last stage to the first, `reach[group, t]` is the
+first layer that the group's stages can come down to when no stage takes longer than `limits[t]`. Coming
+further is never worse, so the best reach of a group follows from the best reaches of the groups with one node
+less; the group can carry the whole model under a limit when it reaches layer 0. All groups of one size and
+all limits are done in a few array operations.
 
 For each group the smallest limit is kept, and some wider ones under which the stages' times add up to less
 (fast nodes then take more of the layers): a group is one to four *options* of (fill, slowest, tail).

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 
-from elastic.planning.exact import CLOSE, Shape
 from elastic.planning.model import CostModel, Stages, in_flight, pipeline_seconds
+from elastic.planning.problem import CLOSE, Shape
 
 EVEN = 1e-9
 """Weight of evenness among equal cuts."""
@@ -79,7 +80,7 @@ class Cutter:
 
     def seconds(self, cuts: Sequence[int]) -> tuple[float, float]:
         """(sum of fills, slowest stage) of these cuts."""
-        pairs = list(zip(cuts, cuts[1:], strict=False))
+        pairs = list(pairwise(cuts))
         fill = sum(float(table.fill[a, b]) for table, (a, b) in zip(self.tables, pairs, strict=True))
         return fill, max(float(tau[a, b]) for tau, (a, b) in zip(self.taus, pairs, strict=True))
 

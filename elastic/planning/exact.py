@@ -2,12 +2,14 @@
 
 Three nested dynamic programmes.
 
-1. Pipelines. Going from the last stage to the first, a *group* is the nodes used so far (how many of each kind)
-   and the stages that they make. `cover[group]` is, for every first layer i and every limit on the slowest stage, the least
-   sum of fills over stages that cover [i, L). The limit is kept beside the sum, because a group with
-   the smallest sum may have too slow a stage: one best value a sub-problem would be wrong (Jang et al., SOSP 2023, section 4).
-2. Sharing. Within a time each group does a number of micro-batches; a knapsack over groups says how many k pipelines of the
-   nodes at hand do at most, and bisection over all finishing times finds the least time that suffices.
+1. Pipelines. Going from the last stage to the first, a *group* is the nodes used so far (how many of each
+   kind) and the stages that they make. `cover[group]` is, for every first layer i and every limit on the
+   slowest stage, the least sum of fills over stages that cover [i, L). The limit is kept beside the sum,
+   because a group with the smallest sum may have too slow a stage: one best value a sub-problem would be
+   wrong (Jang et al., SOSP 2023, section 4).
+2. Sharing. Within a time each group does a number of micro-batches; a knapsack over groups says how many k
+   pipelines of the nodes at hand do at most, and bisection over all finishing times finds the least time that
+   suffices.
 3. The tail (reduction and update) depends on the largest stage of the whole plan and on k. Limits on it are tried
    from the smallest; a limit that cannot beat the best plan found ends the search.
 """
@@ -15,58 +17,18 @@ Three nested dynamic programmes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass
 from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.planning.model import ZERO_BUBBLE, CostModel, Floats, in_flight, pipeline_seconds
+from elastic.planning.covers import Covers
+from elastic.planning.model import ZERO_BUBBLE, Floats, pipeline_seconds
+from elastic.planning.problem import CLOSE, Group, Problem, Solution
+from elastic.planning.unwinding import shape_of
 
-Counts = tuple[int, ...]
-"""Nodes of each kind."""
 IMPOSSIBLE = -(1 << 40)
-CLOSE = 1e-12
-"""Relative difference below which two times are equal."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Group:
-    """What a pipeline is made of."""
-
-    counts: Counts
-    depth: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A pipeline before its nodes are known."""
-
-    schedule: str
-    kinds: tuple[int, ...]
-    """Kind of each node, first stage first."""
-    stages: tuple[int, ...]
-    """Stages on each of these nodes."""
-    cuts: tuple[int, ...]
-    """First layer of each stage, and L."""
-    microbatches: int
-
-    @property
-    def depth(self) -> int:
-        return len(self.cuts) - 1
-
-    def stage_kinds(self) -> tuple[int, ...]:
-        """Kind of each stage."""
-        return tuple(kind for kind, n in zip(self.kinds, self.stages, strict=True) for _ in range(n))
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """Pipelines, and the step's seconds under the cost model."""
-
-    shapes: tuple[Shape, ...]
-    seconds: float
 
 
 @dataclass
@@ -82,98 +44,8 @@ class _Table:
         self.doable: dict[int, list[int]] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What is to be solved. `counts[q]` nodes of kind q may be used."""
-
-    model: CostModel
-    counts: Counts
-    microbatches: int
-    schedules: tuple[str, ...] = ("1f1b",)
-    pipelines: tuple[int, ...] = ()
-    """Allowed numbers of pipelines; (): any."""
-    depths: Counts = ()
-    """Depth of each pipeline; (): free."""
-    current: int = 0
-    """Pipelines now: preferred among equals."""
-    above: float = inf
-    """Seconds of a plan that is known: slower ones need not be found."""
-
-
 @dataclass
-class _Solver:
-    problem: Problem
-    _covers: dict[tuple[str, int, float, int], dict[Group, Floats]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        p = self.problem
-        self.model, self.counts, self.m = p.model, p.counts, p.microbatches
-        self.n_layers = p.model.n_layers
-        units = [min(kind.units, self.n_layers) for kind in p.model.kinds]
-        self.units, self.most = units, 1
-        self.deepest = min(self.n_layers, sum(n * u for n, u in zip(self.counts, units, strict=True)))
-        self.limits = {schedule: self._limits(schedule) for schedule in p.schedules}
-        self.schedules = [schedule for schedule in p.schedules if len(self.limits[schedule])]
-
-    # ---- pipelines ----
-
-    def _limits(self, schedule: str) -> Floats:
-        """Every time that the slowest stage can have."""
-        found = [np.zeros(0)]
-        for kind, n in enumerate(self.counts):
-            for ahead in range(1, self.deepest + 1) if self.model.limited and n else [1] * bool(n):
-                for inside, last in ((False, False), (False, True), (True, False)):
-                    if inside and self.units[kind] == 1:
-                        continue
-                    tau = self.model.stages(kind, ahead, schedule, inside=inside, last=last).tau
-                    found.append(tau[np.isfinite(tau)])
-        values = np.unique(np.concatenate(found))
-        return values[values <= self.problem.above * (1 + CLOSE)]
-
-    def _cover(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[Group, Floats]:
-        """`cover` of every group: [L + 1, limits]. `ahead`: most micro-batches in flight (zero-bubble: exactly)."""
-        key = (schedule, ahead, tail, 0 if tail == inf else pipelines)
-        if key not in self._covers:
-            self._covers[key] = self._build(schedule, ahead, tail, pipelines)
-        return self._covers[key]
-
-    def _build(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[Group, Floats]:
-        start = np.full((self.n_layers + 1, len(self.limits[schedule])), inf)
-        start[self.n_layers] = 0.0
-        covers = {Group((0,) * len(self.counts), 0): start}
-        for size in range(sum(self.counts)):
-            for group in [g for g in covers if sum(g.counts) == size]:
-                for kind, n in enumerate(self.counts):
-                    if group.counts[kind] < n:
-                        self._extend(covers, group, kind, schedule, ahead, tail, pipelines)
-        return {group: cover for group, cover in covers.items() if group.depth}
-
-    def _extend(
-        self, covers: dict[Group, Floats], group: Group, kind: int,
-        schedule: str, ahead: int, tail: float, pipelines: int,
-    ) -> None:  # fmt: skip
-        """Put a node of `kind` before `group`, with any number of its units."""
-        cover = covers[group]
-        counts = tuple(n + (q == kind) for q, n in enumerate(group.counts))
-        for used in range(1, self.units[kind] + 1):
-            depth = group.depth + used
-            if depth > self.deepest:
-                return
-            table, fill = self._stage(kind, depth - 1, used > 1, schedule, ahead, tail, pipelines)
-            cover = _prepend(cover, table, fill, self.limits[schedule])
-            known = covers.get(Group(counts, depth))
-            covers[Group(counts, depth)] = cover if known is None else np.minimum(known, cover)
-
-    def _stage(
-        self, kind: int, behind: int, inside: bool, schedule: str, ahead: int, tail: float, pipelines: int
-    ) -> tuple[Floats, Floats]:
-        flying = ahead if schedule == ZERO_BUBBLE else min(behind + 1, ahead)
-        stages = self.model.stages(kind, flying, schedule, inside=inside, last=behind == 0)
-        if tail == inf:
-            return stages.tau, stages.fill
-        tau = np.where(self.model.tails(kind, pipelines) <= tail * (1 + CLOSE), stages.tau, inf)
-        return tau, stages.fill
-
+class _Solver(Covers):
     def table(self, tail: float, pipelines: int) -> _Table:
         """Finishing times of every group for every number of micro-batches; the best schedule counts."""
         rows: dict[Group, Floats] = {}
@@ -197,10 +69,10 @@ class _Solver:
     def _groups(self, schedule: str, cap: int, tail: float, pipelines: int) -> Iterator[tuple[Group, Floats]]:
         """Groups with their covers when pipelines run `cap` micro-batches, or at least so many."""
         if schedule != ZERO_BUBBLE or not self.model.limited:
-            yield from self._cover(schedule, cap, tail, pipelines).items()
+            yield from self.cover(schedule, cap, tail, pipelines).items()
             return
         for ahead in range(1, min(cap, self.deepest) + 1):
-            covers = self._cover(schedule, ahead, tail, pipelines)
+            covers = self.cover(schedule, ahead, tail, pipelines)
             yield from ((g, c) for g, c in covers.items() if min(g.depth, cap) == ahead)
 
     # ---- sharing ----
@@ -289,18 +161,6 @@ class _Solver:
         return np.unique(np.concatenate([t[upper] for t in found]))
 
 
-def _prepend(cover: Floats, tau: Floats, fill: Floats, limits: Floats) -> Floats:
-    """Put one stage before what `cover` covers: [L + 1, limits], the least sum over where the stage ends."""
-    result = np.full_like(cover, inf)
-    ends = np.flatnonzero(np.isfinite(cover).any(axis=1))
-    for end in ends:
-        starts = np.flatnonzero(np.isfinite(tau[:, end]))
-        allowed = tau[starts, end][:, None] <= limits[None, :]
-        sums = np.where(allowed, fill[starts, end][:, None] + cover[end][None, :], inf)
-        result[starts] = np.minimum(result[starts], sums)
-    return result
-
-
 def solve(problem: Problem) -> tuple[Solution | None, dict[int, float]]:
     """Return the best solution (None: nothing fits) and, by number of pipelines, the best seconds found (some are only
     bounds from below: numbers that cannot win are not followed to their end)."""
@@ -324,7 +184,7 @@ def solve(problem: Problem) -> tuple[Solution | None, dict[int, float]]:
     if best is None:
         return None, seconds
     total, table, ending, k, tail = best
-    shapes = [_shape(solver, group, share, tail, k) for group, share in solver.trace(table, ending, k)]
+    shapes = [shape_of(solver, group, share, tail, k) for group, share in solver.trace(table, ending, k)]
     return Solution(tuple(shapes), total), seconds
 
 
@@ -362,92 +222,6 @@ def _tailed(
             yield here + float(limits[at]), float(limits[at]), table, here
             ranges.append((low, at, here))
         ranges.append((at + 1, high, ending))
-
-
-def _shape(solver: _Solver, group: Group, microbatches: int, tail: float, pipelines: int) -> Shape:
-    """Find again how `group` covers the layers best."""
-    best: tuple[float, str, int] = (inf, "", 0)
-    for schedule in solver.schedules:
-        cover = _group_cover(solver, schedule, group, microbatches, tail, pipelines)
-        if cover is None:
-            continue
-        times = pipeline_seconds(schedule, cover[0], solver.limits[schedule], microbatches)
-        at = int(np.argmin(times))
-        best = min(best, (float(times[at]), schedule, at), key=lambda found: found[0])
-    _, schedule, limit = best
-    nodes = _unwind(solver, schedule, group, microbatches, tail, pipelines, limit)
-    return Shape(
-        schedule,
-        tuple(kind for kind, _ in nodes),
-        tuple(len(starts) for _, starts in nodes),
-        (*(start for _, starts in nodes for start in starts), solver.n_layers),
-        microbatches,
-    )
-
-
-def _ahead(solver: _Solver, schedule: str, group: Group, microbatches: int) -> int:
-    if not solver.model.limited:
-        return 1
-    return in_flight(schedule, solver.deepest - 1, group.depth, microbatches)
-
-
-def _group_cover(
-    solver: _Solver, schedule: str, group: Group, microbatches: int, tail: float, pipelines: int
-) -> Floats | None:
-    ahead = _ahead(solver, schedule, group, microbatches)
-    return solver._cover(schedule, ahead, tail, pipelines).get(group)
-
-
-def _unwind(
-    solver: _Solver, schedule: str, group: Group, microbatches: int, tail: float, pipelines: int, limit: int
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Nodes of the best cover under a limit: (kind, first layer of each of its stages), first stage first."""
-    ahead = _ahead(solver, schedule, group, microbatches)
-    covers = solver._cover(schedule, ahead, tail, pipelines)
-    at, nodes = 0, []
-    while at < solver.n_layers:
-        kind, starts, at, group = _first_node(
-            solver, covers, schedule, group, at, limit, (ahead, tail, pipelines)
-        )
-        nodes.append((kind, starts))
-    return nodes
-
-
-def _first_node(
-    solver: _Solver, covers: dict[Group, Floats], schedule: str, group: Group, at: int, limit: int,
-    fixed: tuple[int, float, int],
-) -> tuple[int, tuple[int, ...], int, Group]:  # fmt: skip
-    """The first node of a best cover from layer `at`: (kind, its cuts, where it ends, the group behind it)."""
-    target, slowest = covers[group][at, limit], solver.limits[schedule][limit]
-    for kind, used in product(range(len(solver.counts)), range(1, max(solver.units) + 1)):
-        behind = Group(tuple(n - (q == kind) for q, n in enumerate(group.counts)), group.depth - used)
-        if used > solver.units[kind] or min(behind.counts) < 0 or behind.depth < 0:
-            continue
-        rest = covers.get(behind)
-        if rest is None and behind.depth:
-            continue
-        for starts, end, value in _blocks(solver, kind, used, behind.depth, schedule, at, slowest, fixed):
-            after = (0.0 if end == solver.n_layers else inf) if rest is None else rest[end, limit]
-            if value + after <= target * (1 + CLOSE):
-                return kind, starts, end, behind
-    raise AssertionError("a cover that was found can be unwound")
-
-
-def _blocks(
-    solver: _Solver, kind: int, used: int, behind: int, schedule: str, at: int, slowest: float,
-    fixed: tuple[int, float, int],
-) -> Iterator[tuple[tuple[int, ...], int, float]]:  # fmt: skip
-    """Ways to put `used` stages of one node from layer `at` on: (first layers, end, sum of fills)."""
-    tau, fill = solver._stage(kind, behind + used - 1, used > 1, schedule, *fixed)
-    ends = range(at + 1, solver.n_layers + 1)
-    for end in sorted(ends, key=lambda end: abs(tau[at, end] - slowest)):
-        if tau[at, end] > slowest:
-            continue
-        if used == 1:
-            yield (at,), end, float(fill[at, end])
-            continue
-        for starts, last, value in _blocks(solver, kind, used - 1, behind, schedule, end, slowest, fixed):
-            yield (at, *starts), last, value + float(fill[at, end])
 
 
 def size(problem: Problem) -> int:

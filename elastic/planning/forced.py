@@ -1,4 +1,5 @@
-"""Plans whose shape was fixed by hand, on clusters too large to search exactly: all nodes count as the worst of them."""
+"""Plans whose shape was fixed by hand, on clusters too large to search exactly: all nodes count as the worst
+of them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from math import inf
 
 from elastic.planning import batches
 from elastic.planning.cutting import Cutter
-from elastic.planning.exact import Problem, Shape, Solution
 from elastic.planning.model import ONE_F_ONE_B
+from elastic.planning.problem import Problem, Shape, Solution
 from elastic.planning.scale import cost
 
 
@@ -29,7 +30,7 @@ def solve(problem: Problem, per_node: int) -> Solution | None:
         return (least, cuts) if cuts else (inf, ())
 
     def finish(depth: int, microbatches: int) -> float:
-        least, cuts = slowest(depth, min(depth, microbatches))
+        cuts = slowest(depth, min(depth, microbatches))[1]
         if not cuts:
             return inf
         fill, longest = cutter(depth, min(depth, microbatches)).seconds(cuts)

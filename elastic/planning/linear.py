@@ -2,10 +2,10 @@
 
     maximise  sum_c value[c] x[c]   subject to  sum_c counts[c, q] x[c] <= nodes[q],  x >= 0
 
-Gilmore and Gomory (1961) cut stock by the same programme. Its optimum is at least that of whole numbers, so it bounds
-what any plan can do; and a basic solution has no more non-zeros than there are kinds of nodes, so rounding it down loses
-little. Solved by the primal simplex method; entering columns by largest gain, ties by position.
-"""
+Gilmore and Gomory (1961) cut stock by the same programme. Its optimum is at least that of whole numbers, so
+it bounds what any plan can do; and a basic solution has no more non-zeros than there are kinds of nodes, so
+rounding it down loses little. Solved by the primal simplex method; entering columns by largest gain, ties by
+position. """
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def _one_row(value: Ints, size: Ints, nodes: int) -> Optimum:
 
 
 def bound(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> float:
-    """An upper bound on the optimum that does not rest on the method having converged: prices at which no column gains."""
+    """An upper bound on the optimum that does not rest on the method having converged: prices at which no
+    column gains."""
     prices = maximise(value, counts, nodes).prices
     short = value - counts @ prices
     worst = float(np.max(short / counts.sum(axis=1), initial=0.0))

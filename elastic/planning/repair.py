@@ -1,4 +1,5 @@
-"""After a change in a large cluster: pipelines that lost nothing stay, only the nodes that are free now are planned anew.
+"""After a change in a large cluster: pipelines that lost nothing stay, only the nodes that are free now are
+planned anew.
 
 With many pipelines, this is nearly as fast as the best plan, moves next to nothing, and is found in milliseconds. How
 near it is, the linear programme says, whose optimum bounds what any plan of the priced groups could reach: unless the
@@ -13,14 +14,14 @@ from math import inf, prod
 
 import numpy as np
 
-from elastic.core.types import NodeInfo, Pipeline
+from elastic.core.types import Pipeline
 from elastic.planning import scale
 from elastic.planning.cutting import Cutter
-from elastic.planning.exact import Problem, Shape
 from elastic.planning.kinds import Kinds
 from elastic.planning.linear import maximise
 from elastic.planning.model import CostModel, pipeline_seconds
 from elastic.planning.pool import Pool
+from elastic.planning.problem import Problem, Shape
 from elastic.planning.request import PlanRequest
 from elastic.planning.schedule import INTERLEAVED
 

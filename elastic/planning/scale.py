@@ -21,10 +21,10 @@ import numpy as np
 from elastic.planning.batches import Cost, allot
 from elastic.planning.columns import WIDER, Ints
 from elastic.planning.cutting import Cutter
-from elastic.planning.exact import Problem, Shape, Solution
 from elastic.planning.linear import Optimum, maximise
 from elastic.planning.model import ZERO_BUBBLE, CostModel, pipeline_seconds
 from elastic.planning.pool import Pool, pool
+from elastic.planning.problem import Problem, Shape, Solution
 
 ATTEMPTS = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""
@@ -165,8 +165,9 @@ def _round(problem: Problem, priced: Pool, seconds: float, tail: float) -> Count
 def _floor(
     optimum: Optimum, values: Ints, counts: Ints, nodes: tuple[int, ...]
 ) -> tuple[Counter[int], tuple[int, ...]]:
-    """Round down, again and again for the nodes that are left, until the knapsack can take them; where nothing is left to
-    round down, take one of the column with the largest fraction. Then give back as many pipelines as it can take too."""
+    """Round down, again and again for the nodes that are left, until the knapsack can take them; where
+    nothing is left to round down, take one of the column with the largest fraction. Then give back as many
+    pipelines as it can take too."""
     chosen = Counter({c: int(a + 1e-9) for c, a in zip(optimum.chosen, optimum.amounts, strict=True)})
 
     def left() -> tuple[int, ...]:
@@ -191,8 +192,8 @@ def _floor(
 
 
 def knapsack(values: Ints, counts: Ints, left: tuple[int, ...]) -> tuple[Counter[int], int]:
-    """The most micro-batches that the nodes left over can do, and by which pipelines: of those that the linear programme
-    for these nodes finds most promising, and of the smallest."""
+    """The most micro-batches that the nodes left over can do, and by which pipelines: of those that the
+    linear programme for these nodes finds most promising, and of the smallest."""
     able = (values > 0) & (counts <= np.array(left)).all(axis=1)
     fits = np.flatnonzero(able)
     if not len(fits):
@@ -273,7 +274,9 @@ def _reshared(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
 
 def _cost(model: CostModel, shape: Shape) -> Cost:
     """Finishing time by micro-batches; where fewer than the depth were reckoned with, memory allows no more."""
-    fill, slowest = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches).seconds(shape.cuts)
+    fill, slowest = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches).seconds(
+        shape.cuts
+    )
     most = shape.microbatches if model.limited and shape.microbatches < shape.depth else inf
 
     def seconds(microbatches: int) -> float:

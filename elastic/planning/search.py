@@ -1,10 +1,10 @@
 """The planner: for any set of nodes the plan with the shortest step. Formulas and proofs: docs/planner.md.
 
-Nodes are sorted into kinds. Small clusters are searched exactly (`exact`), larger ones by a linear programme and a
-knapsack over all pipelines that could be made (`scale`); either says which kinds of nodes make which pipelines, how these
-are cut, and how many micro-batches each takes. Then nodes are chosen for the slots such that the fewest bytes move
-(`placement`), and the schedule that runs each pipeline fastest is taken. The same request always gives the same plan.
-"""
+Nodes are sorted into kinds. Small clusters are searched exactly (`exact`), larger ones by a linear programme
+and a knapsack over all pipelines that could be made (`scale`); either says which kinds of nodes make which
+pipelines, how these are cut, and how many micro-batches each takes. Then nodes are chosen for the slots such
+that the fewest bytes move (`placement`), and the schedule that runs each pipeline fastest is taken. The same
+request always gives the same plan. """
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from elastic.core.types import Pipeline, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning import exact, forced, scale
 from elastic.planning.building import build, protect
-from elastic.planning.exact import Problem, Shape, Solution
 from elastic.planning.kinds import Kinds, alike, kinds_of
 from elastic.planning.model import ONE_F_ONE_B, ZERO_BUBBLE, CostModel, cost_model
 from elastic.planning.peers import natural
 from elastic.planning.predict import Prediction, predict
+from elastic.planning.problem import Problem, Shape, Solution
 from elastic.planning.profile import Profile
 from elastic.planning.refine import refine
 from elastic.planning.repair import repair

@@ -17,8 +17,9 @@ MOST_NODES = 256
 
 
 def staying(request: PlanRequest, best: Plan) -> Plan:
-    """Return `best`, or the pipelines of the current plan that are whole, if their shorter pause makes more progress until
-    the next change. Weighed only where losses were observed and links are known: else changes cost alike."""
+    """Return `best`, or the pipelines of the current plan that are whole, if their shorter pause makes more
+    progress until the next change. Weighed only where losses were observed and links are known: else changes
+    cost alike."""
     current, profile = request.current, request.profile
     if current is None or profile is None or not profile.link.bytes_per_s or request.hazard_per_s <= 0:
         return best
