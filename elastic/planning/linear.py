@@ -5,7 +5,7 @@
 Gilmore and Gomory (1961) cut stock by the same programme. Its optimum is at least that of whole numbers, so
 it bounds what any plan can do; and a basic solution has no more non-zeros than there are kinds of nodes, so
 rounding it down loses little. Solved by the primal simplex method; entering columns by largest gain, ties by
-position. """
+position."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Pipelines are run against the clock action by action (`timeline`); only pipelines too long for that, thousands
 of actions, are priced by the closed form, which the timeline never exceeds. The tail is that of the cost
 model: all pipelines end, then every layer is reduced over its holders and updated, and the slowest unit ends
-the step. """
+the step."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Nodes are sorted into kinds. Small clusters are searched exactly (`exact`), larg
 and a knapsack over all pipelines that could be made (`scale`); either says which kinds of nodes make which
 pipelines, how these are cut, and how many micro-batches each takes. Then nodes are chosen for the slots such
 that the fewest bytes move (`placement`), and the schedule that runs each pipeline fastest is taken. The same
-request always gives the same plan. """
+request always gives the same plan."""
 
 from __future__ import annotations
 

@@ -11,18 +11,28 @@ from elastic.planning.request import PlanRequest
 
 
 def shortage(problem: Problem, kinds: Kinds, request: PlanRequest) -> str:
-    """Say by how much memory is short even with one pipeline on all nodes, cut to need least, recomputing
-    everything."""
-    model = problem.model units = [min(kind.units, model.n_layers) for kind in kinds.kinds] depth =
-    min(model.n_layers, sum(n * u for n, u in zip(problem.counts, units, strict=True))) need, stage, (first,
-    last) = _least(model, depth, problem.microbatches) limited = [
-    (kinds.kinds[kinds.of[info.node]].memory_bytes, info.node) for info in request.nodes if info.node in
-    kinds.of and kinds.kinds[kinds.of[info.node]].memory_bytes > 0 ] memory, node = min(limited, key=lambda
-    pair: pair[0]) missing = need - memory if missing <= 0: return ( f"no plan fits: the least memory that
-    {depth} equal stages need is {need} bytes a worker, but some nodes have " f"less than others ({node} may
-    use {memory} bytes): add memory or nodes" ) return ( f"memory is short: even one pipeline of {depth}
-    stages on all {sum(problem.counts)} nodes needs {need} bytes " f"a worker (stage {stage}, layers {first}
-    to {last - 1}), but {node} may use {memory}: short by {missing} bytes" )
+    """Say by how much memory is short even with one pipeline on all nodes, cut so that it needs least."""
+    model = problem.model
+    units = [min(kind.units, model.n_layers) for kind in kinds.kinds]
+    depth = min(model.n_layers, sum(n * u for n, u in zip(problem.counts, units, strict=True)))
+    need, stage, (first, last) = _least(model, depth, problem.microbatches)
+    limited = [
+        (kinds.kinds[kinds.of[info.node]].memory_bytes, info.node)
+        for info in request.nodes
+        if info.node in kinds.of and kinds.kinds[kinds.of[info.node]].memory_bytes > 0
+    ]
+    memory, node = min(limited, key=lambda pair: pair[0])
+    missing = need - memory
+    if missing <= 0:
+        return (
+            f"no plan fits: {depth} stages need {need} bytes a worker when each is cut to need least, which does not "
+            f"fit the sizes and order of the nodes ({node} may use {memory} bytes): add memory or nodes"
+        )
+    return (
+        f"memory is short: even one pipeline of {depth} stages on all {sum(problem.counts)} nodes needs "
+        f"{need} bytes a worker (stage {stage}, layers {first} to {last - 1}), but {node} may use {memory}: "
+        f"short by {missing} bytes"
+    )
 
 
 def _least(model: CostModel, depth: int, microbatches: int) -> tuple[int, int, tuple[int, int]]:
