@@ -25,8 +25,6 @@ from elastic.core.types import Pipeline, Unit
 from elastic.errors import FieldError
 
 ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
-MOST_OVER = 16
-"""Micro-batches by which a group of the interleaved schedule may be larger than the number of units."""
 
 
 class Kind(StrEnum):
@@ -195,12 +193,8 @@ def _interleaved(unit: int, n_units: int, chunks: int, microbatches: Sequence[in
 
 
 def _groups(microbatches: Sequence[int], least: int) -> list[Sequence[int]]:
-    """Cut into groups of at least `least` (or one group), as many as possible, larger ones first.
-
-    Groups that are much too large would put too many messages under way; then there is one more, and they are smaller.
-    """
+    """Cut into groups of at least `least` (or one group), as many as possible, larger ones first."""
     n_groups = max(1, len(microbatches) // least)
-    n_groups += len(microbatches) > n_groups * (least + MOST_OVER)
     size, larger = divmod(len(microbatches), n_groups)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(n_groups)]
     return [microbatches[a:b] for a, b in zip([0, *ends], ends, strict=False) if b > a]

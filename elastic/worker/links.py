@@ -27,7 +27,7 @@ from elastic.worker.transport import GlooTransport, Transport, sets_of
 __all__ = ["MAX_UNRECEIVED", "Abandon", "EpochAbandoned", "LinkFailed", "Links", "Receive", "host_store"]
 
 MAX_UNRECEIVED = 32
-"""Messages under way from one rank before a send waits for the oldest of them."""
+"""Messages under way from one rank before a send waits for the oldest of them, unless more are allowed for."""
 
 
 class _Guard:
@@ -61,6 +61,7 @@ class Links:
         self._peers: dict[int, Peer] = {}
         self._forms: dict[tuple[int, int], Form] = {}
         self._unreceived: deque[tuple[Work, torch.Tensor, Transport]] = deque()
+        self.most_unreceived = MAX_UNRECEIVED
         self._sets_opened = threading.Event()
         self._sets_error: list[RuntimeError] = []
 
@@ -175,7 +176,7 @@ class Links:
         self._unreceived.append((work, tensor, transport))
         while self._unreceived and self._unreceived[0][0].is_completed():
             self._unreceived.popleft()
-        if len(self._unreceived) > MAX_UNRECEIVED:
+        if len(self._unreceived) > self.most_unreceived:
             oldest, _, transport = self._unreceived.popleft()
             transport.wait(oldest)
 

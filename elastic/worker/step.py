@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from elastic.core.faults import Phase
 from elastic.core.types import Plan, StepRecord
 from elastic.planning.roster import Roster
-from elastic.planning.schedule import Action, Kind, actions_of
+from elastic.planning.schedule import Action, Kind, actions_of, units_of
 from elastic.worker.abandon import Abandon
 from elastic.worker.chunk import Chunk
 from elastic.worker.commit import commit
@@ -28,6 +28,9 @@ from elastic.worker.pipeline import StageRunner
 from elastic.worker.protection import Protection
 from elastic.worker.reduction import Reduction
 from elastic.worker.replica import LayerReplica
+
+UNRECEIVED_A_UNIT = 2
+"""Long interleaved pipelines have as many messages under way as units, and their headers (`Links.most_unreceived`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class StepRunner:
             abandon=abandon,
             tp_sync=tp_sync,
         )
+        n_units = len(units_of(plan.pipelines[self._member.pipeline]))
+        links.most_unreceived = max(links.most_unreceived, UNRECEIVED_A_UNIT * n_units)
         self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
         self.step, self._began, self._computing = -1, 0.0, False
         self.meter = Meter(links.device)

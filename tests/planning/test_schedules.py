@@ -42,6 +42,12 @@ def test_interleaved_runs_any_number_of_microbatches(units: int, chunks: int, n:
         assert most <= min((chunks - 1) * largest + 2 * (units - unit - 1) + 1, n * chunks)
 
 
+@pytest.mark.parametrize(("units", "n"), [(8, 23), (16, 47), (32, 63), (32, 64), (32, 95)])
+def test_messages_under_way_are_few(units: int, n: int) -> None:
+    """Most where groups are half as large again as there are units; `elastic.worker.step` allows for them."""
+    validate(lists("interleaved", units, 2 * units, tuple(range(n))), unreceived=units + 2)
+
+
 def test_compute_order_of_zb_h1() -> None:
     """As in figure 2 of the paper, but for the first stage, whose parts run in a row and so stay whole."""
     compute = [
