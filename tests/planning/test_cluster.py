@@ -150,7 +150,8 @@ def test_quantities() -> None:
     assert duration_of("x", "1.5h") == 5400.0
     assert duration_of("x", 0.25) == 0.25
     assert duration_of("x", "10us") == pytest.approx(1e-5)
-    for wrong in (True, None, [], {}, "-3", float("inf"), float("nan"), "12 GiBs"):
+    strange: tuple[object, ...] = (True, None, [], {}, "-3", float("inf"), float("nan"), "12 GiBs")
+    for wrong in strange:
         for read in (size_of, rate_of, duration_of):
             with pytest.raises(FieldError, match=r"^x: "):
                 read("x", wrong)
