@@ -47,9 +47,9 @@ def _gain(state: JobState) -> tuple[float, str]:
         plan = make_plan(request)
     except InfeasiblePlan as error:
         return 0.0, str(error)
-    profile = profile_for(state)
-    here = step_s(state.plan, profile, request.nodes, slow(state))
-    then = step_s(plan, profile, request.nodes, slow(state))
+    profile, nodes = profile_for(state), tuple(mb.report.info for mb in state.members.values())
+    here = step_s(state.plan, profile, nodes, slow(state))
+    then = step_s(plan, profile, nodes, slow(state))
     gain = 1 - then / here if here > 0 else 0.0
     return gain, f"the best plan takes {then:.4g} s a step instead of {here:.4g} s ({gain:+.1%})"
 

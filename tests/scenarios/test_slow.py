@@ -1,0 +1,82 @@
+"""A node turns slow: it gets fewer layers or micro-batches, and nobody is evicted. Compute is emulated."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from elastic.core.types import LayerSpec, NodeInfo
+from elastic.planning.plan import parse_plan
+from elastic.planning.predict import predict
+from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_profile
+from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.shared import exact, faults
+
+LAYERS, MICROBATCHES, STEPS = 8, 8, 16
+FACTOR = 2.0
+
+
+def profile(scale: float = 1.0) -> Profile:
+    """Layers of 60 ms, so that what a busy machine does to a step hardly counts."""
+    layer = LayerSpec(4096, 0, 4096, 0.02, 0.04, output_bytes=8192)
+    times = LayerTimes(0.02 * scale, 0.04 * scale, 0.02 * scale, 0.02 * scale)
+    devices = (Device("a", (times,) * LAYERS),)
+    link = Link(1e9, 0.001)
+    return Profile(model="toy", layers=(layer,) * LAYERS, devices=devices, inside=link, link=link)
+
+
+def run(folder: Path, given: Profile, *flags: str) -> Run:
+    folder.mkdir()
+    (folder / "profile.json").write_text(format_profile(given))
+    emulated = ["--emulate", str(folder / "profile.json"), "--nnodes", "4"]
+    script = ["-m", "benchmarks.waiting", "--num-microbatches", str(MICROBATCHES), "--steps", str(STEPS)]
+    done = elastic_run(folder / "run", exact(*emulated, *flags), script)
+    assert done.code == 0, done.output
+    return done
+
+
+def test_a_slow_node_gets_less_to_do(tmp_path: Path) -> None:
+    done = run(tmp_path / "slow", profile(), *faults(f"slow node=1 factor={FACTOR} step=3"))
+    summary = done.summary
+    (change,) = [r for r in summary["recoveries"] if "slower than profiled" in r["cause"]]
+    assert change["planned"] and change["microbatches_lost"] == 0
+    told = re.fullmatch(r"node1 computes (\d+\.\d)x slower than profiled", change["cause"])
+    assert told is not None and float(told[1]) == pytest.approx(FACTOR, rel=0.15)
+    (evidence,) = [e for e in done.events if e["kind"] == "pace" and e["node"] == "node1"]
+    assert len(evidence["steps"]) == 3 and not [e for e in done.events if e["kind"] == "lost"]
+
+    plan = parse_plan(summary["plan"])
+    assert sorted(plan.nodes()) == ["node0", "node1", "node2", "node3"]
+    work = dict.fromkeys(plan.nodes(), 0)
+    for p, _, stage in plan.stages():
+        work[stage.unit.node] += len(stage.layers) * len(plan.pipelines[p].microbatches)
+    assert work["node1"] < min(work[node] for node in ("node0", "node2", "node3"))
+
+    nodes = tuple(NodeInfo(node, "", "") for node in plan.nodes())
+    expected = predict(plan, profile(), nodes, (("node1", FACTOR),)).step_s
+    after = [e["seconds"] for e in done.events if e["kind"] == "step" and e["epoch"] == plan.epoch][1:]
+    assert len(after) >= 3, "too few steps after the change"
+    assert expected / median(sorted(after)[: len(after) // 2 + 1]) >= 0.95
+
+    reference = run(tmp_path / "reference", profile(0.0))
+    assert summary["params_sha256"] == reference.summary["params_sha256"]
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Before anything is computed."""
+    (tmp_path / "profile.json").write_text(format_profile(profile()))
+    flags = ["--nnodes", "1", "--profile", str(tmp_path / "profile.json")]
+    done = elastic_run(tmp_path / "run", flags, ["-m", "benchmarks.waiting", "--layers", "5"])
+    assert done.code == 2 and "--profile layers: 8" in done.output
+    assert done.summary["steps"] == 0
+
+
+def test_emulation_takes_no_tensor_parallel_profile(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(format_profile(replace(profile(), tp=2)))
+    flags = ["--nnodes", "1", "--emulate", str(tmp_path / "profile.json")]
+    done = elastic_run(tmp_path / "run", flags, ["-m", "benchmarks.waiting"])
+    assert done.code == 2 and "tp 2" in done.output and not (tmp_path / "run").exists()
