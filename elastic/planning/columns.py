@@ -65,9 +65,9 @@ class Columns:
     def fastest(self, group: int, microbatches: int, tail: float) -> int:
         """The option under which `microbatches` are done first."""
         ahead = 0 if self.schedule == ZERO_BUBBLE else 1
-        with np.errstate(invalid="ignore"):
-            times = self.fill[group] + (microbatches - ahead) * self.slowest[group]
-        return int(np.argmin(np.where(self.tail[group] <= tail * (1 + 1e-9), times, np.inf)))
+        able = np.isfinite(self.fill[group]) & (self.tail[group] <= tail * (1 + 1e-9))
+        slowest = np.where(able, self.slowest[group], 0.0)
+        return int(np.argmin(np.where(able, self.fill[group] + (microbatches - ahead) * slowest, np.inf)))
 
     def order(self, group: int, option: int) -> tuple[int, ...]:
         """Kinds of the nodes that come to that option, first stage first."""

@@ -1,4 +1,5 @@
-"""The best plan by trying everything: written from the formulas of docs/planner.md, sharing no code with the planner."""
+"""The best plan by trying everything: written from the formulas of docs/planner.md, sharing no code with the
+planner."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ import itertools
 from functools import cache
 from math import inf
 
+from elastic.core.types import Plan
 from elastic.planning.profile import Profile
+
+Node = tuple[str, float, int, int]
+"""(device name, slow factor, memory bytes or 0, units)."""
 
 
 def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
@@ -18,13 +23,12 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
 class Brute:
     """Least step seconds over all pipelines, orders, cuts, shares and schedules.
 
-    `nodes`: (device name, slow factor, memory bytes or 0, units) of each node.
     """
 
     def __init__(
         self,
         profile: Profile,
-        nodes: tuple[tuple[str, float, int, int], ...],
+        nodes: tuple[Node, ...],
         microbatches: int,
         schedules: tuple[str, ...] = ("1f1b",),
         stream: bool = False,
@@ -42,7 +46,7 @@ class Brute:
 
     def _stage(
         self,
-        node: tuple[str, float, int, int],
+        node: Node,
         i: int,
         j: int,
         ahead: int,
@@ -80,7 +84,7 @@ class Brute:
         return compute + hop, weight, gradient, sum(t.update_s for t in times) * slow
 
     def _pipeline(
-        self, kinds: tuple[tuple[str, float, int, int], ...], m: int
+        self, kinds: tuple[Node, ...], m: int
     ) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
         """Pareto set of (seconds, ((gradient bytes, update) of each stage)) over orders and cuts; `kinds` sorted."""
         found: set[tuple[float, tuple[tuple[float, float], ...]]] = set()
@@ -115,7 +119,7 @@ class Brute:
 
     def _time(
         self,
-        owners: list[tuple[tuple[str, float, int, int], bool]],
+        owners: list[tuple[Node, bool]],
         lengths: tuple[int, ...],
         m: int,
         zero: bool,
@@ -135,6 +139,35 @@ class Brute:
         seconds = m * max(taus) + sum(fills[:-1]) if zero else sum(taus) + (m - 1) * max(taus)
         return seconds, tuple(sorted(set(tails)))
 
+    def cost_of(self, plan: Plan, by_name: dict[str, Node]) -> float:
+        """Seconds of a step of `plan` by the same formulas. AssertionError if it recomputes without need, or exceeds
+        memory."""
+        k = len(plan.pipelines)
+        per_byte = 2 * (k - 1) / k / self.p.link.bytes_per_s if self.p.link.bytes_per_s else 0.0
+        slowest = tail = 0.0
+        for pipeline in plan.pipelines:
+            stages = pipeline.stages
+            owners = [
+                (by_name[a.unit.node], b is not None and a.unit.node == b.unit.node)
+                for a, b in itertools.zip_longest(stages, stages[1:])
+            ]
+            lengths = tuple(stage.last - stage.first for stage in stages)
+            m = len(pipeline.microbatches)
+            zero = pipeline.schedule == "zero-bubble"
+            found = self._time(owners, lengths, m, zero)
+            assert found is not None, "a stage does not fit"
+            slowest = max(slowest, found[0])
+            tail = max(tail, *(g * per_byte + u for g, u in found[1]))
+            for s, (stage, (node, inside)) in enumerate(zip(stages, owners, strict=True)):
+                ahead = min(len(stages) if zero else len(stages) - s, m)
+                assert stage.recompute == self._again(node, stage.first, stage.last, ahead), "recomputation"
+        return slowest + tail
+
+    def _again(self, node: Node, i: int, j: int, ahead: int) -> bool:
+        layers = self.p.layers[i:j]
+        fixed = sum(la.param_bytes + la.state_bytes + la.gradient_bytes for la in layers)
+        return bool(node[2]) and fixed + ahead * sum(la.activation_bytes for la in layers) > node[2]
+
     def best(self, pipelines: int = 0) -> float:
         """Least seconds of a step; `pipelines`: exactly so many, 0: any number."""
         result = inf
@@ -151,8 +184,8 @@ class Brute:
         return result
 
     def _partitions(
-        self, nodes: tuple[tuple[str, float, int, int], ...]
-    ) -> set[tuple[tuple[tuple[str, float, int, int], ...], ...]]:
+        self, nodes: tuple[Node, ...]
+    ) -> set[tuple[tuple[Node, ...], ...]]:
         """Every way to make pipelines of some of the nodes; alike nodes are not told apart."""
         if not nodes:
             return {()}
