@@ -63,12 +63,12 @@ class Cutter:
         n_layers = self.model.n_layers
         rest = np.full(n_layers + 1, inf)
         rest[n_layers] = 0.0
+        even = EVEN / limit if 0 < limit < inf else 0.0
         ends = []
         for table, tau in zip(reversed(self.tables), reversed(self.taus), strict=True):
-            sums = (
-                np.where(tau <= limit * (1 + CLOSE), table.fill + EVEN / limit * tau * tau, inf)
-                + rest[None, :]
-            )
+            able = np.isfinite(tau) & (tau <= limit * (1 + CLOSE))
+            square = np.where(able, tau, 0.0) ** 2
+            sums = np.where(able, table.fill + even * square, inf) + rest[None, :]
             ends.append(sums.argmin(axis=1))
             rest = sums.min(axis=1)
         if not np.isfinite(rest[0]):

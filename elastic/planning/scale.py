@@ -47,16 +47,24 @@ HALVINGS = 3
 
 def solve(problem: Problem) -> Solution | None:
     """A near-best plan, or None if nothing fits. Shapes asked for by number or depth are not for this module."""
-    found: Solution | None = None
+    return min(candidates(problem), key=lambda solution: solution.seconds, default=None)
+
+
+def candidates(problem: Problem) -> list[Solution]:
+    """Near-best plans for different limits on the tail."""
+    found: list[Solution] = []
     for most in _loads(problem):
         priced = price(problem, most)
         if priced is None:
             continue
         attempts = ATTEMPTS if len(problem.counts) > 1 else len(priced.tails)
+        best = inf
         for total, tail in _promising_tails(problem, priced)[:attempts]:
-            if found is None or total < found.seconds * (1 - 1e-6):
-                found = _faster(found, _with_tail(problem, priced, tail))
-        found = _narrowed(problem, most, found)
+            if total < best * (1 - 1e-6):
+                solution = _with_tail(problem, priced, tail)
+                found += [solution] if solution else []
+                best = min([best, *([solution.seconds] if solution else [])])
+        found += _narrowed(problem, most, min(found, key=lambda s: s.seconds, default=None))
     return found
 
 
@@ -69,32 +77,27 @@ def price(
     return pool(problem.model, schedules, min(problem.model.n_layers, nodes), most, tail, near)
 
 
-def _faster(found: Solution | None, other: Solution | None) -> Solution | None:
-    if found is None or (other is not None and other.seconds < found.seconds * (1 - 1e-9)):
-        return other
-    return found
-
-
-def _narrowed(problem: Problem, most: float, found: Solution | None) -> Solution | None:
+def _narrowed(problem: Problem, most: float, best: Solution | None) -> list[Solution]:
     """Groups are cut greedily, without a look at the tail: cut them again for smaller and smaller tails."""
-    if problem.model.tailless or found is None:
+    found: list[Solution] = []
+    if problem.model.tailless or best is None:
         return found
-    model, failures, best = problem.model, 0, found
+    model = problem.model
     largest = max(float(np.diff(model.gradient).max()) * model.reduction(len(best.shapes)), 1e-12)
     for factor in TIGHTER:
         shapes = set(best.shapes)
         slowest = [slowest_stage(model, shape) for shape in shapes]
         tail = (best.seconds - max(shape_seconds(model, shape) for shape in shapes)) * factor
-        if tail < largest or tail < NEGLIGIBLE * best.seconds or failures:
+        if tail < largest or tail < NEGLIGIBLE * best.seconds:
             break
         narrow = price(problem, most, tail, (min(slowest) / 1.5, max(slowest) * 1.5))
         tail = narrow.tails[0] if narrow else tail
         other = _with_tail(problem, narrow, tail, best.seconds - tail) if narrow else None
-        if other is not None and other.seconds < best.seconds * (1 - 1e-9):
-            best, failures = other, 0
-        else:
-            failures += 1
-    return best
+        if other is None or other.seconds >= best.seconds * (1 - 1e-9):
+            break
+        best = other
+        found.append(other)
+    return found
 
 
 def _loads(problem: Problem) -> list[float]:

@@ -13,7 +13,7 @@ from math import inf
 
 from elastic.core.types import Pipeline, Plan
 from elastic.errors import InfeasiblePlan
-from elastic.planning import exact, forced, scale
+from elastic.planning import exact, forced, pricing, scale
 from elastic.planning.building import build, protect
 from elastic.planning.kinds import Kinds, alike, kinds_of
 from elastic.planning.model import ONE_F_ONE_B, ZERO_BUBBLE, CostModel, cost_model
@@ -134,19 +134,27 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds) -> _Found:
         repaired = repair(request, problem, kinds)
         if repaired is not None:
             return _Found(Solution(repaired.shapes, repaired.seconds), kinds, model, kept=repaired.kept)
-    solution = scale.solve(problem) if not small or not model.tailless or model.limited else None
-    others: tuple[tuple[str, float], ...] = ()
-    if small:
-        above = solution.seconds if solution else inf
-        whole, seconds = exact.solve(replace(problem, above=above))
-        if whole is not None and (solution is None or whole.seconds <= solution.seconds):
-            solution = whole
-            others = tuple(
-                (_pipelines(k), s) for k, s in seconds.items() if k != len(whole.shapes) and s < inf
-            )
-    if solution is None:
+    tries = [_exactly(problem) if small else (scale.candidates(problem), ())]
+    if len(problem.schedules) > 1 and sum(problem.counts) <= scale.LARGE:
+        plain = replace(problem, schedules=(ONE_F_ONE_B,))
+        tries.append(_exactly(plain) if small else (scale.candidates(plain), ()))
+    found = [solution for solutions, _ in tries for solution in solutions]
+    if not found:
         raise InfeasiblePlan(shortage(problem, kinds, request))
-    return _Found(solution, kinds, model, others=tuple(sorted(others, key=lambda o: o[1])))
+    if len(problem.schedules) > 1 and sum(problem.counts) <= scale.LARGE:
+        best = min(found, key=lambda solution: pricing.seconds(model, solution))
+    else:
+        best = min(found, key=lambda solution: solution.seconds)
+    others = {text: s for _, told in tries for text, s in told if text != _pipelines(len(best.shapes))}
+    return _Found(best, kinds, model, others=tuple(sorted(others.items(), key=lambda other: other[1])))
+
+
+def _exactly(problem: Problem) -> tuple[list[Solution], tuple[tuple[str, float], ...]]:
+    """The best solution, and what other numbers of pipelines take. A near-best one shortens the search."""
+    near = scale.solve(problem) if not problem.model.tailless or problem.model.limited else None
+    whole, seconds = exact.solve(replace(problem, above=near.seconds if near else inf))
+    told = tuple((_pipelines(k), s) for k, s in seconds.items() if s < inf)
+    return [solution for solution in (whole, near) if solution is not None], told
 
 
 def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Problem) -> _Found:

@@ -1,0 +1,69 @@
+"""Solutions priced action by action, to choose among those that the closed forms find about equally good.
+
+The closed forms bound or approximate what schedules take: 1F1B where forward and backward are not in the same
+proportion on all stages, zero-bubble on uneven stages. `simulate` is exact for what the engine does.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from elastic.planning.cutting import Cutter
+from elastic.planning.model import ONE_F_ONE_B, CostModel, pipeline_seconds
+from elastic.planning.predict import MOST_ACTIONS
+from elastic.planning.problem import Shape, Solution
+from elastic.planning.scale import largest_tail, shape_seconds
+from elastic.planning.schedule import lists
+from elastic.planning.timeline import StageTimes, simulate
+
+
+def seconds(model: CostModel, solution: Solution) -> float:
+    """Seconds of a step."""
+    slowest = max(simulated(model, shape) for shape in set(solution.shapes))
+    return slowest + (0.0 if model.tailless else largest_tail(model, solution.shapes))
+
+
+@lru_cache(maxsize=4096)
+def simulated(model: CostModel, shape: Shape) -> float:
+    """Seconds of one pipeline."""
+    if shape.depth * shape.microbatches > MOST_ACTIONS:
+        return shape_seconds(model, shape)
+    if shape.depth == 1:
+        return shape_seconds(model, shape) if shape.schedule == ONE_F_ONE_B else _alone(model, shape)
+    order = lists(shape.schedule, shape.depth, shape.depth, tuple(range(shape.microbatches)))
+    return simulate(order, _times(model, shape)).makespan_s
+
+
+def _alone(model: CostModel, shape: Shape) -> float:
+    times = _times(model, shape)[0]
+    whole = times.forward_s + times.backward_s
+    return float(pipeline_seconds(ONE_F_ONE_B, whole, whole, shape.microbatches))
+
+
+def _times(model: CostModel, shape: Shape) -> tuple[StageTimes, ...]:
+    cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
+    found = []
+    owners = [(kind, r < n - 1) for kind, n in zip(shape.kinds, shape.stages, strict=True) for r in range(n)]
+    for s, (kind, inside) in enumerate(owners):
+        a, b = shape.cuts[s], shape.cuts[s + 1]
+        p = model.prefix(kind)
+        forward = float(p.forward[b] - p.forward[a])
+        again = forward if cutter.tables[s].recompute[a, b] else 0.0
+        backward = float(p.backward[b] - p.backward[a]) + again
+        entry = weight = 0.0
+        if p.split is not None and p.weight is not None:
+            weight = float(p.weight[b] - p.weight[a])
+            entry = float(p.split[b] - p.split[a]) - weight + again
+        stream = float(p.stream[b] - p.stream[a])
+        more = max(float(p.exposed[b] - p.exposed[a]), stream - forward - backward)
+        hop = float(model.hops(inside=inside, last=s + 1 == shape.depth)[b]) / 2
+        found.append(
+            StageTimes(
+                forward_s=forward,
+                backward_s=backward + more,
+                backward_input_s=entry,
+                backward_weight_s=weight + more,
+                hop_s=hop,
+            )
+        )
+    return tuple(found)
