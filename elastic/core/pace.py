@@ -16,6 +16,8 @@ SAMPLES = 3
 """Steps in a row that must agree before anything is believed."""
 CHANGED = 1.2
 """A factor above the one that plans count with, or below its inverse, is a change."""
+CHANGED_UNPROFILED = 1.5
+"""The same without a profile: a node's own first steps are a rougher measure."""
 NORMAL = 1.1
 """Factors below this count as 1."""
 
@@ -51,21 +53,32 @@ def observe(pace: Pace, epoch: int, step: int, ratio: float) -> Pace:
 
 
 def calibrate(pace: Pace, same: Sequence[Pace], profiled: bool) -> Pace:
-    """Set `unit` once it can be known; `same`: the others that hold the same layers in this epoch."""
+    """Set `unit` once it can be known; `same`: the others that hold the same layers in this epoch.
+
+    A node that was measured in a bad moment, and is quicker from then on, is measured anew.
+    """
     if profiled:
         return replace(pace, unit=1.0)
     others = [other.ratio / other.factor for other in same if other.ratio]
     if len(others) >= 2:
         return replace(pace, unit=median(others))
-    return replace(pace, unit=pace.ratio / pace.factor) if not pace.unit and pace.ratio else pace
+    if not pace.ratio:
+        return pace
+    quicker = pace.factor == 1.0 and max(r for _, r in pace.samples) <= pace.unit / CHANGED_UNPROFILED
+    return replace(pace, unit=pace.ratio / pace.factor) if quicker or not pace.unit else pace
 
 
-def found(pace: Pace) -> float | None:
-    """The factor that the newest steps show, if all of them tell another one than plans count with."""
+def found(pace: Pace, profiled: bool = True) -> float | None:
+    """The factor that the newest steps show, if all of them tell another one than plans count with.
+
+    Nodes that are quicker than they should be count as they should be.
+    """
     if not (pace.unit and pace.ratio):
         return None
     factors = [ratio / pace.unit / pace.factor for _, ratio in pace.samples]
-    if not (min(factors) >= CHANGED or max(factors) <= 1 / CHANGED):
+    limit = CHANGED if profiled else CHANGED_UNPROFILED
+    if not (min(factors) >= limit or max(factors) <= 1 / limit):
         return None
     factor = round(pace.ratio / pace.unit, 2)
-    return factor if factor >= NORMAL else 1.0
+    factor = factor if factor >= NORMAL else 1.0
+    return None if factor == pace.factor else factor

@@ -39,7 +39,7 @@ def seen(*ratios: float, pace: Pace | None = None, profiled: bool = True) -> Pac
         ((2.0, 1.0, 2.0), None),
         ((1.19, 1.19, 1.19), None),
         ((1.21, 1.3, 1.25), 1.25),
-        ((0.5, 0.5, 0.5), 1.0),
+        ((0.5, 0.5, 0.5), None),
     ],
 )
 def test_steps_in_a_row_must_agree(ratios: tuple[float, ...], factor: float | None) -> None:
@@ -69,7 +69,15 @@ def test_without_a_profile_a_node_is_measured_by_its_own_first_steps() -> None:
     """The script's figures are only proportional: ratio 40 is this node's proper speed."""
     pace = seen(40.0, 40.0, 41.0, profiled=False)
     assert pace.unit == 40.0 and found(pace) is None
-    assert found(seen(80.0, 80.0, 80.0, pace=pace, profiled=False)) == 2.0
+    assert found(seen(80.0, 80.0, 80.0, pace=pace, profiled=False), profiled=False) == 2.0
+    assert found(seen(56.0, 56.0, 56.0, pace=pace, profiled=False), profiled=False) is None
+
+
+def test_without_a_profile_a_node_measured_in_a_bad_moment_is_measured_anew() -> None:
+    pace = seen(80.0, 80.0, 80.0, profiled=False)
+    pace = seen(40.0, 40.0, 40.0, pace=pace, profiled=False)
+    assert pace.unit == 40.0 and found(pace, profiled=False) is None
+    assert found(seen(80.0, 80.0, 80.0, pace=pace, profiled=False), profiled=False) == 2.0
 
 
 def test_without_a_profile_the_others_with_the_same_layers_are_the_measure() -> None:
@@ -156,6 +164,16 @@ def test_a_slow_node_gets_less_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPa
     assert "s a step instead of" in reason
 
 
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("before", [1.0, 1.3, 2.0])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.99, 1.15, 1.7, 3.0])
+def test_nothing_is_found_twice(profiled: bool, before: float, ratio: float) -> None:
+    """Whatever is found and counted with from then on is no longer news."""
+    pace = replace(seen(ratio, ratio, ratio), unit=1.0, factor=before)
+    factor = found(pace, profiled)
+    assert factor is None or found(replace(pace, factor=factor), profiled) is None
+
+
 def test_the_same_evidence_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     state = running()
     assert state.plan is not None
@@ -174,9 +192,10 @@ def test_the_same_evidence_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert stragglers.slow(result[0]) == () and stragglers.slow(state) == (("node1", 2.0),)
 
 
-def test_nothing_slow_nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.1])
+def test_nothing_slow_nothing_asked(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     asked = better(monkeypatch, RELIEVED)
-    assert relief.relieve(slowed(running(), 1.1), 10.0) is None
+    assert relief.relieve(slowed(running(), factor), 10.0) is None
     assert asked == []
 
 
