@@ -1,50 +1,114 @@
-"""Plans whose shape was fixed by hand, on clusters too large to search exactly: all nodes count as the worst
-of them."""
+"""Plans whose depths are given: shapes fixed by hand on clusters too large to search exactly, and even shapes.
+
+One kind of node. Each depth is cut so that its slowest stage is fastest, and micro-batches are shared out.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from functools import lru_cache
 from math import inf
 
 from elastic.planning import batches
 from elastic.planning.cutting import Cutter
-from elastic.planning.model import ONE_F_ONE_B
+from elastic.planning.model import CostModel, pipeline_seconds
 from elastic.planning.problem import Problem, Shape, Solution
-from elastic.planning.scale import cost
+from elastic.planning.scale import cost, largest_tail
+from elastic.planning.shapes import Depths, Room
+
+BEST = 3
+"""Even shapes that are worked out."""
 
 
 def solve(problem: Problem, per_node: int) -> Solution | None:
     """The best cuts and shares for `problem.depths`; its model has one kind of node, with `per_node` units."""
-    schedule = problem.schedules[0] if problem.schedules else ONE_F_ONE_B
-
-    @cache
-    def cutter(depth: int, ahead: int) -> Cutter:
-        hosts = [min(per_node, depth - first) for first in range(0, depth, per_node)]
-        return Cutter(problem.model, schedule, [0] * len(hosts), hosts, ahead)
-
-    @cache
-    def slowest(depth: int, ahead: int) -> tuple[float, tuple[int, ...]]:
-        found = cutter(depth, ahead)
-        least = found.least(0.0, inf)
-        cuts = found.cut(least) if least < inf else None
-        return (least, cuts) if cuts else (inf, ())
-
-    def finish(depth: int, microbatches: int) -> float:
-        cuts = slowest(depth, min(depth, microbatches))[1]
-        if not cuts:
-            return inf
-        fill, longest = cutter(depth, min(depth, microbatches)).seconds(cuts)
-        return fill + (microbatches - 1) * longest
-
+    schedule, model = problem.schedules[0], problem.model
     if len(problem.depths) > problem.microbatches:
         return None
-    costs = [lambda m, depth=depth: finish(depth, m) for depth in problem.depths]
-    shares = batches.allot(problem.microbatches, costs)
+
+    def finish(depth: int) -> batches.Cost:
+        return lambda m: _seconds(model, schedule, depth, per_node, m)
+
+    shares = batches.allot(problem.microbatches, [finish(depth) for depth in problem.depths])
     shapes = []
     for depth, m in zip(problem.depths, shares, strict=True):
-        found = cutter(depth, min(depth, m))
-        cuts = slowest(depth, min(depth, m))[1]
-        if not cuts:
+        found = _cut(model, schedule, depth, per_node, min(depth, m))
+        if found is None:
             return None
-        shapes.append(Shape(schedule, found.kinds, found.used, cuts, m))
-    return Solution(tuple(shapes), cost(problem.model, tuple(shapes)))
+        kinds, stages, cuts, _, _ = found
+        shapes.append(Shape(schedule, kinds, stages, cuts, m))
+    return Solution(tuple(shapes), cost(model, tuple(shapes)))
+
+
+def even(problem: Problem) -> list[Solution]:
+    """The best plans with nodes spread as evenly as can be over 1, 2, ... pipelines.
+
+    A ring of fewer pipelines reduces a little faster, which `scale` does not see: it reckons with a ring of many.
+    """
+    model = problem.model
+    if len(problem.counts) > 1 or model.tailless:
+        return []
+    units = min(model.kinds[0].units, model.n_layers)
+    room = Room(
+        nodes=problem.counts[0], per_node=units, n_layers=model.n_layers, n_microbatches=problem.microbatches
+    )
+    priced = []
+    for schedule in problem.schedules:
+        for depths in dict.fromkeys(room.even(k) for k in range(1, room.most + 1)):
+            priced.append((_estimate(model, schedule, depths, units, problem.microbatches), schedule, depths))
+    found = []
+    for seconds, schedule, depths in sorted(priced)[:BEST]:
+        asked = Problem(
+            model=model,
+            counts=problem.counts,
+            microbatches=problem.microbatches,
+            schedules=(schedule,),
+            depths=depths,
+        )
+        solution = solve(asked, units) if seconds < inf else None
+        found += [solution] if solution else []
+    return found
+
+
+def _estimate(model: CostModel, schedule: str, depths: Depths, per_node: int, microbatches: int) -> float:
+    """Seconds of a step with so deep pipelines; micro-batches in flight as if every pipeline were full."""
+    numbers = Counter(depths)
+    shapes = []
+    for depth in numbers:
+        found = _cut(model, schedule, depth, per_node, depth)
+        if found is None:
+            return inf
+        kinds, stages, cuts, _, _ = found
+        shapes.append(Shape(schedule, kinds, stages, cuts, depth))
+    low, high = 0.0, max(_seconds(model, schedule, depth, per_node, microbatches) for depth in numbers)
+    for _ in range(40):
+        middle = (low + high) / 2
+        done = sum(n * _share(model, schedule, depth, per_node, middle) for depth, n in numbers.items())
+        low, high = (low, middle) if done >= microbatches else (middle, high)
+    ring = [shape for shape in shapes for _ in range(len(depths))][: len(depths)]
+    return high + largest_tail(model, [*shapes, *ring][: max(len(depths), len(shapes))])
+
+
+def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: float) -> int:
+    found = _cut(model, schedule, depth, per_node, depth)
+    if found is None:
+        return 0
+    first = float(pipeline_seconds(schedule, found[3], found[4], 1))
+    return int((seconds - first) / found[4]) + 1 if seconds >= first else 0
+
+
+def _seconds(model: CostModel, schedule: str, depth: int, per_node: int, microbatches: int) -> float:
+    found = _cut(model, schedule, depth, per_node, min(depth, microbatches))
+    return float(pipeline_seconds(schedule, found[3], found[4], microbatches)) if found else inf
+
+
+@lru_cache(maxsize=1024)
+def _cut(
+    model: CostModel, schedule: str, depth: int, per_node: int, ahead: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float, float] | None:
+    """(kinds, stages a node, cuts, sum of fills, slowest stage), or None if memory forbids it."""
+    hosts = tuple(min(per_node, depth - first) for first in range(0, depth, per_node))
+    cutter = Cutter(model, schedule, [0] * len(hosts), hosts, ahead)
+    least = cutter.least(0.0, inf)
+    cuts = cutter.cut(least) if least < inf else None
+    return ((0,) * len(hosts), hosts, cuts, *cutter.seconds(cuts)) if cuts else None

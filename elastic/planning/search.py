@@ -139,10 +139,12 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds) -> _Found:
         plain = replace(problem, schedules=(ONE_F_ONE_B,))
         tries.append(_exactly(plain) if small else (scale.candidates(plain), ()))
     found = [solution for solutions, _ in tries for solution in solutions]
+    if sum(problem.counts) <= scale.LARGE and not small:
+        found += forced.even(problem)
     if not found:
         raise InfeasiblePlan(shortage(problem, kinds, request))
     if len(problem.schedules) > 1 and sum(problem.counts) <= scale.LARGE:
-        best = min(found, key=lambda solution: pricing.seconds(model, solution))
+        best = pricing.polished(model, min(found, key=lambda solution: pricing.seconds(model, solution)))
     else:
         best = min(found, key=lambda solution: solution.seconds)
     others = {text: s for _, told in tries for text, s in told if text != _pipelines(len(best.shapes))}
