@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-SAMPLES = 3
-"""Steps in a row that must agree before anything is believed."""
-CHANGED = 1.2
-"""A factor above the one that plans count with, or below its inverse, is a change."""
-CHANGED_UNPROFILED = 1.5
+SAMPLES, CHANGED = 3, 1.2
+"""Steps in a row that must agree before anything is believed, and the change that they must agree on: a factor above
+the one that plans count with, or below its inverse."""
+SAMPLES_UNPROFILED, CHANGED_UNPROFILED = 8, 1.5
 """The same without a profile: a node's own first steps are a rougher measure."""
 NORMAL = 1.1
 """Factors below this count as 1."""
@@ -29,18 +28,30 @@ class Pace:
     epoch: int = -1
     """Epoch of the samples."""
     samples: tuple[tuple[int, float], ...] = ()
-    """(step, ratio) of the newest steps of this epoch; the first step seen is left out: it warms up."""
+    """(step, ratio) of the newest steps of this epoch, `wanted` at most; the first step seen is left out."""
     step: int = -1
     """Newest step seen."""
     unit: float = 0.0
     """Ratio at the proper speed; 0: not known yet."""
     factor: float = 1.0
     """How much slower than it should be the plans take this node."""
+    profiled: bool = True
+    """The ratio at the proper speed is 1."""
+
+    @property
+    def wanted(self) -> int:
+        """Steps that must agree."""
+        return SAMPLES if self.profiled else SAMPLES_UNPROFILED
+
+    @property
+    def change(self) -> float:
+        """What they must agree on."""
+        return CHANGED if self.profiled else CHANGED_UNPROFILED
 
     @property
     def ratio(self) -> float:
         """Median ratio of the newest steps; 0 until there are enough."""
-        return median(r for _, r in self.samples) if len(self.samples) == SAMPLES else 0.0
+        return median(r for _, r in self.samples) if len(self.samples) == self.wanted else 0.0
 
 
 def observe(pace: Pace, epoch: int, step: int, ratio: float) -> Pace:
@@ -49,26 +60,26 @@ def observe(pace: Pace, epoch: int, step: int, ratio: float) -> Pace:
         return replace(pace, epoch=epoch, step=step, samples=(), unit=0.0)
     if step <= pace.step:
         return pace
-    return replace(pace, step=step, samples=(*pace.samples, (step, ratio))[-SAMPLES:])
+    return replace(pace, step=step, samples=(*pace.samples, (step, ratio))[-pace.wanted :])
 
 
-def calibrate(pace: Pace, same: Sequence[Pace], profiled: bool) -> Pace:
+def calibrate(pace: Pace, same: Sequence[Pace]) -> Pace:
     """Set `unit` once it can be known; `same`: the others that hold the same layers in this epoch.
 
     A node that was measured in a bad moment, and is quicker from then on, is measured anew.
     """
-    if profiled:
+    if pace.profiled:
         return replace(pace, unit=1.0)
     others = [other.ratio / other.factor for other in same if other.ratio]
     if len(others) >= 2:
         return replace(pace, unit=median(others))
     if not pace.ratio:
         return pace
-    quicker = pace.factor == 1.0 and max(r for _, r in pace.samples) <= pace.unit / CHANGED_UNPROFILED
+    quicker = pace.factor == 1.0 and max(r for _, r in pace.samples) <= pace.unit / pace.change
     return replace(pace, unit=pace.ratio / pace.factor) if quicker or not pace.unit else pace
 
 
-def found(pace: Pace, profiled: bool = True) -> float | None:
+def found(pace: Pace) -> float | None:
     """The factor that the newest steps show, if all of them tell another one than plans count with.
 
     Nodes that are quicker than they should be count as they should be.
@@ -76,8 +87,7 @@ def found(pace: Pace, profiled: bool = True) -> float | None:
     if not (pace.unit and pace.ratio):
         return None
     factors = [ratio / pace.unit / pace.factor for _, ratio in pace.samples]
-    limit = CHANGED if profiled else CHANGED_UNPROFILED
-    if not (min(factors) >= limit or max(factors) <= 1 / limit):
+    if not (min(factors) >= pace.change or max(factors) <= 1 / pace.change):
         return None
     factor = round(pace.ratio / pace.unit, 2)
     factor = factor if factor >= NORMAL else 1.0

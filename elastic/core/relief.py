@@ -22,10 +22,7 @@ def relieve(state: JobState, now: float) -> Result | None:
     What was found becomes what plans count with, so the same evidence is weighed once.
     """
     assert state.plan is not None
-    profiled = state.policy.profile is not None
-    shown = [
-        (node, pace_of(state, node), found(pace_of(state, node), profiled)) for node in state.plan.nodes()
-    ]
+    shown = [(node, pace_of(state, node), found(pace_of(state, node))) for node in state.plan.nodes()]
     changed = [(node, pace, factor) for node, pace, factor in shown if factor is not None]
     if not changed:
         return None

@@ -24,10 +24,9 @@ def observe(state: JobState, event: Beat) -> JobState:
     if not fresh or not any(ratios.values()):
         return state
     key = member.report.info.incarnation
-    pace = note(
-        state.paces.get(key, Pace()), fresh[0].epoch, min(one.step for one in fresh), max(ratios.values())
-    )
-    pace = calibrate(pace, _same(state, event.node), state.policy.profile is not None)
+    known = state.paces.get(key, Pace(profiled=state.policy.profile is not None))
+    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()))
+    pace = calibrate(pace, _same(state, event.node))
     return state.of(paces={**state.paces, key: pace})
 
 

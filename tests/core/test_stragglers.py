@@ -12,7 +12,7 @@ from elastic.core import job, relief, stragglers
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
 from elastic.core.job import JobPhase, JobState, Note, Send
-from elastic.core.pace import SAMPLES, Pace, calibrate, found, observe
+from elastic.core.pace import SAMPLES, SAMPLES_UNPROFILED, Pace, calibrate, found, observe
 from elastic.core.types import LayerSpec, Pipeline, Plan, Stage, Unit
 from elastic.planning.profile import Device, LayerTimes, Profile
 from elastic.planning.search import PlanRequest
@@ -23,10 +23,15 @@ from tests.core.world import World
 
 def seen(*ratios: float, pace: Pace | None = None, profiled: bool = True) -> Pace:
     """A node whose steps had these ratios; the first one warms up."""
-    pace = pace or observe(Pace(), 1, 0, 9.0)
+    pace = pace or observe(Pace(profiled=profiled), 1, 0, 9.0)
     for ratio in ratios:
-        pace = calibrate(observe(pace, 1, pace.step + 1, ratio), (), profiled)
+        pace = calibrate(observe(pace, 1, pace.step + 1, ratio), ())
     return pace
+
+
+def unprofiled(*ratios: float, pace: Pace | None = None) -> Pace:
+    """The same without a profile, each ratio for as many steps as must agree."""
+    return seen(*(r for r in ratios for _ in range(SAMPLES_UNPROFILED)), pace=pace, profiled=False)
 
 
 @pytest.mark.parametrize(
@@ -67,25 +72,24 @@ def test_the_first_step_of_an_epoch_and_repetitions_do_not_count() -> None:
 
 def test_without_a_profile_a_node_is_measured_by_its_own_first_steps() -> None:
     """The script's figures are only proportional: ratio 40 is this node's proper speed."""
-    pace = seen(40.0, 40.0, 41.0, profiled=False)
+    pace = unprofiled(40.0)
     assert pace.unit == 40.0 and found(pace) is None
-    assert found(seen(80.0, 80.0, 80.0, pace=pace, profiled=False), profiled=False) == 2.0
-    assert found(seen(56.0, 56.0, 56.0, pace=pace, profiled=False), profiled=False) is None
+    assert found(unprofiled(80.0, pace=pace)) == 2.0
+    assert found(seen(80.0, 80.0, 80.0, pace=pace)) is None
+    assert found(unprofiled(56.0, pace=pace)) is None
 
 
 def test_without_a_profile_a_node_measured_in_a_bad_moment_is_measured_anew() -> None:
-    pace = seen(80.0, 80.0, 80.0, profiled=False)
-    pace = seen(40.0, 40.0, 40.0, pace=pace, profiled=False)
-    assert pace.unit == 40.0 and found(pace, profiled=False) is None
-    assert found(seen(80.0, 80.0, 80.0, pace=pace, profiled=False), profiled=False) == 2.0
+    pace = unprofiled(80.0, 40.0)
+    assert pace.unit == 40.0 and found(pace) is None
+    assert found(unprofiled(80.0, pace=pace)) == 2.0
 
 
 def test_without_a_profile_the_others_with_the_same_layers_are_the_measure() -> None:
     """A node that was slow from the beginning shows beside two that hold the same layers."""
-    others = [seen(40.0, 40.0, 40.0, profiled=False) for _ in range(2)]
-    pace = calibrate(seen(80.0, 80.0, 80.0, profiled=False), others, False)
-    assert found(pace) == 2.0
-    assert found(calibrate(seen(80.0, 80.0, 80.0, profiled=False), others[:1], False)) is None
+    others = [unprofiled(40.0), unprofiled(40.0)]
+    assert found(calibrate(unprofiled(80.0), others)) == 2.0
+    assert found(calibrate(unprofiled(80.0), others[:1])) is None
 
 
 # ---- the job -----------------------------------------------------------------------------------
@@ -169,9 +173,10 @@ def test_a_slow_node_gets_less_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.99, 1.15, 1.7, 3.0])
 def test_nothing_is_found_twice(profiled: bool, before: float, ratio: float) -> None:
     """Whatever is found and counted with from then on is no longer news."""
-    pace = replace(seen(ratio, ratio, ratio), unit=1.0, factor=before)
-    factor = found(pace, profiled)
-    assert factor is None or found(replace(pace, factor=factor), profiled) is None
+    pace = seen(ratio, ratio, ratio) if profiled else unprofiled(ratio)
+    pace = replace(pace, unit=1.0, factor=before)
+    factor = found(pace)
+    assert factor is None or found(replace(pace, factor=factor)) is None
 
 
 def test_the_same_evidence_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
