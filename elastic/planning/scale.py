@@ -13,6 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, inf, prod
 
@@ -30,6 +31,8 @@ ATTEMPTS = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""
 TIGHTER = (0.9, 0.75, 0.75, 0.75)
 """Factors by which the tail is made smaller."""
+SMALL = 32
+"""Nodes up to which all limits on the tail are."""
 SLACK = 1.02
 """Limits on the tail whose fractional time is so much worse are not followed."""
 NEGLIGIBLE = 0.01
@@ -41,7 +44,7 @@ CELLS = 30_000
 PROMISING = 48
 STEPS = tuple(0.0004 * 2**i for i in range(11))
 """T is raised by these fractions until a plan is found."""
-HALVINGS = 3
+HALVINGS = 4
 """Times that the last step is halved."""
 
 
@@ -51,13 +54,26 @@ def solve(problem: Problem) -> Solution | None:
 
 
 def candidates(problem: Problem) -> list[Solution]:
-    """Near-best plans for different limits on the tail."""
+    """Near-best plans: for different limits on the tail, and of small clusters for one node less of each kind, lest a
+    node more should ever make things worse."""
+    found = list(_candidates(problem))
+    nodes = sum(problem.counts)
+    for kind, n in enumerate(problem.counts if nodes <= LARGE else ()):
+        if n and nodes > 1:
+            less = tuple(m - (q == kind) for q, m in enumerate(problem.counts))
+            found += _candidates(replace(problem, counts=less))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _candidates(problem: Problem) -> tuple[Solution, ...]:
     found: list[Solution] = []
     for most in _loads(problem):
         priced = price(problem, most)
         if priced is None:
             continue
-        attempts = ATTEMPTS if len(problem.counts) > 1 else len(priced.tails)
+        few = len(problem.counts) == 1 or sum(problem.counts) <= SMALL
+        attempts = len(priced.tails) if few else ATTEMPTS
         best = inf
         for total, tail in _promising_tails(problem, priced)[:attempts]:
             if total < best * (1 - 1e-6):
@@ -65,7 +81,7 @@ def candidates(problem: Problem) -> list[Solution]:
                 found += [solution] if solution else []
                 best = min([best, *([solution.seconds] if solution else [])])
         found += _narrowed(problem, most, min(found, key=lambda s: s.seconds, default=None))
-    return found
+    return tuple(found)
 
 
 def price(
