@@ -7,6 +7,7 @@ contention: how much longer a computation takes while messages go out beside it.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -104,6 +105,12 @@ def _calibrate() -> tuple[int, float]:
 def probe(rank: int, store: str, repeat: int) -> dict[str, object]:
     """Measure; rank 0's answer counts."""
     torch.set_num_threads(1)
+    answer = _measured(rank, store, repeat)
+    gc.collect()  # links refer to themselves; their threads must end while the interpreter is whole
+    return answer
+
+
+def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
     links = Links.open(
         epoch=1,
         rank=rank,
