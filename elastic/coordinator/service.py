@@ -29,6 +29,7 @@ from elastic.core import messages as m
 from elastic.core.coordinator import transition
 from elastic.core.stragglers import factor
 from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, StaleError
+from elastic.planning.matching import FEW
 from elastic.planning.plan import format_plan
 from elastic.rpc.server import Server, Session
 from elastic.store import durable
@@ -112,8 +113,8 @@ class Coordinator:
     def run(self) -> int:
         """Serve until the job is over; return its exit code."""
         self._announce()
-        # What the planner needs only after the first change, and is slow to import.
-        threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
+        if self._state.policy.max_nodes > FEW:  # the planner needs it after the first change; it is slow to import
+            threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
         next_tick = self._clock.now()
         while True:
             try:

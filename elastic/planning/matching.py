@@ -18,6 +18,8 @@ T = TypeVar("T")
 Sort = tuple[frozenset[int], frozenset[tuple[int, int]]]
 """What tells nodes of one kind apart: live layers, kept (layer, bytes)."""
 
+FEW = 8
+"""Nodes up to which the library is not needed."""
 DENSE = 1 << 22
 """Pairs of slot and node that are looked at one by one."""
 
@@ -31,8 +33,6 @@ def cheapest(
     numbers below 2^53 (bytes are divided by their common divisor), so that float64 sums are exact, unless a plan moves
     petabytes of oddly sized layers: then bytes may be off in the 16th digit.
     """
-    from scipy.optimize import linear_sum_assignment
-
     distinct, which = _number(tuple(layers) for layers in wanted)
     kinds, what = _number(sorts)
     costs = _costs(distinct, kinds, full_bytes, sum(map(len, wanted)))
@@ -40,8 +40,26 @@ def cheapest(
         return _flows(costs, which, what)
     import numpy as np
 
+    if len(what) <= FEW:
+        return _small(costs[np.ix_(which, what)].tolist())
+    from scipy.optimize import linear_sum_assignment
+
     rows, columns = linear_sum_assignment(costs[np.ix_(which, what)])
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+def _small(costs: list[list[float]]) -> list[tuple[int, int]]:
+    """By trying all sets of nodes: a few nodes are not worth the half second that the library takes to import."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for row in costs:
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (total, chosen) in best.items():
+            for column, cost in enumerate(row):
+                key = used | 1 << column
+                if key != used and (key not in following or (total + cost, (*chosen, column)) < following[key]):
+                    following[key] = (total + cost, (*chosen, column))
+        best = following
+    return list(enumerate(min(best.values())[1]))
 
 
 def _costs(

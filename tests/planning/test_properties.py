@@ -1,4 +1,5 @@
-"""What holds for every plan: valid, within memory, the same for the same question, never worse with more or faster nodes."""
+"""What holds for every plan: valid, within memory, the same for the same question, never worse with more or
+faster nodes."""
 
 from __future__ import annotations
 

@@ -22,12 +22,17 @@ def outage(run: Run) -> tuple[float, float]:
 
 
 def steps_during(run: Run) -> set[int]:
-    """Steps that ended while nobody coordinated: told all at once to the one who took over."""
+    """Steps that ended while nobody coordinated: told in one go, faster than they were made, to the one who
+    took over."""
     _, back = outage(run)
     events = [e for e in run.events if e["kind"] == "step"]
     before = max(e["step"] for e in events if e["at"] < back)
-    adopted = next(e["at"] for e in run.events if e["kind"] == "adopted")
-    told = {e["step"] for e in events if back <= e["at"] < adopted + 0.5}
+    since, told = next(e["at"] for e in run.events if e["kind"] == "adopted"), set()
+    for event in (e for e in events if e["at"] >= back):
+        if event["step"] > before and event["at"] - since > event["seconds"] / 2:
+            break
+        since = event["at"]
+        told.add(event["step"])
     return {step for step in told if step > before}
 
 
