@@ -113,7 +113,9 @@ class Coordinator:
     def run(self) -> int:
         """Serve until the job is over; return its exit code."""
         self._announce()
-        if self._state.policy.max_nodes > FEW:  # the planner needs it after the first change; it is slow to import
+        if (
+            self._state.policy.max_nodes > FEW
+        ):  # the planner needs it after the first change; it is slow to import
             threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
         next_tick = self._clock.now()
         while True:

@@ -44,6 +44,11 @@ class Cutter:
                 np.where(allowed[k], tau, inf) for (k, _), tau in zip(owners, self.taus, strict=True)
             ]
 
+        self._rows = np.arange(model.n_layers + 1)
+        unit = min((float(tau[0, -1]) for tau in self.taus if np.isfinite(tau[0, -1])), default=1.0) or 1.0
+        costs = {id(t): t.fill + EVEN / unit * t.tau * t.tau for t in self.tables}
+        self._costs = [costs[id(t)] for t in self.tables]
+
     def least(self, low: float, high: float) -> float:
         """The least limit in [low, high] under which there is a cut; inf if there is none."""
         if self.cut(high) is None:
@@ -60,17 +65,15 @@ class Cutter:
 
     def cut(self, limit: float) -> tuple[int, ...] | None:
         """Cuts with the least sum of fills when no stage takes longer than `limit`; the most even of these."""
-        n_layers = self.model.n_layers
-        rest = np.full(n_layers + 1, inf)
-        rest[n_layers] = 0.0
-        even = EVEN / limit if 0 < limit < inf else 0.0
+        rest = np.full(self.model.n_layers + 1, inf)
+        rest[-1] = 0.0
         ends = []
-        for table, tau in zip(reversed(self.tables), reversed(self.taus), strict=True):
-            able = np.isfinite(tau) & (tau <= limit * (1 + CLOSE))
-            square = np.where(able, tau, 0.0) ** 2
-            sums = np.where(able, table.fill + even * square, inf) + rest[None, :]
-            ends.append(sums.argmin(axis=1))
-            rest = sums.min(axis=1)
+        for cost, tau in zip(reversed(self._costs), reversed(self.taus), strict=True):
+            sums = np.where(tau <= limit * (1 + CLOSE), cost, inf)
+            sums += rest
+            end = sums.argmin(axis=1)
+            ends.append(end)
+            rest = sums[self._rows, end]
         if not np.isfinite(rest[0]):
             return None
         cuts = [0]

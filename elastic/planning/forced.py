@@ -32,7 +32,7 @@ def solve(problem: Problem, per_node: int) -> Solution | None:
     shares = batches.allot(problem.microbatches, [finish(depth) for depth in problem.depths])
     shapes = []
     for depth, m in zip(problem.depths, shares, strict=True):
-        found = _cut(model, schedule, depth, per_node, min(depth, m))
+        found = cut(model, schedule, depth, per_node, min(depth, m))
         if found is None:
             return None
         kinds, stages, cuts, _, _ = found
@@ -75,7 +75,7 @@ def _estimate(model: CostModel, schedule: str, depths: Depths, per_node: int, mi
     numbers = Counter(depths)
     shapes = []
     for depth in numbers:
-        found = _cut(model, schedule, depth, per_node, depth)
+        found = cut(model, schedule, depth, per_node, depth)
         if found is None:
             return inf
         kinds, stages, cuts, _, _ = found
@@ -90,7 +90,7 @@ def _estimate(model: CostModel, schedule: str, depths: Depths, per_node: int, mi
 
 
 def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: float) -> int:
-    found = _cut(model, schedule, depth, per_node, depth)
+    found = cut(model, schedule, depth, per_node, depth)
     if found is None:
         return 0
     first = float(pipeline_seconds(schedule, found[3], found[4], 1))
@@ -98,12 +98,14 @@ def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: 
 
 
 def _seconds(model: CostModel, schedule: str, depth: int, per_node: int, microbatches: int) -> float:
-    found = _cut(model, schedule, depth, per_node, min(depth, microbatches))
+    found = cut(model, schedule, depth, per_node, depth)
+    if found is None and microbatches < depth:  # fewer in flight may fit
+        found = cut(model, schedule, depth, per_node, microbatches)
     return float(pipeline_seconds(schedule, found[3], found[4], microbatches)) if found else inf
 
 
 @lru_cache(maxsize=1024)
-def _cut(
+def cut(
     model: CostModel, schedule: str, depth: int, per_node: int, ahead: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float, float] | None:
     """(kinds, stages a node, cuts, sum of fills, slowest stage), or None if memory forbids it."""

@@ -56,7 +56,9 @@ def _small(costs: list[list[float]]) -> list[tuple[int, int]]:
         for used, (total, chosen) in best.items():
             for column, cost in enumerate(row):
                 key = used | 1 << column
-                if key != used and (key not in following or (total + cost, (*chosen, column)) < following[key]):
+                if key != used and (
+                    key not in following or (total + cost, (*chosen, column)) < following[key]
+                ):
                     following[key] = (total + cost, (*chosen, column))
         best = following
     return list(enumerate(min(best.values())[1]))

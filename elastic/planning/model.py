@@ -107,6 +107,7 @@ class CostModel:
         self.splits = all(p.split is not None for p in self._prefix)
         """The parts of the backward pass are known: zero-bubble can be priced."""
         self._remembered = cache(self._stages)
+        self._times = cache(self._make_times)
 
     def prefix(self, kind: int) -> _Prefix:
         return self._prefix[kind]
@@ -147,21 +148,30 @@ class CostModel:
 
     def _stages(self, kind: int, ahead: int, schedule: str, inside: bool, last: bool) -> Stages:
         p = self._prefix[kind]
-        stream = p.stream[None, :] - p.stream[:, None]
-        exposed = p.exposed[None, :] - p.exposed[:, None]
-        hop = self.hops(inside=inside, last=last)[None, :]
-        plain = np.maximum(self._compute(kind, schedule, False) + exposed, stream) + hop
-        again = np.maximum(self._compute(kind, schedule, True) + exposed, stream) + hop
+        plain, again = self._times(kind, schedule, inside, last)
         fits = self.memory(ahead, False) <= p.memory
         fits_again = self.memory(ahead, True) <= p.memory
         tau = np.where(fits, plain, np.where(fits_again, again, np.inf))
-        tau[np.tril_indices(self.n_layers + 1)] = np.inf
         fill = tau
         if schedule == ZERO_BUBBLE:
             assert p.weight is not None
             hidden = 2 * (p.weight[None, :] - p.weight[:, None])
             fill = np.where(np.isfinite(tau), 0.0 if last else np.maximum(tau - hidden, 0.0), np.inf)
         return Stages(tau, fill, ~fits & fits_again)
+
+    def _make_times(self, kind: int, schedule: str, inside: bool, last: bool) -> tuple[Floats, Floats]:
+        """Seconds of every stage, without and with recomputation, memory aside; inf where i >= j."""
+        p = self._prefix[kind]
+        stream = p.stream[None, :] - p.stream[:, None]
+        exposed = p.exposed[None, :] - p.exposed[:, None]
+        hop = self.hops(inside=inside, last=last)[None, :]
+        empty = np.tri(self.n_layers + 1, dtype=bool)
+        found = []
+        for again in (False, True):
+            times = np.maximum(self._compute(kind, schedule, again) + exposed, stream) + hop
+            times[empty] = np.inf
+            found.append(times)
+        return found[0], found[1]
 
     def _compute(self, kind: int, schedule: str, recompute: bool) -> Floats:
         p = self._prefix[kind]

@@ -8,7 +8,7 @@ from math import ceil, floor, inf, log
 
 import numpy as np
 
-from elastic.planning.columns import Columns, Ints, columns, grid
+from elastic.planning.columns import MANY, Columns, Ints, columns, grid
 from elastic.planning.linear import maximise
 from elastic.planning.model import CostModel, Floats
 
@@ -18,7 +18,7 @@ LIMITS = 192
 """Limits on the slowest stage that groups are priced with."""
 TAILS = 20
 """Limits on the tail that are tried."""
-COARSE = 1.05
+COARSE = 1.03
 """Limits from earlier solutions are rounded to powers of this, so that nearly equal questions find the same answer."""
 
 
@@ -80,20 +80,22 @@ def pool(
     most: float,
     tail: float = inf,
     near: tuple[float, float] = (0.0, inf),
+    pipelines: int = MANY,
 ) -> Pool | None:
     """Price groups of up to `deepest` nodes; None if none can hold the model.
 
-    `most`: micro-batches of a pipeline that memory is reckoned with; `tail`: limit on a stage's tail, to cut for;
+    `most`: micro-batches of a pipeline that memory is reckoned with; `tail`: limit on a stage's tail, to cut for, with
+    `pipelines` in the ring;
     `near`: range of the slowest stage that is of interest. The last two are rounded.
     """
     low = COARSE ** floor(log(near[0], COARSE)) if near[0] > 0 else 0.0
     high = COARSE ** ceil(log(near[1], COARSE)) if near[1] < inf else inf
     tail = COARSE ** floor(log(tail, COARSE)) if 0 < tail < inf else tail
-    return _pool(model, schedules, deepest, most, tail, low, high)
+    return tables(model, schedules, deepest, most, tail, low, high, pipelines)
 
 
 @lru_cache(maxsize=24)
-def _pool(
+def tables(
     model: CostModel,
     schedules: tuple[str, ...],
     deepest: int,
@@ -101,9 +103,12 @@ def _pool(
     tail: float,
     low: float,
     high: float,
+    pipelines: int,
 ) -> Pool | None:
     parts = tuple(
-        columns(model, grid(model, s, deepest, LIMITS, (low, high))[0], s, levels, block, most, tail)
+        columns(
+            model, grid(model, s, deepest, LIMITS, (low, high))[0], s, levels, block, most, tail, pipelines
+        )
         for s in schedules
         for levels, block in _blocks(len(model.kinds), deepest)
     )

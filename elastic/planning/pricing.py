@@ -20,7 +20,7 @@ from elastic.planning.scale import largest_tail, shape_seconds
 from elastic.planning.schedule import lists
 from elastic.planning.timeline import StageTimes, simulate
 
-FEW, QUICK_ACTIONS, ROUNDS = 8, 4000, 6
+FEW, QUICK_ACTIONS, ROUNDS = 8, 3000, 6
 """Pipelines, micro-batches times stages, and rounds up to which cuts are polished."""
 
 

@@ -65,5 +65,7 @@ class Problem:
     """Depth of each pipeline; (): free."""
     current: int = 0
     """Pipelines now: preferred among equals."""
+    thorough: bool = True
+    """Take the time to try more: seconds instead of milliseconds, where nodes are a few dozen."""
     above: float = inf
     """Seconds of a plan that is known: slower ones need not be found."""

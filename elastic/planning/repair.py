@@ -27,7 +27,9 @@ from elastic.planning.schedule import INTERLEAVED
 
 ENOUGH = 0.02
 """A repaired plan may be slower than the bound by this fraction."""
-PRECISION = 5e-4
+PRECISION = 1e-3
+HELP = 0.06
+"""By how much of the time the free nodes help at most, as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +125,28 @@ class _Search:
         chosen, done = scale.knapsack(values, self.priced.counts, self.left)
         return chosen, done, values
 
-    def able(self, seconds: float) -> bool:
+    def able(self, seconds: float, *, alone: bool = False) -> bool:
+        """Whether all micro-batches are done in time; `alone`: by the pipelines that stay."""
         staying = sum(self.share(shape, seconds) * n for shape, n in self._numbers.items())
         missing = self.problem.microbatches - staying
-        return missing <= 0 or self.free(seconds)[1] >= missing
+        return missing <= 0 or (not alone and self.free(seconds)[1] >= missing)
 
     def least(self) -> float:
-        """Bisection to within `PRECISION`."""
+        """Bisection to within `PRECISION`, from what the pipelines that stay need alone."""
         start = max(float(pipeline_seconds(s.schedule, *self._figures[s], 1)) for s in self._numbers)
-        high = start
+        low, high = start, 2 * start
         for _ in range(60):
-            if self.able(high):
+            if self.able(high, alone=True):
                 break
-            high *= 2
+            low, high = high, 2 * high
         else:
             return inf
-        low = start if high > start else 0.0
+        while high - low > PRECISION * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.able(middle, alone=True) else (middle, high)
+        low = max(start, high * (1 - HELP))
+        if low < high and self.able(low):
+            low, high = start, low
         while high - low > PRECISION * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.able(middle) else (middle, high)

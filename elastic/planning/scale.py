@@ -20,7 +20,7 @@ from math import ceil, inf, prod
 import numpy as np
 
 from elastic.planning.batches import Cost, allot
-from elastic.planning.columns import WIDER, Ints
+from elastic.planning.columns import MANY, WIDER, Ints
 from elastic.planning.cutting import Cutter
 from elastic.planning.linear import Optimum, maximise
 from elastic.planning.model import ZERO_BUBBLE, CostModel, pipeline_seconds
@@ -29,8 +29,8 @@ from elastic.planning.problem import Problem, Shape, Solution
 
 ATTEMPTS = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""
-TIGHTER = (0.9, 0.75, 0.75, 0.75)
-"""Factors by which the tail is made smaller."""
+TIGHTER, TRIES = (0.93, 0.8, 0.65), 8
+"""Factors by which the tail is made smaller, one after the other until one helps; and how often in all."""
 SMALL = 32
 """Nodes up to which all limits on the tail are."""
 SLACK = 1.02
@@ -56,24 +56,23 @@ def solve(problem: Problem) -> Solution | None:
 def candidates(problem: Problem) -> list[Solution]:
     """Near-best plans: for different limits on the tail, and of small clusters for one node less of each kind, lest a
     node more should ever make things worse."""
-    found = list(_candidates(problem))
+    found = list(remembered(problem))
     nodes = sum(problem.counts)
-    for kind, n in enumerate(problem.counts if nodes <= LARGE else ()):
+    for kind, n in enumerate(problem.counts if problem.thorough and nodes <= SMALL else ()):
         if n and nodes > 1:
             less = tuple(m - (q == kind) for q, m in enumerate(problem.counts))
-            found += _candidates(replace(problem, counts=less))
+            found += remembered(replace(problem, counts=less))
     return found
 
 
 @lru_cache(maxsize=64)
-def _candidates(problem: Problem) -> tuple[Solution, ...]:
+def remembered(problem: Problem) -> tuple[Solution, ...]:
     found: list[Solution] = []
     for most in _loads(problem):
         priced = price(problem, most)
         if priced is None:
             continue
-        few = len(problem.counts) == 1 or sum(problem.counts) <= SMALL
-        attempts = len(priced.tails) if few else ATTEMPTS
+        attempts = len(priced.tails) if thorough(problem) and _few(problem) else ATTEMPTS
         best = inf
         for total, tail in _promising_tails(problem, priced)[:attempts]:
             if total < best * (1 - 1e-6):
@@ -84,13 +83,28 @@ def _candidates(problem: Problem) -> tuple[Solution, ...]:
     return tuple(found)
 
 
+def thorough(problem: Problem) -> bool:
+    """Whether schedules are priced side by side, and results action by action."""
+    return problem.thorough and sum(problem.counts) <= LARGE
+
+
+def _few(problem: Problem) -> bool:
+    return len(problem.counts) == 1 or sum(problem.counts) <= SMALL
+
+
 def price(
-    problem: Problem, most: float, tail: float = inf, near: tuple[float, float] = (0.0, inf)
+    problem: Problem,
+    most: float,
+    tail: float = inf,
+    near: tuple[float, float] = (0.0, inf),
+    pipelines: int = MANY,
+    deepest: int = 0,
 ) -> Pool | None:
-    """Groups for this problem (`pool`)."""
+    """Groups for this problem (`pool`); 0: as deep as there are layers and nodes."""
     nodes = sum(problem.counts)
-    schedules = problem.schedules if nodes <= LARGE else problem.schedules[:1]
-    return pool(problem.model, schedules, min(problem.model.n_layers, nodes), most, tail, near)
+    schedules = problem.schedules if thorough(problem) else problem.schedules[:1]
+    limit = min(problem.model.n_layers, nodes, deepest or nodes)
+    return pool(problem.model, schedules, limit, most, tail, near, pipelines)
 
 
 def _narrowed(problem: Problem, most: float, best: Solution | None) -> list[Solution]:
@@ -100,19 +114,21 @@ def _narrowed(problem: Problem, most: float, best: Solution | None) -> list[Solu
         return found
     model = problem.model
     largest = max(float(np.diff(model.gradient).max()) * model.reduction(len(best.shapes)), 1e-12)
-    for factor in TIGHTER:
+    factors = list(TIGHTER)
+    for _ in range(TRIES if len(problem.counts) > 1 or thorough(problem) else 1):
         shapes = set(best.shapes)
         slowest = [slowest_stage(model, shape) for shape in shapes]
-        tail = (best.seconds - max(shape_seconds(model, shape) for shape in shapes)) * factor
-        if tail < largest or tail < NEGLIGIBLE * best.seconds:
+        now = best.seconds - max(shape_seconds(model, shape) for shape in shapes)
+        if not factors or now < NEGLIGIBLE * best.seconds or now * factors[0] < largest:
             break
-        narrow = price(problem, most, tail, (min(slowest) / 1.5, max(slowest) * 1.5))
-        tail = narrow.tails[0] if narrow else tail
-        other = _with_tail(problem, narrow, tail, best.seconds - tail) if narrow else None
-        if other is None or other.seconds >= best.seconds * (1 - 1e-9):
-            break
-        best = other
-        found.append(other)
+        near = min(slowest) / 1.5, max(slowest) * 1.5
+        deepest = 2 * max(shape.depth for shape in shapes)
+        narrow = price(problem, most, now * factors.pop(0), near, len(best.shapes), deepest)
+        tail = narrow.tails[0] if narrow else now
+        other = _with_tail(problem, narrow, tail, best.seconds - tail) if narrow and tail < now else None
+        if other is not None and other.seconds < best.seconds * (1 - 1e-9):
+            best, factors = other, list(TIGHTER)
+            found.append(other)
     return found
 
 
@@ -293,9 +309,7 @@ def _reshared(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
 
 def _cost(model: CostModel, shape: Shape) -> Cost:
     """Finishing time by micro-batches; where fewer than the depth were reckoned with, memory allows no more."""
-    fill, slowest = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches).seconds(
-        shape.cuts
-    )
+    fill, slowest = figures(model, shape)
     most = shape.microbatches if model.limited and shape.microbatches < shape.depth else inf
 
     def seconds(microbatches: int) -> float:
@@ -308,7 +322,7 @@ def _cost(model: CostModel, shape: Shape) -> Cost:
 
 def _scheduled(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     """Zero-bubble on the pipelines that it makes faster as they are, where it was not priced from the start."""
-    if ZERO_BUBBLE not in problem.schedules or sum(problem.counts) <= LARGE:
+    if ZERO_BUBBLE not in problem.schedules or thorough(problem):
         return shapes
     model = problem.model
     better: dict[Shape, Shape] = {}
@@ -372,10 +386,22 @@ def largest_tail(model: CostModel, shapes: Sequence[Shape]) -> float:
 
 def shape_seconds(model: CostModel, shape: Shape) -> float:
     """Seconds of one pipeline."""
-    cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
-    return float(pipeline_seconds(shape.schedule, *cutter.seconds(shape.cuts), shape.microbatches))
+    return float(pipeline_seconds(shape.schedule, *figures(model, shape), shape.microbatches))
 
 
 def slowest_stage(model: CostModel, shape: Shape) -> float:
     """Seconds of its slowest stage."""
-    return Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches).seconds(shape.cuts)[1]
+    return figures(model, shape)[1]
+
+
+def figures(model: CostModel, shape: Shape) -> tuple[float, float]:
+    """(sum of fills, slowest stage) of a shape."""
+    ahead = min(shape.microbatches, shape.depth) if model.limited else 1
+    return worked_out(model, replace(shape, microbatches=ahead))
+
+
+@lru_cache(maxsize=1024)
+def worked_out(model: CostModel, shape: Shape) -> tuple[float, float]:
+    """`figures` of a shape whose micro-batches are those in flight at most."""
+    cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
+    return cutter.seconds(shape.cuts)

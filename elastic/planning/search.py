@@ -13,7 +13,7 @@ from math import inf
 
 from elastic.core.types import Pipeline, Plan
 from elastic.errors import InfeasiblePlan
-from elastic.planning import exact, forced, pricing, scale
+from elastic.planning import building, exact, forced, pool, pricing, scale
 from elastic.planning.building import build, protect
 from elastic.planning.kinds import Kinds, alike, kinds_of
 from elastic.planning.model import ONE_F_ONE_B, ZERO_BUBBLE, CostModel, cost_model
@@ -28,12 +28,23 @@ from elastic.planning.shapes import Depths, Room, candidates, format_depths
 from elastic.planning.shortage import shortage
 from elastic.planning.staying import staying
 
-__all__ = ["Decision", "PlanRequest", "decide", "make_plan", "problem_of", "protect"]
+__all__ = ["Decision", "PlanRequest", "decide", "forget", "make_plan", "problem_of", "protect"]
 
 EXACT_SIZE, EXACT_MICROBATCHES = 40_000, 512
 """Problems (`exact.size`) that are searched exactly."""
 MOST_KINDS = 4
 """Kinds of nodes that a large problem may have; more are merged."""
+
+
+REMEMBERED = (
+    cost_model,
+    pool.tables,
+    scale.remembered,
+    scale.worked_out,
+    forced.cut,
+    pricing.simulated,
+    building.recomputing,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,12 @@ def decide(request: PlanRequest) -> Decision:
     """As `make_plan`, with the plan's prediction and alternatives."""
     plan, others = _plan(request)
     return Decision(plan, predict(plan, request.model(), request.nodes, request.slow), others)
+
+
+def forget() -> None:
+    """Drop all that is remembered from one question to the next (tables, not results that matter): for measurements."""
+    for remembered in REMEMBERED:
+        remembered.cache_clear()
 
 
 def problem_of(request: PlanRequest) -> Problem:
@@ -117,6 +134,7 @@ def _problem(request: PlanRequest, kinds: Kinds, model: CostModel) -> Problem:
         microbatches=request.spec.n_microbatches,
         schedules=schedules,
         current=len(request.current.pipelines) if request.current else 0,
+        thorough=request.current is None,
     )
 
 
@@ -135,15 +153,16 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds) -> _Found:
         if repaired is not None:
             return _Found(Solution(repaired.shapes, repaired.seconds), kinds, model, kept=repaired.kept)
     tries = [_exactly(problem) if small else (scale.candidates(problem), ())]
-    if len(problem.schedules) > 1 and sum(problem.counts) <= scale.LARGE:
+    careful = len(problem.schedules) > 1 and (small or scale.thorough(problem))
+    if careful:
         plain = replace(problem, schedules=(ONE_F_ONE_B,))
         tries.append(_exactly(plain) if small else (scale.candidates(plain), ()))
     found = [solution for solutions, _ in tries for solution in solutions]
-    if sum(problem.counts) <= scale.LARGE and not small:
+    if scale.thorough(problem) and not small:
         found += forced.even(problem)
     if not found:
         raise InfeasiblePlan(shortage(problem, kinds, request))
-    if len(problem.schedules) > 1 and sum(problem.counts) <= scale.LARGE:
+    if careful:
         best = pricing.polished(model, min(found, key=lambda solution: pricing.seconds(model, solution)))
     else:
         best = min(found, key=lambda solution: solution.seconds)
@@ -153,7 +172,8 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds) -> _Found:
 
 def _exactly(problem: Problem) -> tuple[list[Solution], tuple[tuple[str, float], ...]]:
     """The best solution, and what other numbers of pipelines take. A near-best one shortens the search."""
-    near = scale.solve(problem) if not problem.model.tailless or problem.model.limited else None
+    hard = not problem.model.tailless or problem.model.limited
+    near = min(scale.remembered(problem) if hard else (), key=lambda found: found.seconds, default=None)
     whole, seconds = exact.solve(replace(problem, above=near.seconds if near else inf))
     told = tuple((_pipelines(k), s) for k, s in seconds.items() if s < inf)
     return [solution for solution in (whole, near) if solution is not None], told
