@@ -149,6 +149,9 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         look_again=0.0,
     )
     sends: list[Action] = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
+    untold = _untold(state, assignment, change.decided)
+    sends += untold
+    state = state.of(told=assignment.step - 1 if untold else min(state.told, assignment.step - 1))
     note = Note(
         "plan",
         {"epoch": state.epoch, "step": assignment.step, "plan": plan.reason, "reason": told.text,
@@ -159,6 +162,29 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0].checkpoint}
         return state, (*sends, note, Note("lost-steps", lost)), change.reason
     return state, (*sends, note), change.reason
+
+
+def _untold(state: JobState, assignment: recovery.Assignment, now: float) -> list[Action]:
+    """A step that was finished, but whose teller was lost before it told of it."""
+    spec = state.spec
+    record = next((r for r in _records(state) if r.step == assignment.step - 1), None)
+    if record is None or spec is None or state.told >= record.step:
+        return []
+    if any(recipe.checkpoint for _, recipe in assignment.recipes):
+        return []
+    entry = {
+        "epoch": state.epoch - 1,
+        "step": record.step,
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "clip": record.clip,
+        "lr": 0.0,
+        "seconds": round(max(0.0, now - state.stepped_at), 5) if state.stepped_at else 0.0,
+        "tokens": spec.n_microbatches * spec.tokens_per_microbatch,
+        "doubled": 0,
+        "missing": 0,
+    }
+    return [Note("step", entry)]
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:

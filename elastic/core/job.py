@@ -148,6 +148,8 @@ class JobState:
     """Record of the last finished step that is known here."""
     stepped_at: float = 0.0
     """When that was."""
+    told: int = -1
+    """The last step that a worker told of, and so is in the event log."""
     trained: bool = False
     """Some epoch has run: fresh initialisation is no longer allowed."""
     trimmed: int = 0

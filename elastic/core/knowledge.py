@@ -124,7 +124,8 @@ def _drain_asked(state: JobState, event: DrainAsked, now: float) -> Result:
 def _stepped(state: JobState, event: Stepped, now: float) -> Result:
     if state.record is not None and event.record.step < state.record.step:
         return state, (), ""
-    return state.of(record=event.record, stepped_at=now), (), ""
+    told = max(state.told, event.record.step)
+    return state.of(record=event.record, stepped_at=now, told=told), (), ""
 
 
 def _part_written(state: JobState, event: PartWritten, now: float) -> Result:

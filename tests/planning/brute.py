@@ -21,9 +21,7 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
 
 
 class Brute:
-    """Least step seconds over all pipelines, orders, cuts, shares and schedules.
-
-    """
+    """Least step seconds over all pipelines, orders, cuts, shares and schedules."""
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class Brute:
             assert found is not None, "a stage does not fit"
             slowest = max(slowest, found[0])
             tail = max(tail, *(g * per_byte + u for g, u in found[1]))
-            for s, (stage, (node, inside)) in enumerate(zip(stages, owners, strict=True)):
+            for s, (stage, (node, _)) in enumerate(zip(stages, owners, strict=True)):
                 ahead = min(len(stages) if zero else len(stages) - s, m)
                 assert stage.recompute == self._again(node, stage.first, stage.last, ahead), "recomputation"
         return slowest + tail
@@ -183,9 +181,7 @@ class Brute:
                     result = min(result, max(t for t, _ in choice) + tail)
         return result
 
-    def _partitions(
-        self, nodes: tuple[Node, ...]
-    ) -> set[tuple[tuple[Node, ...], ...]]:
+    def _partitions(self, nodes: tuple[Node, ...]) -> set[tuple[tuple[Node, ...], ...]]:
         """Every way to make pipelines of some of the nodes; alike nodes are not told apart."""
         if not nodes:
             return {()}

@@ -46,7 +46,13 @@ class Case:
 
 
 def random_case(
-    seed: int, *, nodes: int = 7, layers: int = 9, microbatches: int = 8, units: int = 1, tight: bool | None = None
+    seed: int,
+    *,
+    nodes: int = 7,
+    layers: int = 9,
+    microbatches: int = 8,
+    units: int = 1,
+    tight: bool | None = None,
 ) -> Case:
     """A case of at most these sizes and two device types; `tight`: memory matters (None: by chance)."""
     rng = random.Random(seed)
@@ -75,7 +81,9 @@ def random_case(
         link=Link(8.0, 0.5) if linked else Link(),
         contention=rng.choice((0.0, 0.25)),
     )
-    whole = sum(la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers)
+    whole = sum(
+        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers
+    )
     short = rng.random() < 0.5 if tight is None else tight
     kinds = tuple(
         (

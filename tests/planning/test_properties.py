@@ -45,7 +45,9 @@ def requests(
 ) -> PlanRequest:
     """A cluster of the three types; memory is tight in about half of the draws."""
     profile = draw(profiles())
-    whole = sum(la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers)
+    whole = sum(
+        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers
+    )
     memory = {name: draw(st.sampled_from((0, 0, whole, whole // 2 + 20))) for name in TYPES}
     devices = {name: draw(st.integers(1, units)) for name in TYPES}
     names = draw(st.lists(st.sampled_from(TYPES), min_size=least, max_size=most))
@@ -108,7 +110,9 @@ def test_plans_are_valid_and_within_memory(request: PlanRequest) -> None:
             assert "memory" in str(error) and "node" in str(error)
             continue
         validate_plan(plan)
-        assert sorted(m for p in plan.pipelines for m in p.microbatches) == list(range(request.spec.n_microbatches))
+        assert sorted(m for p in plan.pipelines for m in p.microbatches) == list(
+            range(request.spec.n_microbatches)
+        )
         for pipeline in plan.pipelines:
             assert sorted(i for stage in pipeline.stages for i in stage.layers) == list(range(plan.n_layers))
         assert {*plan.nodes(), *plan.spares} == {info.node for info in request.nodes}
