@@ -55,8 +55,8 @@ def updated(readme: str, results: list[Result]) -> str:
 
 def page(results: list[Result]) -> str:
     """Everything that was measured, targets missed included."""
-    head = "# Results\n\nWritten by `python docs/make_results.py` from `benchmarks/results/`; `make bench` measures all again.\n\n"
-    return head + table(results, lambda name, row: True)
+    head = "Written by `python docs/make_results.py` from `benchmarks/results/`; `make bench` measures all again."
+    return f"# Results\n\n{head}\n\n" + table(results, lambda name, row: True)
 
 
 if __name__ == "__main__":

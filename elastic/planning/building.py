@@ -14,13 +14,13 @@ from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.batches import deal
 from elastic.planning.cutting import Cutter
 from elastic.planning.exchange import Host, Slot
+from elastic.planning.figures import largest_tail
 from elastic.planning.kinds import Kinds
 from elastic.planning.model import CostModel
 from elastic.planning.peers import choose_peers, domain_of
 from elastic.planning.placement import Holdings, assign, recut
 from elastic.planning.problem import CLOSE, Shape, Solution
 from elastic.planning.request import PlanRequest
-from elastic.planning.scale import largest_tail
 
 MOST_RECUT = 128
 """Nodes up to which pipelines are cut again to move less."""

@@ -11,9 +11,9 @@ from math import inf
 
 from elastic.planning import batches
 from elastic.planning.cutting import Cutter
+from elastic.planning.figures import cost, largest_tail
 from elastic.planning.model import CostModel, pipeline_seconds
 from elastic.planning.problem import Problem, Shape, Solution
-from elastic.planning.scale import cost, largest_tail
 from elastic.planning.shapes import Depths, Room
 
 BEST = 3

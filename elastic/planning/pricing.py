@@ -13,10 +13,10 @@ from itertools import product
 from math import inf
 
 from elastic.planning.cutting import Cutter
+from elastic.planning.figures import largest_tail, shape_seconds
 from elastic.planning.model import ONE_F_ONE_B, CostModel, pipeline_seconds
 from elastic.planning.predict import MOST_ACTIONS
 from elastic.planning.problem import Shape, Solution
-from elastic.planning.scale import largest_tail, shape_seconds
 from elastic.planning.schedule import lists
 from elastic.planning.timeline import StageTimes, simulate
 

@@ -17,6 +17,7 @@ import numpy as np
 from elastic.core.types import Pipeline
 from elastic.planning import scale
 from elastic.planning.cutting import Cutter
+from elastic.planning.figures import cost, largest_tail
 from elastic.planning.kinds import Kinds
 from elastic.planning.linear import maximise
 from elastic.planning.model import CostModel, pipeline_seconds
@@ -51,7 +52,7 @@ def repair(request: PlanRequest, problem: Problem, kinds: Kinds) -> Repaired | N
     left = tuple(n - nodes[kind] for kind, n in enumerate(problem.counts))
     if prod(n + 1 for n in left) > scale.CELLS:
         return None
-    tail = scale.largest_tail(problem.model, [shape for _, shape in kept])
+    tail = largest_tail(problem.model, [shape for _, shape in kept])
     search = _Search(problem, priced, kept, left, tail)
     seconds = search.least()
     if seconds == inf:
@@ -183,7 +184,7 @@ class _Search:
             (p, s)
             for p, s in zip((p for (p, _), m in zip(self.kept, kept, strict=True) if m), shapes, strict=True)
         )
-        return Repaired(pairs, tuple(fresh), scale.cost(model, (*shapes, *fresh)))
+        return Repaired(pairs, tuple(fresh), cost(model, (*shapes, *fresh)))
 
     def _fewer(self, shares: list[int], surplus: int) -> list[int]:
         """Take what is too much from those that end last: one each, in turn."""

@@ -13,7 +13,7 @@ from math import inf
 
 from elastic.core.types import Pipeline, Plan
 from elastic.errors import InfeasiblePlan
-from elastic.planning import building, exact, forced, pool, pricing, scale
+from elastic.planning import building, exact, figures, forced, pool, pricing, scale
 from elastic.planning.building import build, protect
 from elastic.planning.kinds import Kinds, alike, kinds_of
 from elastic.planning.model import ONE_F_ONE_B, ZERO_BUBBLE, CostModel, cost_model
@@ -40,7 +40,7 @@ REMEMBERED = (
     cost_model,
     pool.tables,
     scale.remembered,
-    scale.worked_out,
+    figures.worked_out,
     forced.cut,
     pricing.simulated,
     building.recomputing,
