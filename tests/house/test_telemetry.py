@@ -65,12 +65,14 @@ def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
 
-    def write(writer: int) -> None:
-        with EventLog(path) as log:
+    def write(writer: int, log: EventLog) -> None:
+        with log:
             for i in range(50):
                 log.append("w", {"writer": writer, "i": i, "text": "x" * 5000})
 
-    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+    # All open before anybody writes: opening mends a torn last line, which a line being written looks like.
+    logs = [EventLog(path) for _ in range(4)]
+    threads = [threading.Thread(target=write, args=pair) for pair in enumerate(logs)]
     for thread in threads:
         thread.start()
     for thread in threads:
