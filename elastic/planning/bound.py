@@ -105,7 +105,10 @@ class _Bounds:
         self.parts = [_optimistic(problem, a, b, tail, pipelines) for a, b in _ranges(problem)]
 
     def values(self, seconds: float) -> Ints:
-        return np.asarray(np.max([part.microbatches(seconds) for part in self.parts], axis=0))
+        """[groups] the most micro-batches; 0 for groups that take more nodes than there are."""
+        found = np.max([part.microbatches(seconds) for part in self.parts], axis=0)
+        found[(self.parts[0].counts > np.array(self.problem.counts)).any(axis=1)] = 0
+        return np.asarray(found)
 
     def most(self, seconds: float) -> int:
         """The most micro-batches that one pipeline could do."""
