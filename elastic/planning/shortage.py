@@ -31,8 +31,12 @@ def shortage(problem: Problem, kinds: Kinds, request: PlanRequest) -> str:
     return (
         f"memory is short: even one pipeline of {depth} stages on all {sum(problem.counts)} nodes needs "
         f"{need} bytes a worker (stage {stage}, layers {first} to {last - 1}), but {node} may use {memory}: "
-        f"short by {missing} bytes"
+        f"short by {missing} bytes{_gib(missing)}"
     )
+
+
+def _gib(nbytes: int) -> str:
+    return f" ({nbytes / 2**30:.1f} GiB)" if nbytes >= 2**30 else ""
 
 
 def _least(model: CostModel, depth: int, microbatches: int) -> tuple[int, int, tuple[int, int]]:
