@@ -33,8 +33,8 @@ LIMITS = 1500
 SEGMENTS = (1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.35, 1.6, 2.0, 3.0)
 """Limits are treated in ranges between these multiples of a group's least one."""
 MOST_GROUPS = 60_000
-SPLITS = 10
-CLOSE_ENOUGH = 0.01
+SPLITS = 6
+CLOSE_ENOUGH = 0.015
 """The bound is not improved further when it is this near to the plan."""
 LIGHT = 0.003
 """Share of the whole below which a layer's time does not count for the sum of stages."""
