@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core import change as epoch_change
-from elastic.core.expected import step_s
 from elastic.core.job import JobState, Note, Result
 from elastic.core.pace import Pace, found
 from elastic.core.stragglers import pace_of, profile_for, slow
 from elastic.errors import InfeasiblePlan
+from elastic.planning.predict import predict
 from elastic.planning.search import make_plan
 
 GAIN = 0.05
@@ -48,8 +48,8 @@ def _gain(state: JobState) -> tuple[float, str]:
     except InfeasiblePlan as error:
         return 0.0, str(error)
     profile, nodes = profile_for(state), tuple(mb.report.info for mb in state.members.values())
-    here = step_s(state.plan, profile, nodes, slow(state))
-    then = step_s(plan, profile, nodes, slow(state))
+    here = predict(state.plan, profile, nodes, slow(state)).step_s
+    then = predict(plan, profile, nodes, slow(state)).step_s
     gain = 1 - then / here if here > 0 else 0.0
     return gain, f"the best plan takes {then:.4g} s a step instead of {here:.4g} s ({gain:+.1%})"
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
-from elastic.core.expected import step_s
 from elastic.core.job import Change, JobState, Member
 from elastic.core.stragglers import profile_for, slow
 from elastic.core.types import NodeInfo, Plan
 from elastic.errors import InfeasiblePlan
+from elastic.planning.predict import predict
 from elastic.planning.search import PlanRequest, make_plan
 from elastic.planning.transition import links_of, transition
 from elastic.planning.weigh import DEFAULT_PAUSE_S, Outlook, Verdict, worth
@@ -176,7 +176,7 @@ def _speedup(state: JobState, request: PlanRequest, without: Plan, plan: Plan) -
     """Step time of `without` over that of `plan`."""
     infos: tuple[NodeInfo, ...] = tuple(mb.report.info for mb in state.members.values())
     profile, factors = profile_for(state), slow(state)
-    here, then = (step_s(p, profile, infos, factors) for p in (without, plan))
+    here, then = (predict(p, profile, infos, factors).step_s for p in (without, plan))
     return here / then if then > 0 else 1.0
 
 

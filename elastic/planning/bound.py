@@ -26,8 +26,9 @@ import numpy as np
 from elastic.errors import FieldError
 from elastic.planning.columns import Ints, columns, grid
 from elastic.planning.linear import bound
-from elastic.planning.model import NO_LIMIT, ONE_F_ONE_B, CostModel, Floats
+from elastic.planning.model import NO_LIMIT, CostModel, Floats
 from elastic.planning.problem import Problem
+from elastic.planning.schedule import ONE_F_ONE_B
 
 LIMITS = 1500
 SEGMENTS = (1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08, 1.12, 1.2, 1.35, 1.6, 2.0, 3.0)

@@ -19,7 +19,8 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.planning.model import NO_LIMIT, ONE_F_ONE_B, ZERO_BUBBLE, CostModel, Floats
+from elastic.planning.model import NO_LIMIT, CostModel, Floats
+from elastic.planning.schedule import ZERO_BUBBLE
 
 Ints = NDArray[np.int64]
 WIDER = (1.0, 1.05, 1.15, 1.4)
@@ -342,6 +343,3 @@ def grid(
         if len(last) <= size:
             break
     return last, False
-
-
-__all__ = ["MANY", "ONE_F_ONE_B", "Columns", "columns", "compositions", "grid"]

@@ -7,8 +7,9 @@ from math import inf
 
 import numpy as np
 
-from elastic.planning.model import ZERO_BUBBLE, Floats
+from elastic.planning.model import Floats
 from elastic.planning.problem import CLOSE, Group, Problem
+from elastic.planning.schedule import ZERO_BUBBLE
 
 
 @dataclass

@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.planning.covers import Covers
-from elastic.planning.model import ZERO_BUBBLE, Floats, pipeline_seconds
+from elastic.planning.model import Floats, pipeline_seconds
 from elastic.planning.problem import CLOSE, Group, Problem, Solution
+from elastic.planning.schedule import ZERO_BUBBLE
 from elastic.planning.unwinding import shape_of
 
 IMPOSSIBLE = -(1 << 40)

@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.core.types import NodeInfo
 from elastic.planning.profile import Device, Profile
+from elastic.planning.schedule import ZERO_BUBBLE
 
 Floats = NDArray[np.float64]
 NO_LIMIT = float(1 << 62)
-ONE_F_ONE_B, ZERO_BUBBLE, INTERLEAVED = "1f1b", "zero-bubble", "interleaved"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -195,10 +194,6 @@ def pipeline_seconds(schedule: str, fill: Any, slowest: Any, microbatches: Any) 
 def in_flight(schedule: str, behind: int, depth: int, microbatches: int) -> int:
     """Micro-batches between forward and backward pass on a stage with `behind` stages after it."""
     return min(depth if schedule == ZERO_BUBBLE else behind + 1, microbatches)
-
-
-def kind_of(info: NodeInfo, tp: int, slow: float = 1.0) -> Kind:
-    return Kind(info.device, slow, info.memory_bytes, max(1, info.workers // tp))
 
 
 def _sums(values: Iterable[float]) -> Floats:

@@ -14,10 +14,10 @@ from math import inf
 
 from elastic.planning.cutting import Cutter
 from elastic.planning.figures import largest_tail, shape_seconds
-from elastic.planning.model import ONE_F_ONE_B, CostModel, pipeline_seconds
+from elastic.planning.model import CostModel, pipeline_seconds
 from elastic.planning.predict import MOST_ACTIONS
 from elastic.planning.problem import Shape, Solution
-from elastic.planning.schedule import lists
+from elastic.planning.schedule import ONE_F_ONE_B, lists
 from elastic.planning.timeline import StageTimes, simulate
 
 FEW, QUICK_ACTIONS, ROUNDS = 8, 3000, 6

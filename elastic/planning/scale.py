@@ -22,9 +22,10 @@ from elastic.planning.columns import MANY, WIDER, Ints
 from elastic.planning.cutting import Cutter
 from elastic.planning.figures import cost, figures, shape_seconds, slowest_stage
 from elastic.planning.linear import Optimum, maximise
-from elastic.planning.model import ZERO_BUBBLE, CostModel, pipeline_seconds
+from elastic.planning.model import CostModel, pipeline_seconds
 from elastic.planning.pool import Pool, pool
 from elastic.planning.problem import Problem, Shape, Solution
+from elastic.planning.schedule import ZERO_BUBBLE
 
 ATTEMPTS = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""

@@ -16,7 +16,7 @@ from elastic.errors import InfeasiblePlan
 from elastic.planning import building, exact, figures, forced, pool, pricing, scale
 from elastic.planning.building import build, protect
 from elastic.planning.kinds import Kinds, alike, kinds_of
-from elastic.planning.model import ONE_F_ONE_B, ZERO_BUBBLE, CostModel, cost_model
+from elastic.planning.model import CostModel, cost_model
 from elastic.planning.peers import natural
 from elastic.planning.predict import Prediction, predict
 from elastic.planning.problem import Problem, Shape, Solution
@@ -24,6 +24,7 @@ from elastic.planning.profile import Profile
 from elastic.planning.refine import refine
 from elastic.planning.repair import repair
 from elastic.planning.request import PlanRequest, check, pick
+from elastic.planning.schedule import ONE_F_ONE_B, ZERO_BUBBLE
 from elastic.planning.shapes import Depths, Room, candidates, format_depths
 from elastic.planning.shortage import shortage
 from elastic.planning.staying import staying

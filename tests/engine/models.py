@@ -16,6 +16,7 @@ from elastic.worker.links import Links
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.pipeline import StageRunner
 from elastic.worker.replica import LayerReplica, build_replica
+from tests.engine.ranks import Rank
 
 WIDTH, BATCH = 16, 3
 
@@ -116,3 +117,17 @@ def on_one_worker(model: ListStack, n_microbatches: int, accumulate: Accumulate)
     everything = tuple(range(n_microbatches))
     runner(layers, lonely_links(), n_microbatches).run(0, one_f_one_b(0, 1, everything), {}, Quiet())
     return layers
+
+
+class TellAt(Quiet):
+    """Reports and waits for the parent before one action."""
+
+    def __init__(self, rank: Rank, at: str) -> None:
+        super().__init__()
+        self._rank, self._at = rank, at
+
+    def before(self, action: Action) -> None:
+        super().before(action)
+        if str(action) == self._at:
+            self._rank.report("there")
+            self._rank.await_word()

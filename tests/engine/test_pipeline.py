@@ -15,7 +15,7 @@ from elastic.planning.schedule import Action, Kind, one_f_one_b, parse_actions
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed
 from elastic.worker.pipeline import Agreement
 from elastic.worker.step import chunks_of
-from tests.engine.models import Quiet, data, lonely_links, on_one_worker, replicas, runner, stack
+from tests.engine.models import Quiet, TellAt, data, lonely_links, on_one_worker, replicas, runner, stack
 from tests.engine.plans import roster_of
 from tests.engine.ranks import Rank, Ranks, run_ranks
 
@@ -126,20 +126,6 @@ def test_abandoned_between_actions_ledgers_are_whole(at: str, whole: list[int]) 
     assert [sorted(layer.ledger) for layer in layers] == [whole] * N_LAYERS
     assert hooks.finished == whole
     assert sorted(layers[-1].losses) == whole
-
-
-class TellAt(Quiet):
-    """Reports and waits for the parent before one action."""
-
-    def __init__(self, rank: Rank, at: str) -> None:
-        super().__init__()
-        self._rank, self._at = rank, at
-
-    def before(self, action: Action) -> None:
-        super().before(action)
-        if str(action) == self._at:
-            self._rank.report("there")
-            self._rank.await_word()
 
 
 def lose_a_stage(rank: Rank, at: str) -> tuple[set[int], set[int], set[int]]:

@@ -12,11 +12,11 @@ from elastic.core.types import Accumulate, Plan
 from elastic.errors import FieldError
 from elastic.planning.plan import parse_plan, validate_plan
 from elastic.planning.roster import roster
-from elastic.planning.schedule import Action, actions_of, parse_actions
+from elastic.planning.schedule import actions_of, parse_actions
 from elastic.worker.abandon import LinkFailed
 from elastic.worker.chunk import Chunk
 from elastic.worker.step import chunks_of
-from tests.engine.models import Quiet, data, lonely_links, on_one_worker, replicas, runner, stack
+from tests.engine.models import Quiet, TellAt, data, lonely_links, on_one_worker, replicas, runner, stack
 from tests.engine.ranks import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 8, 5
@@ -86,24 +86,12 @@ def lose_a_unit(rank: Rank, text: str, at: str) -> tuple[dict[int, set[int]], se
     worker = runner(layers, rank.open(pairs=ranks.pairs()), M, chunks_of(ranks, rank.rank, layers))
     actions, last = actions_of(plan.pipelines[0])[rank.rank], rank.rank == rank.size - 1
     with pytest.raises(LinkFailed) as caught:
-        worker.run(0, actions, {}, _TellAt(rank, at) if last else Quiet())
+        worker.run(0, actions, {}, TellAt(rank, at) if last else Quiet())
     assert caught.value.ranks == (rank.size - 1,)
     for place in ranks.places(rank.rank):
         ledgers = [layer.ledger for layer in layers if layer.index in place.stage.layers]
         assert all(ledger == ledgers[0] for ledger in ledgers)
     return {layer.index: layer.ledger for layer in layers}, worker.started, worker.sent
-
-
-class _TellAt(Quiet):
-    def __init__(self, rank: Rank, at: str) -> None:
-        super().__init__()
-        self._rank, self._at = rank, at
-
-    def before(self, action: Action) -> None:
-        super().before(action)
-        if str(action) == self._at:
-            self._rank.report("there")
-            self._rank.await_word()
 
 
 @pytest.mark.parametrize(
