@@ -27,6 +27,7 @@ WIDER = (1.0, 1.05, 1.15, 1.4)
 """Limits kept for a group, as factors of its smallest one."""
 BUCKETS = (1e-4, 1e-3, 4e-3, 0.01, 0.02, 0.04)
 """Of the limits that differ by less than such a fraction only the largest is kept, if there are too many."""
+FAR = 6
 MANY = 1 << 20
 """Pipelines, where their number is not yet known: a ring of many."""
 
@@ -75,7 +76,7 @@ class Columns:
         limit, counts, kinds = self.option[group, option], self.counts[group] // self.block, []
         while counts.any():
             size = int(counts.sum())
-            row = _rank(counts[None, :], size)[0]
+            row = rank(counts[None, :], size)[0]
             kind = int(self.choice[size][row, limit])
             kinds += [kind] * self.block
             counts = counts - (np.arange(len(counts)) == kind)
@@ -193,7 +194,7 @@ class _Reach:
 
 
 def compositions(kinds: int, size: int) -> Ints:
-    """All ways to take `size` nodes of `kinds` kinds, [n, kinds], in the order of `_rank`."""
+    """All ways to take `size` nodes of `kinds` kinds, [n, kinds], in the order of `rank`."""
     if kinds == 1:
         return np.array([[size]])
     bars = np.array(list(combinations(range(size + kinds - 1), kinds - 1)), dtype=np.int64)
@@ -203,7 +204,7 @@ def compositions(kinds: int, size: int) -> Ints:
     return np.asarray(np.diff(edges, axis=1) - 1)
 
 
-def _rank(counts: Ints, size: int) -> Ints:
+def rank(counts: Ints, size: int) -> Ints:
     """Row of each of `counts` in `compositions(kinds, size)`: the rank of its bars among combinations."""
     kinds = counts.shape[1]
     total, chosen = size + kinds - 1, kinds - 1
@@ -249,7 +250,7 @@ def columns(
             rows = np.flatnonzero(groups[:, kind] > 0)
             before = groups[rows] - (np.arange(kinds) == kind)
             depth = before @ units * block
-            source = _rank(before, level - 1)
+            source = rank(before, level - 1)
             for behind in np.unique(depth):
                 part, at = rows[depth == behind], source[depth == behind]
                 top = int(behind + units[kind] * block)
@@ -309,17 +310,14 @@ def _options(
     )  # fmt: skip
 
 
-def grid(
-    model: CostModel, schedule: str, deepest: int, size: int, near: tuple[float, float] = (0.0, np.inf)
-) -> tuple[Floats, bool]:
-    """Limits to price groups with: times that stages have, at most about `size` of them, and whether those are all.
-
-    `near`: only those between.
-    """
+def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
+    """All times that a stage can have which may be the slowest of a pipeline of up to `deepest`, ascending."""
     found = []
+    least = np.inf
     for kind in range(len(model.kinds)):
         for again in (False, True) if model.prefix(kind).memory < NO_LIMIT else (False,):
             times = _Reach(model, np.zeros(1), schedule, 1).times[kind, again]
+            least = min(least, float(times[-1]))
             stream = model.prefix(kind).stream
             for hops in (model.hops(inside=False, last=False), model.hops(inside=False, last=True)):
                 tau = (
@@ -328,18 +326,31 @@ def grid(
                 )
                 found.append(tau[np.triu_indices(model.n_layers + 1, 1)])
     values = np.unique(np.concatenate(found))
-    least = min(
-        float(_Reach(model, np.zeros(1), schedule, 1).times[q, False][-1]) for q in range(len(model.kinds))
-    )
     values = values[values >= least / deepest * (1 - 1e-9)]
-    values = values[np.append(np.diff(values) > 1e-9 * values[:-1], True)]  # rounding makes twins
-    some = values[(values >= near[0]) & (values <= near[1])]
-    values = some if len(some) else values
+    return np.asarray(values[np.append(np.diff(values) > 1e-9 * values[:-1], True)])  # rounding makes twins
+
+
+def grid(
+    model: CostModel, schedule: str, deepest: int, size: int, near: tuple[float, float] = (0.0, np.inf)
+) -> Floats:
+    """Limits to price groups with: times that stages have, at most about `size` of them.
+
+    `near`: most of them between these.
+    """
+    values = stage_times(model, schedule, deepest)
+    inside = (values >= near[0]) & (values <= near[1])
+    if inside.all() or not inside.any():
+        return _thinned(values, size)
+    far = values[values > near[1]]
+    return np.union1d(_thinned(values[inside], size), _thinned(far, size // FAR) if len(far) else far)
+
+
+def _thinned(values: Floats, size: int) -> Floats:
     if len(values) <= size:
-        return values, True
-    for width in BUCKETS:
+        return values
+    for width in (*BUCKETS, *(2**i * BUCKETS[-1] for i in range(1, 12))):
         bucket = np.floor(np.log(values) / width)
         last = values[np.append(np.diff(bucket) > 0, True)]
         if len(last) <= size:
             break
-    return last, False
+    return np.asarray(last)

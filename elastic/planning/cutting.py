@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
 import numpy as np
 
-from elastic.planning.model import CostModel, Stages, in_flight, pipeline_seconds
+from elastic.planning.model import CostModel, Floats, Stages, in_flight, pipeline_seconds
 from elastic.planning.problem import CLOSE, Shape
 
 EVEN = 1e-9
@@ -45,9 +46,13 @@ class Cutter:
             ]
 
         self._rows = np.arange(model.n_layers + 1)
+
+    @cached_property
+    def _costs(self) -> list[Floats]:
+        """What `cut` minimises the sum of, by stage."""
         unit = min((float(tau[0, -1]) for tau in self.taus if np.isfinite(tau[0, -1])), default=1.0) or 1.0
         costs = {id(t): t.fill + EVEN / unit * t.tau * t.tau for t in self.tables}
-        self._costs = [costs[id(t)] for t in self.tables]
+        return [costs[id(t)] for t in self.tables]
 
     def least(self, low: float, high: float) -> float:
         """The least limit in [low, high] under which there is a cut; inf if there is none."""

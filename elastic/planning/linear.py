@@ -9,12 +9,16 @@ position."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+import highspy
 import numpy as np
 
 from elastic.planning.columns import Ints
 from elastic.planning.model import Floats
+
+NODES = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +80,63 @@ def bound(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> float:
     short = value - counts @ prices
     worst = float(np.max(short / counts.sum(axis=1), initial=0.0))
     return float((prices + max(0.0, worst)) @ np.asarray(nodes, dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Columns taken whole: no choice reaches `enough` if `bound` is below it; `chosen` reaches `value`."""
+
+    bound: float
+    value: int
+    chosen: Counter[int]
+
+
+def most_whole(
+    value: Ints, counts: Ints, nodes: tuple[int, ...], enough: int, number: tuple[int, int] = (0, 1 << 30)
+) -> Whole:
+    """`number[0]` to `number[1]` whole columns that reach `enough`, or a proof that none do.
+
+    A column that falls short by more than the linear programme exceeds `enough` is in no solution that reaches it
+    (reduced-cost fixing): a few dozen of thousands are left for branch and cut (HiGHS; Huangfu and Hall 2018).
+    """
+    optimum, limit = maximise(value, counts, nodes), bound(value, counts, nodes)
+    if limit < enough * (1 - 1e-9):
+        return Whole(limit, 0, Counter())
+    kept = np.flatnonzero((value > 0) & (optimum.gaps <= limit - enough + 1e-6 * enough))
+    if not len(kept):
+        return Whole(0.0, 0, Counter())
+    solver = highspy.Highs()
+    for name, setting in (("output_flag", False), ("threads", 1), ("mip_max_nodes", NODES)):
+        solver.setOptionValue(name, setting)
+    solver.setOptionValue("objective_target", 0.5 - enough)
+    solver.passModel(_model(value[kept], counts[kept], nodes, number))
+    solver.run()
+    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        return Whole(0.0, 0, Counter())
+    top = min(limit, -float(solver.getInfo().mip_dual_bound))
+    solution = solver.getSolution()
+    if not solution.value_valid:
+        return Whole(top, 0, Counter())
+    amounts = np.rint(solution.col_value).astype(np.int64)
+    assert (amounts @ counts[kept] <= np.array(nodes)).all(), "HiGHS keeps to the nodes there are"
+    chosen = Counter({int(c): int(n) for c, n in zip(kept, amounts, strict=True) if n > 0})
+    return Whole(top, sum(int(value[c]) * n for c, n in chosen.items()), chosen)
+
+
+def _model(value: Ints, counts: Ints, nodes: tuple[int, ...], number: tuple[int, int]) -> highspy.HighsLp:
+    """Minimise -value; a row for each kind of node, and one for the number of columns."""
+    rows = np.concatenate((counts, np.ones((len(counts), 1), dtype=np.int64)), axis=1)
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = rows.shape
+    model.col_cost_ = -value.astype(np.float64)
+    model.col_lower_ = np.zeros(len(value))
+    most = np.where(counts > 0, np.array(nodes) // np.maximum(counts, 1), max(nodes)).min(axis=1)
+    model.col_upper_ = most.astype(np.float64)
+    model.row_lower_ = np.array([*[-highspy.kHighsInf] * len(nodes), number[0]], dtype=np.float64)
+    model.row_upper_ = np.array([*nodes, number[1]], dtype=np.float64)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    model.a_matrix_.start_ = np.arange(len(rows) + 1) * rows.shape[1]
+    model.a_matrix_.index_ = np.tile(np.arange(rows.shape[1]), len(rows))
+    model.a_matrix_.value_ = rows.astype(np.float64).ravel()
+    model.integrality_ = [highspy.HighsVarType.kInteger] * len(value)
+    return model

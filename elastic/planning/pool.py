@@ -29,6 +29,8 @@ class Pool:
     parts: tuple[Columns, ...]
     counts: Ints
     tails: tuple[float, ...]
+    pipelines: int
+    """In the ring that it was priced for."""
 
     def values(self, seconds: float, tail: float, nodes: tuple[int, ...]) -> Ints:
         """[columns] the most micro-batches done within `seconds`; 0 where more nodes are needed than there are."""
@@ -106,9 +108,7 @@ def tables(
     pipelines: int,
 ) -> Pool | None:
     parts = tuple(
-        columns(
-            model, grid(model, s, deepest, LIMITS, (low, high))[0], s, levels, block, most, tail, pipelines
-        )
+        columns(model, grid(model, s, deepest, LIMITS, (low, high)), s, levels, block, most, tail, pipelines)
         for s in schedules
         for levels, block in _blocks(len(model.kinds), deepest)
     )
@@ -116,7 +116,7 @@ def tables(
         return None
     tails = np.concatenate([part.tail[np.isfinite(part.tail)] for part in parts])
     limits = _spread(tails, model) if tail == inf else (tail,)
-    return Pool(parts, np.concatenate([part.counts for part in parts]), limits)
+    return Pool(parts, np.concatenate([part.counts for part in parts]), limits, pipelines)
 
 
 def _blocks(kinds: int, deepest: int) -> list[tuple[int, int]]:

@@ -13,15 +13,15 @@ import heapq
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil, inf, prod
+from math import ceil, inf, log
 
 import numpy as np
 
 from elastic.planning.batches import Cost, allot
 from elastic.planning.columns import MANY, WIDER, Ints
 from elastic.planning.cutting import Cutter
-from elastic.planning.figures import cost, figures, shape_seconds, slowest_stage
-from elastic.planning.linear import Optimum, maximise
+from elastic.planning.figures import cost, figures, largest_tail, shape_seconds, slowest_stage
+from elastic.planning.linear import maximise, most_whole
 from elastic.planning.model import CostModel, pipeline_seconds
 from elastic.planning.pool import Pool, pool
 from elastic.planning.problem import Problem, Shape, Solution
@@ -29,8 +29,8 @@ from elastic.planning.schedule import ZERO_BUBBLE
 
 ATTEMPTS = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""
-TIGHTER, TRIES = (0.93, 0.8, 0.65), 8
-"""Factors by which the tail is made smaller, one after the other until one helps; and how often in all."""
+RATIO, REACH, MISSES = 1.07, 16, 1
+"""Between limits on the tail that are tried around that of a plan; and how many at most on either side."""
 SMALL = 32
 """Nodes up to which all limits on the tail are."""
 SLACK = 1.02
@@ -44,8 +44,8 @@ CELLS = 30_000
 PROMISING = 48
 STEPS = tuple(0.0004 * 2**i for i in range(11))
 """T is raised by these fractions until a plan is found."""
-HALVINGS = 4
-"""Times that the last step is halved."""
+HALVINGS, CLOSE_ENOUGH = 3, 5e-4
+"""Times that the last step is halved, at most; and the precision at which that ends."""
 
 
 def solve(problem: Problem) -> Solution | None:
@@ -79,7 +79,8 @@ def remembered(problem: Problem) -> tuple[Solution, ...]:
                 solution = _with_tail(problem, priced, tail)
                 found += [solution] if solution else []
                 best = min([best, *([solution.seconds] if solution else [])])
-        found += _narrowed(problem, most, min(found, key=lambda s: s.seconds, default=None))
+        if found and not problem.model.tailless:
+            found += _swept(problem, most, priced, min(found, key=lambda s: s.seconds))
     return tuple(found)
 
 
@@ -107,29 +108,50 @@ def price(
     return pool(problem.model, schedules, limit, most, tail, near, pipelines)
 
 
-def _narrowed(problem: Problem, most: float, best: Solution | None) -> list[Solution]:
-    """Groups are cut greedily, without a look at the tail: cut them again for smaller and smaller tails."""
+def _swept(problem: Problem, most: float, free: Pool, best: Solution) -> list[Solution]:
+    """Groups are cut greedily, without a look at the tail: cut them again for tails shorter and longer than that of the
+    best plan, as far as that promises more. `free`: groups cut without a limit, which nothing can beat."""
     found: list[Solution] = []
-    if problem.model.tailless or best is None:
-        return found
     model = problem.model
-    largest = max(float(np.diff(model.gradient).max()) * model.reduction(len(best.shapes)), 1e-12)
-    factors = list(TIGHTER)
-    for _ in range(TRIES if len(problem.counts) > 1 or thorough(problem) else 1):
-        shapes = set(best.shapes)
-        slowest = [slowest_stage(model, shape) for shape in shapes]
-        now = best.seconds - max(shape_seconds(model, shape) for shape in shapes)
-        if not factors or now < NEGLIGIBLE * best.seconds or now * factors[0] < largest:
-            break
-        near = min(slowest) / 1.5, max(slowest) * 1.5
-        deepest = 2 * max(shape.depth for shape in shapes)
-        narrow = price(problem, most, now * factors.pop(0), near, len(best.shapes), deepest)
-        tail = narrow.tails[0] if narrow else now
-        other = _with_tail(problem, narrow, tail, best.seconds - tail) if narrow and tail < now else None
-        if other is not None and other.seconds < best.seconds * (1 - 1e-9):
-            best, factors = other, list(TIGHTER)
-            found.append(other)
-    return found
+    least = free.fractional(problem.counts, problem.microbatches, inf, best.seconds, 1e-3)
+    first = None
+    done: set[int] = set()
+    while True:
+        tail = largest_tail(model, best.shapes)
+        if tail < NEGLIGIBLE * best.seconds:
+            return found
+        at = ceil(log(tail, RATIO) - 1e-9)
+        if at == first:
+            return found
+        first = at
+        for direction in (1, -1):
+            missed = 0
+            for i in range(at if direction > 0 else at - 1, at + direction * REACH, direction):
+                if i in done:
+                    continue
+                done.add(i)
+                hopeless = least * (1 - 1e-3) + RATIO ** (i - 1) >= best.seconds
+                better = None if hopeless else _recut(problem, most, best, RATIO**i)
+                missed = missed + 1 if better is None else 0
+                if missed > MISSES:
+                    break
+                if better and better.seconds < best.seconds * (1 - 1e-9):
+                    best = better
+                    found.append(better)
+
+
+def _recut(problem: Problem, most: float, best: Solution, tail: float) -> Solution | None:
+    """The best plan with tails within `tail`; None: no plan with tails near it can be better than `best`."""
+    shapes = set(best.shapes)
+    slowest = [slowest_stage(problem.model, shape) for shape in shapes]
+    near = min(slowest) / 1.5, max(slowest) * 1.5
+    priced = price(problem, most, tail, near, len(best.shapes), 2 * max(shape.depth for shape in shapes))
+    left = best.seconds - tail / RATIO
+    if priced is None or left <= 0:
+        return None
+    if priced.fractional(problem.counts, problem.microbatches, priced.tails[0], left) == inf:
+        return None
+    return _with_tail(problem, priced, priced.tails[0], left) or best
 
 
 def _loads(problem: Problem) -> list[float]:
@@ -159,12 +181,13 @@ def _promising_tails(problem: Problem, priced: Pool) -> list[tuple[float, float]
 
 
 def _with_tail(problem: Problem, priced: Pool, tail: float, most: float = inf) -> Solution | None:
+    """The best whole pipelines within a tail, if they end within `most`."""
     target = priced.fractional(problem.counts, problem.microbatches, tail, most)
     if target == inf:
         return None
     failed = target * (1 - 2e-4)
-    for step in STEPS:
-        chosen = _round(problem, priced, target * (1 + step), tail)
+    for step in STEPS if most == inf else (most / target - 1,):
+        chosen = _whole(problem, priced, target * (1 + step), tail)
         if chosen is not None:
             break
         failed = target * (1 + step)
@@ -172,8 +195,10 @@ def _with_tail(problem: Problem, priced: Pool, tail: float, most: float = inf) -
         return None
     high, good = target * (1 + step), chosen
     for _ in range(HALVINGS):
+        if high - failed < CLOSE_ENOUGH * high:
+            break
         middle = (failed + high) / 2
-        chosen = _round(problem, priced, middle, tail)
+        chosen = _whole(problem, priced, middle, tail)
         if chosen is None:
             failed = middle
         else:
@@ -181,49 +206,17 @@ def _with_tail(problem: Problem, priced: Pool, tail: float, most: float = inf) -
     return _finish(problem, priced, good, high, tail)
 
 
-def _round(problem: Problem, priced: Pool, seconds: float, tail: float) -> Counter[int] | None:
+def _whole(problem: Problem, priced: Pool, seconds: float, tail: float) -> Counter[int] | None:
     """Whole pipelines (column: how many) that do M micro-batches within `seconds`, or None."""
     values = priced.values(seconds, tail, problem.counts)
-    optimum = maximise(values, priced.counts, problem.counts)
-    if optimum.value < problem.microbatches * (1 - 1e-9):
+    if not values.any():
         return None
-    chosen, left = _floor(optimum, values, priced.counts, problem.counts)
-    missing = problem.microbatches - sum(int(values[c]) * n for c, n in chosen.items())
-    if missing > 0:
-        extra, done = knapsack(values, priced.counts, left)
-        if done < missing:
-            return None
-        chosen += extra
-    return chosen
-
-
-def _floor(
-    optimum: Optimum, values: Ints, counts: Ints, nodes: tuple[int, ...]
-) -> tuple[Counter[int], tuple[int, ...]]:
-    """Round down, again and again for the nodes that are left, until the knapsack can take them; where
-    nothing is left to round down, take one of the column with the largest fraction. Then give back as many
-    pipelines as it can take too."""
-    chosen = Counter({c: int(a + 1e-9) for c, a in zip(optimum.chosen, optimum.amounts, strict=True)})
-
-    def left() -> tuple[int, ...]:
-        used = sum((counts[c] * n for c, n in chosen.items()), np.zeros(len(nodes), dtype=np.int64))
-        return tuple(int(n - u) for n, u in zip(nodes, used, strict=True))
-
-    while prod(n + 1 for n in left()) > CELLS:
-        more = maximise(np.where((counts <= np.array(left())).all(axis=1), values, 0), counts, left())
-        if not more.chosen:
-            break
-        whole = {c: int(a + 1e-9) for c, a in zip(more.chosen, more.amounts, strict=True)}
-        if not any(whole.values()):
-            whole = {max(zip(more.amounts, more.chosen, strict=True))[1]: 1}
-        chosen.update(whole)
-    while chosen.total():
-        column = max(chosen, key=lambda c: (chosen[c], -c))
-        chosen[column] -= 1
-        if prod(n + 1 for n in left()) > CELLS:
-            chosen[column] += 1
-            break
-    return +chosen, left()
+    if len(problem.counts) == 1:
+        chosen, done = knapsack(values, priced.counts, problem.counts)
+    else:
+        found = most_whole(values, priced.counts, problem.counts, problem.microbatches)
+        chosen, done = found.chosen, found.value
+    return chosen if done >= problem.microbatches else None
 
 
 def knapsack(values: Ints, counts: Ints, left: tuple[int, ...]) -> tuple[Counter[int], int]:
@@ -278,7 +271,7 @@ def _finish(
     values = priced.values(seconds, tail, problem.counts)
     members = [c for c in sorted(chosen) for _ in range(chosen[c])]
     shares = _shares(problem, priced, members, [int(values[c]) for c in members], tail)
-    pipelines = len(shares)
+    pipelines = min(len(shares), priced.pipelines)
     cut: dict[tuple[int, int], Shape | None] = {}
     for column, m in sorted(set(shares)):
         key = column, _load(problem.model, priced, column, m)
