@@ -1,10 +1,10 @@
 """A proven lower bound on the step time of any 1F1B plan for a cluster: how far can the planner be from the best?
 
 Nothing here follows the planner's choices. Every group of nodes that could make a pipeline gets an optimistic
-price (`optimistic`). For a time T an integer programme over all groups says how many micro-batches all nodes could do at
-most (`linear.most_whole`, as far as HiGHS proves), and the least T that allows M is the bound. What the
-groups cannot say for themselves is branched over: how long the tail of the plan is, and how many pipelines take part in
-its ring. Kinds are few (<= 3), layers some dozens: all groups are enumerated.
+price (`optimistic`). For a time T an integer programme over all groups says how many micro-batches all nodes could do
+at most (`linear.most_whole`, as far as HiGHS proves), and the least T that allows M is the bound. What the
+groups cannot say for themselves is branched over: how long the tail of the plan is, and how many pipelines take part
+in its ring. Kinds are few (<= 3), layers some dozens: all groups are enumerated.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.errors import FieldError
-from elastic.planning.columns import Ints, stage_times
+from elastic.planning.columns import stage_times
 from elastic.planning.linear import bound, maximise, most_whole
-from elastic.planning.model import Floats
+from elastic.planning.model import Floats, Ints
 from elastic.planning.optimistic import COARSE, Optimistic, Scope, optimistic, refined, spread
 from elastic.planning.problem import Problem
 from elastic.planning.schedule import ONE_F_ONE_B
@@ -28,15 +28,23 @@ from elastic.planning.schedule import ONE_F_ONE_B
 MOST_GROUPS = 60_000
 RANGES = (1, 8, 16, 32)
 """Micro-batches of a pipeline are treated in ranges that begin with these, where memory is limited."""
-SPLITS = 24
-NARROW, WIDE = 0.97, 1.2
+EFFORT, SPLITS = 400_000, (20, 100)
+"""Branchings times groups; and the least and most branchings."""
 FEW, MANY = 12, 24
+"""Prices of work that are tried, roughly and finally."""
+NARROW, WIDE = 0.97, 1.2
+"""The upper part of a tail's range is split off if that leaves less than this of it; else the ring is looked at first
+where it differs more than the ends of that range do, but for this factor."""
+SHORT = 1e-3
+"""Shorter tails, as a share of the step, are not told apart."""
 CLOSE_ENOUGH = 0.01
 """The bound is not improved further when it is this near to the plan."""
 
 
-def lower_bound(problem: Problem, above: float) -> float:
+def lower_bound(problem: Problem, above: float, splits: int | None = None) -> float:
     """No 1F1B plan is faster than this (seconds), nor can it be proven above `above`, the seconds of a known plan.
+
+    More `splits` make it tighter; None: what `EFFORT` allows.
 
     Raises FieldError for problems with more groups than can be enumerated.
     """
@@ -54,7 +62,7 @@ def lower_bound(problem: Problem, above: float) -> float:
     fewest = -(-problem.microbatches // int(value.max()))
     most = nodes // int(whole.counts[value > 0].sum(axis=1).min())
     branches = [_branch(problem, above, 0.0, above, (fewest, max(fewest, most)))]
-    for _ in range(SPLITS):
+    for _ in range(min(SPLITS[1], max(SPLITS[0], EFFORT // groups)) if splits is None else splits):
         if branches[0].bound >= above * (1 - CLOSE_ENOUGH):
             break
         for part in _halves(problem, above, heapq.heappop(branches)):
@@ -109,13 +117,21 @@ def _halves(problem: Problem, above: float, branch: _Branch) -> list[_Branch]:
     low, high, (fewest, most) = branch.low, branch.high, branch.number
     enough = above * (1 - CLOSE_ENOUGH) - branch.rest
     rings = problem.model.reduction(fewest), problem.model.reduction(most)
-    if enough > high * NARROW and fewest < most and rings[0] * high < rings[1] * low * WIDE:
-        middle = int(fewest + 1 if fewest < 8 else (fewest * most) ** 0.5)
-        middle = min(most - 1, middle)
-        parts = [(low, high, (fewest, middle)), (low, high, (middle + 1, most))]
+    least = above * SHORT
+    if low < least < high:
+        cut = max(least, min(enough, high * NARROW))
+    elif high <= least:
+        cut = inf
     else:
-        middle_tail = enough if enough <= high * NARROW else (low * high) ** 0.5 if low > 0 else high / 4
-        parts = [(low, middle_tail, branch.number), (middle_tail, high, branch.number)]
+        cut = enough if enough <= high * NARROW else (low * high) ** 0.5
+    narrow = enough > high * NARROW and rings[0] * high < rings[1] * low * WIDE
+    if fewest < most and (narrow or cut == inf):
+        middle = min(most - 1, int(fewest + 1 if fewest < 8 else (fewest * most) ** 0.5))
+        parts = [(low, high, (fewest, middle)), (low, high, (middle + 1, most))]
+    elif cut == inf:
+        return [branch]
+    else:
+        parts = [(low, cut, branch.number), (cut, high, branch.number)]
     return [_branch(problem, above, *part, parent=branch) for part in parts]
 
 
@@ -169,7 +185,7 @@ class _Groups:
         self.parts = parts
         none = np.zeros((0, len(self.problem.counts)), dtype=np.int64)
         self.counts = max((part.counts for part in parts), key=len, default=none)
-        self.free = (self.counts <= np.array(self.problem.counts)).all(axis=1)
+        self.free = np.asarray((self.counts <= np.array(self.problem.counts)).all(axis=1), dtype=bool)
 
     def _up_to(self, most: float) -> Floats:
         some = self.times[self.times <= most]

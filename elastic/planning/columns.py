@@ -19,10 +19,9 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.planning.model import NO_LIMIT, CostModel, Floats
+from elastic.planning.model import NO_LIMIT, CostModel, Floats, Ints
 from elastic.planning.schedule import ZERO_BUBBLE
 
-Ints = NDArray[np.int64]
 WIDER = (1.0, 1.05, 1.15, 1.4)
 """Limits kept for a group, as factors of its smallest one."""
 BUCKETS = (1e-4, 1e-3, 4e-3, 0.01, 0.02, 0.04)
@@ -319,7 +318,8 @@ def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
             times = _Reach(model, np.zeros(1), schedule, 1).times[kind, again]
             least = min(least, float(times[-1]))
             stream = model.prefix(kind).stream
-            for hops in (model.hops(inside=False, last=False), model.hops(inside=False, last=True)):
+            inside = (model.hops(inside=True, last=False),) if model.kinds[kind].units > 1 else ()
+            for hops in (model.hops(inside=False, last=False), model.hops(inside=False, last=True), *inside):
                 tau = (
                     np.maximum(times[None, :] - times[:, None], stream[None, :] - stream[:, None])
                     + hops[None, :]

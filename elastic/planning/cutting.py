@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
 import numpy as np
 
-from elastic.planning.model import CostModel, Floats, Stages, in_flight, pipeline_seconds
+from elastic.planning.model import CostModel, Floats, Ints, Stages, in_flight, pipeline_seconds
 from elastic.planning.problem import CLOSE, Shape
 
 EVEN = 1e-9
 """Weight of evenness among equal cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bands:
+    """Stages of up to `longest` layers, by first layer and number of layers."""
+
+    longest: int
+    ends: Ints
+    """[first layer, number]"""
+    seconds: Floats
+    """[table, first layer, number]; inf: beyond the last layer."""
+    costs: Floats
+    """What `Cutter.cut` minimises the sum of."""
 
 
 class Cutter:
@@ -38,27 +51,23 @@ class Cutter:
             behind = self.depth - 1 - s
             ahead = in_flight(schedule, behind, self.depth, microbatches)
             self.tables.append(model.stages(kind, ahead, schedule, inside=inside, last=behind == 0))
+        numbers: dict[int, int] = {}
+        self._numbers = [numbers.setdefault(id(table), len(numbers)) for table in self.tables]
+        """Of the different tables, by stage."""
         self.taus = [table.tau for table in self.tables]
-        if tail < inf:
-            allowed = {k: model.tails(k, pipelines) <= tail * (1 + CLOSE) for k in set(kinds)}
-            self.taus = [
-                np.where(allowed[k], tau, inf) for (k, _), tau in zip(owners, self.taus, strict=True)
-            ]
-
-        self._rows = np.arange(model.n_layers + 1)
-
-    @cached_property
-    def _costs(self) -> list[Floats]:
-        """What `cut` minimises the sum of, by stage."""
-        unit = min((float(tau[0, -1]) for tau in self.taus if np.isfinite(tau[0, -1])), default=1.0) or 1.0
-        costs = {id(t): t.fill + EVEN / unit * t.tau * t.tau for t in self.tables}
-        return [costs[id(t)] for t in self.tables]
+        self._owners = {number: kind for number, (kind, _) in zip(self._numbers, owners, strict=True)}
+        self._tail, self._pipelines = tail, pipelines
+        self._known: _Bands | None = None
+        self._unit = (
+            min((float(tau[0, -1]) for tau in self.taus if np.isfinite(tau[0, -1])), default=1.0) or 1.0
+        )
 
     def least(self, low: float, high: float) -> float:
         """The least limit in [low, high] under which there is a cut; inf if there is none."""
         if self.cut(high) is None:
             return inf
-        values = np.unique(np.concatenate([tau[(tau >= low) & (tau <= high)] for tau in self.taus]))
+        seconds = self._bands(self._longest(high)).seconds
+        values = np.unique(seconds[(seconds >= low) & (seconds <= high)])
         first, last = 0, len(values) - 1
         while first < last:
             middle = (first + last) // 2
@@ -70,21 +79,52 @@ class Cutter:
 
     def cut(self, limit: float) -> tuple[int, ...] | None:
         """Cuts with the least sum of fills when no stage takes longer than `limit`; the most even of these."""
-        rest = np.full(self.model.n_layers + 1, inf)
+        bands = self._bands(self._longest(limit))
+        costs = np.where(bands.seconds <= limit * (1 + CLOSE), bands.costs, inf)
+        rows = np.arange(self.model.n_layers + 1)
+        rest = np.full(len(rows), inf)
         rest[-1] = 0.0
-        ends = []
-        for cost, tau in zip(reversed(self._costs), reversed(self.taus), strict=True):
-            sums = np.where(tau <= limit * (1 + CLOSE), cost, inf)
-            sums += rest
-            end = sums.argmin(axis=1)
-            ends.append(end)
-            rest = sums[self._rows, end]
+        chosen = []
+        for number in reversed(self._numbers):
+            sums = costs[number] + rest[bands.ends]
+            best = sums.argmin(axis=1)
+            chosen.append(bands.ends[rows, best])
+            rest = sums[rows, best]
         if not np.isfinite(rest[0]):
             return None
         cuts = [0]
-        for end in reversed(ends):
+        for end in reversed(chosen):
             cuts.append(int(end[cuts[-1]]))
         return tuple(cuts)
+
+    def _longest(self, limit: float) -> int:
+        """No stage that keeps within `limit` has more layers, by the compute of the fastest kind."""
+        longest, rows = 1, np.arange(self.model.n_layers + 1)
+        for kind in set(self.kinds):
+            times = self.model.compute(kind, self.schedule)
+            ends = np.searchsorted(times, times + limit * (1 + 2 * CLOSE), side="right") - 1
+            longest = max(longest, int((ends - rows).max()))
+        return longest
+
+    def _bands(self, longest: int) -> _Bands:
+        if self._known is None or self._known.longest < longest:
+            n = self.model.n_layers
+            rows = np.arange(n + 1)[:, None]
+            ends = rows + 1 + np.arange(longest)
+            outside = ends > n
+            ends = np.minimum(ends, n)
+            distinct = dict(zip(self._numbers, zip(self.taus, self.tables, strict=True), strict=True))
+            pairs = [distinct[number] for number in range(len(distinct))]
+            seconds = np.stack([tau[rows, ends] for tau, _ in pairs])
+            seconds[:, outside] = inf
+            if self._tail < inf:
+                sums = [self.model.tail_sums(k, self._pipelines) for k in range(len(self.model.kinds))]
+                tails = np.stack([sums[k][ends] - sums[k][rows] for _, k in sorted(self._owners.items())])
+                seconds[tails > self._tail * (1 + CLOSE)] = inf
+            costs = np.stack([table.fill[rows, ends] for _, table in pairs])
+            costs += EVEN / self._unit * seconds * seconds
+            self._known = _Bands(longest, ends, seconds, costs)
+        return self._known
 
     def seconds(self, cuts: Sequence[int]) -> tuple[float, float]:
         """(sum of fills, slowest stage) of these cuts."""

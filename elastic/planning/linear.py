@@ -1,4 +1,4 @@
-"""A linear programme of few rows and many columns: the fractional form of choosing pipelines.
+"""A programme of few rows and many columns: choosing pipelines, in fractions and whole.
 
     maximise  sum_c value[c] x[c]   subject to  sum_c counts[c, q] x[c] <= nodes[q],  x >= 0
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from elastic.planning.columns import Ints
-from elastic.planning.model import Floats
+from elastic.planning.model import Floats, Ints
 
-NODES = 300
+NODES = 200
+"""Most nodes of the search tree for whole columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,15 @@ class Whole:
 
 
 def most_whole(
-    value: Ints, counts: Ints, nodes: tuple[int, ...], enough: int, number: tuple[int, int] = (0, 1 << 30)
+    value: Ints,
+    counts: Ints,
+    nodes: tuple[int, ...],
+    enough: int,
+    number: tuple[int, int] = (0, 1 << 30),
+    promising: int = 0,
 ) -> Whole:
-    """`number[0]` to `number[1]` whole columns that reach `enough`, or a proof that none do.
+    """`number[0]` to `number[1]` whole columns that reach `enough`, or a proof that none do; no proof if only so many
+    `promising` columns are looked at.
 
     A column that falls short by more than the linear programme exceeds `enough` is in no solution that reaches it
     (reduced-cost fixing): a few dozen of thousands are left for branch and cut (HiGHS; Huangfu and Hall 2018).
@@ -105,7 +111,9 @@ def most_whole(
     kept = np.flatnonzero((value > 0) & (optimum.gaps <= limit - enough + 1e-6 * enough))
     if not len(kept):
         return Whole(0.0, 0, Counter())
-    solver = highspy.Highs()
+    if promising and len(kept) > promising:
+        kept = np.sort(kept[np.argsort(optimum.gaps[kept], kind="stable")[:promising]])
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, setting in (("output_flag", False), ("threads", 1), ("mip_max_nodes", NODES)):
         solver.setOptionValue(name, setting)
     solver.setOptionValue("objective_target", 0.5 - enough)

@@ -26,6 +26,7 @@ from elastic.planning.profile import Device, Profile
 from elastic.planning.schedule import ZERO_BUBBLE
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 NO_LIMIT = float(1 << 62)
 
 
@@ -115,15 +116,26 @@ class CostModel:
         """Seconds a byte in a ring over `pipelines`: each rank sends 2 (k - 1) / k of the data."""
         return 2 * (pipelines - 1) / pipelines * self._reduce_per_byte
 
+    def tail_sums(self, kind: int, pipelines: int) -> Floats:
+        """Prefix sums of the layers' reduction and update, seconds."""
+        return np.asarray(self.gradient * self.reduction(pipelines) + self._prefix[kind].update)
+
     def tails(self, kind: int, pipelines: int) -> Floats:
         """Seconds of reduction and update of every stage, [L + 1, L + 1]."""
-        sums = self.gradient * self.reduction(pipelines) + self._prefix[kind].update
+        sums = self.tail_sums(kind, pipelines)
         return np.asarray(sums[None, :] - sums[:, None])
 
     @property
     def tailless(self) -> bool:
         """Reduction and update take no time."""
         return self._reduce_per_byte == 0 and not any(p.update[-1] > 0 for p in self._prefix)
+
+    def compute(self, kind: int, schedule: str) -> Floats:
+        """Prefix sums of a micro-batch's seconds of compute, nothing computed again."""
+        p = self._prefix[kind]
+        backward = p.split if schedule == ZERO_BUBBLE else p.backward
+        assert backward is not None, "zero-bubble needs the parts of the backward pass"
+        return np.asarray(p.forward + backward)
 
     def hops(self, *, inside: bool, last: bool) -> Floats:
         """Seconds of the boundary at the end of a stage, by j."""
@@ -173,10 +185,8 @@ class CostModel:
         return found[0], found[1]
 
     def _compute(self, kind: int, schedule: str, recompute: bool) -> Floats:
-        p = self._prefix[kind]
-        backward = p.split if schedule == ZERO_BUBBLE else p.backward
-        assert backward is not None, "zero-bubble needs the parts of the backward pass"
-        sums = p.forward * (2 if recompute else 1) + backward
+        sums = self.compute(kind, schedule)
+        sums = sums + self._prefix[kind].forward if recompute else sums
         return np.asarray(sums[None, :] - sums[:, None])
 
 

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.planning.columns import Ints, columns, compositions, rank
-from elastic.planning.model import CostModel, Floats
+from elastic.planning.columns import columns, compositions, rank
+from elastic.planning.model import CostModel, Floats, Ints
 from elastic.planning.schedule import ONE_F_ONE_B
 
 LIMITS = 2500
+"""On the slowest stage, at most about."""
+COARSE, NEAR = 48, 0.1
+"""Limits where nothing is known yet; and how far above the least limits of promising groups all are taken."""
 INTERVALS = 72
-"""The slowest stage is treated in so many ranges."""
-COARSE = 48
-NEAR = 0.1
+"""The slowest stage is treated in so many ranges when the sum of stages is bounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def optimistic(scope: Scope, times: Floats, limits: Floats, prices: int) -> Opti
 def spread(times: Floats, number: int) -> Floats:
     """About so many of these times, evenly spread by ratio."""
     wanted = np.geomspace(times[0], times[-1], number)
-    return times[np.unique(np.minimum(np.searchsorted(times, wanted), len(times) - 1))]
+    return np.asarray(times[np.unique(np.minimum(np.searchsorted(times, wanted), len(times) - 1))])
 
 
 def refined(times: Floats, found: Optimistic, kept: NDArray[np.bool_]) -> Floats:

@@ -8,9 +8,9 @@ from math import ceil, floor, inf, log
 
 import numpy as np
 
-from elastic.planning.columns import MANY, Columns, Ints, columns, grid
+from elastic.planning.columns import MANY, Columns, columns, grid
 from elastic.planning.linear import maximise
-from elastic.planning.model import CostModel, Floats
+from elastic.planning.model import CostModel, Floats, Ints
 
 LEVELS = {1: (128, 64, 64), 2: (64, 40, 40), 3: (26, 20, 17), 4: (13, 11, 9)}
 """Most blocks of a group, by number of kinds, for growing blocks: a few thousand groups."""

@@ -18,18 +18,18 @@ from math import ceil, inf, log
 import numpy as np
 
 from elastic.planning.batches import Cost, allot
-from elastic.planning.columns import MANY, WIDER, Ints
+from elastic.planning.columns import MANY, WIDER
 from elastic.planning.cutting import Cutter
 from elastic.planning.figures import cost, figures, largest_tail, shape_seconds, slowest_stage
 from elastic.planning.linear import maximise, most_whole
-from elastic.planning.model import CostModel, pipeline_seconds
+from elastic.planning.model import CostModel, Ints, pipeline_seconds
 from elastic.planning.pool import Pool, pool
 from elastic.planning.problem import Problem, Shape, Solution
 from elastic.planning.schedule import ZERO_BUBBLE
 
 ATTEMPTS = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""
-RATIO, REACH, MISSES = 1.07, 16, 1
+RATIO, STRIDES, MISSES = 1.07, ((2, 16), (1, 2)), 1
 """Between limits on the tail that are tried around that of a plan; and how many at most on either side."""
 SMALL = 32
 """Nodes up to which all limits on the tail are."""
@@ -41,7 +41,7 @@ LARGE = 128
 """Nodes above which pipelines are priced under 1F1B alone, and other schedules are tried on those found."""
 CELLS = 30_000
 """Most states of the knapsack."""
-PROMISING = 48
+PROMISING, MOST = 48, 128
 STEPS = tuple(0.0004 * 2**i for i in range(11))
 """T is raised by these fractions until a plan is found."""
 HALVINGS, CLOSE_ENOUGH = 3, 5e-4
@@ -114,30 +114,33 @@ def _swept(problem: Problem, most: float, free: Pool, best: Solution) -> list[So
     found: list[Solution] = []
     model = problem.model
     least = free.fractional(problem.counts, problem.microbatches, inf, best.seconds, 1e-3)
-    first = None
     done: set[int] = set()
-    while True:
-        tail = largest_tail(model, best.shapes)
-        if tail < NEGLIGIBLE * best.seconds:
-            return found
-        at = ceil(log(tail, RATIO) - 1e-9)
-        if at == first:
-            return found
-        first = at
-        for direction in (1, -1):
-            missed = 0
-            for i in range(at if direction > 0 else at - 1, at + direction * REACH, direction):
-                if i in done:
-                    continue
-                done.add(i)
-                hopeless = least * (1 - 1e-3) + RATIO ** (i - 1) >= best.seconds
-                better = None if hopeless else _recut(problem, most, best, RATIO**i)
-                missed = missed + 1 if better is None else 0
-                if missed > MISSES:
-                    break
-                if better and better.seconds < best.seconds * (1 - 1e-9):
-                    best = better
-                    found.append(better)
+    for stride, reach in STRIDES:
+        first = None
+        while True:
+            tail = largest_tail(model, best.shapes)
+            if tail < NEGLIGIBLE * best.seconds:
+                return found
+            at = ceil(log(tail, RATIO) - 1e-9)
+            if at == first:
+                break
+            first = at
+            for direction in (1, -1):
+                missed = 0
+                start = at if direction > 0 else at - stride
+                for i in range(start, at + direction * reach, direction * stride):
+                    if i in done:
+                        continue
+                    done.add(i)
+                    hopeless = least * (1 - 1e-3) + RATIO ** (i - 1) >= best.seconds
+                    better = None if hopeless else _recut(problem, most, best, RATIO**i)
+                    missed = missed + 1 if better is None else 0
+                    if better and better.seconds < best.seconds * (1 - 1e-9):
+                        best = better
+                        found.append(better)
+                    if missed > (MISSES if len(problem.counts) > 1 else 0):
+                        break
+    return found
 
 
 def _recut(problem: Problem, most: float, best: Solution, tail: float) -> Solution | None:
@@ -214,7 +217,7 @@ def _whole(problem: Problem, priced: Pool, seconds: float, tail: float) -> Count
     if len(problem.counts) == 1:
         chosen, done = knapsack(values, priced.counts, problem.counts)
     else:
-        found = most_whole(values, priced.counts, problem.counts, problem.microbatches)
+        found = most_whole(values, priced.counts, problem.counts, problem.microbatches, promising=MOST)
         chosen, done = found.chosen, found.value
     return chosen if done >= problem.microbatches else None
 
