@@ -13,6 +13,7 @@ For each group the smallest limit is kept, and some wider ones under which the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from math import comb
 
@@ -160,19 +161,18 @@ class _Reach:
         ahead = min(float(depth if self.schedule == ZERO_BUBBLE else behind + 1), self.most)
         width = reach.shape[1]
         at = np.arange(width)
-        by_time = self.by_time(kind, False, inside, behind == 0)[:, :width]
-        by_space = self.by_space(kind, ahead, False)[:, None]
+        new = self.by_time(kind, False, inside, behind == 0)[reach, at]
+        space = self.by_space(kind, ahead, False)[reach]
         times = self.times[kind, False]
-        if (by_space <= by_time).all():
-            new = by_time[reach, at]
+        if (space <= new).all():
             seconds = times[reach] - times[new]
         else:
-            new = np.maximum(by_space, by_time)[reach, at]
+            new = np.maximum(space, new)
             seconds = times[reach] - times[new]
             again = np.maximum(
-                self.by_space(kind, ahead, True)[:, None],
-                self.by_time(kind, True, inside, behind == 0)[:, :width],
-            )[reach, at]
+                self.by_space(kind, ahead, True)[reach],
+                self.by_time(kind, True, inside, behind == 0)[reach, at],
+            )
             further = again < new
             times = self.times[kind, True]
             seconds = np.where(further, times[reach] - times[again], seconds)
@@ -309,6 +309,7 @@ def _options(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=8)
 def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
     """All times that a stage can have which may be the slowest of a pipeline of up to `deepest`, ascending."""
     found = []

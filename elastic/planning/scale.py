@@ -115,7 +115,7 @@ def _swept(problem: Problem, most: float, free: Pool, best: Solution) -> list[So
     model = problem.model
     least = free.fractional(problem.counts, problem.microbatches, inf, best.seconds, 1e-3)
     done: set[int] = set()
-    for stride, reach in STRIDES:
+    for stride, reach in STRIDES if len(problem.counts) > 1 else STRIDES[:1]:
         first = None
         while True:
             tail = largest_tail(model, best.shapes)
