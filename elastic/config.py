@@ -18,9 +18,9 @@ from elastic.core.faults import FaultKind, FaultSpec
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
 from elastic.planning.profile import Profile
+from elastic.planning.schemes import refuse_useless
 
 FILE = "config.json"
-GRADIENT_SCHEMES, STATE_SCHEMES = ("stream", "none"), ("snapshot", "replica", "none")
 SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
 LOG_PREFIX = "[${node}:${rank}]: "
 STDOUT, STDERR = 1, 2
@@ -171,13 +171,6 @@ class JobConfig:
         """Seconds that local node `index` is expected to stay; 0: unknown."""
         return self.lifetimes_s[index % len(self.lifetimes_s)] if self.lifetimes_s else 0.0
 
-    def schemes(self) -> tuple[str, str] | None:
-        """(gradients, state) that `backup` fixes, or None when it is auto."""
-        if self.backup == "auto":
-            return None
-        gradients, _, state = self.backup.partition("+")
-        return gradients, state
-
     def save(self) -> Path:
         """Write RUN_DIR/config.json, whole or not at all."""
         path = Path(self.run_dir) / FILE
@@ -255,10 +248,8 @@ def _check_times(config: JobConfig) -> None:
 
 
 def _check_schemes(config: JobConfig) -> None:
-    remedy = f"auto, or {'|'.join(GRADIENT_SCHEMES)} + {'|'.join(STATE_SCHEMES)}, as in stream+snapshot"
-    schemes = config.schemes()
-    if schemes and not (schemes[0] in GRADIENT_SCHEMES and schemes[1] in STATE_SCHEMES):
-        raise FieldError("--backup", config.backup, remedy)
+    if config.backup != "auto":
+        refuse_useless(config.backup, config.pipelines)
     if config.schedule not in SCHEDULES:
         raise FieldError("--schedule", config.schedule, f"one of {', '.join(SCHEDULES)}")
     if config.pipelines != "auto" and not re.fullmatch(r"[1-9]\d{0,4}(\+[1-9]\d{0,4})*", config.pipelines):

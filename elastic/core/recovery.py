@@ -35,6 +35,7 @@ from elastic.errors import Unrecoverable
 from elastic.planning import batches
 from elastic.planning.plan import format_indices
 from elastic.planning.schedule import Action, Kind, actions_of, units_of
+from elastic.planning.schemes import gradients_of
 
 __all__ = ["Assignment", "Outcome", "explain", "replayed", "solve"]
 
@@ -170,23 +171,24 @@ def replayed(
             here = before.sent if before else after.started if after else frozenset()
             if orders and covered is not None:
                 saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(orders[p])
-                here &= _begun(actions_of(pipeline, tuple(orders[p]))[s], len(saved))
+                actions = actions_of(pipeline, tuple(orders[p]))[s]
+                here &= _begun(actions, len(saved), gradients_of(old_plan.gradients).every)
             reached |= here
     return reached & todo
 
 
-def _begun(actions: Sequence[Action], n_saved: int) -> frozenset[int]:
+def _begun(actions: Sequence[Action], n_saved: int, every: int) -> frozenset[int]:
     """Micro-batches that a unit's first stage can have begun, if `n_saved` of them were saved before it was lost.
 
-    It has finished at most one that was not yet acknowledged (`elastic.worker.backup`), so it was no further in its
-    list than the end of the next one.
+    At most one copy, of `every` micro-batches, was made and not yet acknowledged (`elastic.worker.backup`), so it was
+    no further in its list than the end of the next one. Without copies (0) nothing bounds it.
     """
     stage, finished, begun = actions[0].stage if actions else -1, 0, set[int]()
     for action in (a for a in actions if a.stage == stage):
         if action.kind is Kind.F:
             begun.add(action.microbatch)
         finished += action.kind.finishes
-        if finished == n_saved + 2:
+        if every and finished == n_saved + 2 * every:
             break
     return frozenset(begun)
 

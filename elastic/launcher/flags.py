@@ -72,7 +72,11 @@ TORCHRUN = (
 
 OURS = (
     Flag("--run-dir", None, "directory of this run (default ./runs/TIME-ID; ./runs/latest points at it)"),
-    Flag("--backup", "auto", "auto, or GRADIENTS+STATE, as stream+snapshot"),
+    Flag(
+        "--backup",
+        "auto",
+        "auto, none, or GRADIENTS+STATE: stream, stream:K or recompute, + snapshot or replica",
+    ),
     Flag("--accumulate", "fast", "fast, or exact: bit-identical whatever fails"),
     Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),
     Flag("--schedule", "auto", "auto, 1f1b, interleaved or zero-bubble"),

@@ -150,7 +150,7 @@ def protect(plan: Plan, nodes: tuple[NodeInfo, ...], backup: str) -> tuple[Plan,
         ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
     )
     if state == "replica" and not replicated:
-        state = "snapshot"
+        state, reason = "snapshot", f"{reason}, so a replica would not do"
     return replace(
         plan, peers=peers, gradients=gradients, state=state
     ), f"backup {gradients}+{state}: {reason}"

@@ -5,7 +5,8 @@ length L + 1, so that the figure of a stage is a difference, and all stages at o
 cannot be told apart (device type, slow factor, memory, units) are one kind; kinds are numbered 0..Q-1.
 
     compute  = slow * (forward + backward)              recompute: forward once more
-    exposed  = max(compute + contention * x, x)         x: seconds to stream the stage's gradient to the peer
+    exposed  = max(compute + contention * x, x)         x: seconds to stream the stage's gradient to the peer,
+                                                        as much of it as goes there a micro-batch
     tau      = exposed + hop                            hop: activation to the next stage, its gradient back
     1F1B         T = sum(tau) + (m - 1) * max(tau)
     zero-bubble  T = sum over stages but the last of max(0, tau - 2 * weight part) + m * max(tau)
@@ -82,10 +83,10 @@ class CostModel:
         profile: times, bytes, links.
         kinds: of nodes; every device type must be in the profile (FieldError).
         tp: workers of a unit; bytes of a layer are spread over them.
-        stream: gradients go to a peer after each micro-batch.
+        stream: of a gradient's bytes, what goes to a peer a micro-batch (1: all, after each one).
     """
 
-    def __init__(self, profile: Profile, kinds: Sequence[Kind], *, tp: int = 1, stream: bool = True) -> None:
+    def __init__(self, profile: Profile, kinds: Sequence[Kind], *, tp: int = 1, stream: float = 1.0) -> None:
         self.profile, self.kinds, self.tp = profile, tuple(kinds), tp
         layers = profile.layers
         self.n_layers = len(layers)
@@ -101,7 +102,7 @@ class CostModel:
         self.hop_inside = np.array([2 * profile.inside.seconds(n) for n in ends])
         per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
         self._reduce_per_byte = per_byte
-        gradient_s = self.gradient * (per_byte if stream else 0.0)
+        gradient_s = self.gradient * per_byte * stream
         self._prefix = [_Prefix(k, profile.device(k.device), gradient_s, profile.contention) for k in kinds]
         self.limited = any(p.memory < NO_LIMIT for p in self._prefix)
         self.splits = all(p.split is not None for p in self._prefix)
@@ -191,7 +192,7 @@ class CostModel:
 
 
 @lru_cache(maxsize=16)
-def cost_model(profile: Profile, kinds: tuple[Kind, ...], tp: int, stream: bool) -> CostModel:
+def cost_model(profile: Profile, kinds: tuple[Kind, ...], tp: int, stream: float) -> CostModel:
     """The model of these, remembered: a re-plan asks for the same tables again."""
     return CostModel(profile, kinds, tp=tp, stream=stream)
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.profile import Link, Profile
 from elastic.planning.schedule import INTERLEAVED, ZERO_BUBBLE, lists, units_of
+from elastic.planning.schemes import gradients_of
 from elastic.planning.timeline import StageTimes, simulate
 
 MOST_ACTIONS = 20_000
@@ -65,9 +66,9 @@ def predict(
 ) -> Prediction:
     """Predict a step of `plan` on `nodes` (all that hold stages must be there); `slow`: (node, factor)."""
     places = _Places(profile, nodes, slow)
-    stream = plan.gradients == "stream" and bool(plan.peers)
+    share = gradients_of(plan.gradients).share if plan.peers else 0.0
     stages = tuple(
-        tuple(_times(pipeline, s, plan.tp, places, stream) for s in range(len(pipeline.stages)))
+        tuple(_times(pipeline, s, plan.tp, places, share) for s in range(len(pipeline.stages)))
         for pipeline in plan.pipelines
     )
     finish = tuple(_finish(p, times) for p, times in zip(plan.pipelines, stages, strict=True))
@@ -84,13 +85,12 @@ def pipeline_seconds(
 ) -> float:
     """Seconds of one pipeline, backups aside."""
     places = _Places(profile, nodes, slow)
-    return _finish(
-        pipeline, tuple(_times(pipeline, s, tp, places, False) for s in range(len(pipeline.stages)))
-    )
+    return _finish(pipeline, tuple(_times(pipeline, s, tp, places, 0.0) for s in range(len(pipeline.stages))))
 
 
-def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, stream: bool) -> StageTimes:
-    """Times of one stage. Streaming its gradient lengthens the backward pass by the contention, or to what it takes."""
+def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: float) -> StageTimes:
+    """Times of one stage. Streaming `share` of its gradient lengthens the backward pass by the contention, or to what
+    that takes."""
     stage, profile = pipeline.stages[number], places.profile
     factor = places.factor(stage.unit)
     layers = profile.device(places.device(stage.unit)).layers[stage.first : stage.last]
@@ -99,8 +99,8 @@ def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, stream: bo
     backward = factor * sum(t.backward_s for t in layers) + again
     entry = factor * sum(t.backward_input_s for t in layers) + again
     weight = factor * sum(t.backward_weight_s for t in layers)
-    if stream:
-        sent = sum(profile.layers[i].gradient_bytes for i in stage.layers) / tp
+    if share:
+        sent = share * sum(profile.layers[i].gradient_bytes for i in stage.layers) / tp
         x = profile.link.seconds(sent) - profile.link.latency_s
         whole = entry + weight if pipeline.schedule == ZERO_BUBBLE else backward
         more = max(profile.contention * x, x - forward - whole)

@@ -8,9 +8,9 @@ from math import isfinite
 from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import FieldError, InfeasiblePlan
 from elastic.planning.peers import natural
-from elastic.planning.plan import GRADIENT_SCHEMES, STATE_SCHEMES
 from elastic.planning.profile import Link, Profile, profile_of
 from elastic.planning.schedule import SCHEDULES
+from elastic.planning.schemes import schemes_of
 from elastic.planning.shapes import parse_shape
 
 
@@ -34,7 +34,7 @@ class PlanRequest:
     seconds."""
     latency_s: float = 0.0
     backup: str = "auto"
-    """auto, or GRADIENTS+STATE as stream+snapshot."""
+    """auto, or GRADIENTS+STATE as stream:4+snapshot."""
     max_nodes: int = 0
     """Nodes that may hold stages; 0: all."""
     profile: Profile | None = None
@@ -54,9 +54,9 @@ class PlanRequest:
         return self.tp or self.spec.tp
 
     @property
-    def streams(self) -> bool:
-        """Gradients go to a peer after each micro-batch."""
-        return not self.backup.startswith("none")
+    def streams(self) -> float:
+        """Of a gradient's bytes, what goes to a peer a micro-batch."""
+        return 1.0 if self.backup == "auto" else schemes_of(self.backup)[0].share
 
     def model(self) -> Profile:
         """The profile that counts: the one given, or what the spec says of itself."""
@@ -82,10 +82,8 @@ def check(request: PlanRequest) -> None:
         remedy = f"the job has {spec.n_layers} layers: measure it again"
         raise FieldError("Profile.layers", len(request.profile.layers), remedy)
     parse_shape(request.shape)
-    gradients, _, state = request.backup.partition("+")
-    if request.backup != "auto" and (gradients not in GRADIENT_SCHEMES or state not in STATE_SCHEMES):
-        remedy = f"auto, or one of {'|'.join(GRADIENT_SCHEMES)} + one of {'|'.join(STATE_SCHEMES)}"
-        raise FieldError("backup", request.backup, remedy)
+    if request.backup != "auto":
+        schemes_of(request.backup)
     if request.schedule not in ("auto", *SCHEDULES):
         raise FieldError("schedule", request.schedule, f"auto, or one of {', '.join(SCHEDULES)}")
     for node, factor in request.slow:

@@ -1,8 +1,9 @@
 """When a worker's gradients and states are published, and what must be whole before a commit.
 
-The scheme comes from the plan: gradients `stream` go to the peer's vault after every micro-batch; state `snapshot` goes
-there after every update, `replica` stays in the local vault (another pipeline holds the layer), `none` is published
-only when the epoch ends, for those who will need it.
+The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
+last one is done; of `recompute` nothing goes anywhere. State: `snapshot` goes to the peer after every update, `replica`
+stays in the local vault (another pipeline holds the layer). What was not published is when the epoch ends, for those
+who will need it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from elastic.core import messages as m
 from elastic.core.types import Plan
+from elastic.planning.schemes import NONE, SNAPSHOT, gradients_of
 from elastic.worker.abandon import Abandon
 from elastic.worker.backup import Publisher
 from elastic.worker.layers import Tied
@@ -37,10 +39,12 @@ class Protection:
         self._epoch = plan.epoch
         self._tied = {layer for group in tied for layer, _ in group}
         peer = plan.peer_of(node) or ""
-        self._gradients = plan.gradients != "none"
-        self._states = plan.state != "none"
-        self._gradient_peer = peer if plan.gradients == "stream" else ""
-        self._state_peer = peer if plan.state == "snapshot" else ""
+        self._every = gradients_of(plan.gradients).every
+        self._fresh = 0
+        """Micro-batches that are in the gradients and in no copy."""
+        self._states = plan.state != NONE
+        self._gradient_peer = peer if self._every else ""
+        self._state_peer = peer if plan.state == SNAPSHOT else ""
         self._published: dict[int, tuple[int, frozenset[int]]] = {}
         """Layer -> (step, ledger) of its newest published gradient."""
         self._versions: dict[int, int] = {}
@@ -56,7 +60,7 @@ class Protection:
         self._entered = True
         if self._states:
             self._publish_states()
-        if self._gradients and any(r.ledger for r in self._replicas):
+        if self._every and any(r.ledger for r in self._replicas):
             self._publish_gradients()
         with self._lock:
             self._install_bundle = max(self._gradient_bundle, self._state_bundle)
@@ -73,7 +77,8 @@ class Protection:
 
     def after_microbatch(self, step: int) -> None:
         """All layers have one more micro-batch in their gradients."""
-        if self._gradients:
+        self._fresh += 1
+        if self._every and self._fresh >= self._every:
             self._publish_gradients()
         self.enter()
 
@@ -84,8 +89,10 @@ class Protection:
         update could not be repeated from their own gradients alone.
         """
         self.enter()
+        if self._every and self._fresh:
+            self._publish_gradients()
         tied = [r for r in self._replicas if r.index in self._tied]
-        if self._gradients and tied:
+        if self._every and tied:
             bundle = self._publisher.publish_reduced(
                 tied, reduced, step, self._epoch, self._gradient_peer, self._abandon
             )
@@ -130,3 +137,4 @@ class Protection:
             self._replicas, self._replicas[0].version, self._epoch, self._gradient_peer, self._abandon
         )
         self._published = {r.index: (r.version, frozenset(r.ledger)) for r in self._replicas}
+        self._fresh = 0

@@ -19,9 +19,9 @@ PIPELINES = {
 }
 
 
-def begun(schedule: str, lost: str, saved: int) -> frozenset[int]:
+def begun(schedule: str, lost: str, saved: int, gradients: str = "stream") -> frozenset[int]:
     """Everything was handed to `lost`, whose layers had the first `saved` micro-batches in safety."""
-    head = f"plan epoch=1 layers=8 microbatches={M} tp=1 backup=stream+snapshot"
+    head = f"plan epoch=1 layers=8 microbatches={M} tp=1 backup={gradients}+snapshot"
     plan = parse_plan(f"{head}\npipeline 0 microbatches=0-{M - 1} {PIPELINES[schedule]}")
     validate_plan(plan)
     everything = {node: Halted(2, 0, ALL, ALL) for node in plan.nodes() if node != lost}
@@ -50,3 +50,17 @@ def test_a_lost_unit_was_no_further_than_its_list(
 ) -> None:
     """The saved ones, one that was not yet acknowledged, and those between forward and backward pass."""
     assert begun(schedule, lost, saved) == frozenset(range(expected))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "lost", "saved", "expected"),
+    [
+        ("stream:2", "d", 4, 8),
+        ("stream:2", "a", 2, 9),
+        ("stream:6", "d", 0, 12),
+        ("recompute", "d", 0, 12),
+    ],
+)
+def test_rarer_copies_leave_more_in_doubt(gradients: str, lost: str, saved: int, expected: int) -> None:
+    """Under 1F1B: two copies' worth beyond the saved ones, and what is in flight; without copies everything."""
+    assert begun("1f1b", lost, saved, gradients) == frozenset(range(expected))

@@ -53,7 +53,7 @@ plans = st.builds(
     ).map(tuple),
     spares=st.lists(names, max_size=3).map(tuple),
     peers=st.lists(st.tuples(names, names), max_size=3).map(tuple),
-    gradients=st.sampled_from(["stream", "none"]),
+    gradients=st.sampled_from(["stream", "stream:4", "recompute", "none"]),
     state=st.sampled_from(["snapshot", "replica", "none"]),
     reason=st.text(max_size=40),
 )
@@ -120,7 +120,7 @@ def _stages(*spans: tuple[str, int, int]) -> tuple[Stage, ...]:
     [
         (replace(PLAN, n_layers=0), "plan.layers", "at least 1"),
         (replace(PLAN, pipelines=()), "plan.pipelines", "at least 1"),
-        (replace(PLAN, gradients="log"), "plan.backup.gradients", "stream, none"),
+        (replace(PLAN, gradients="log"), "plan.backup.gradients", "stream, recompute, none"),
         (replace(PLAN, state="parity"), "plan.backup.state", "snapshot"),
         (replace(PLAN, spares=("a b",)), "plan.node", "a b"),
         (_with_pipeline(1, stages=()), "plan.pipeline 1", "at least one stage"),

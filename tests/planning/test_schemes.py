@@ -1,0 +1,61 @@
+"""Names of backup schemes: what is understood, and what is refused and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.errors import FieldError
+from elastic.planning.schemes import Gradients, gradients_of, refuse_useless, schemes_of
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "share"),
+    [
+        ("stream", Gradients("stream", 1), 1.0),
+        ("stream:4", Gradients("stream", 4), 0.25),
+        ("recompute", Gradients("recompute"), 0.0),
+        ("none", Gradients("none"), 0.0),
+    ],
+)
+def test_gradients(text: str, expected: Gradients, share: float) -> None:
+    assert gradients_of(text) == expected and gradients_of(text).share == share
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("stream:0+snapshot", "K from 1 up"),
+        ("stream:-1+snapshot", "K from 1 up"),
+        ("stream:two+snapshot", "K from 1 up"),
+        ("stream:²+snapshot", "K from 1 up"),
+        ("stream:+snapshot", "K from 1 up"),
+        ("stream:9999999+snapshot", "K from 1 up"),
+        ("recompute:2+snapshot", "takes no number"),
+        ("strem+snapshot", "stream:K"),
+        ("stream+", "GRADIENTS"),
+        ("stream", "GRADIENTS"),
+        ("", "GRADIENTS"),
+        ("stream+tape", "GRADIENTS"),
+    ],
+)
+def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
+    with pytest.raises(FieldError, match=why):
+        schemes_of(text)
+
+
+@pytest.mark.parametrize(
+    ("backup", "pipelines", "why"),
+    [
+        ("stream+none", "auto", "without the state it belongs to"),
+        ("recompute+none", "2", "without the state it belongs to"),
+        ("stream:2+replica", "1", "nobody else holds a layer"),
+    ],
+)
+def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why: str) -> None:
+    with pytest.raises(FieldError, match=why):
+        refuse_useless(backup, pipelines)
+
+
+@pytest.mark.parametrize("backup", ["none+none", "stream:8+snapshot", "recompute+replica", "none+snapshot"])
+def test_others_are_not(backup: str) -> None:
+    refuse_useless(backup, "auto")
