@@ -10,14 +10,14 @@ import os
 import re
 import string
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic.core import codec
 from elastic.core.faults import FaultKind, FaultSpec
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
-from elastic.planning.profile import Profile
+from elastic.planning.profile import Link, Profile
 from elastic.planning.schemes import refuse_useless
 
 FILE = "config.json"
@@ -135,6 +135,8 @@ class JobConfig:
     """Device type of each local node, as the profile names it, in order; one entry: of all."""
     lifetimes_s: tuple[float, ...] = ()
     """Seconds that each local node is expected to stay, in order (0: unknown); one entry: of all."""
+    link: Link = field(default_factory=Link)
+    """How slow the links between local nodes are made."""
     profile: Profile | None = None
     """What layers cost on which devices; None: the script's own figures."""
     emulate: bool = False

@@ -24,6 +24,7 @@ import psutil
 from elastic import lifeline
 from elastic.agent.output import Output
 from elastic.config import JobConfig
+from elastic.core import codec
 from elastic.core.faults import dump_faults
 from elastic.core.messages import Launch
 
@@ -126,6 +127,7 @@ def worker_environment(
         "ELASTIC_PROFILE": "" if config.profile is None else "emulate" if config.emulate else "plan",
         "ELASTIC_DEVICE": place.device,
         "ELASTIC_TP_STORE": tp_store,
+        "ELASTIC_LINK": codec.dumps(config.link),
     }
 
 

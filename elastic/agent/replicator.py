@@ -45,9 +45,11 @@ class Replicator:
         *,
         timeout_s: float = 10.0,
         prepare: Callable[[Published], None] = lambda published: None,
+        pace: Callable[[int], None] | None = None,
     ) -> None:
-        """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged."""
-        self._prepare = prepare
+        """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`: see
+        `elastic.rpc.frames.Stream`."""
+        self._prepare, self._pace = prepare, pace
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -154,7 +156,9 @@ class Replicator:
                 raise VaultError(f"no vault of {peer} is known")
             if peer not in self._clients:
                 address = self._vaults[peer]
-                self._clients[peer] = VaultClient(address, node=self._vault.node, timeout_s=self._timeout_s)
+                self._clients[peer] = VaultClient(
+                    address, node=self._vault.node, timeout_s=self._timeout_s, pace=self._pace
+                )
             return self._clients[peer]
 
     def _current(self, job: _Job) -> bool:

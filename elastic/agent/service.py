@@ -39,6 +39,7 @@ from elastic.core.types import NodeInfo
 from elastic.errors import ChannelClosed, ElasticError, FieldError, VaultError
 from elastic.rpc.client import Session
 from elastic.rpc.frames import Channel
+from elastic.rpc.shaping import pace_of
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.agent")
@@ -80,9 +81,11 @@ class Agent:
     def _begin(self) -> None:
         """A new incarnation: empty vault, no workers."""
         self._vault = Vault(self._node, self._directory / "vault")
-        self._server = VaultServer(self._vault, self._host).start()
+        pace = pace_of(self._directory, self._config.link)
+        self._server = VaultServer(self._vault, self._host, pace=pace).start()
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
-        self._replicator = Replicator(self._vault, self._acked, self._held, prepare=self._checkpoints.offer)
+        prepare = self._checkpoints.offer
+        self._replicator = Replicator(self._vault, self._acked, self._held, prepare=prepare, pace=pace)
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
 

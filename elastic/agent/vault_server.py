@@ -29,8 +29,16 @@ class VaultServer:
     """`start()` listens; `address` is then host:port. A client that stalls within a frame is dropped."""
 
     def __init__(
-        self, vault: Vault, host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30.0
+        self,
+        vault: Vault,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        timeout_s: float = 30.0,
+        pace: Callable[[int], None] | None = None,
     ) -> None:
+        """`pace`: see `Stream`."""
+        self._pace = pace
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
@@ -78,6 +86,7 @@ class VaultServer:
                     sock.close()
                     return
                 stream = Stream(tune(sock))
+                stream.pace = self._pace
                 self._streams.add(stream)
                 self._spawn(self._serve, stream)
 

@@ -96,6 +96,7 @@ OURS = (
         "",
         "seconds that this node is expected to stay, 0: unknown; with --standalone one for each, comma-separated",
     ),
+    Flag("--link", None, 'make links between local nodes slow, as "bandwidth=1Gbit latency=1ms"'),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(

@@ -34,7 +34,8 @@ from elastic.launcher.values import (
     streams,
     whole,
 )
-from elastic.planning.profile import Profile
+from elastic.planning.profile import Link, Profile
+from elastic.planning.quantities import duration_of, rate_of
 
 STATIC_PORT, DYNAMIC_PORT = 29500, 29400
 """torchrun's default ports."""
@@ -112,6 +113,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         ),
         profile=_profile(args),
         emulate=args.emulate is not None,
+        link=_link(args.link),
         faults=_faults(args.fault),
     )
     return Request(
@@ -304,6 +306,25 @@ def _check_rest(args: argparse.Namespace) -> None:
 
 def _backup(text: str) -> str:
     return "none+none" if text in ("none", "off") else text
+
+
+def _link(text: str | None) -> Link:
+    """bandwidth=RATE latency=TIME, either or both, in any order."""
+    if text is None:
+        return Link()
+    given: dict[str, str] = {}
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if name not in ("bandwidth", "latency") or not equals or name in given:
+            raise FieldError(
+                "--link", text, 'bandwidth=RATE and latency=TIME, as "bandwidth=1Gbit latency=1ms"'
+            )
+        given[name] = value
+    rate = rate_of("--link bandwidth", given["bandwidth"]) if "bandwidth" in given else 0.0
+    latency = duration_of("--link latency", given["latency"]) if "latency" in given else 0.0
+    if not rate and not latency:
+        raise FieldError("--link", text, 'a bandwidth or a latency, as "bandwidth=1Gbit latency=1ms"')
+    return Link(rate, latency)
 
 
 def _accumulate(text: str) -> Accumulate:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +91,16 @@ class VaultClient:
     Thread-safe; calls queue. `close` may come from any thread and ends a call in progress at once.
     """
 
-    def __init__(self, address: str, *, node: str = "", timeout_s: float = 10.0) -> None:
-        """`node` is the requester's own; `timeout_s` bounds every wait without progress."""
-        self.address = address
+    def __init__(
+        self,
+        address: str,
+        *,
+        node: str = "",
+        timeout_s: float = 10.0,
+        pace: Callable[[int], None] | None = None,
+    ) -> None:
+        """`node` is the requester's own; `timeout_s` bounds every wait without progress; `pace` see `Stream`."""
+        self.address, self._pace = address, pace
         self._where = split_address(address)
         self._node, self._timeout_s = node, timeout_s
         self._stream: Stream | None = None
@@ -163,6 +170,7 @@ class VaultClient:
         family, kind, protocol, _, where = socket.getaddrinfo(*self._where, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         stream = Stream(tune(sock), self._timeout_s)
+        stream.pace = self._pace
         with self._lock:
             self._stream = stream
         if self._closed:

@@ -25,6 +25,8 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
 CHUNK_BYTES = 2 << 20
 """Read at a time: so small that a checksum of what just came is computed from the cache."""
+PIECE_BYTES = 256 << 10
+"""Sent at a time on a link that is shaped."""
 _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 
 KINDS: dict[str, type] = {
@@ -42,6 +44,8 @@ class Stream:
         self._sock = sock
         self.timeout_s = timeout_s
         """Seconds without any progress after which a call raises TimeoutError; None: never."""
+        self.pace: Callable[[int], None] | None = None
+        """Called before every piece of a payload that is sent, with its bytes; waits as long as it likes."""
 
     def send(self, header: Any, payload: Iterable[memoryview] = ()) -> None:
         """Send one frame; the payload is the concatenation of `payload`, flat byte views."""
@@ -52,7 +56,13 @@ class Stream:
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
         self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)))
         for part in parts:
-            self._write(part)
+            if self.pace is None:
+                self._write(part)
+                continue
+            for start in range(0, part.nbytes, PIECE_BYTES):
+                piece = part[start : start + PIECE_BYTES]
+                self.pace(piece.nbytes)
+                self._write(piece)
 
     def receive(self) -> tuple[Any, int]:
         """Return the next frame's header and its payload's bytes, which the caller must read or drain."""

@@ -11,12 +11,14 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.core import codec
 from elastic.core import messages as m
 from elastic.core.faults import FaultSpec, load_faults
 from elastic.errors import ChannelClosed, UsageError
+from elastic.planning.profile import Link
 from elastic.rpc.frames import Channel
 from elastic.worker.links import Abandon
 
@@ -43,6 +45,8 @@ class WorkerContext:
     """plan: the job is planned by the profile in RUN_DIR/config.json; emulate: workers also wait its times."""
     device: str = ""
     """Type of this node's devices, as the profile names it; "": its first."""
+    link: Link = field(default_factory=Link)
+    """How slow links to other nodes are made."""
     measure: str = ""
     """File for what `elastic profile` wants to know: nothing is trained, layers are measured."""
 
@@ -67,6 +71,7 @@ class WorkerContext:
             host=env.get("ELASTIC_HOST", "127.0.0.1"),
             profile=env.get("ELASTIC_PROFILE", ""),
             device=env.get("ELASTIC_DEVICE", ""),
+            link=codec.loads(Link, env["ELASTIC_LINK"]) if "ELASTIC_LINK" in env else Link(),
             measure=env.get("ELASTIC_MEASURE", ""),
         )
 

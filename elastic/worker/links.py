@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Work
 
 from elastic.errors import FieldError
+from elastic.rpc.shaping import Shaper
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed, abandonable
 from elastic.worker.flows import Form, Peer, Receive, data_tag, form_of, header_tag, pack_form
 from elastic.worker.rendezvous import blame, connect, host_store
+from elastic.worker.shaped import ShapedTransport
 from elastic.worker.transport import GlooTransport, Transport, sets_of
 
 __all__ = ["MAX_UNRECEIVED", "Abandon", "EpochAbandoned", "LinkFailed", "Links", "Receive", "host_store"]
@@ -80,6 +82,8 @@ class Links:
         holder_sets: Sequence[tuple[int, ...]] = (),
         pairs: Sequence[tuple[int, int]] = (),
         backend: str = "",
+        shaper: Shaper | None = None,
+        remote: Collection[int] = (),
     ) -> Links:
         """Meet all other ranks of `epoch` at the store and connect.
 
@@ -90,6 +94,7 @@ class Links:
             holder_sets: all sets of ranks that will ever reduce together, the same on every rank.
             pairs: all (sender, receiver) that will ever communicate, the same on every rank.
             backend: gloo | nccl for data; "" chooses by device. gloo on CUDA goes through host memory.
+            shaper: makes gloo's data to the ranks in `remote` as slow as a given network.
 
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
@@ -106,7 +111,9 @@ class Links:
         def meet() -> tuple[GlooTransport, Transport]:
             store = connect(store_address, epoch, timeout_s)
             control = GlooTransport(store, rank, world_size, timeout_s, host)
-            return control, links._open_data(store, control, timeout_s, pairs) if nccl else control
+            if nccl:
+                return control, links._open_data(store, control, timeout_s, pairs)
+            return control, ShapedTransport(control, shaper, remote) if shaper else control
 
         def discard(pair: tuple[GlooTransport, Transport]) -> None:
             pair[0].close()

@@ -24,6 +24,7 @@ from elastic.core.types import Accumulate, JobSpec, Unit
 from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, VaultError
 from elastic.planning.roster import Roster, roster
 from elastic.rpc.frames import connect_unix
+from elastic.rpc.shaping import shaper_of
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
 from elastic.worker.control import Control, WorkerContext
@@ -302,6 +303,8 @@ class _Epoch:
             host=t._context.host,
             holder_sets=self.roster.holder_sets(),
             pairs=self.roster.pairs(),
+            shaper=shaper_of(Path(t._context.memory_dir) / t._context.node, t._context.link),
+            remote=[r for r, mb in enumerate(self.roster.members) if mb.unit.node != t._context.node],
         )
         t._protection = Protection(
             t._publisher, self.plan, t._context.node, replicas, self._abandon, t._control.send, t._stack.tied

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 from elastic.errors import FieldError
+from elastic.planning.profile import Link
+from elastic.rpc.shaping import Shaper
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed
 from elastic.worker.flows import DTYPES, pack_form, unpack_form
 from elastic.worker.links import MAX_UNRECEIVED, Links
@@ -151,3 +157,54 @@ def test_a_store_that_is_not_there() -> None:
             timeout_s=0.5,
             abandon=Abandon(),
         )
+
+
+def exchange_slowly(rank: Rank, path: str) -> tuple[float, float, torch.Tensor]:
+    """A message of 100 kB and a sum of as much, at 1 MB/s; rank 2 is on rank 0's node. (seconds of either, sum)"""
+    remote = {0: (1,), 1: (0, 2), 2: (1,)}[rank.rank]
+    shaper = Shaper(Path(path) / str(rank.rank % 2), Link(1e6))
+    links = rank.open(holder_sets=((0, 1),), shaper=shaper, remote=remote)
+    links.gather(torch.zeros(1))
+    began = time.monotonic()
+    tensor = torch.full((25_000,), float(rank.rank + 1))
+    if rank.rank == 0:
+        links.send(tensor, 2)
+        links.send(tensor, 1)
+    else:
+        assert torch.equal(links.recv(0).wait(), torch.full((25_000,), 1.0))
+    links.flush()
+    sent = time.monotonic() - began
+    if rank.rank < 2:
+        links.all_reduce(tensor, (0, 1))()
+    return sent, time.monotonic() - began - sent, tensor
+
+
+def test_shaped_links_take_their_time_and_carry_the_same(tmp_path: Path) -> None:
+    first, second, _ = run_ranks(exchange_slowly, 3, str(tmp_path))
+    assert first[0] >= 0.1, "100 kB at 1 MB/s"
+    assert first[1] >= 0.1 and second[1] >= 0.1, "a ring of two sends as much as it sums"
+    assert first[2].tolist() == second[2].tolist() == [3.0] * 25_000
+
+
+def leave_while_sending(rank: Rank, path: str) -> str:
+    """What is queued on a slow link holds nobody when the epoch is left."""
+    abandon = Abandon()
+    shaper = Shaper(Path(path) / str(rank.rank), Link(1e3))
+    links = rank.open(abandon, shaper=shaper, remote=(1 - rank.rank,))
+    if rank.rank == 0:
+        links.send(torch.zeros(250_000), 1)
+    threading.Timer(0.2, abandon.set, ("enough",)).start()
+    try:
+        if rank.rank == 0:
+            links.flush()
+        else:
+            links.recv(0).wait()
+    except (EpochAbandoned, LinkFailed) as error:
+        return type(error).__name__
+    return "finished"
+
+
+def test_a_slow_link_can_be_left(tmp_path: Path) -> None:
+    """The message would take 1000 s."""
+    for told in run_ranks(leave_while_sending, 2, str(tmp_path)):
+        assert told in ("EpochAbandoned", "LinkFailed")

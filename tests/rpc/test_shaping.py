@@ -1,0 +1,61 @@
+"""A shaped link is never faster than asked, is shared by all of a node, and lets training pass."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+from elastic.planning.profile import Link
+from elastic.rpc.frames import Stream
+from elastic.rpc.shaping import Shaper, pace_of, shaper_of
+
+
+def test_no_limit_no_shaper(tmp_path: Path) -> None:
+    assert shaper_of(tmp_path, Link()) is None and pace_of(tmp_path, Link()) is None
+    assert shaper_of(tmp_path, Link(latency_s=0.1)) is not None
+
+
+def test_places_follow_one_another_over_processes_ends(tmp_path: Path) -> None:
+    """Two ends of one file are one link."""
+    first, second = (Shaper(tmp_path / "link", Link(1000.0)) for _ in range(2))
+    began = time.monotonic()
+    one, two, three = first.reserve(500), second.reserve(250), first.reserve(1)
+    assert one >= began + 0.5
+    assert abs(two - one - 0.25) < 1e-6 and abs(three - two - 0.001) < 1e-6
+
+
+def test_training_passes_copies(tmp_path: Path) -> None:
+    shaper = Shaper(tmp_path / "link", Link(1000.0))
+    copy = shaper.reserve(60_000)
+    began = time.monotonic()
+    message = shaper.reserve(100, training=True)
+    assert message < copy and message >= began + 0.1
+    later = shaper.reserve(1000)
+    assert abs(later - copy - 1.1) < 1e-6, "the copies behind it wait as long as it took"
+
+
+def test_latency_alone_takes_no_place(tmp_path: Path) -> None:
+    shaper = Shaper(tmp_path / "link", Link(0.0, 0.5))
+    before = time.monotonic()
+    assert before <= shaper.reserve(1 << 30) <= time.monotonic()
+
+
+def test_a_payload_takes_its_time(tmp_path: Path) -> None:
+    """1 MB at 4 MB/s over a real socket: a quarter of a second or more; the bytes are the same."""
+    left, right = socket.socketpair()
+    sender, receiver = Stream(left, 10.0), Stream(right, 10.0)
+    sender.pace = pace_of(tmp_path, Link(4e6))
+    data = bytes(range(256)) * 4000
+    began = time.monotonic()
+    thread = threading.Thread(target=lambda: sender.send({"kind": "x"}, (memoryview(data),)))
+    thread.start()
+    header, nbytes = receiver.receive()
+    out = bytearray(nbytes)
+    receiver.read_into(memoryview(out))
+    thread.join(10)
+    assert time.monotonic() - began >= len(data) / 4e6
+    assert header == {"kind": "x"} and bytes(out) == data
+    sender.close()
+    receiver.close()
