@@ -102,6 +102,8 @@ class JobConfig:
     """auto, a number of pipelines, or their depths as in 3+1."""
     schedule: str = "auto"
     """auto, 1f1b, interleaved or zero-bubble."""
+    vault_memory_bytes: int = 0
+    """Most bytes of other nodes' copies that a node keeps; 0: what shared memory there is."""
     node_memory_bytes: int = 0
     """Memory of a node that the plan may use; 0: unlimited."""
     resume: str = ""

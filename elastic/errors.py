@@ -5,6 +5,7 @@ ElasticError
  |    +-- FieldError       names the field, the value and the remedy
  +-- StaleError            an older term or epoch was refused
  +-- VaultError            a copy is missing, torn or corrupt
+ |    +-- VaultFull        there is no room for another copy
  +-- LedgerError           a micro-batch would be doubled or is missing
  +-- InfeasiblePlan        no plan fits the nodes at hand
  +-- Unrecoverable         redundancy exceeded and no checkpoint (exit code 3)
@@ -42,6 +43,10 @@ class StaleError(ElasticError):
 
 class VaultError(ElasticError):
     """A backed-up copy is missing, torn or corrupt."""
+
+
+class VaultFull(VaultError):
+    """There is no room for a copy; what is kept stays whole."""
 
 
 class LedgerError(ElasticError):

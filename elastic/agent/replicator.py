@@ -2,6 +2,8 @@
 
 One thread. A bundle that cannot be delivered is held, never acknowledged and never skipped: the failure is
 reported every few seconds, delivery is tried again with growing pauses, and `reset` (the epoch is over) drops it.
+Where the peer has no room, the bundle is given up and acknowledged, so that training goes on: `short` is told, once an
+epoch.
 Bundles for no peer are acknowledged in their turn.
 """
 
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 from elastic.agent.vault import Vault
 from elastic.core.messages import Published
-from elastic.errors import ElasticError, FieldError, StaleError, VaultError
+from elastic.errors import ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.rpc.bulk import VaultClient
 
 RETRY_S, RETRY_LIMIT_S = 0.05, 2.0
@@ -46,10 +48,13 @@ class Replicator:
         timeout_s: float = 10.0,
         prepare: Callable[[Published], None] = lambda published: None,
         pace: Callable[[int], None] | None = None,
+        short: Callable[[str, str], None] = lambda peer, why: None,
     ) -> None:
         """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`: see
         `elastic.rpc.frames.Stream`."""
-        self._prepare, self._pace = prepare, pace
+        self._prepare, self._pace, self._short = prepare, pace, short
+        self._told_short = (-1, "")
+        """(round, peer) of the last report that there is no room."""
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -116,6 +121,9 @@ class Replicator:
                 self._prepare(job.published)
                 prepared = job
             error = self._deliver(job)
+            if isinstance(error, VaultFull):
+                self._give_up(job, error)
+                error = None
             if error is None:
                 pause_s, reported = RETRY_S, (-1, 0.0)
                 self._finish(job)
@@ -172,6 +180,15 @@ class Replicator:
                 return
             self._jobs.popleft()
         self._acked(job.worker, job.published.bundle)
+
+    def _give_up(self, job: _Job, error: VaultFull) -> None:
+        peer = job.published.peer
+        if self._told_short != (job.round, peer):
+            self._told_short = job.round, peer
+            log.warning(
+                "%s keeps no more copies of this node, training goes on without them: %s", peer, error
+            )
+            self._short(peer, str(error))
 
     def _pause(self, job: _Job, pause_s: float) -> None:
         with self._changed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import queue
 import shutil
 import signal
@@ -38,7 +37,7 @@ from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.errors import ChannelClosed, ElasticError, FieldError, VaultError
 from elastic.rpc.client import Session
-from elastic.rpc.frames import Channel
+from elastic.rpc.frames import Channel, listen_unix
 from elastic.rpc.shaping import pace_of
 from elastic.telemetry import configure_logging
 
@@ -80,23 +79,19 @@ class Agent:
 
     def _begin(self) -> None:
         """A new incarnation: empty vault, no workers."""
-        self._vault = Vault(self._node, self._directory / "vault")
+        self._vault = Vault(self._node, self._directory / "vault", limit=self._config.vault_memory_bytes)
         pace = pace_of(self._directory, self._config.link)
         self._server = VaultServer(self._vault, self._host, pace=pace).start()
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
-        prepare = self._checkpoints.offer
-        self._replicator = Replicator(self._vault, self._acked, self._held, prepare=prepare, pace=pace)
+        prepare, short = self._checkpoints.offer, self._short
+        self._replicator = Replicator(
+            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short
+        )
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
 
     def _listen(self) -> socket.socket:
-        path = self._directory / "agent.sock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(path))
-        os.chmod(path, 0o600)
-        listener.listen(64)
+        listener = listen_unix(self._directory / "agent.sock")
         threading.Thread(target=self._accept, args=(listener,), name="workers", daemon=True).start()
         return listener
 
@@ -133,6 +128,8 @@ class Agent:
                 self._tell_acked(worker, bundle)
             case ("held", str() as peer, str() as why):
                 self._apply(core.Said(0, m.CommFailed(self._state.epoch, (peer,), why)))
+            case m.BackupShort():
+                self._say(item)
             case m.CheckpointPart():
                 self._parts.append(item)
                 self._say(item)
@@ -316,6 +313,9 @@ class Agent:
 
     def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
         self._queue.put(("held", peer, f"backup of bundle {bundle}: {error}"))
+
+    def _short(self, peer: str, why: str) -> None:
+        self._queue.put(m.BackupShort(self._node, peer, why))
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -84,10 +84,11 @@ class Incoming:
 class Vault:
     """Thread-safe. `directory` should lie on /dev/shm; `fallback` is used when that is full."""
 
-    def __init__(self, node: str, directory: Path, *, fallback: Path | None = None) -> None:
+    def __init__(self, node: str, directory: Path, *, fallback: Path | None = None, limit: int = 0) -> None:
+        """`limit`: most bytes of copies that came from elsewhere; 0: what memory there is."""
         self.node, self.directory = node, Path(directory)
         self._lock = threading.RLock()
-        self._pool = SlotPool(self.directory, "vault-", fallback)
+        self._pool = SlotPool(self.directory, "vault-", fallback, limit)
         self._entries: dict[str, _Entry] = {}
         self._groups: dict[_Group, set[str]] = {}
         self._places: dict[str, str] = {}
@@ -112,7 +113,7 @@ class Vault:
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
         """Make room for a copy that arrives. `trusted`: this node pulled it itself, so no fence applies.
 
-        Raises StaleError if its epoch is fenced off, VaultError if memory is short.
+        Raises StaleError if its epoch is fenced off, VaultFull if memory is short.
         """
         with self._lock:
             self._refuse_unusable(copy)

@@ -16,7 +16,7 @@ import xxhash
 from elastic.agent.vault import Incoming, Vault
 from elastic.core import codec
 from elastic.core.types import Copy
-from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError
+from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.rpc.bulk import REQUESTS, Get, Inventory, Locate, Put, Reply, VaultClient, Verify, tune
 from elastic.rpc.frames import Stream
 
@@ -124,7 +124,7 @@ class VaultServer:
         except (ChannelClosed, FieldError):
             raise
         except ElasticError as error:
-            reply = Reply(error=str(error), stale=isinstance(error, StaleError))
+            reply = _refusal(error)
         stream.send(codec.encode(reply))
 
     def _look(self, request: Locate | Inventory | Verify) -> Reply:
@@ -154,7 +154,7 @@ class VaultServer:
         finally:
             for arrival, _ in incoming:
                 arrival.abort()
-        reply = Reply() if error is None else Reply(error=str(error), stale=isinstance(error, StaleError))
+        reply = Reply() if error is None else _refusal(error)
         stream.send(codec.encode(reply))
 
     def _receive(
@@ -185,3 +185,7 @@ class VaultServer:
         except (VaultError, StaleError) as error:
             return error
         return None
+
+
+def _refusal(error: ElasticError) -> Reply:
+    return Reply(error=str(error), stale=isinstance(error, StaleError), full=isinstance(error, VaultFull))

@@ -235,6 +235,15 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortOfRoom:
+    """`peer` keeps no more copies of `node`."""
+
+    node: str
+    peer: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class PartWritten:
     step: int
     layers: tuple[tuple[int, int], ...]

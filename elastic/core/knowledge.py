@@ -26,6 +26,7 @@ from elastic.core.job import (
     Reported,
     Result,
     Send,
+    ShortOfRoom,
     Stepped,
 )
 from elastic.core.members import launch as launch_nodes
@@ -142,6 +143,11 @@ def _whole(state: JobState, layers: Collection[tuple[int, int]]) -> bool:
     return state.spec is not None and len(layers) == state.spec.n_layers * state.spec.tp
 
 
+def _short_of_room(state: JobState, event: ShortOfRoom, now: float) -> Result:
+    told = {"node": event.node, "peer": event.peer, "detail": event.detail}
+    return state, (Note("backup-short", told),), f"{event.peer} keeps no more copies of {event.node}"
+
+
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
     note = Note("checkpoint", {"step": event.step, "path": event.path})
     return (
@@ -170,6 +176,7 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     DrainAsked: _drain_asked,
     Stepped: _stepped,
     PartWritten: _part_written,
+    ShortOfRoom: _short_of_room,
     CheckpointCommitted: _checkpoint_committed,
     Adopted: _adopted,
 }

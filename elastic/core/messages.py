@@ -276,6 +276,15 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class BackupShort:
+    """A peer has no room for this node's copies; training goes on without them."""
+
+    node: str
+    peer: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointPart:
     """One node's part of a durable checkpoint is on disk."""
 

@@ -81,6 +81,11 @@ OURS = (
     Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),
     Flag("--schedule", "auto", "auto, 1f1b, interleaved or zero-bubble"),
     Flag("--node-memory", None, "memory of a node that the plan may use, as 16GiB"),
+    Flag(
+        "--vault-memory",
+        None,
+        "memory for other nodes' copies on a node, as 2GiB; beyond it they are not kept",
+    ),
     Flag("--checkpoint-dir", None, "directory of durable checkpoints (default RUN_DIR/checkpoints)"),
     Flag("--resume", None, "start from this checkpoint; auto: from the newest in --checkpoint-dir, if any"),
     Flag("--domain", "", "failure domain of this node; with --standalone one for each, comma-separated"),

@@ -30,7 +30,7 @@ from elastic.launcher.follow import Follower, read_object
 from elastic.launcher.injected import LauncherFaults
 from elastic.launcher.options import LOOPBACK, Request
 from elastic.launcher.progress import Bar, View, make_view
-from elastic.launcher.reports import event_line, recovery_line
+from elastic.launcher.reports import LINES, event_line
 from elastic.launcher.rundir import RunDir, free_port
 
 MAX_FAILED_STARTS = 3
@@ -139,8 +139,9 @@ class Supervisor:
             for spec in self._faults.observe(entry):
                 self._carry_out(spec)
         for event in self._events.read():
-            if event.get("kind") == "recovery":
-                self._view.note(recovery_line(event))
+            line = LINES.get(str(event.get("kind")))
+            if line is not None:
+                self._view.note(line(event))
             elif self._request.console_events:
                 self._view.note(event_line(event))
 

@@ -17,6 +17,16 @@ def recovery_line(event: dict[str, Any]) -> str:
     return f"recovered at {where} ({event.get('cause', '')}): {nodes}, {lost}; seconds: {', '.join(times)}"
 
 
+def short_line(event: dict[str, Any]) -> str:
+    """One line where a peer has no room for copies."""
+    who = f"{event.get('peer', '?')} keeps no more copies of {event.get('node', '?')}"
+    return f"warning: {who}, training goes on without them: {event.get('detail', '')}"
+
+
+LINES = {"recovery": recovery_line, "backup-short": short_line}
+"""Events that the user sees whatever is asked for, and how."""
+
+
 def event_line(event: dict[str, Any]) -> str:
     """One event as key=value pairs."""
     return " ".join(f"{key}={value}" for key, value in event.items() if not isinstance(value, (dict, list)))

@@ -23,7 +23,7 @@ import xxhash
 
 from elastic.core import codec
 from elastic.core.types import Copy
-from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError
+from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.rpc.frames import Stream
 
 BUFFER_BYTES = 1 << 20
@@ -61,6 +61,8 @@ class Reply:
     error: str = ""
     stale: bool = False
     """The error is a refusal of an old epoch."""
+    full: bool = False
+    """The error is that there is no room."""
     copies: tuple[Copy, ...] = ()
     path: str = ""
     offset: int = 0
@@ -110,7 +112,8 @@ class VaultClient:
     def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
         """Send copies with their bytes; returns once the vault holds all of them, verified.
 
-        Raises StaleError when the vault has been fenced against their epoch, VaultError for everything else.
+        Raises StaleError when the vault has been fenced against their epoch, VaultFull when it has no room, VaultError
+        for everything else.
         """
         with self._calling, self._connected() as stream:
             _ask(stream, Put(tuple(copy for copy, _ in bundle)), tuple(data for _, data in bundle))
@@ -210,7 +213,8 @@ def _reply(stream: Stream) -> tuple[Reply, int]:
     reply = codec.decode(Reply, body)
     if reply.error:
         stream.drain(nbytes)
-        raise _Refused(StaleError(reply.error) if reply.stale else VaultError(reply.error))
+        kind = StaleError if reply.stale else VaultFull if reply.full else VaultError
+        raise _Refused(kind(reply.error))
     return reply, nbytes
 
 

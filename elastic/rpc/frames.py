@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from elastic.core import codec, messages
@@ -148,6 +150,17 @@ class Channel:
 
     def fileno(self) -> int:
         return self._stream.fileno()
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """Listen at `path`, for this user alone; what was there before goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    os.chmod(path, 0o600)
+    listener.listen(64)
+    return listener
 
 
 def connect_unix(path: str) -> Channel:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic.errors import VaultError
+from elastic.errors import VaultError, VaultFull
 
 DATA_OFFSET = 64
 MAGIC = b"elslot1\0"
@@ -119,8 +119,10 @@ class SlotReader:
 class SlotPool:
     """Slots of one writer, reused because fresh pages are dear. Not thread-safe."""
 
-    def __init__(self, directory: Path, prefix: str, fallback: Path | None = None) -> None:
-        """`fallback` is used when `directory` (usually on /dev/shm) is full."""
+    def __init__(self, directory: Path, prefix: str, fallback: Path | None = None, limit: int = 0) -> None:
+        """`fallback` is used when `directory` (usually on /dev/shm) is full; `limit`: most bytes of all slots, 0: no
+        limit."""
+        self.limit = limit
         self.directory = directory
         self._fallback = fallback or Path(tempfile.gettempdir()) / "-".join(directory.absolute().parts[-2:])
         self._prefix, self._made = f"{prefix}{time.monotonic_ns():x}-", 0
@@ -129,7 +131,7 @@ class SlotPool:
         directory.mkdir(parents=True, exist_ok=True)
 
     def take(self, nbytes: int) -> Slot:
-        """A slot with room for `nbytes`, marked as being written. Raises VaultError when memory is short."""
+        """A slot with room for `nbytes`, marked as being written. Raises VaultFull when memory is short."""
         fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
         if fitting:
             slot = min(fitting, key=lambda s: s.capacity)
@@ -151,12 +153,20 @@ class SlotPool:
         while self._free:
             self._discard(self._free[-1])
 
+    def _beyond(self, nbytes: int) -> bool:
+        return 0 < self.limit < self.allocated_bytes + nbytes
+
     def _discard(self, slot: Slot) -> None:
         self._free.remove(slot)
         self.allocated_bytes -= slot.capacity
         slot.unlink()
 
     def _create(self, nbytes: int) -> Slot:
+        while self._free and self._beyond(nbytes):
+            self._discard(max(self._free, key=lambda slot: slot.capacity))
+        if self._beyond(nbytes):
+            used = f"{self.allocated_bytes} of {self.limit} bytes are taken"
+            raise VaultFull(f"no room for a copy of {nbytes} bytes: {used} (--vault-memory)")
         self._made += 1
         name = f"{self._prefix}{self._made}.slot"
         problems = []
@@ -169,7 +179,7 @@ class SlotPool:
                 continue
             self.allocated_bytes += slot.capacity
             return slot
-        raise VaultError(f"no room for a copy of {nbytes} bytes ({'; '.join(problems)})")
+        raise VaultFull(f"no room for a copy of {nbytes} bytes ({'; '.join(problems)})")
 
 
 def _field(data: mmap.mmap, offset: int) -> int:

@@ -76,3 +76,25 @@ def test_what_is_lost_is_what_the_scheme_promises(gradients: str, most: int, tmp
     assert 1 <= replayed <= most
     if gradients == "recompute":
         assert replayed == 6
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("kill node=1 step=3 microbatch=3", id="kill"),
+        pytest.param("", id="none", marks=pytest.mark.chaos),
+    ],
+)
+def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -> None:
+    """64 KiB hold no layer's state: the copies are not kept, everybody hears of it, and a loss falls back to the
+    checkpoint, with the parameters of a failure-free run."""
+    flags = ["--nnodes", "3", "--pipelines", "1", "--backup", "stream+snapshot", "--vault-memory", "64KiB"]
+    injected = faults(fault) if fault else []
+    run = elastic_run(tmp_path / "run", exact(*flags, *injected), [*SCRIPT, "--checkpoint-every", "1"])
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
+    short = [event for event in run.events if event["kind"] == "backup-short"]
+    assert short and all("--vault-memory" in event["detail"] for event in short)
+    assert "training goes on without them" in run.output
+    sources = [recovery["state_source"] for recovery in run.summary["recoveries"]]
+    assert sources == (["checkpoint"] if fault else [])

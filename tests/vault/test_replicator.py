@@ -7,11 +7,15 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elastic.core.messages import Published
+from elastic.agent.replicator import Replicator
+from elastic.agent.vault import Vault
+from elastic.agent.vault_server import VaultServer
+from elastic.core.messages import LocalCopy, Published
 from elastic.errors import VaultError
 from tests.vault.copies import LocalWriter, content, gradient, make
 from tests.vault.nodes import MiniNode, ProcessVault, nodes
@@ -143,3 +147,39 @@ def test_waiting_costs_no_time(pair: list[MiniNode], writer: LocalWriter) -> Non
     threading.Event().wait(0.3)
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.1
+
+
+def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWriter) -> None:
+    """Bundles that a full peer refuses are given up and acknowledged; it is told once, and what it has stays whole."""
+    told: queue.Queue[tuple[str, str]] = queue.Queue()
+    small = Vault("s", tmp_path / "s", limit=3 * 4096)
+    server = VaultServer(small, timeout_s=5).start()
+    with nodes(tmp_path, "a") as (a,):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault, a._on_acked, a._on_failed, timeout_s=30, short=lambda peer, why: told.put((peer, why))
+        )
+        a.replicator.vaults = {"s": server.address}
+        for number in range(1, 6):
+            published = bundle(writer, number, "s")
+            copy = replace(published.copies[0].copy, layer=number)
+            a.take(Published(number, (LocalCopy(copy, *place(published)),), "s"))
+        assert [a.acked.get(timeout=20) for _ in range(5)] == [(0, n) for n in range(1, 6)]
+        assert a.failed.empty()
+        peer, why = told.get(timeout=20)
+        assert peer == "s" and "--vault-memory" in why and told.empty()
+        kept = sorted(small.inventory(), key=lambda c: c.layer)
+        assert [c.layer for c in kept] == [1, 2, 3], "three pages, a copy each"
+        assert [bytes(small.read(c.key)) for c in kept] == [content(n) for n in (1, 2, 3)]
+        small.trim(2)
+        a.replicator.reset(2)
+        a.take(bundle(writer, 6, "s", epoch=2))
+        assert a.acked.get(timeout=20) == (0, 6)
+        assert [c.epoch for c in small.inventory()] == [2], "room again"
+    server.close()
+    small.close()
+
+
+def place(published: Published) -> tuple[str, int]:
+    local = published.copies[0]
+    return local.path, local.offset

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import VaultError
+from elastic.errors import VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader
 
 
@@ -101,3 +101,16 @@ def test_pool_falls_back_and_then_says_what_is_short(tmp_path: Path) -> None:
     assert slot.path.parent == spare
     with pytest.raises(VaultError, match=r"no room for a copy of 4611686018427387904 bytes .*spare"):
         pool.take(1 << 62)
+
+
+def test_a_limit_holds_and_free_slots_make_room(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path / "slots", "x-", limit=100_000)
+    first, second = pool.take(40_000), pool.take(40_000)
+    with pytest.raises(VaultFull, match=r"no room for a copy of 40000 bytes: .*--vault-memory"):
+        pool.take(40_000)
+    pool.give(first)
+    pool.give(second)
+    large = pool.take(90_000)
+    assert pool.allocated_bytes <= 100_000 and large.capacity >= 90_000
+    with pytest.raises(VaultFull):
+        pool.take(100_001)
