@@ -91,6 +91,7 @@ WRONG_FLAGS = [
     (["--backup", "stream:0+snapshot"], "--backup"),
     (["--backup", "recompute+none"], "--backup"),
     (["--pipelines", "1", "--backup", "stream+replica"], "--backup"),
+    (["--vault-memory", "plenty"], "--vault-memory"),
     (["--link", "fast"], "--link"),
     (["--link", "bandwidth=1"], "--link bandwidth"),
     (["--link", "latency=-1ms"], "--link latency"),
