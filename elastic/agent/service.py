@@ -24,6 +24,8 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.checkpoints import CheckpointWriter
+from elastic.agent.injected import carry_out
+from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
 from elastic.agent.replicator import Replicator
@@ -79,11 +81,12 @@ class Agent:
 
     def _begin(self) -> None:
         """A new incarnation: empty vault, no workers."""
-        self._vault = Vault(self._node, self._directory / "vault", limit=self._config.vault_memory_bytes)
+        tell, limit = Notes(self._node, self._queue.put), self._config.vault_memory_bytes
+        self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
         pace = pace_of(self._directory, self._config.link)
         self._server = VaultServer(self._vault, self._host, pace=pace).start()
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
-        prepare, short = self._checkpoints.offer, self._short
+        prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
             self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short
         )
@@ -128,7 +131,7 @@ class Agent:
                 self._tell_acked(worker, bundle)
             case ("held", str() as peer, str() as why):
                 self._apply(core.Said(0, m.CommFailed(self._state.epoch, (peer,), why)))
-            case m.BackupShort():
+            case m.BackupNote():
                 self._say(item)
             case m.CheckpointPart():
                 self._parts.append(item)
@@ -148,9 +151,8 @@ class Agent:
                 self._steps.append(message)
                 self._say(message)
             case m.FaultReached():
-                fault = parse_fault(message.fault)
-                log.warning("partitioned from everybody for %g s (injected)", fault.duration_s)
-                self._partitioned_until = time.monotonic() + fault.duration_s
+                until = carry_out(parse_fault(message.fault), self._vault)
+                self._partitioned_until = max(self._partitioned_until, until)
             case WorkerExit():
                 self._channels.pop(rank, None)
                 self._vault.worker_gone(message.pid, self._directory)
@@ -313,9 +315,6 @@ class Agent:
 
     def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
         self._queue.put(("held", peer, f"backup of bundle {bundle}: {error}"))
-
-    def _short(self, peer: str, why: str) -> None:
-        self._queue.put(m.BackupShort(self._node, peer, why))
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -84,8 +84,18 @@ class Incoming:
 class Vault:
     """Thread-safe. `directory` should lie on /dev/shm; `fallback` is used when that is full."""
 
-    def __init__(self, node: str, directory: Path, *, fallback: Path | None = None, limit: int = 0) -> None:
-        """`limit`: most bytes of copies that came from elsewhere; 0: what memory there is."""
+    def __init__(
+        self,
+        node: str,
+        directory: Path,
+        *,
+        fallback: Path | None = None,
+        limit: int = 0,
+        on_corrupt: Callable[[Copy], None] = lambda copy: None,
+    ) -> None:
+        """`limit`: most bytes of copies that came from elsewhere; 0: what memory there is. `on_corrupt` hears of every
+        copy that is dropped because it does not match its checksum; from any thread."""
+        self._on_corrupt = on_corrupt
         self.node, self.directory = node, Path(directory)
         self._lock = threading.RLock()
         self._pool = SlotPool(self.directory, "vault-", fallback, limit)
@@ -234,10 +244,22 @@ class Vault:
         with self._lock:
             entry.pins -= 1
             self._release(entry)
-            corrupt = not entry.dropped and (found != entry.copy.checksum or not entry.whole)
+            torn = not entry.whole
+            corrupt = not entry.dropped and (found != entry.copy.checksum or torn)
             if corrupt:
                 self._drop(entry)
-            return corrupt
+        if corrupt and not torn:
+            self._on_corrupt(entry.copy)
+        return corrupt
+
+    def flip_bytes(self) -> int:
+        """Flip a byte in the middle of every copy that came from elsewhere, as failing memory would: for rehearsals.
+        Return how many."""
+        with self._lock:
+            found = [entry for entry in self._entries.values() if isinstance(entry.slot, Slot)]
+            for entry in found:
+                entry.data[entry.copy.nbytes // 2] ^= 1
+            return len(found)
 
     def check_integrity(self) -> tuple[Copy, ...]:
         """Verify every copy and the index itself; return the copies that had to be dropped."""

@@ -175,8 +175,8 @@ class Coordinator:
             case m.StepDone():
                 self._records.step(message, self._state)
                 self._apply(job.Stepped(message.record))
-            case m.BackupShort():
-                self._apply(job.ShortOfRoom(message.node, message.peer, message.detail))
+            case m.BackupNote() if message.kind in m.BACKUP_NOTES:
+                self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
             case m.CheckpointPart():
                 self._apply(job.PartWritten(message.step, message.layers))
             case _:

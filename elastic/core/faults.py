@@ -44,6 +44,7 @@ class FaultKind(StrEnum):
     STOP = "stop"
     SLOW = "slow"
     PARTITION = "partition"
+    CORRUPT = "corrupt"
     KILL_COORDINATOR = "kill-coordinator"
     DRAIN = "drain"
     JOIN = "join"

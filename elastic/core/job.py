@@ -235,11 +235,12 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortOfRoom:
-    """`peer` keeps no more copies of `node`."""
+class BackupNoted:
+    """See `elastic.core.messages.BackupNote`."""
 
-    node: str
-    peer: str
+    kind: str
+    owner: str
+    keeper: str
     detail: str
 
 

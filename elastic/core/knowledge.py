@@ -13,6 +13,7 @@ from elastic.core import messages as m
 from elastic.core.job import (
     Action,
     Adopted,
+    BackupNoted,
     Beat,
     CheckpointCommitted,
     Closed,
@@ -26,7 +27,6 @@ from elastic.core.job import (
     Reported,
     Result,
     Send,
-    ShortOfRoom,
     Stepped,
 )
 from elastic.core.members import launch as launch_nodes
@@ -143,9 +143,9 @@ def _whole(state: JobState, layers: Collection[tuple[int, int]]) -> bool:
     return state.spec is not None and len(layers) == state.spec.n_layers * state.spec.tp
 
 
-def _short_of_room(state: JobState, event: ShortOfRoom, now: float) -> Result:
-    told = {"node": event.node, "peer": event.peer, "detail": event.detail}
-    return state, (Note("backup-short", told),), f"{event.peer} keeps no more copies of {event.node}"
+def _backup_noted(state: JobState, event: BackupNoted, now: float) -> Result:
+    told = {"owner": event.owner, "keeper": event.keeper, "detail": event.detail}
+    return state, (Note(event.kind, told),), f"{event.kind}: copies of {event.owner} at {event.keeper}"
 
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
@@ -176,7 +176,7 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     DrainAsked: _drain_asked,
     Stepped: _stepped,
     PartWritten: _part_written,
-    ShortOfRoom: _short_of_room,
+    BackupNoted: _backup_noted,
     CheckpointCommitted: _checkpoint_committed,
     Adopted: _adopted,
 }

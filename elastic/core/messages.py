@@ -275,12 +275,21 @@ class Heartbeat:
     """Newest of each worker that computes."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackupShort:
-    """A peer has no room for this node's copies; training goes on without them."""
+BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
+BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT)
+"""A vault has no room for copies | a copy did not match its checksum, and was dropped."""
 
-    node: str
-    peer: str
+
+@dataclass(frozen=True, slots=True)
+class BackupNote:
+    """Something about backups that the user should know; training goes on."""
+
+    kind: str
+    """One of BACKUP_NOTES."""
+    owner: str
+    """Whose copies."""
+    keeper: str
+    """Whose vault."""
     detail: str
 
 

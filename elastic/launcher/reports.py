@@ -19,11 +19,16 @@ def recovery_line(event: dict[str, Any]) -> str:
 
 def short_line(event: dict[str, Any]) -> str:
     """One line where a peer has no room for copies."""
-    who = f"{event.get('peer', '?')} keeps no more copies of {event.get('node', '?')}"
+    who = f"{event.get('keeper', '?')} keeps no more copies of {event.get('owner', '?')}"
     return f"warning: {who}, training goes on without them: {event.get('detail', '')}"
 
 
-LINES = {"recovery": recovery_line, "backup-short": short_line}
+def corrupt_line(event: dict[str, Any]) -> str:
+    """One line for a copy that was found corrupt."""
+    return f"warning: a copy of {event.get('owner', '?')} at {event.get('keeper', '?')}: {event.get('detail', '')}"
+
+
+LINES = {"recovery": recovery_line, "backup-short": short_line, "copy-corrupt": corrupt_line}
 """Events that the user sees whatever is asked for, and how."""
 
 

@@ -58,6 +58,8 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case FaultKind.SLOW:
                 self.slow = spec.factor
+            case FaultKind.CORRUPT:
+                self._send(m.FaultReached(format_fault(spec), time.time()))
             case FaultKind.PARTITION:
                 self._send(m.FaultReached(format_fault(spec), time.time()))
                 time.sleep(
@@ -69,5 +71,5 @@ class Injector:
 
 def _local(spec: FaultSpec) -> bool:
     return spec.kind in (
-        FaultKind.KILL, FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW, FaultKind.PARTITION,
+        FaultKind.KILL, FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW, FaultKind.PARTITION, FaultKind.CORRUPT,
     )  # fmt: skip

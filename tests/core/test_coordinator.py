@@ -53,7 +53,7 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         (job.PartWritten(2, ((0, 0), (1, 0))), 0.1),
         (job.PartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
         (job.CheckpointCommitted("/c/step-2", 2), 0.1),
-        (job.ShortOfRoom("node0", "node1", "full"), 0.1),
+        (job.BackupNoted("backup-short", "node0", "node1", "full"), 0.1),
         (Reported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True), 0.1),
         (Reported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True), 0.1),
     ]

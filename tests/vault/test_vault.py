@@ -270,3 +270,21 @@ def test_many_threads(vault: Vault) -> None:
     assert bad == []
     assert sorted((c.owner, c.step) for c in vault.inventory()) == [(o, s) for o in "wxyz" for s in (38, 39)]
     assert vault.check_integrity() == ()
+
+
+def test_a_corrupt_copy_is_told_of_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    vault = Vault("n", tmp_path / "v", on_corrupt=lambda copy: told.append(copy.key))
+    data = content(3)
+    copies = [gradient(data, layer, {0}, owner="o") for layer in (1, 2)]
+    for copy in copies:
+        arriving = vault.store(copy)
+        arriving.buffer[:] = data
+        arriving.commit()
+    assert vault.verify(copies[0].key) and told == []
+    assert vault.flip_bytes() == 2
+    assert not vault.verify(copies[0].key) and not vault.verify(copies[0].key)
+    with pytest.raises(VaultError):
+        vault.read(copies[1].key)
+    assert told == [copy.key for copy in copies] and vault.inventory() == ()
+    vault.close()
