@@ -62,7 +62,7 @@ class Agent:
         self._queue: queue.Queue[Any] = queue.Queue()
         self._directory = Path(config.memory_dir) / self._node
         self._steps: deque[m.StepDone] = deque(maxlen=4096)
-        self._parts: deque[m.CheckpointPart] = deque(maxlen=64)
+        self._parts: deque[m.CheckpointPart | m.BackupNote] = deque(maxlen=64)
         self._channels: dict[int, Channel] = {}
         self._hearers: dict[tuple[int, int], threading.Thread] = {}
         self._group: WorkerGroup | None = None
@@ -131,9 +131,7 @@ class Agent:
                 self._tell_acked(worker, bundle)
             case ("held", str() as peer, str() as why):
                 self._apply(core.Said(0, m.CommFailed(self._state.epoch, (peer,), why)))
-            case m.BackupNote():
-                self._say(item)
-            case m.CheckpointPart():
+            case m.BackupNote() | m.CheckpointPart():
                 self._parts.append(item)
                 self._say(item)
             case m.Trim():

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from elastic.core.messages import LocalCopy
 from elastic.core.types import GRADIENT, Copy
-from elastic.errors import StaleError, VaultError
+from elastic.errors import StaleError, VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
 
 KEPT_STEPS = 2
@@ -128,7 +128,13 @@ class Vault:
         with self._lock:
             self._refuse_unusable(copy)
             self._refuse_stale(copy, trusted)
-            return Incoming(self, copy, self._pool.take(copy.nbytes), trusted)
+            try:
+                slot = self._pool.take(copy.nbytes)
+            except VaultFull:
+                if not self._make_room(copy):
+                    raise
+                slot = self._pool.take(copy.nbytes)
+            return Incoming(self, copy, slot, trusted)
 
     def fence(self, epoch: int) -> None:
         """From now on refuse arriving copies of epochs below `epoch`, also those half arrived."""
@@ -300,6 +306,19 @@ class Vault:
     def _give(self, slot: Slot) -> None:
         with self._lock:
             self._pool.give(slot)
+
+    def _make_room(self, copy: Copy) -> bool:
+        """Drop all but the newest of what was kept of the same (kind, layer, shard, owner); whether there was any."""
+        kin = (copy.kind, copy.layer, copy.shard, copy.owner)
+        same = [
+            entry
+            for entry in self._entries.values()
+            if isinstance(entry.slot, Slot) and (entry.copy.kind, *_group(entry.copy)[1:4]) == kin
+        ]
+        same.sort(key=lambda entry: (entry.copy.step, *_age(entry.copy)))
+        for entry in same[:-1]:
+            self._drop(entry)
+        return len(same) > 1
 
     def _insert(self, entry: _Entry) -> None:
         """Apply retention, in which the new entry itself may lose against newer ones."""

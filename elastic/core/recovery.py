@@ -180,15 +180,15 @@ def replayed(
 def _begun(actions: Sequence[Action], n_saved: int, every: int) -> frozenset[int]:
     """Micro-batches that a unit's first stage can have begun, if `n_saved` of them were saved before it was lost.
 
-    At most one copy, of `every` micro-batches, was made and not yet acknowledged (`elastic.worker.backup`), so it was
-    no further in its list than the end of the next one. Without copies (0) nothing bounds it.
+    At most two copies, of `every` micro-batches each, were made and not yet acknowledged (`elastic.worker.backup`); it
+    waits when the third is to be made. Without copies (0) nothing bounds it.
     """
     stage, finished, begun = actions[0].stage if actions else -1, 0, set[int]()
     for action in (a for a in actions if a.stage == stage):
         if action.kind is Kind.F:
             begun.add(action.microbatch)
         finished += action.kind.finishes
-        if every and finished == n_saved + 2 * every:
+        if every and finished == n_saved + 3 * every:
             break
     return frozenset(begun)
 

@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
 CHUNK_BYTES = 2 << 20
 """Read at a time: so small that a checksum of what just came is computed from the cache."""
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 64 << 10
 """Sent at a time on a link that is shaped."""
 _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 
@@ -47,7 +47,8 @@ class Stream:
         self.timeout_s = timeout_s
         """Seconds without any progress after which a call raises TimeoutError; None: never."""
         self.pace: Callable[[int], None] | None = None
-        """Called before every piece of a payload that is sent, with its bytes; waits as long as it likes."""
+        """Called before a payload is sent (with 0) and before every piece of it, with its bytes; waits as long as it
+        likes."""
 
     def send(self, header: Any, payload: Iterable[memoryview] = ()) -> None:
         """Send one frame; the payload is the concatenation of `payload`, flat byte views."""
@@ -57,6 +58,8 @@ class Stream:
         nbytes = sum(part.nbytes for part in parts)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
         self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)))
+        if self.pace is not None and nbytes:
+            self.pace(0)
         for part in parts:
             if self.pace is None:
                 self._write(part)

@@ -44,8 +44,11 @@ class Shaper:
         return end
 
     def pass_on(self, nbytes: int) -> None:
-        """Wait until a piece of a copy has left."""
-        wait_until(self.reserve(nbytes))
+        """Wait until a piece of a copy has left; 0 bytes: for the latency."""
+        if nbytes:
+            wait_until(self.reserve(nbytes))
+        else:
+            time.sleep(self.limit.latency_s)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:

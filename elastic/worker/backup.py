@@ -2,7 +2,7 @@
 
 Every (kind, layer) has a ring of two slots. A slot is written again only when the bundle that it was last
 announced in is acknowledged, that is, whole at the peer; so the agent may send it meanwhile, and the
-previous copy stays whole while the next one is written. At most one bundle is ever unprotected.
+previous copy stays whole while the next one is written. At most two bundles are ever unacknowledged.
 
 Two slots suffice for recovery by rolling forward, which needs, of a worker whose agent lives, at any moment
 either state v+1, or state v and the final gradients of step v:
@@ -267,8 +267,9 @@ class Publisher:
             self.wait_acked(oldest.bundle, abandon)
         oldest.bundle = 0
         if oldest.slot.capacity < nbytes:
+            ring.held.remove(oldest)  # the pool may have no other: then it is the pool's
             self._pool.give(oldest.slot)
-            oldest.slot = self._pool.take(nbytes)
+            return self._new(ring, nbytes)
         return oldest
 
     def _new(self, ring: _Ring, nbytes: int) -> _Held:

@@ -34,14 +34,17 @@ class Protection:
         abandon: Abandon,
         send: Callable[[object], None],
         tied: Tied,
+        chunks: int = 1,
     ) -> None:
+        """`chunks`: stages of this worker, which each pass every micro-batch on their own."""
         self._publisher, self._replicas, self._abandon, self._send = publisher, replicas, abandon, send
         self._epoch = plan.epoch
         self._tied = {layer for group in tied for layer, _ in group}
         peer = plan.peer_of(node) or ""
-        self._every = gradients_of(plan.gradients).every
+        self._every = gradients_of(plan.gradients).every * chunks
+        """Backward passes between two copies of gradients; 0: no copies."""
         self._fresh = 0
-        """Micro-batches that are in the gradients and in no copy."""
+        """Backward passes that are in the gradients and in no copy."""
         self._states = plan.state != NONE
         self._gradient_peer = peer if self._every else ""
         self._state_peer = peer if plan.state == SNAPSHOT else ""
@@ -76,11 +79,16 @@ class Protection:
             self._send(m.Protected(self._epoch))
 
     def after_microbatch(self, step: int) -> None:
-        """All layers have one more micro-batch in their gradients."""
+        """The layers of one stage have one more micro-batch in their gradients."""
         self._fresh += 1
         if self._every and self._fresh >= self._every:
             self._publish_gradients()
         self.enter()
+
+    def after_microbatches(self) -> None:
+        """The last one of the step is done: what is in no copy goes beside the reduction."""
+        if self._every and self._fresh:
+            self._publish_gradients()
 
     def before_commit(self, step: int, reduced: Mapping[int, Tensor]) -> None:
         """Wait until the final gradients and the current state are where they must be.
@@ -89,8 +97,7 @@ class Protection:
         update could not be repeated from their own gradients alone.
         """
         self.enter()
-        if self._every and self._fresh:
-            self._publish_gradients()
+        self.after_microbatches()
         tied = [r for r in self._replicas if r.index in self._tied]
         if self._every and tied:
             bundle = self._publisher.publish_reduced(

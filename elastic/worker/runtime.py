@@ -307,8 +307,9 @@ class _Epoch:
             remote=[r for r, mb in enumerate(self.roster.members) if mb.unit.node != t._context.node],
         )
         t._protection = Protection(
-            t._publisher, self.plan, t._context.node, replicas, self._abandon, t._control.send, t._stack.tied
-        )
+            t._publisher, self.plan, t._context.node, replicas, self._abandon, t._control.send, t._stack.tied,
+            chunks=len(self.roster.places(self._rank)),
+        )  # fmt: skip
         self._steps = StepRunner(
             plan=self.plan,
             roster=self.roster,

@@ -31,7 +31,8 @@ class _Later:
         self.error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
-        return self.begun.is_set() and (self.work is None or bool(self.work.is_completed()))
+        """An error is not: it is for whoever waits."""
+        return self.begun.is_set() and self.work is not None and bool(self.work.is_completed())
 
 
 class _Until:
@@ -107,8 +108,8 @@ class ShapedTransport:
                 if self._closed.wait(max(0.0, moment - time.monotonic())):
                     raise RuntimeError("the links were closed")
                 later.work = self._inner.send(tensor, dst, tag)
-            except RuntimeError as error:
-                later.error = error
+            except Exception as error:  # noqa: BLE001 - whatever it is, the one who waits must hear of it
+                later.error = error if isinstance(error, RuntimeError) else RuntimeError(str(error))
             later.begun.set()
         while not self._queue.empty():
             left = self._queue.get()

@@ -102,6 +102,7 @@ class StepRunner:
         self._stretch()
         with self.runner.agreement:
             self._position.at("wait", step)
+            self._protection.after_microbatches()
             reduced = self._reduction.run(lambda layer: self._injector.reach(step, Phase.REDUCE))
             norms = {r.index: r.norm_sq(reduced[r.index]) for r in self._replicas}
             self._protection.before_commit(step, reduced)

@@ -10,7 +10,7 @@ import pytest
 
 from elastic.agent.vault import Vault
 from elastic.core.types import GRADIENT, REDUCED, STATE, Copy
-from elastic.errors import StaleError, VaultError
+from elastic.errors import StaleError, VaultError, VaultFull
 from elastic.store.slots import SlotReader
 from tests.vault.copies import LocalWriter, content, gradient, make, put
 
@@ -276,7 +276,7 @@ def test_a_corrupt_copy_is_told_of_once(tmp_path: Path) -> None:
     told: list[str] = []
     vault = Vault("n", tmp_path / "v", on_corrupt=lambda copy: told.append(copy.key))
     data = content(3)
-    copies = [gradient(data, layer, {0}, owner="o") for layer in (1, 2)]
+    copies = [gradient(data, 0, {0}, layer=layer, owner="o") for layer in (1, 2)]
     for copy in copies:
         arriving = vault.store(copy)
         arriving.buffer[:] = data
@@ -287,4 +287,20 @@ def test_a_corrupt_copy_is_told_of_once(tmp_path: Path) -> None:
     with pytest.raises(VaultError):
         vault.read(copies[1].key)
     assert told == [copy.key for copy in copies] and vault.inventory() == ()
+    vault.close()
+
+
+def test_older_copies_make_room_for_newer_ones(tmp_path: Path) -> None:
+    """With room for two states a third one still comes in: the newest whole one is always left."""
+    vault = Vault("n", tmp_path / "v", limit=3 * 4096)
+    data = content(3)
+
+    other = put(vault, gradient(data, 0, {0}, layer=9, owner="p"), data)
+    for step in range(5):
+        put(vault, gradient(data, step, {0}, layer=1, owner="o"), data)
+        assert max(c.step for c in vault.inventory() if c.layer == 1) == step
+    assert other.key in {copy.key for copy in vault.inventory()}, "nobody else's is dropped"
+    with pytest.raises(VaultFull):
+        put(vault, gradient(data, 0, {0}, layer=3, owner="q"), data)
+    assert {c.layer for c in vault.inventory()} == {1, 9} and vault.check_integrity() == ()
     vault.close()
