@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import comb, inf
+from math import comb, inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,12 @@ def lower_bound(problem: Problem, above: float, splits: int | None = None) -> fl
     """
     if problem.schedules != (ONE_F_ONE_B,):
         raise FieldError("schedules", problem.schedules, "the bound is for 1F1B alone")
+    if not isfinite(above):
+        raise FieldError("above", above, "the seconds of a known plan")
+    if any(kind.units > 1 for kind in problem.model.kinds):
+        raise FieldError(
+            "units", max(kind.units for kind in problem.model.kinds), "the bound is for nodes of one unit"
+        )
     nodes, limit = sum(problem.counts), problem.model.n_layers
     kinds = len(problem.counts)
     groups = comb(min(nodes, limit) + kinds, kinds)
@@ -65,8 +71,12 @@ def lower_bound(problem: Problem, above: float, splits: int | None = None) -> fl
     for _ in range(min(SPLITS[1], max(SPLITS[0], EFFORT // groups)) if splits is None else splits):
         if branches[0].bound >= above * (1 - CLOSE_ENOUGH):
             break
-        for part in _halves(problem, above, heapq.heappop(branches)):
+        worst = heapq.heappop(branches)
+        parts = _halves(problem, above, worst)
+        for part in parts:
             heapq.heappush(branches, part)
+        if parts == [worst]:
+            break
     return min(above, branches[0].bound)
 
 
@@ -118,7 +128,9 @@ def _halves(problem: Problem, above: float, branch: _Branch) -> list[_Branch]:
     enough = above * (1 - CLOSE_ENOUGH) - branch.rest
     rings = problem.model.reduction(fewest), problem.model.reduction(most)
     least = above * SHORT
-    if low < least < high:
+    if problem.model.tailless:
+        cut = inf
+    elif low < least < high:
         cut = max(least, min(enough, high * NARROW))
     elif high <= least:
         cut = inf

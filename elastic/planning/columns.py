@@ -98,7 +98,12 @@ class _Reach:
         most: float,
         tail: float = np.inf,
         pipelines: int = MANY,
+        *,
+        optimistic: bool = False,
     ) -> None:
+        """`optimistic`: a stage may end after any later layer than it does; where boundaries differ in bytes, coming
+        further is else not always better."""
+        self.optimistic = optimistic
         self.model, self.limits, self.schedule, self.most, self.tail = model, limits, schedule, most, tail
         self.tails = [
             model.gradient * model.reduction(pipelines) + model.prefix(q).update
@@ -125,7 +130,10 @@ class _Reach:
             stream = self.model.prefix(kind).stream
             if stream[-1] > 0:
                 found = np.maximum(found, np.searchsorted(stream, stream[:, None] - room, side="left"))
-            self._slow[key] = np.minimum(found, np.arange(self.model.n_layers + 1)[:, None])
+            found = np.minimum(found, np.arange(self.model.n_layers + 1)[:, None])
+            if self.optimistic:
+                found = np.minimum.accumulate(found[::-1], axis=0)[::-1]
+            self._slow[key] = found
         return self._slow[key]
 
     def by_space(self, kind: int, ahead: float, again: bool) -> Ints:
@@ -227,12 +235,15 @@ def columns(
     most: float,
     tail: float = np.inf,
     pipelines: int = MANY,
+    *,
+    optimistic: bool = False,
 ) -> Columns:
     """Price all groups of up to `levels` blocks of `block` nodes.
 
-    `tail`: limit on a stage's reduction (in a ring of `pipelines`) and update, seconds.
+    `tail`: limit on a stage's reduction (in a ring of `pipelines`) and update, seconds; `optimistic`: no group that is
+    able is left out, and none is priced above its least limit.
     """
-    stepper = _Reach(model, limits, schedule, most, tail, pipelines)
+    stepper = _Reach(model, limits, schedule, most, tail, pipelines, optimistic=optimistic)
     kinds, n_limits = len(model.kinds), len(limits)
     units = np.array([min(kind.units, model.n_layers) for kind in model.kinds])
     zeros = np.zeros((1, n_limits))
@@ -264,6 +275,8 @@ def columns(
         state = best
         choice.append(chosen)
         found.append((groups * block, groups @ units * block, state))
+        if optimistic:
+            continue
         if not len(open_):
             break
         width = int(open_[-1]) + 1  # wider limits are met by fewer nodes already
@@ -313,11 +326,12 @@ def _options(
 def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
     """All times that a stage can have which may be the slowest of a pipeline of up to `deepest`, ascending."""
     found = []
-    least = np.inf
+    least = float(
+        np.min([np.diff(model.compute(q, schedule)) for q in range(len(model.kinds))], axis=0).sum()
+    )
     for kind in range(len(model.kinds)):
         for again in (False, True) if model.prefix(kind).memory < NO_LIMIT else (False,):
             times = _Reach(model, np.zeros(1), schedule, 1).times[kind, again]
-            least = min(least, float(times[-1]))
             stream = model.prefix(kind).stream
             inside = (model.hops(inside=True, last=False),) if model.kinds[kind].units > 1 else ()
             for hops in (model.hops(inside=False, last=False), model.hops(inside=False, last=True), *inside):

@@ -17,9 +17,9 @@ def cost(model: CostModel, shapes: tuple[Shape, ...]) -> float:
     return max(shape_seconds(model, shape) for shape in set(shapes)) + largest_tail(model, shapes)
 
 
-def largest_tail(model: CostModel, shapes: Sequence[Shape]) -> float:
-    """Seconds of reduction and update of the slowest stage."""
-    tails = [model.tails(kind, len(shapes)) for kind in range(len(model.kinds))]
+def largest_tail(model: CostModel, shapes: Sequence[Shape], pipelines: int = 0) -> float:
+    """Seconds of reduction and update of the slowest stage, in a ring of these or of so many `pipelines`."""
+    tails = [model.tails(kind, pipelines or len(shapes)) for kind in range(len(model.kinds))]
     return max(
         float(tails[kind][a, b])
         for shape in {replace(shape, microbatches=0) for shape in shapes}

@@ -20,6 +20,13 @@ from elastic.planning.model import Floats, Ints
 NODES = 200
 """Most nodes of the search tree for whole columns."""
 
+PROVEN = (
+    highspy.HighsModelStatus.kOptimal,
+    highspy.HighsModelStatus.kObjectiveTarget,
+    highspy.HighsModelStatus.kSolutionLimit,
+)
+"""Ends after which the solver's bound holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
@@ -119,8 +126,11 @@ def most_whole(
     solver.setOptionValue("objective_target", 0.5 - enough)
     solver.passModel(_model(value[kept], counts[kept], nodes, number))
     solver.run()
-    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
         return Whole(0.0, 0, Counter())
+    if status not in PROVEN:
+        raise RuntimeError(f"HiGHS: {solver.modelStatusToString(status)}")
     top = min(limit, -float(solver.getInfo().mip_dual_bound))
     solution = solver.getSolution()
     if not solution.value_valid:

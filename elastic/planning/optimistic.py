@@ -65,8 +65,9 @@ class Optimistic:
 def optimistic(scope: Scope, times: Floats, limits: Floats, prices: int) -> Optimistic:
     """Price all groups with `limits` on the slowest stage, some of all `times` that stages have."""
     priced = columns(
-        scope.model, limits, ONE_F_ONE_B, scope.levels, 1, scope.least, scope.tail, scope.pipelines
-    )
+        scope.model, limits, ONE_F_ONE_B, scope.levels, 1, scope.least, scope.tail, scope.pipelines,
+        optimistic=True,
+    )  # fmt: skip
     able = np.isfinite(priced.fill[:, 0])
     floors = times[np.searchsorted(times, np.concatenate(([0.0], limits[:-1])), side="right")]
     slowest = np.where(able, floors[priced.option[:, 0]], np.inf)

@@ -118,9 +118,9 @@ def _swept(problem: Problem, most: float, free: Pool, best: Solution) -> list[So
     for stride, reach in STRIDES if len(problem.counts) > 1 else STRIDES[:1]:
         first = None
         while True:
-            tail = largest_tail(model, best.shapes)
-            if tail < NEGLIGIBLE * best.seconds:
-                return found
+            if largest_tail(model, best.shapes, MANY) < NEGLIGIBLE * best.seconds:
+                return found  # nor was it as priced
+            tail = max(largest_tail(model, best.shapes), NEGLIGIBLE * best.seconds)
             at = ceil(log(tail, RATIO) - 1e-9)
             if at == first:
                 break

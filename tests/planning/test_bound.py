@@ -8,12 +8,14 @@ from math import inf
 import numpy as np
 import pytest
 
+from elastic.core.types import LayerSpec
 from elastic.errors import FieldError
 from elastic.planning import exact
 from elastic.planning.bound import lower_bound
 from elastic.planning.linear import bound, most_whole
 from elastic.planning.model import CostModel, Kind
 from elastic.planning.problem import Problem
+from elastic.planning.profile import Device, LayerTimes, Link, Profile
 from tests.planning.clusters import Case, random_case
 
 
@@ -41,21 +43,60 @@ def test_never_above_the_best_plan(chunk: int) -> None:
     assert np.median(shares) > 0.8, "and it says something"
 
 
-def test_never_above_the_best_plan_with_several_devices_a_node() -> None:
-    for seed in range(50_000, 50_010):
-        problem = problem_of(random_case(seed, nodes=4, layers=7, microbatches=6, units=3))
-        solution, _ = exact.solve(problem)
-        if solution is not None:
-            assert lower_bound(problem, 1.3 * solution.seconds, splits=8) <= solution.seconds * (1 + 1e-9), (
-                seed
-            )
+def profile_of(layers: list[LayerSpec], times: dict[str, list[tuple[float, float]]], link: Link) -> Profile:
+    """Forward and backward seconds of every layer, by device."""
+    devices = tuple(Device(name, tuple(LayerTimes(f, b) for f, b in pairs)) for name, pairs in times.items())
+    return Profile(model="x", layers=tuple(layers), devices=devices, inside=Link(), link=link)
+
+
+def layer(params: int = 0, activation: int = 0, output: int = 0) -> LayerSpec:
+    return LayerSpec(params, 0, 0, 0, 0, activation, output)
+
+
+HARD = {
+    "each kind is fast at other layers": (
+        profile_of([layer(), layer()], {"a": [(0.5, 0.5), (5, 5)], "b": [(5, 5), (0.5, 0.5)]}, Link()),
+        (Kind("a", 1.0, 0, 1), Kind("b", 1.0, 0, 1)), (1, 1), 10, 11.0,
+    ),
+    "coming further meets a wide boundary": (
+        profile_of(
+            [layer(10, 0, 100), layer(10), layer(10)], {"a": [(1, 1), (0.25, 0.25), (1, 1)]}, Link(1.0)
+        ),
+        (Kind("a", 1.0, 25, 1),), (2,), 20, 52.0,
+    ),
+    "a deeper pipeline need not recompute": (
+        profile_of([layer(5, 10, 1)] * 6 + [layer(60, 25)], {"a": [(1, 1)] * 6 + [(8, 12)]}, Link()),
+        (Kind("a", 1.0, 100, 1),), (3,), 8, 172.0,
+    ),
+}  # fmt: skip
+"""(profile, kinds, nodes of each, micro-batches, seconds of the best plan)"""
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_never_above_the_best_plan_of_hard_cases(name: str) -> None:
+    profile, kinds, counts, microbatches, best = HARD[name]
+    problem = Problem(model=CostModel(profile, kinds, stream=0.0), counts=counts, microbatches=microbatches)
+    solution, _ = exact.solve(problem)
+    assert solution is not None and solution.seconds == pytest.approx(best)
+    for above in (1.01 * best, 1.5 * best, 3 * best):
+        assert 0 < lower_bound(problem, above, splits=12) <= best * (1 + 1e-9)
+
+
+def test_what_it_cannot_bound_is_refused() -> None:
+    problem = problem_of(random_case(1))
+    with pytest.raises(FieldError, match="seconds of a known plan"):
+        lower_bound(problem, inf)
+    kinds = (Kind("a", 1.0, 0, 2),)
+    model = CostModel(HARD["a deeper pipeline need not recompute"][0], kinds)
+    with pytest.raises(FieldError, match="one unit"):
+        lower_bound(Problem(model=model, counts=(2,), microbatches=2), 1000.0)
 
 
 def test_only_for_1f1b() -> None:
     problem = problem_of(random_case(1))
     other = Problem(model=problem.model, counts=problem.counts, microbatches=1, schedules=("zero-bubble",))
     with pytest.raises(FieldError, match="1F1B alone"):
-        lower_bound(other, inf)
+        lower_bound(other, 1.0)
 
 
 def best_whole(
