@@ -28,7 +28,7 @@ from elastic.planning.schedule import ONE_F_ONE_B
 MOST_GROUPS = 60_000
 RANGES = (1, 8, 16, 32)
 """Micro-batches of a pipeline are treated in ranges that begin with these, where memory is limited."""
-EFFORT, SPLITS = 400_000, (20, 100)
+EFFORT, SPLITS = 200_000, (14, 60)
 """Branchings times groups; and the least and most branchings."""
 FEW, MANY = 12, 24
 """Prices of work that are tried, roughly and finally."""
