@@ -74,10 +74,12 @@ class Size:
     models: tuple[str, ...]
     nodes: tuple[int, ...]
     """Of the comparison with rivals."""
+    splits: int | None = None
+    """Branchings of the bound; None: its own measure."""
 
 
 FULL = Size(5, 1024, 96, (64, 256, 1024, 4096, 8192), 100, (64, 512), tuple(STEPS), tuple(range(2, 65)))
-QUICK = Size(1, 12, 14, (8,), 1, (8, 12), ("gpt3-medium", "gpt3-2.7b"), (2, 5, 9))
+QUICK = Size(1, 12, 14, (8,), 1, (8, 12), ("gpt3-medium", "gpt3-2.7b"), (2, 5, 9), 3)
 
 
 def nodes_of(counts: dict[str, int]) -> tuple[NodeInfo, ...]:
@@ -191,9 +193,9 @@ class Gap:
     """What planning took."""
 
 
-def gap(seed: int, between: tuple[int, int], links: tuple[float, ...]) -> Gap | None:
+def gap(seed: int, size: Size, links: tuple[float, ...]) -> Gap | None:
     """None: the cluster cannot hold its model."""
-    request = random_cluster(seed, between, links)
+    request = random_cluster(seed, size.between, links)
     began = time.perf_counter()
     try:
         plan = make_plan(request)
@@ -201,7 +203,7 @@ def gap(seed: int, between: tuple[int, int], links: tuple[float, ...]) -> Gap | 
         return None
     spent = time.perf_counter() - began
     seconds = closed_s(plan, request)
-    return Gap(seconds / lower_bound(problem_of(request), seconds) - 1, spent)
+    return Gap(seconds / lower_bound(problem_of(request), seconds, size.splits) - 1, spent)
 
 
 def gaps(size: Size, clusters: int, links: tuple[float, ...], jobs: int) -> tuple[list[Gap], int]:
@@ -212,7 +214,7 @@ def gaps(size: Size, clusters: int, links: tuple[float, ...], jobs: int) -> tupl
         while len(found) < clusters:
             seeds = range(drawn, drawn + clusters - len(found))
             drawn = seeds.stop
-            for one in pool.map(gap, seeds, repeat(size.between), repeat(links)):
+            for one in pool.map(gap, seeds, repeat(size), repeat(links)):
                 found += [one] if one else []
                 bar.update(one is not None)
     return found, drawn - clusters
