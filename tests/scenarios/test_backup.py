@@ -64,7 +64,7 @@ def test_same_parameters_under_every_pair(backup: str, pipelines: str, fault: st
 @pytest.mark.parametrize(
     ("gradients", "most"),
     [
-        pytest.param("stream", 4, id="stream"),
+        pytest.param("stream", 4, id="stream", marks=pytest.mark.chaos),
         pytest.param("stream:2", 6, id="stream-2", marks=pytest.mark.chaos),
         pytest.param("recompute", 6, id="recompute"),
     ],
