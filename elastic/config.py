@@ -96,7 +96,7 @@ class JobConfig:
     local_addr: str = ""
     """Address under which other nodes reach this one; "": found from the route to the coordinator."""
     backup: str = "auto"
-    """auto, or GRADIENTS+STATE: stream|none + snapshot|replica|none."""
+    """auto, or GRADIENTS+STATE: see `elastic.planning.schemes`."""
     accumulate: Accumulate = Accumulate.FAST
     pipelines: str = "auto"
     """auto, a number of pipelines, or their depths as in 3+1."""

@@ -28,6 +28,7 @@ WIDER = (1.0, 1.05, 1.15, 1.4)
 BUCKETS = (1e-4, 1e-3, 4e-3, 0.01, 0.02, 0.04)
 """Of the limits that differ by less than such a fraction only the largest is kept, if there are too many."""
 FAR = 6
+"""Beyond the range of interest there is one limit to so many inside it."""
 MANY = 1 << 20
 """Pipelines, where their number is not yet known: a ring of many."""
 

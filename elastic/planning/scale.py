@@ -2,9 +2,9 @@
 
 For a time T and a limit on the tail each group of nodes (`columns`) does a whole number of micro-batches. The linear
 programme says how many all nodes could do at most; the least T at which that reaches M is a target. Just above it
-the programme's solution is rounded down, the nodes left over are shared out by a knapsack over the most promising
-groups, and T is raised by small steps until M is reached. With one kind of node and few enough of them the knapsack
-takes all, and is exact. The pipelines found are then cut precisely (`cutting`).
+whole pipelines are chosen among the most promising groups (`linear.most_whole`; with one kind of node a knapsack), and
+T is raised by small steps until they do M. They are then cut precisely (`cutting`), and the groups are cut again for
+longer and shorter tails than that of the plan found.
 """
 
 from __future__ import annotations

@@ -97,7 +97,6 @@ class Protection:
         update could not be repeated from their own gradients alone.
         """
         self.enter()
-        self.after_microbatches()
         tied = [r for r in self._replicas if r.index in self._tied]
         if self._every and tied:
             bundle = self._publisher.publish_reduced(

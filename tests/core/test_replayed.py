@@ -19,7 +19,7 @@ PIPELINES = {
 }
 
 
-def begun(schedule: str, lost: str, saved: int, gradients: str = "stream") -> frozenset[int]:
+def begun(schedule: str, lost: str, saved: int, gradients: str) -> frozenset[int]:
     """Everything was handed to `lost`, whose layers had the first `saved` micro-batches in safety."""
     head = f"plan epoch=1 layers=8 microbatches={M} tp=1 backup={gradients}+snapshot"
     plan = parse_plan(f"{head}\npipeline 0 microbatches=0-{M - 1} {PIPELINES[schedule]}")
@@ -30,37 +30,28 @@ def begun(schedule: str, lost: str, saved: int, gradients: str = "stream") -> fr
 
 
 @pytest.mark.parametrize(
-    ("schedule", "lost", "saved", "expected"),
+    ("schedule", "lost", "saved", "expected", "gradients"),
     [
-        ("1f1b", "a", 0, 6),
-        ("1f1b", "b", 3, 8),
-        ("1f1b", "d", 3, 6),
-        ("1f1b", "d", 11, 12),
-        ("zero-bubble", "a", 0, 6),
-        ("zero-bubble", "b", 0, 6),
-        ("zero-bubble", "d", 3, 9),
-        ("zero-bubble", "d", 9, 12),
-        ("interleaved", "a", 0, 9),
-        ("interleaved", "d", 0, 7),
-        ("interleaved", "d", 8, 12),
+        ("1f1b", "a", 0, 6, "stream"),
+        ("1f1b", "b", 3, 8, "stream"),
+        ("1f1b", "d", 3, 6, "stream"),
+        ("1f1b", "d", 11, 12, "stream"),
+        ("1f1b", "d", 4, 10, "stream:2"),
+        ("1f1b", "a", 2, 11, "stream:2"),
+        ("1f1b", "d", 0, 12, "stream:6"),
+        ("1f1b", "d", 0, 12, "recompute"),
+        ("zero-bubble", "a", 0, 6, "stream"),
+        ("zero-bubble", "b", 0, 6, "stream"),
+        ("zero-bubble", "d", 3, 9, "stream"),
+        ("zero-bubble", "d", 9, 12, "stream"),
+        ("interleaved", "a", 0, 9, "stream"),
+        ("interleaved", "d", 0, 7, "stream"),
+        ("interleaved", "d", 8, 12, "stream"),
     ],
 )
 def test_a_lost_unit_was_no_further_than_its_list(
-    schedule: str, lost: str, saved: int, expected: int
+    schedule: str, lost: str, saved: int, expected: int, gradients: str
 ) -> None:
-    """The saved ones, three whose copies were not acknowledged or made, and those between forward and backward pass."""
-    assert begun(schedule, lost, saved) == frozenset(range(expected))
-
-
-@pytest.mark.parametrize(
-    ("gradients", "lost", "saved", "expected"),
-    [
-        ("stream:2", "d", 4, 10),
-        ("stream:2", "a", 2, 11),
-        ("stream:6", "d", 0, 12),
-        ("recompute", "d", 0, 12),
-    ],
-)
-def test_rarer_copies_leave_more_in_doubt(gradients: str, lost: str, saved: int, expected: int) -> None:
-    """Under 1F1B: three copies' worth beyond the saved ones, and what is in flight; without copies everything."""
-    assert begun("1f1b", lost, saved, gradients) == frozenset(range(expected))
+    """The saved ones, three copies' worth that were not acknowledged or made, and those between forward and backward
+    pass; without copies everything."""
+    assert begun(schedule, lost, saved, gradients) == frozenset(range(expected))
