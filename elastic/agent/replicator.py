@@ -37,12 +37,12 @@ class _Job:
 
 
 class Replicator:
-    """`acked(worker, bundle)` and `failed(bundle, peer, error)` are called from the replicator's thread."""
+    """`acked(worker, bundle, kept)` and `failed(bundle, peer, error)` are called from the replicator's thread."""
 
     def __init__(
         self,
         vault: Vault,
-        acked: Callable[[int, int], None],
+        acked: Callable[[int, int, bool], None],
         failed: Callable[[int, str, ElasticError], None],
         *,
         timeout_s: float = 10.0,
@@ -123,10 +123,9 @@ class Replicator:
             error = self._deliver(job)
             if isinstance(error, VaultFull):
                 self._give_up(job, error)
-                error = None
-            if error is None:
+            if error is None or isinstance(error, VaultFull):
                 pause_s, reported = RETRY_S, (-1, 0.0)
-                self._finish(job)
+                self._finish(job, kept=error is None)
             else:
                 again = reported[0] != job.round or time.monotonic() - reported[1] > REPORT_S
                 if again and self._current(job):
@@ -173,13 +172,13 @@ class Replicator:
         with self._changed:
             return job.round == self._round
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: _Job, *, kept: bool) -> None:
         """Acknowledge, unless a reset came between: then the bundle is none of ours any more."""
         with self._changed:
             if job.round != self._round:
                 return
             self._jobs.popleft()
-        self._acked(job.worker, job.published.bundle)
+        self._acked(job.worker, job.published.bundle, kept)
 
     def _give_up(self, job: _Job, error: VaultFull) -> None:
         peer = job.published.peer

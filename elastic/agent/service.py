@@ -127,8 +127,8 @@ class Agent:
                     self._from_worker(rank, message)
                 else:
                     self._from_former_worker(message)
-            case ("acked", int() as worker, int() as bundle):
-                self._tell_acked(worker, bundle)
+            case ("acked", int() as worker, m.Acked() as acked):
+                self._tell_acked(worker, acked)
             case ("held", str() as peer, str() as why):
                 self._apply(core.Said(0, m.CommFailed(self._state.epoch, (peer,), why)))
             case m.BackupNote() | m.CheckpointPart():
@@ -299,17 +299,18 @@ class Agent:
 
     # ---- callbacks of other threads ----
 
-    def _acked(self, worker: int, bundle: int) -> None:
+    def _acked(self, worker: int, bundle: int, kept: bool) -> None:
+        acked = m.Acked(bundle, kept)
         if self._checkpoints.final:  # behind the news that it is on disk
-            self._checkpoints.then(lambda: self._queue.put(("acked", worker, bundle)))
+            self._checkpoints.then(lambda: self._queue.put(("acked", worker, acked)))
         else:
-            self._tell_acked(worker, bundle)
+            self._tell_acked(worker, acked)
 
-    def _tell_acked(self, worker: int, bundle: int) -> None:
+    def _tell_acked(self, worker: int, acked: m.Acked) -> None:
         generation, rank = divmod(worker, RANKS)
         channel = self._channels.get(rank)
         if channel is not None and generation == self._generation:
-            self._tell(channel, m.Acked(bundle))
+            self._tell(channel, acked)
 
     def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
         self._queue.put(("held", peer, f"backup of bundle {bundle}: {error}"))

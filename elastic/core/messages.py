@@ -201,9 +201,10 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """The bundle and all before it are whole where they should be."""
+    """The bundle and all before it are whole where they should be, or (not `kept`) it was given up: no room there."""
 
     bundle: int
+    kept: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class Position:
 class Control:
     """Orders from the agent. `on_acked` is called from the reading thread."""
 
-    def __init__(self, path: str, on_acked: Callable[[int], None]) -> None:
+    def __init__(self, path: str, on_acked: Callable[[m.Acked], None]) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(path)
         self._channel = Channel(sock)
@@ -153,7 +153,7 @@ class Control:
     def _receive(self, message: Any) -> None:
         match message:
             case m.Acked():
-                self._on_acked(message.bundle)
+                self._on_acked(message)
             case m.Halt():
                 with self._halt:
                     self._newest = message

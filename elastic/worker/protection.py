@@ -22,6 +22,10 @@ from elastic.worker.layers import Tied
 from elastic.worker.replica import LayerReplica
 
 
+USELESS_AFTER = 2
+"""Updates after which an older epoch's copies lead nowhere: survivors keep two versions."""
+
+
 class Protection:
     """Backup of one worker's layers during one epoch."""
 
@@ -55,6 +59,8 @@ class Protection:
         self._entered = False
         self._lock = threading.Lock()
         self._acked, self._install_bundle, self._told = 0, -1, False
+        self._refused, self._updates = False, 0
+        """The peer had no room for what the epoch began with; updates made in this epoch."""
 
     def enter(self) -> None:
         """Publish what the epoch began with. Once; the old copies are kept until the agent has confirmed these."""
@@ -69,11 +75,18 @@ class Protection:
             self._install_bundle = max(self._gradient_bundle, self._state_bundle)
         self.on_acked(0)
 
-    def on_acked(self, bundle: int) -> None:
-        """A bundle is whole; called from the thread that reads orders."""
+    def on_acked(self, bundle: int, kept: bool = True) -> None:
+        """A bundle is whole, or (not `kept`) given up; called from the thread that reads orders.
+
+        While this epoch's first copies are missing the older ones are not given away, until two updates have made them
+        useless.
+        """
         with self._lock:
             self._acked = max(self._acked, bundle)
-            tell = not self._told and 0 <= self._install_bundle <= self._acked
+            first = self._install_bundle < 0 or bundle <= self._install_bundle
+            self._refused = self._refused or (first and not kept)
+            missing = self._refused and self._updates < USELESS_AFTER
+            tell = not self._told and 0 <= self._install_bundle <= self._acked and not missing
             self._told = self._told or tell
         if tell:
             self._send(m.Protected(self._epoch))
@@ -109,6 +122,8 @@ class Protection:
     def after_update(self) -> None:
         if self._states:
             self._publish_states()
+        self._updates += 1
+        self.on_acked(0)
 
     def flush(self) -> None:
         """Put everything into the local vault that is not there yet: the epoch is over."""

@@ -159,10 +159,10 @@ class Trainer:
         self._control.send(m.Attach(context.local_rank, os.getpid(), self._spec, address))
         self._control.start()
 
-    def _on_acked(self, bundle: int) -> None:
-        self._publisher.on_acked(bundle)
+    def _on_acked(self, acked: m.Acked) -> None:
+        self._publisher.on_acked(acked.bundle)
         if self._protection is not None:
-            self._protection.on_acked(bundle)
+            self._protection.on_acked(acked.bundle, acked.kept)
 
     # ---- an epoch ----
 

@@ -32,10 +32,13 @@ class MiniNode:
         self.failed: queue.Queue[tuple[int, str, ElasticError]] = queue.Queue()
         self.heard: queue.Queue[Published] = queue.Queue()
         self.on_acked = lambda bundle: None
+        self.refused: list[int] = []
+        """Bundles for which the peer had no room."""
         self.replicator = Replicator(self.vault, self._on_acked, self._on_failed, timeout_s=30)
         self.ended = threading.Event()
 
-    def _on_acked(self, worker: int, bundle: int) -> None:
+    def _on_acked(self, worker: int, bundle: int, kept: bool) -> None:
+        self.refused += [] if kept else [bundle]
         self.on_acked(bundle)
         self.acked.put((worker, bundle))
 

@@ -165,7 +165,7 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
             copy = replace(published.copies[0].copy, layer=number)
             a.take(Published(number, (LocalCopy(copy, *place(published)),), "s"))
         assert [a.acked.get(timeout=20) for _ in range(5)] == [(0, n) for n in range(1, 6)]
-        assert a.failed.empty()
+        assert a.failed.empty() and a.refused == [4, 5]
         peer, why = told.get(timeout=20)
         assert peer == "s" and "--vault-memory" in why and told.empty()
         kept = sorted(small.inventory(), key=lambda c: c.layer)
