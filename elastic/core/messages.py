@@ -69,6 +69,20 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """What backups took of one worker in a step."""
+
+    copied_bytes: int = 0
+    copied_s: float = 0.0
+    """Copies written to shared memory, checksums included."""
+    waited_s: float = 0.0
+    """Its main thread stood still for an acknowledgement."""
+    sent_bytes: int = 0
+    sent_s: float = 0.0
+    """From announcement to acknowledgement, of what went to a peer and arrived."""
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Seconds that one worker computed for one micro-batch of a step, all of its stages together: medians."""
 
@@ -78,6 +92,9 @@ class Measured:
     forward_s: float
     backward_s: float
     """The whole backward pass, or both of its parts."""
+    slowed: float = 0.0
+    """Computing beside a transfer of copies, over computing without one; 0: one of the two was not seen."""
+    traffic: Traffic = Traffic()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_pref
 from elastic.worker.abandon import Abandon
 from elastic.worker.replica import LayerReplica
 from elastic.worker.state import as_bytes
+from elastic.worker.traffic import TrafficMeter
 
 SLOTS_A_RING = 2
 
@@ -106,6 +107,7 @@ class Publisher:
         """Starts above that of any earlier worker of this node."""
         self._bundle, self._acked = 0, 0
         self._changed = threading.Condition()
+        self.traffic = TrafficMeter()
 
     def publish_gradients(
         self,
@@ -183,6 +185,7 @@ class Publisher:
 
     def on_acked(self, bundle: int) -> None:
         """The agent says that `bundle` and all before it are whole where they should be."""
+        self.traffic.acked(bundle)
         with self._changed:
             self._acked = max(self._acked, bundle)
             self._changed.notify_all()
@@ -191,12 +194,14 @@ class Publisher:
         """Block until `bundle` is acknowledged. Raises EpochAbandoned when `abandon` is set first."""
         if self._acked >= bundle:
             return
+        began = time.perf_counter()
         abandon.subscribe(self._wake)
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._acked >= bundle or abandon.is_set())
         finally:
             abandon.unsubscribe(self._wake)
+            self.traffic.waited(time.perf_counter() - began)
         if self._acked < bundle:
             abandon.check()
 
@@ -231,11 +236,13 @@ class Publisher:
         for item, ring, held, _ in written:
             held.bundle = ring.bundle = self._bundle
             ring.content, ring.peer = item.content, peer
+        if peer:
+            self.traffic.announced(self._bundle, sum(item.nbytes for item, *_ in written))
         self._channel.send(Published(self._bundle, tuple(local for *_, local in written), peer))
         return self._bundle
 
     def _write(self, item: _Item, slot: Slot, epoch: int) -> LocalCopy:
-        view = slot.view(item.nbytes)
+        began, view = time.perf_counter(), slot.view(item.nbytes)
         slot.begin()
         item.write(torch.frombuffer(view, dtype=torch.uint8))
         self._sequence += 1
@@ -254,6 +261,7 @@ class Publisher:
             node=self._node,
         )
         slot.finish(self._sequence, item.nbytes, epoch)
+        self.traffic.copied(item.nbytes, time.perf_counter() - began)
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)
 
     def _free(self, ring: _Ring, nbytes: int, abandon: Abandon | None) -> _Held:
@@ -292,6 +300,7 @@ class Publisher:
             else:
                 self._pool.give(held.slot)
         self._rings.clear()
+        self.traffic.forget()
         self._epoch = epoch
 
 

@@ -8,47 +8,56 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import median
 
 import torch
 
-from elastic.core.messages import Measured
+from elastic.core.messages import Measured, Traffic
 from elastic.planning.schedule import Action, Kind
 
 Mark = float | torch.cuda.Event
+Times = dict[tuple[Kind, int], list[float]]
+"""(kind of action, stage): seconds."""
 
 
 class Meter:
-    """Times the compute actions of one step."""
+    """Times the compute actions of one step. `sending` says whether copies are on their way to a peer."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._open: tuple[Action, Mark] | None = None
-        self._spans: list[tuple[Action, Mark, Mark]] = []
+    def __init__(self, device: torch.device, sending: Callable[[], bool] = lambda: False) -> None:
+        self._device, self._sending = device, sending
+        self._open: tuple[Action, Mark, bool] | None = None
+        self._spans: list[tuple[Action, Mark, Mark, bool, bool]] = []
 
     def begin(self, action: Action) -> None:
         """`action` begins now."""
-        self._open = (action, self._mark())
+        self._open = (action, self._mark(), self._sending())
 
     def end(self) -> None:
         """The action that began last is done (on CUDA: launched)."""
         if self._open is not None:
-            self._spans.append((*self._open, self._mark()))
+            action, began, sending = self._open
+            self._spans.append((action, began, self._mark(), sending, self._sending()))
             self._open = None
 
-    def take(self, epoch: int, step: int, local_rank: int) -> Measured | None:
+    def take(self, epoch: int, step: int, local_rank: int, traffic: Traffic = Traffic()) -> Measured | None:
         """What was measured since the last call, or None for nothing."""
         spans, self._spans = self._spans, []
-        found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-        for action, began, ended in spans:
+        found: Times = defaultdict(list)
+        beside: Times = defaultdict(list)
+        alone: Times = defaultdict(list)
+        for action, began, ended, before, after in spans:
             seconds = _seconds(began, ended)
             if seconds is not None:
-                found[action.kind, action.stage].append(seconds)
+                at = action.kind, action.stage
+                found[at].append(seconds)
+                if before == after:
+                    (beside if before else alone)[at].append(seconds)
         if not any(kind is Kind.F for kind, _ in found):
             return None
         forward = sum(median(times) for (kind, _), times in found.items() if kind is Kind.F)
         backward = sum(median(times) for (kind, _), times in found.items() if kind is not Kind.F)
-        return Measured(epoch, step, local_rank, forward, backward)
+        return Measured(epoch, step, local_rank, forward, backward, _slowed(beside, alone), traffic)
 
     def _mark(self) -> Mark:
         if self._device.type != "cuda":
@@ -56,6 +65,13 @@ class Meter:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _slowed(beside: Times, alone: Times) -> float:
+    """Seconds of the actions beside transfers, over those of the same without; 0: none was seen both ways."""
+    both = beside.keys() & alone.keys()
+    quiet = sum(median(alone[at]) for at in both)
+    return sum(median(beside[at]) for at in both) / quiet if quiet > 0 else 0.0
 
 
 def _seconds(began: Mark, ended: Mark) -> float | None:

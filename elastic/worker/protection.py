@@ -139,6 +139,11 @@ class Protection:
             mine = [r for r in gradients if r.version == version]
             self._publisher.publish_gradients(mine, version, self._epoch, "")
 
+    @property
+    def sending(self) -> bool:
+        """Copies are on their way to the peer."""
+        return self._publisher.traffic.busy
+
     def finish(self) -> None:
         """All steps are done: the last state is in the local vault, and whole at the peer."""
         self.enter()

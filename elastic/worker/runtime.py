@@ -354,7 +354,8 @@ class _Epoch:
         """The heartbeat carries how long the step's computing took."""
         assert self._steps is not None
         context = self._t._context
-        measured = self._steps.meter.take(self._order.epoch, step, context.local_rank)
+        traffic = self._t._publisher.traffic.take()
+        measured = self._steps.meter.take(self._order.epoch, step, context.local_rank, traffic)
         self._t._control.position.measured = measured or self._t._control.position.measured
 
     def _finish(self) -> None:

@@ -83,7 +83,7 @@ class StepRunner:
         links.most_unreceived = max(links.most_unreceived, UNRECEIVED_A_UNIT * n_units)
         self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
         self.step, self._began, self._computing = -1, 0.0, False
-        self.meter = Meter(links.device)
+        self.meter = Meter(links.device, lambda: protection.sending)
         self.record: StepRecord | None = None
         """Record of the last step whose update was begun here."""
 
