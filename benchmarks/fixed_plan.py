@@ -19,7 +19,9 @@ def main() -> int:
     given = parse_plan((Path(sys.argv[sys.argv.index("--run-dir") + 1]) / FILE).read_text())
 
     def fixed(request: PlanRequest) -> Plan:
-        plan, why = protect(replace(given, epoch=request.epoch), request.nodes, request.backup)
+        plan, why = protect(
+            replace(given, epoch=request.epoch), request.nodes, request.backup, request.schemes_by()
+        )
         return replace(plan, reason=f"given; {why}")
 
     search.make_plan = fixed  # before anybody takes it from there

@@ -7,6 +7,7 @@ from math import inf
 
 from elastic.core import messages as m
 from elastic.core import recovery, stay
+from elastic.core.conditions import weighing
 from elastic.core.job import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
 from elastic.core.messages import NodePhase
 from elastic.core.stragglers import slow
@@ -73,6 +74,7 @@ def request(state: JobState, epoch: int) -> PlanRequest:
         slow=slow(state),
         hazard_per_s=stay.outlook(state, state.ticked).hazard_per_s,
         pause_s=stay.outlook(state, state.ticked).pause_in_s,
+        weighing=weighing(state),
     )
 
 

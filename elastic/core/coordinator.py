@@ -18,6 +18,7 @@ from typing import Any
 
 from elastic.core import change as epoch_change
 from elastic.core import messages as m
+from elastic.core.backup import rechoose
 from elastic.core.job import (
     Action,
     Finish,
@@ -82,7 +83,7 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
         before = state.phase
         state, more, reason = result
         actions += more
-        reasons.append(reason)
+        reasons += [reason] if reason else []
         if state.phase is not before:
             actions.append(
                 Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
@@ -249,7 +250,7 @@ def _running(state: JobState, now: float) -> Result | None:
     if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
         sends = tuple(Send(n, m.Trim(state.epoch)) for n in state.members)
         return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
-    return _leaving(state, now) or _joining(state, now) or _relieving(state, now)
+    return _leaving(state, now) or _joining(state, now) or _relieving(state, now) or rechoose(state, now)
 
 
 def _recovered(state: JobState, members: list[Member], resumed_at: float) -> Result:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from elastic.core.gauge import Gauge
 from elastic.core.messages import Launch, Measured, NodePhase, NodeReport
 from elastic.core.pace import Pace
 from elastic.core.types import Assignment, JobSpec, Plan, StepRecord
@@ -173,6 +174,11 @@ class JobState:
     """When workers first reported lost contact in this epoch; 0: none."""
     paces: dict[str, Pace] = field(default_factory=dict)
     """How fast nodes compute, by incarnation."""
+    gauges: dict[str, Gauge] = field(default_factory=dict)
+    """What backups were seen to do on nodes, by incarnation; with `--backup auto`."""
+    weighed: tuple[float, ...] = ()
+    """Figures by which the backup schemes were chosen last; (): not yet."""
+    weighed_at: float = 0.0
     losses: int = 0
     """Members that went, in ..."""
     node_seconds: float = 0.0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+from elastic.core import conditions
 from elastic.core import messages as m
 from elastic.core.job import (
     Action,
@@ -102,7 +103,8 @@ def _beat(state: JobState, event: Beat, now: float) -> Result:
             "former member",
         )
     report = replace(member.report, step=event.step, microbatch=event.microbatch)
-    return observe(put(state, replace(member, seen=now, report=report)), event), (), ""
+    state = observe(put(state, replace(member, seen=now, report=report)), event)
+    return conditions.observe(state, event), (), ""
 
 
 def _closed(state: JobState, event: Closed, now: float) -> Result:

@@ -232,7 +232,8 @@ def _together(
     assert known is not None
     if links is not None:
         link = Link(links["bytes_per_s"], links["latency_s"])
-        known = replace(known, inside=link, link=link, contention=links["contention"])
+        measured = {name: links[name] for name in ("contention", "copy_bytes_per_s")}
+        known = replace(known, inside=link, link=link, **measured)
     return known
 
 
@@ -257,6 +258,8 @@ def _as_text(wanted: _Wanted, result: Profile, found: Measurement | None) -> str
         link = result.link
         speed = f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.latency_s * 1e6:.0f} us"
         lines.append(f"link {speed}; a second of transfer lengthens compute by {result.contention:.2f} s")
+    if result.copy_bytes_per_s:
+        lines.append(f"copies for the backup are made at {result.copy_bytes_per_s / 1e6:.0f} MB/s")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from math import inf
 import numpy as np
 
 from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
+from elastic.planning.backups import Weighing, choose, estimates
 from elastic.planning.batches import deal
 from elastic.planning.cutting import Cutter
 from elastic.planning.exchange import Host, Slot
@@ -133,8 +134,11 @@ def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
 # ---- backups ----
 
 
-def protect(plan: Plan, nodes: tuple[NodeInfo, ...], backup: str) -> tuple[Plan, str]:
-    """Return the plan with peers and backup schemes, and why these."""
+def protect(
+    plan: Plan, nodes: tuple[NodeInfo, ...], backup: str, weighing: Weighing | None = None
+) -> tuple[Plan, str]:
+    """Return the plan with peers and backup schemes, and why these. `weighing`: what `auto` chooses by; without it, the
+    pair that loses least."""
     layers: dict[str, frozenset[int]] = {}
     for _, _, stage in plan.stages():
         layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
@@ -146,14 +150,16 @@ def protect(plan: Plan, nodes: tuple[NodeInfo, ...], backup: str) -> tuple[Plan,
     replicated, reason = _replicated(
         plan, domains, len({d for d in domains.values() if not d.startswith("\0")})
     )
+    plan = replace(plan, peers=peers)
+    if backup == "auto" and weighing is not None:
+        best, why = choose(estimates(plan, weighing, nodes, replicated=replicated), weighing.room_bytes)
+        return replace(plan, gradients=best.gradients, state=best.state), f"backup {why}; {reason}"
     gradients, state = (
         ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
     )
     if state == "replica" and not replicated:
         state, reason = "snapshot", f"{reason}, so a replica would not do"
-    return replace(
-        plan, peers=peers, gradients=gradients, state=state
-    ), f"backup {gradients}+{state}: {reason}"
+    return replace(plan, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"
 
 
 def _replicated(plan: Plan, domains: dict[str, str], n_domains: int) -> tuple[bool, str]:

@@ -5,8 +5,8 @@ length L + 1, so that the figure of a stage is a difference, and all stages at o
 cannot be told apart (device type, slow factor, memory, units) are one kind; kinds are numbered 0..Q-1.
 
     compute  = slow * (forward + backward)              recompute: forward once more
-    exposed  = max(compute + contention * x, x)         x: seconds to stream the stage's gradient to the peer,
-                                                        as much of it as goes there a micro-batch
+    exposed  = max(compute + y + contention * x, x)     x: seconds to stream the stage's gradient to the peer,
+                                                        as much of it as goes there a micro-batch; y: to copy it
     tau      = exposed + hop                            hop: activation to the next stage, its gradient back
     1F1B         T = sum(tau) + (m - 1) * max(tau)
     zero-bubble  T = sum over stages but the last of max(0, tau - 2 * weight part) + m * max(tau)
@@ -61,7 +61,7 @@ class Stages:
 class _Prefix:
     """Prefix sums of one kind."""
 
-    def __init__(self, kind: Kind, device: Device, gradient_s: Floats, contention: float) -> None:
+    def __init__(self, kind: Kind, device: Device, gradient_s: Floats, exposed_s: Floats) -> None:
         times = device.layers
         self.forward = _sums(t.forward_s * kind.slow for t in times)
         self.backward = _sums(t.backward_s * kind.slow for t in times)
@@ -72,7 +72,7 @@ class _Prefix:
         self.split = _sums(whole) if known else None
         self.update = _sums(t.update_s * kind.slow for t in times)
         self.stream = gradient_s
-        self.exposed = contention * gradient_s
+        self.exposed = exposed_s
         self.memory = float(kind.memory_bytes or device.memory_bytes) or NO_LIMIT
 
 
@@ -103,7 +103,9 @@ class CostModel:
         per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
         self._reduce_per_byte = per_byte
         gradient_s = self.gradient * per_byte * stream
-        self._prefix = [_Prefix(k, profile.device(k.device), gradient_s, profile.contention) for k in kinds]
+        per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
+        exposed_s = gradient_s * profile.contention + self.gradient * per_copy * stream
+        self._prefix = [_Prefix(k, profile.device(k.device), gradient_s, exposed_s) for k in kinds]
         self.limited = any(p.memory < NO_LIMIT for p in self._prefix)
         self.splits = all(p.split is not None for p in self._prefix)
         """The parts of the backward pass are known: zero-bubble can be priced."""

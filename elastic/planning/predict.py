@@ -89,8 +89,8 @@ def pipeline_seconds(
 
 
 def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: float) -> StageTimes:
-    """Times of one stage. Streaming `share` of its gradient lengthens the backward pass by the contention, or to what
-    that takes."""
+    """Times of one stage. Streaming `share` of its gradient lengthens the backward pass by copying and contention, or
+    to what that takes."""
     stage, profile = pipeline.stages[number], places.profile
     factor = places.factor(stage.unit)
     layers = profile.device(places.device(stage.unit)).layers[stage.first : stage.last]
@@ -102,8 +102,9 @@ def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: flo
     if share:
         sent = share * sum(profile.layers[i].gradient_bytes for i in stage.layers) / tp
         x = profile.link.seconds(sent) - profile.link.latency_s
+        copying = sent / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
         whole = entry + weight if pipeline.schedule == ZERO_BUBBLE else backward
-        more = max(profile.contention * x, x - forward - whole)
+        more = max(profile.contention * x + copying, x - forward - whole)
         backward, weight = backward + more, weight + more
     hop = 0.0
     if number + 1 < len(pipeline.stages):

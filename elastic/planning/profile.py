@@ -73,6 +73,8 @@ class Profile:
     """Between failure domains; unknown: as `link`."""
     contention: float = 0.0
     """Seconds by which a second of concurrent transfer lengthens compute."""
+    copy_bytes_per_s: float = 0.0
+    """At which a worker copies what is backed up to shared memory, checksum included; 0: unknown, taken as free."""
 
     def device(self, name: str) -> Device:
         """The type of this name, or the first for "". Raises FieldError."""

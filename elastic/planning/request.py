@@ -7,6 +7,7 @@ from math import isfinite
 
 from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import FieldError, InfeasiblePlan
+from elastic.planning.backups import Weighing
 from elastic.planning.peers import natural
 from elastic.planning.profile import Link, Profile, profile_of
 from elastic.planning.schedule import SCHEDULES
@@ -47,6 +48,8 @@ class PlanRequest:
     """Losses per node and second, as observed; 0: unknown, nodes are taken to stay."""
     pause_s: float = 0.0
     """Seconds for which a change of plan stops training, bytes to move aside."""
+    weighing: Weighing | None = None
+    """What the schemes of `auto` are chosen by; None: the profile and the hazard above, if the profile knows links."""
 
     @property
     def workers(self) -> int:
@@ -57,6 +60,16 @@ class PlanRequest:
     def streams(self) -> float:
         """Of a gradient's bytes, what goes to a peer a micro-batch."""
         return 1.0 if self.backup == "auto" else schemes_of(self.backup)[0].share
+
+    def schemes_by(self) -> Weighing | None:
+        """What `auto` chooses by; None: links are unknown, or the schemes are fixed."""
+        if self.backup != "auto" or self.weighing is not None:
+            return self.weighing
+        if self.profile is None or not self.profile.link.bytes_per_s:
+            return None
+        return Weighing(
+            profile=self.profile, slow=self.slow, hazard_per_s=self.hazard_per_s, pause_s=self.pause_s
+        )
 
     def model(self) -> Profile:
         """The profile that counts: the one given, or what the spec says of itself."""

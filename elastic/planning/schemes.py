@@ -48,6 +48,27 @@ def gradients_of(text: str, field: str = "gradients") -> Gradients:
     return Gradients(name, int(number))
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """How parameters and optimizer state are kept."""
+
+    name: str
+    every: int = 0
+    """Updates between two whole copies of a layer at the peer; 0: none goes there."""
+
+    @property
+    def away(self) -> bool:
+        """The peer can make the state of every layer."""
+        return self.every > 0
+
+
+def state_of(text: str, field: str = "state") -> State:
+    """Read snapshot, replica or none. Raises FieldError naming `field`."""
+    if text not in STATE_SCHEMES:
+        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}")
+    return State(text, int(text == SNAPSHOT))
+
+
 def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
     """Read GRADIENTS+STATE. Raises FieldError naming `field`."""
     gradients, plus, state = backup.partition("+")

@@ -116,7 +116,7 @@ def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
         pipelines=pipelines,
         spares=tuple(info.node for info in sorted(spares, key=lambda info: natural(info.node))),
     )
-    plan, why = protect(plan, request.nodes, request.backup)
+    plan, why = protect(plan, request.nodes, request.backup, request.schemes_by())
     told, others = _compare(request, profile, found, plan)
     plan = replace(plan, reason="; ".join(text for text in (found.note, told, why) if text))
     return staying(request, plan), others

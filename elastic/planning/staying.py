@@ -67,5 +67,6 @@ def _whole(request: PlanRequest, current: Plan) -> Plan | None:
         spares=tuple(sorted(alive - used, key=natural)),
         peers=(),
     )
-    plan, why = protect(plan, tuple(n for n in request.nodes if n.node in alive), request.backup)
+    nodes = tuple(n for n in request.nodes if n.node in alive)
+    plan, why = protect(plan, nodes, request.backup, request.schemes_by())
     return replace(plan, reason=f"the pipelines that are whole stay as they are; {why}")

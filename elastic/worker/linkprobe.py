@@ -1,7 +1,8 @@
 """Measures a link: two processes over the transport that training uses. `python -m elastic.worker.linkprobe`.
 
 One-way seconds of messages of several sizes, as half of a round trip's; bandwidth and latency from them. Then
-contention: how much longer a computation takes while messages go out beside it.
+contention: how much longer a computation takes while messages go out beside it. And how fast copies for the backup are
+made: written to shared memory, checksum included.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import gc
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from elastic.planning.profile import Link
+from elastic.store.slots import SlotPool, checksum
 from elastic.worker.abandon import Abandon
 from elastic.worker.links import MAX_UNRECEIVED, Links, host_store
 
@@ -82,6 +86,23 @@ def contention(links: Links, link: Link, tag: int, repeat: int) -> float:
     return median(found) if found else 0.0
 
 
+def copy_rate(nbytes: int = SIZES[-1], repeat: int = 9) -> float:
+    """Bytes a second at which this process makes copies of `nbytes`, as the backup does."""
+    source, found = torch.ones(nbytes, dtype=torch.uint8), []
+    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        pool = SlotPool(Path(directory), "probe-")
+        for _ in range(repeat):
+            slot = pool.take(nbytes)
+            began = time.perf_counter()
+            torch.frombuffer(slot.view(nbytes), dtype=torch.uint8).copy_(source)
+            checksum(slot.view(nbytes))
+            found.append(time.perf_counter() - began)
+            pool.give(slot)
+        pool.close()
+    return nbytes / median(found)
+
+
 def _compute(loops: int) -> None:
     matrix = torch.ones(COMPUTE, COMPUTE)
     for _ in range(loops):
@@ -128,6 +149,7 @@ def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
         "bytes_per_s": link.bytes_per_s,
         "latency_s": link.latency_s,
         "contention": slows,
+        "copy_bytes_per_s": copy_rate() if rank == 0 else 0.0,
         "sizes": list(SIZES),
         "seconds": seconds,
     }

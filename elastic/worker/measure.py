@@ -17,6 +17,7 @@ from elastic.core.messages import Measured, Traffic
 from elastic.planning.schedule import Action, Kind
 
 Mark = float | torch.cuda.Event
+NO_TRAFFIC = Traffic()
 Times = dict[tuple[Kind, int], list[float]]
 """(kind of action, stage): seconds."""
 
@@ -40,7 +41,7 @@ class Meter:
             self._spans.append((action, began, self._mark(), sending, self._sending()))
             self._open = None
 
-    def take(self, epoch: int, step: int, local_rank: int, traffic: Traffic = Traffic()) -> Measured | None:
+    def take(self, epoch: int, step: int, local_rank: int, traffic: Traffic = NO_TRAFFIC) -> Measured | None:
         """What was measured since the last call, or None for nothing."""
         spans, self._spans = self._spans, []
         found: Times = defaultdict(list)

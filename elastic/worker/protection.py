@@ -21,7 +21,6 @@ from elastic.worker.backup import Publisher
 from elastic.worker.layers import Tied
 from elastic.worker.replica import LayerReplica
 
-
 USELESS_AFTER = 2
 """Updates after which an older epoch's copies lead nowhere: survivors keep two versions."""
 

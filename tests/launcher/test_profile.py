@@ -107,6 +107,7 @@ def test_another_device_type_is_merged(place: Path) -> None:
     profile = parse_profile((place / "p.json").read_text())
     assert [device.name for device in profile.devices] == ["a", "b"] and told["like"] == [0, 1, 1, 3, 4]
     assert profile.link.bytes_per_s > 0 and profile.link.latency_s > 0 and profile.contention >= 0
+    assert profile.copy_bytes_per_s > 0
     before = (place / "p.json").read_bytes()
     other = run("--into", "p.json", "--device", "c", *out, "40")
     assert other.returncode == 2 and "layers[3].param_bytes" in other.stderr

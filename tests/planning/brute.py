@@ -72,7 +72,8 @@ class Brute:
         gradient = sum(la.gradient_bytes for la in layers)
         if self.stream and self.p.link.bytes_per_s:
             x = gradient / self.p.link.bytes_per_s
-            compute = max(compute + self.p.contention * x, x)
+            copying = gradient / self.p.copy_bytes_per_s if self.p.copy_bytes_per_s else 0.0
+            compute = max(compute + self.p.contention * x + copying, x)
         link = self.p.inside if inside else self.p.link
         hop = 0.0
         if not last:

@@ -80,6 +80,7 @@ def random_case(
         inside=Link(0.0, 0.125),
         link=Link(8.0, 0.5) if linked else Link(),
         contention=rng.choice((0.0, 0.25)),
+        copy_bytes_per_s=rng.choice((0.0, 16.0)),
     )
     whole = sum(
         la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers

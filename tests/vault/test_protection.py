@@ -11,9 +11,7 @@ from elastic.worker.backup import Publisher
 from elastic.worker.protection import Protection
 from tests.model.toys import replicas
 
-PLAN = Plan(
-    3, 3, 2, 1, (Pipeline((Stage(Unit("a"), 0, 3),), (0, 1)),), spares=("b",), peers=(("a", "b"),)
-)
+PLAN = Plan(3, 3, 2, 1, (Pipeline((Stage(Unit("a"), 0, 3),), (0, 1)),), spares=("b",), peers=(("a", "b"),))
 
 
 class Agent:

@@ -1,0 +1,209 @@
+"""What each pair of backup schemes costs a plan, failure-free and at a loss, and which pair is best. Pure.
+
+Symbols: of a node, P bytes of parameters and optimizer state, G bytes of accumulated gradient, B bytes/s of its link,
+r bytes/s at which a worker copies to shared memory, x the contention (seconds that a second of transfer adds to
+computing), m micro-batches of its pipeline a step, tau their pace in seconds. A copy of n bytes takes a worker n / r,
+and its transfer slows computing by x n / B.
+
+    exposed   what the step takes longer: copies and contention of gradients by `predict`, after every K micro-batches;
+              after the last one the commit waits for G / B; the state's copy and contention; and whatever the link
+              cannot carry while the step computes
+    lost      what a loss costs beyond the schemes' common part: bytes to fetch over B, micro-batches to run again
+    expected  step (1 + losses a second * (pause + lost))
+
+Formulas and what was measured: docs/backup.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elastic.core.types import NodeInfo, Plan
+from elastic.planning.predict import Prediction, predict
+from elastic.planning.profile import Profile
+from elastic.planning.schemes import NONE, REPLICA, Gradients, State, gradients_of, state_of
+from elastic.planning.weigh import DEFAULT_PAUSE_S, hazard_per_s
+
+CLOSE = 0.01
+"""Of pairs whose expected time is within this share of the best, the one that loses least is taken."""
+UNACKED = 2
+"""Copies of a gradient that may be under way (`elastic.worker.backup`)."""
+EVERY = (1, 2, 4, 8)
+"""Micro-batches between copies that are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighing:
+    """What the choice goes by besides the plan."""
+
+    profile: Profile
+    """Times in seconds, the link between nodes, copying, contention: measured where that was possible."""
+    slow: tuple[tuple[str, float], ...] = ()
+    """(node, factor) of slow nodes."""
+    hazard_per_s: float = 0.0
+    """Losses per node and second; 0: as `weigh` begins with."""
+    pause_s: float = DEFAULT_PAUSE_S
+    """What a loss costs whatever the schemes: finding out, deciding, building groups."""
+    room_bytes: int = 0
+    """Memory of a node for copies of others; 0: unlimited."""
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """What may change while training."""
+        p = self.profile
+        return p.link.bytes_per_s, p.copy_bytes_per_s, p.contention, self.hazard_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One pair of schemes under one plan."""
+
+    gradients: str
+    state: str
+    exposed_s: float
+    """Seconds by which it lengthens a step."""
+    sent_bytes: float
+    """Of the node that sends most, a step."""
+    memory_bytes: float
+    """At the node that keeps most for others."""
+    lost_s: float
+    """Of a loss, beyond the pause."""
+    expected_s: float
+    """Of a step, losses included."""
+
+    @property
+    def pair(self) -> str:
+        return f"{self.gradients}+{self.state}"
+
+    def __str__(self) -> str:
+        return f"{self.pair}: {self.exposed_s * 1e3:.4g} ms a step, {self.lost_s:.3g} s a loss"
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What one node carries: bytes, and the micro-batches of its pipeline."""
+
+    state: float
+    gradient: float
+    microbatches: int
+    pace_s: float
+    """Of its pipeline: seconds a micro-batch."""
+    compute_s: float
+    """Of its own stages: seconds a micro-batch."""
+
+
+def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> Estimate:
+    """The figures of `pair` under `plan`, whose peers count and whose own schemes do not."""
+    gradients, _, state = pair.partition("+")
+    scheme, kept, profile = gradients_of(gradients), state_of(state), by.profile
+    bare = predict(replace(plan, gradients=NONE), profile, nodes, by.slow)
+    loads = _loads(plan, profile, bare)
+    copied = predict(replace(plan, gradients=gradients), profile, nodes, by.slow)
+    tail_s = max(_tail_s(load, scheme, kept, profile, copied.step_s) for load in loads)
+    exposed = copied.step_s - bare.step_s + tail_s
+    lost = sum(_lost_s(load, scheme, kept, profile, bare.step_s) for load in loads) / len(loads)
+    hazard = by.hazard_per_s or hazard_per_s(0, 0.0)
+    return Estimate(
+        gradients=gradients,
+        state=state,
+        exposed_s=exposed,
+        sent_bytes=max(_state_bytes(load, kept) + load.gradient * _copies(load, scheme) for load in loads),
+        memory_bytes=max(_memory(load, scheme, kept) for load in loads),
+        lost_s=lost,
+        expected_s=(bare.step_s + exposed) * (1 + hazard * len(loads) * (by.pause_s + lost)),
+    )
+
+
+def estimates(
+    plan: Plan, by: Weighing, nodes: Sequence[NodeInfo], *, replicated: bool | None = None
+) -> list[Estimate]:
+    """All pairs that `auto` may take. `replicated`: several nodes hold every layer, apart; None: find out."""
+    if replicated is None:
+        replicated = all(
+            len({unit.node for unit in plan.holders(layer)}) > 1 for layer in range(plan.n_layers)
+        )
+    return [estimate(plan, pair, by, nodes) for pair in options(plan, replicated=replicated)]
+
+
+def options(plan: Plan, *, replicated: bool) -> list[str]:
+    """The pairs to choose among. `replicated`: another pipeline holds every layer, in another failure domain."""
+    most = max(len(pipeline.microbatches) for pipeline in plan.pipelines)
+    gradients = [f"stream:{k}" if k > 1 else "stream" for k in EVERY if k == 1 or k < most]
+    return [
+        f"{g}+{s}" for s in ((REPLICA,) if replicated else ("snapshot",)) for g in (*gradients, "recompute")
+    ]
+
+
+def choose(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate, str]:
+    """Return (the best, why): the least expected time; where several are within `CLOSE` of it, the least lost."""
+    fitting = [e for e in estimates if not 0 < room_bytes < e.memory_bytes] or [
+        min(estimates, key=lambda e: e.memory_bytes)
+    ]
+    least = min(e.expected_s for e in fitting)
+    close = [e for e in fitting if e.expected_s <= least * (1 + CLOSE)]
+    best = min(close, key=lambda e: (e.lost_s, e.expected_s))
+    rest = sorted((e for e in estimates if e is not best), key=lambda e: e.expected_s)
+    other = f"; next {rest[0]}" if rest else ""
+    return best, f"{best}{other}"
+
+
+def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
+    found: dict[str, _Load] = {}
+    for p, s, stage in plan.stages():
+        layers = profile.layers[stage.first : stage.last]
+        times, m = bare.stages[p], len(plan.pipelines[p].microbatches)
+        compute = times[s].forward_s + times[s].backward_s
+        old = found.get(stage.unit.node, _Load(0.0, 0.0, m, 0.0, 0.0))
+        found[stage.unit.node] = _Load(
+            state=old.state + sum(la.param_bytes + la.state_bytes for la in layers),
+            gradient=old.gradient + sum(la.gradient_bytes for la in layers),
+            microbatches=m,
+            pace_s=max(t.forward_s + t.backward_s + 2 * t.hop_s for t in times),
+            compute_s=old.compute_s + compute,
+        )
+    return list(found.values())
+
+
+def _copies(load: _Load, scheme: Gradients) -> int:
+    """Copies of a gradient that are sent in a step."""
+    return -(-load.microbatches // scheme.every) if scheme.every else 0
+
+
+def _state_bytes(load: _Load, kept: State) -> float:
+    """Bytes of state sent in a step."""
+    return load.state / kept.every if kept.every else 0.0
+
+
+def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float) -> float:
+    """Seconds that one node adds to a step besides its copies of gradients after micro-batches."""
+    per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
+    per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
+    state, gradient, n = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, _copies(load, scheme)
+    last = gradient + profile.link.latency_s if n else 0.0
+    copying = load.state * per_copy if kept.name != NONE else 0.0
+    ends = [state + n * gradient]
+    if n > UNACKED:
+        left = load.microbatches - (UNACKED + 1) * scheme.every
+        ends += [state + gradient + max(left, 0) * load.pace_s, state + (n - UNACKED) * gradient]
+    held_up = max(0.0, max(ends) - step_s) if per_byte else 0.0
+    return copying + profile.contention * state + max(last, held_up)
+
+
+def _lost_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float) -> float:
+    """Seconds that the loss of this node costs: bytes to fetch, and what is run again."""
+    per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
+    state, gradient, m = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, load.microbatches
+    fetched = load.state * per_byte
+    if scheme.every:
+        under_way = min(UNACKED, gradient / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0)
+        again = min(m / 2, scheme.every * (0.5 + under_way))
+        return fetched + gradient + again * load.pace_s
+    # The new state may not be whole at the peer yet: then everybody goes back, and runs the whole step again.
+    late = min(1.0, state / step_s) if step_s > 0 else 0.0
+    return fetched + m / 2 * load.pace_s + late * step_s
+
+
+def _memory(load: _Load, scheme: Gradients, kept: State) -> float:
+    """Bytes kept for this node elsewhere: two copies and the one that arrives."""
+    return (3 * load.state if kept.away else 0.0) + (5 * load.gradient if scheme.every else 0.0)
