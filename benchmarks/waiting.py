@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.worker.layers import ListStack, Microbatch
-from elastic.worker.optimizer import OptimizerSpec
+from elastic.worker.optimizer import OptimizerSpec, adamw
 from elastic.worker.runtime import Trainer
 
 
@@ -40,10 +40,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="of the script itself; a profile has its own")
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--moments", action="store_true", help="AdamW: two moments a parameter are kept and backed up"
+    )
     args = parser.parse_args()
+    plain = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.0), lr=lambda step: 0.01)
     Trainer(
         stack=ListStack([Scale] * (args.layers - 1) + [Loss], seed=0),
-        optimizer=OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.0), lr=lambda step: 0.01),
+        optimizer=adamw(0.01) if args.moments else plain,
         data=data,
         steps=args.steps,
         microbatches=args.num_microbatches,

@@ -1,0 +1,185 @@
+"""Does `--backup auto` choose well? Every pair of schemes is run on shaped links, and held against the one it takes.
+
+    python -m benchmarks.backup_choice [--steps 6] [--cells 100Mbit/1/short ...] [--quick]
+
+Four nodes in one or two pipelines, links of 100 Mbit/s to 100 Gbit/s (`--link`), micro-batches of 15 ms and of 150 ms
+a stage: workers wait these times instead of computing (`--emulate`), and copy, send and reduce real tensors.
+Measured is the median step of each pair. Expected is that step with losses: measured seconds * (1 + losses a second *
+seconds that a loss costs under the pair, from the cost model), at the rate of AWS P3 spot instances (0.61 losses per
+node-hour). The figure is what `auto`'s pair is expected to take over what the best pair is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from tqdm import tqdm
+
+from benchmarks.results import DIRECTORY, Row, save
+from elastic.core.types import JobSpec, LayerSpec, NodeInfo, Plan
+from elastic.planning.backups import Estimate, Weighing, choose, estimates
+from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.search import PlanRequest, make_plan
+
+NODES, LAYERS, MICROBATCHES = 4, 8, 8
+PARAMETERS = 100_000
+"""Of a layer; 4 bytes each and of its gradient, 8 more of optimizer state."""
+LINKS = {"100Mbit": 12.5e6, "1Gbit": 125e6, "10Gbit": 1.25e9, "100Gbit": 12.5e9}
+LATENCY_S = 1e-4
+STAGE_S = {"short": 0.015, "long": 0.150}
+"""Seconds of a stage of two layers, forward and backward."""
+HAZARD_PER_S = 0.61 / 3600
+"""Losses per node and second: AWS P3 spot instances, in the recorded trace of Bamboo (Thorpe et al., NSDI 2023)."""
+SKIP = 2
+TARGET = 3.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One network, shape and length of micro-batches."""
+
+    link: str
+    pipelines: int
+    length: str
+
+    def __str__(self) -> str:
+        return f"{self.link}/{self.pipelines}/{self.length}"
+
+    def profile(self) -> Profile:
+        """What the planner knows: the emulated times, and the link as it is shaped."""
+        seconds = STAGE_S[self.length] / (LAYERS // NODES)
+        times = LayerTimes(seconds / 3, 2 * seconds / 3, seconds / 3, seconds / 3)
+        layer = LayerSpec(
+            4 * PARAMETERS,
+            8 * PARAMETERS,
+            4 * PARAMETERS,
+            times.forward_s,
+            times.backward_s,
+            output_bytes=1 << 14,
+        )
+        return Profile(
+            model="waiting",
+            layers=(layer,) * LAYERS,
+            devices=(Device("a", (times,) * LAYERS),),
+            link=Link(LINKS[self.link], LATENCY_S),
+            copy_bytes_per_s=1e9,
+        )
+
+    def by(self) -> Weighing:
+        return Weighing(profile=self.profile(), hazard_per_s=HAZARD_PER_S)
+
+    def plan(self) -> Plan:
+        """What `auto` makes of it."""
+        profile = self.profile()
+        request = PlanRequest(
+            spec=JobSpec(profile.layers, MICROBATCHES, 1),
+            nodes=nodes(),
+            epoch=1,
+            shape=str(self.pipelines),
+            schedule="1f1b",
+            profile=profile,
+            weighing=self.by(),
+        )
+        return make_plan(request)
+
+
+CELLS = [Cell(link, k, length) for link in LINKS for k in (1, 2) for length in STAGE_S]
+
+
+def nodes() -> tuple[NodeInfo, ...]:
+    return tuple(NodeInfo(f"node{i}", f"i{i}", "", device="a") for i in range(NODES))
+
+
+def measure(cell: Cell, pair: str, steps: int, folder: Path) -> float:
+    """Median seconds of a step. Raises RuntimeError with the run's output if it fails."""
+    folder.mkdir(parents=True)
+    (folder / "profile.json").write_text(format_profile(cell.profile()))
+    bandwidth = f"bandwidth={cell.link} latency={LATENCY_S * 1e3:g}ms"
+    words = [
+        "run", "--standalone", "--nnodes", str(NODES), "--pipelines", str(cell.pipelines), "--schedule", "1f1b",
+        "--backup", pair, "--emulate", str(folder / "profile.json"), "--device", "a", "--link", bandwidth,
+        "--run-dir", str(folder / "run"), "-m", "benchmarks.waiting",
+        "--num-microbatches", str(MICROBATCHES), "--steps", str(steps + SKIP), "--moments",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "elastic", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout.decode(errors="replace"))
+    return median(json.loads((folder / "run" / "summary.json").read_text())["step_s"][SKIP:])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One pair in one cell."""
+
+    estimate: Estimate
+    step_s: float
+
+    @property
+    def expected_s(self) -> float:
+        """Measured step, and losses as the model counts them."""
+        e, hazard = self.estimate, HAZARD_PER_S * NODES
+        return self.step_s * (1 + hazard * (Weighing(profile=CELLS[0].profile()).pause_s + e.lost_s))
+
+
+def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[None]) -> tuple[float, list[str]]:
+    """Return (percent by which auto's pair is expected to be slower than the best, lines of the table)."""
+    plan = cell.plan()
+    options = estimates(plan, cell.by(), nodes())
+    chosen, _ = choose(options)
+    found = []
+    for option in options:
+        bar.set_description(f"{cell} {option.pair}")
+        found.append(
+            Outcome(option, measure(cell, option.pair, steps, folder / option.pair.replace(":", "-")))
+        )
+        bar.update()
+    best = min(found, key=lambda o: o.expected_s)
+    mine = next(o for o in found if o.estimate.pair == chosen.pair)
+    lines = [
+        f"{cell.link},{cell.pipelines},{cell.length},{o.estimate.pair},{o.step_s:.5f},{o.estimate.exposed_s:.5f},"
+        f"{o.estimate.sent_bytes:.0f},{o.estimate.lost_s:.4f},{o.expected_s:.5f},"
+        f"{'auto' if o is mine else ''}{' best' if o is best else ''}"
+        for o in found
+    ]
+    return (mine.expected_s / best.expected_s - 1) * 100, lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_choice")
+    parser.add_argument("--steps", type=int, default=6, help="of each run, besides two that warm up")
+    parser.add_argument("--cells", nargs="+", choices=[str(cell) for cell in CELLS], default=None)
+    parser.add_argument("--quick", action="store_true", help="one cell, two steps; writes nothing")
+    args = parser.parse_args()
+    wanted = [cell for cell in CELLS if args.cells is None or str(cell) in args.cells]
+    if args.quick:
+        wanted, args.steps = wanted[:1], 2
+    lines = ["link,pipelines,micro-batches,pair,step_s,predicted_exposed_s,sent_bytes,lost_s,expected_s,"]
+    rows = []
+    total = sum(len(estimates(cell.plan(), cell.by(), nodes())) for cell in wanted)
+    with tempfile.TemporaryDirectory() as scratch, tqdm(total=total, disable=None) as bar:
+        for cell in wanted:
+            over, table = compare(cell, args.steps, Path(scratch) / str(cell), bar)
+            lines += table
+            print("\n".join(table), flush=True)
+            rows.append(Row(f"auto over the best pair, {cell}", over, "%", TARGET, "lower"))
+    worst = max(row.value for row in rows)
+    rows.insert(0, Row(f"auto over the best pair, worst of {len(wanted)}", worst, "%", TARGET, "lower"))
+    if args.quick:
+        return 0
+    (DIRECTORY / "backup-choice.csv").write_text("\n".join(lines) + "\n")
+    print(f"written to {save('backup_choice', rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
