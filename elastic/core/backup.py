@@ -33,14 +33,14 @@ def rechoose(state: JobState, now: float) -> Result | None:
     by = weighing(state)
     if by is None or not _changed(state.weighed, by.figures):
         return state, (), ""
-    assert state.plan is not None
-    state = state.of(weighed=by.figures)
+    state, plan = state.of(weighed=by.figures), state.plan
+    assert plan is not None
     nodes = tuple(mb.report.info for mb in state.members.values())
-    found = estimates(state.plan, by, nodes)
-    here = estimate(state.plan, f"{state.plan.gradients}+{state.plan.state}", by, nodes)
+    found = estimates(plan, by, nodes)
+    here = estimate(plan, f"{plan.gradients}+{plan.state}", by, nodes)
     best, _ = choose(found, by.room_bytes)
     saved = 1 - best.expected_s / here.expected_s if here.expected_s > 0 else 0.0
-    worth = saved >= GAIN and saved * horizon_s(by.hazard_per_s, len(state.plan.nodes())) > by.pause_s
+    worth = saved >= GAIN and saved * horizon_s(by.hazard_per_s, len(plan.nodes())) > by.pause_s
     why = f"{here}; {best}: {saved:+.1%} of the expected time"
     note = _note(here, best, worth, why, by, found)
     if not worth:

@@ -138,6 +138,7 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         replayed=replayed,
         rerun=max(change.rerun, len(todo & frozenset(started))),
         state_source=told.state_source,
+        network_bytes=told.network_bytes,
         reason=f"{plan.reason}; {told.text}",
     )
     state = state.of(

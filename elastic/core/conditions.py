@@ -17,7 +17,7 @@ from elastic.planning.profile import Device, LayerTimes, Profile
 def observe(state: JobState, event: Beat) -> JobState:
     """Take note of what a node measured."""
     member = state.members.get(event.node)
-    if member is None or state.plan is None or state.policy.backup != "auto":
+    if member is None or state.plan is None:
         return state
     fresh = [one for one in event.measured if one.epoch == state.plan.epoch]
     key = member.report.info.incarnation

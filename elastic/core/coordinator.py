@@ -18,6 +18,7 @@ from typing import Any
 
 from elastic.core import change as epoch_change
 from elastic.core import messages as m
+from elastic.core import returning
 from elastic.core.backup import rechoose
 from elastic.core.job import (
     Action,
@@ -173,7 +174,7 @@ def _launched(state: JobState, now: float) -> Result | None:
         settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
         enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
         if settled or (enough and now - state.launched_at > STRAGGLER_S):
-            return epoch_change.begin(state, "start", now)
+            return epoch_change.begin(state.of(start_s=now - state.launched_at), "start", now)
         return None
     return _script(state, launched, now)
 
@@ -211,9 +212,9 @@ def _halting(state: JobState, now: float) -> Result | None:
         n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted
     }
     waiting = [n for n in state.members if n not in there]
-    if waiting:
+    if waiting or returning.waiting(state, now):
         return None
-    return epoch_change.decide(state, now)
+    return returning.consider(state, now) or epoch_change.decide(state, now)
 
 
 def _deadline(state: JobState, now: float) -> str:

@@ -119,6 +119,10 @@ class Change:
     rerun: int = 0
     """All micro-batches of the step that run again or for the first time after the change."""
     state_source: str = ""
+    network_bytes: int = 0
+    """That go from node to node."""
+    wait_until: float = 0.0
+    """Until when nodes are waited for whose workers are starting again; -1: nobody is; 0: not considered."""
     reason: str = ""
 
 
@@ -161,6 +165,8 @@ class JobState:
     enough_since: float = 0.0
     """When the minimum of nodes was first there; 0: it is not."""
     launched_at: float = 0.0
+    start_s: float = 0.0
+    """Seconds that workers took to start, first to last."""
     considered: tuple[str, ...] = ()
     """Incarnations of nodes for which it was decided that the running plan does not want them."""
     joining: tuple[str, ...] = ()
@@ -175,7 +181,7 @@ class JobState:
     paces: dict[str, Pace] = field(default_factory=dict)
     """How fast nodes compute, by incarnation."""
     gauges: dict[str, Gauge] = field(default_factory=dict)
-    """What backups were seen to do on nodes, by incarnation; with `--backup auto`."""
+    """What backups were seen to do on nodes, by incarnation."""
     weighed: tuple[float, ...] = ()
     """Figures by which the backup schemes were chosen last; (): not yet."""
     weighed_at: float = 0.0

@@ -99,8 +99,9 @@ class Outcome:
     moved_layers: tuple[int, ...]
     """Layers that got a holder which did not hold them before."""
     state_source: str
-    """memory: every holder has its state on its own node | peer: some state is a copy that a peer kept |
-    checkpoint: some state is read from the checkpoint | initial: layers are initialised."""
+    """memory: every holder has its state on its own node | shared memory: so it is, and some of it was left by workers
+    that are gone | peer: some state is a copy that a peer kept | checkpoint: some state is read from the checkpoint |
+    initial: layers are initialised."""
     replays: int
     """(layer, TP rank)s that make the last update again."""
     todo: frozenset[int]
@@ -119,6 +120,8 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
         if {u.node for u in plan.holders(layer)} - {u.node for u in (before or plan).holders(layer)}
     )
     source = _state_source(assignment)
+    if source == "memory" and any(recipe.state and node in lost_nodes for node, recipe in recipes):
+        source = "shared memory"
     replays = sum(bool(recipe.replay) for _, recipe in recipes)
     todo = frozenset(index for share in assignment.todo for index in share)
     gone = sorted(

@@ -1,0 +1,76 @@
+"""A node whose workers crashed comes back with its vault: whether everybody waits for it, or goes on without.
+
+The agent starts the workers again, and their layers lie in the node's own memory: nothing goes over the network, and
+the plan stays. Going on without costs the bytes that move, less speed until the node is back, and another pause then:
+
+    wait     s                                    s: seconds until they are back, as long as the first start took
+    go on    moved bytes / link + s (1 - v) + p   v: speed without the node over that with it, p: pause of its return
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core import change as epoch_change
+from elastic.core import stay
+from elastic.core.conditions import measured_profile
+from elastic.core.job import JobState, Note, Result
+from elastic.core.messages import NodePhase
+from elastic.core.stragglers import slow
+from elastic.core.types import LayerSpec
+from elastic.errors import InfeasiblePlan
+from elastic.planning.predict import predict
+from elastic.planning.search import make_plan
+from elastic.planning.transition import links_of, transition
+
+PATIENCE = 2.0
+"""Times the expected start after which the others go on all the same."""
+
+
+def coming(state: JobState) -> tuple[str, ...]:
+    """Nodes of the old plan whose agents live and whose workers are starting again."""
+    change = state.change
+    if change is None or change.boundary or change.old_plan is None:
+        return ()
+    if any(node not in state.members for node in change.old_plan.nodes()):
+        return ()  # the plan changes anyway
+    here = {n for n, mb in state.members.items() if mb.report.phase is NodePhase.STARTING and not mb.draining}
+    return tuple(node for node in change.old_plan.nodes() if node in here)
+
+
+def consider(state: JobState, now: float) -> Result | None:
+    """Decide once for each change whether to wait; None: that was done, or nobody comes back."""
+    change, back = state.change, coming(state)
+    if change is None or change.wait_until or not back:
+        return None
+    left_s = max(0.0, state.start_s - (now - change.began))
+    go_on_s, why = _without(state, left_s)
+    wait = state.start_s > 0 and left_s < go_on_s
+    until = now + PATIENCE * left_s if wait else -1.0
+    reason = f"{' '.join(back)} back in {left_s:.3g} s; going on without: {go_on_s:.3g} s ({why})"
+    note = Note("wait", {"nodes": list(back), "wait": wait, "reason": reason})
+    return state.of(change=replace(change, wait_until=until)), (note,), reason
+
+
+def waiting(state: JobState, now: float) -> bool:
+    """Somebody is worth waiting for, and not yet overdue."""
+    return state.change is not None and now < state.change.wait_until and bool(coming(state))
+
+
+def _without(state: JobState, left_s: float) -> tuple[float, str]:
+    """Seconds that going on at once costs, and of what they are made."""
+    assert state.change is not None and state.change.old_plan is not None and state.spec is not None
+    old = state.change.old_plan
+    try:
+        plan = make_plan(epoch_change.request(state, state.epoch))
+    except InfeasiblePlan as error:
+        return float("inf"), str(error)
+    profile, infos = measured_profile(state), tuple(mb.report.info for mb in state.members.values())
+    layers: tuple[LayerSpec, ...] = state.spec.layers
+    moving_s = transition(old, plan, layers, links=links_of(profile, infos), gradients=True).seconds
+    with_s, without_s = (predict(p, profile, infos, slow(state)).step_s for p in (old, plan))
+    lost = max(0.0, 1 - with_s / without_s) if without_s > 0 else 0.0
+    pause_s = stay.outlook(state, state.ticked).pause_in_s
+    return moving_s + left_s * lost + pause_s, (
+        f"{moving_s:.3g} s to move layers, {lost:.0%} less speed, a pause of {pause_s:.3g} s"
+    )
