@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elastic.core import codec
+from elastic.core import codec, compression
 from elastic.core.faults import FaultKind, FaultSpec
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
@@ -137,6 +137,8 @@ class JobConfig:
     """Device type of each local node, as the profile names it, in order; one entry: of all."""
     lifetimes_s: tuple[float, ...] = ()
     """Seconds that each local node is expected to stay, in order (0: unknown); one entry: of all."""
+    compress: str = "auto"
+    """Copies between vaults: auto (where it pays), off or on (`elastic.core.compression`)."""
     link: Link = field(default_factory=Link)
     """How slow the links between local nodes are made."""
     profile: Profile | None = None
@@ -254,6 +256,8 @@ def _check_times(config: JobConfig) -> None:
 def _check_schemes(config: JobConfig) -> None:
     if config.backup != "auto":
         refuse_useless(config.backup, config.pipelines)
+    if config.compress not in compression.MODES:
+        raise FieldError("--compress", config.compress, f"one of {', '.join(compression.MODES)}")
     if config.schedule not in SCHEDULES:
         raise FieldError("--schedule", config.schedule, f"one of {', '.join(SCHEDULES)}")
     if config.pipelines != "auto" and not re.fullmatch(r"[1-9]\d{0,4}(\+[1-9]\d{0,4})*", config.pipelines):

@@ -20,6 +20,7 @@ from elastic.agent.vault import Vault
 from elastic.core.messages import Published
 from elastic.errors import ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.rpc.bulk import VaultClient
+from elastic.rpc.compressing import Compressing
 
 RETRY_S, RETRY_LIMIT_S = 0.05, 2.0
 REPORT_S = 5.0
@@ -49,10 +50,11 @@ class Replicator:
         prepare: Callable[[Published], None] = lambda published: None,
         pace: Callable[[int], None] | None = None,
         short: Callable[[str, str], None] = lambda peer, why: None,
+        compressing: Compressing | None = None,
     ) -> None:
         """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`: see
-        `elastic.rpc.frames.Stream`."""
-        self._prepare, self._pace, self._short = prepare, pace, short
+        `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`."""
+        self._prepare, self._pace, self._short, self._compressing = prepare, pace, short, compressing
         self._told_short = (-1, "")
         """(round, peer) of the last report that there is no room."""
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
@@ -164,7 +166,11 @@ class Replicator:
             if peer not in self._clients:
                 address = self._vaults[peer]
                 self._clients[peer] = VaultClient(
-                    address, node=self._vault.node, timeout_s=self._timeout_s, pace=self._pace
+                    address,
+                    node=self._vault.node,
+                    timeout_s=self._timeout_s,
+                    pace=self._pace,
+                    compressing=self._compressing,
                 )
             return self._clients[peer]
 

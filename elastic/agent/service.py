@@ -39,6 +39,7 @@ from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.errors import ChannelClosed, ElasticError, FieldError, VaultError
 from elastic.rpc.client import Session
+from elastic.rpc.compressing import Compressing
 from elastic.rpc.frames import Channel, listen_unix
 from elastic.rpc.shaping import pace_of
 from elastic.telemetry import configure_logging
@@ -84,11 +85,12 @@ class Agent:
         tell, limit = Notes(self._node, self._queue.put), self._config.vault_memory_bytes
         self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
         pace = pace_of(self._directory, self._config.link)
-        self._server = VaultServer(self._vault, self._host, pace=pace).start()
+        packs = Compressing(self._config.compress)
+        self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
-            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short
+            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short, compressing=packs
         )
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)

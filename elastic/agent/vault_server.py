@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,27 @@ from elastic.agent.vault import Incoming, Vault
 from elastic.core import codec
 from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
-from elastic.rpc.bulk import REQUESTS, Get, Inventory, Locate, Put, Reply, VaultClient, Verify, tune
+from elastic.rpc.blocks import CODECS, drain_blocks
+from elastic.rpc.bulk import (
+    REQUESTS,
+    Get,
+    Inventory,
+    Locate,
+    Put,
+    Reply,
+    VaultClient,
+    Verify,
+    read_copy,
+    send_copy,
+    tune,
+)
+from elastic.rpc.compressing import Compressing
 from elastic.rpc.frames import Stream
 
 __all__ = ["VaultClient", "VaultServer"]
+
+TELLING_BYTES = 8 << 20
+"""Copies that are got tell of the link if they are larger than this: smaller ones vanish into buffers at once."""
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +54,10 @@ class VaultServer:
         *,
         timeout_s: float = 30.0,
         pace: Callable[[int], None] | None = None,
+        compressing: Compressing | None = None,
     ) -> None:
-        """`pace`: see `Stream`."""
-        self._pace = pace
+        """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are."""
+        self._pace, self._compressing = pace, compressing or Compressing("off")
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
@@ -114,7 +133,7 @@ class VaultServer:
         request: Any = codec.decode(kind, header.get("body"))
         try:
             if isinstance(request, Put):
-                self._put(stream, request.copies, nbytes)
+                self._put(stream, request, nbytes)
                 return
             stream.drain(nbytes)
             if isinstance(request, Get):
@@ -139,16 +158,27 @@ class VaultServer:
         return Reply(path=local.path, offset=local.offset)
 
     def _get(self, stream: Stream, key: str) -> None:
+        copy = self._vault.copy(key)
         with self._vault.lease(key) as view:
-            stream.send(codec.encode(Reply()), (view,))
+            how = self._compressing.codec(copy, view)
+            stream.begin(codec.encode(Reply(codec=how)), view.nbytes)
+            began = time.perf_counter()
+            sent, codec_s = send_copy(stream, view, how)
+            if sent >= TELLING_BYTES:
+                self._compressing.sent(sent, time.perf_counter() - began - codec_s)
 
-    def _put(self, stream: Stream, copies: tuple[Copy, ...], nbytes: int) -> None:
+    def _put(self, stream: Stream, request: Put, nbytes: int) -> None:
         """Take a bundle in: every copy verified before the first is kept."""
-        if sum(copy.nbytes for copy in copies) != nbytes:
+        copies, codecs = request.copies, request.codecs or ("",) * len(request.copies)
+        if sum(copy.nbytes for copy in copies) != nbytes or min((c.nbytes for c in copies), default=0) < 0:
             raise FieldError("payload bytes", nbytes, "the sum of the copies' sizes is needed")
+        if len(codecs) != len(copies) or not set(codecs) <= set(CODECS):
+            raise FieldError(
+                "codecs", str(codecs)[:80], f"{len(copies)} of {', '.join(filter(None, CODECS))}"
+            )
         incoming: list[tuple[Incoming, str]] = []
         try:
-            error = self._receive(stream, copies, incoming)
+            error = self._receive(stream, copies, codecs, incoming)
             if error is None:
                 error = self._commit(incoming)
         finally:
@@ -158,21 +188,25 @@ class VaultServer:
         stream.send(codec.encode(reply))
 
     def _receive(
-        self, stream: Stream, copies: tuple[Copy, ...], incoming: list[tuple[Incoming, str]]
+        self,
+        stream: Stream,
+        copies: tuple[Copy, ...],
+        codecs: tuple[str, ...],
+        incoming: list[tuple[Incoming, str]],
     ) -> ElasticError | None:
         """Read the whole payload, whatever is wrong with it, so that the connection stays in step."""
         problem: ElasticError | None = None
-        for copy in copies:
+        for copy, how in zip(copies, codecs, strict=True):
             try:
                 arrival = self._vault.store(copy) if problem is None else None
             except (VaultError, StaleError) as error:
                 problem, arrival = error, None
             if arrival is None:
-                stream.drain(copy.nbytes)
+                drain_blocks(stream, copy.nbytes) if how else stream.drain(copy.nbytes)
                 continue
             hasher = xxhash.xxh3_64()
             incoming.append((arrival, ""))
-            stream.read_into(arrival.buffer, on_chunk=hasher.update)
+            problem = read_copy(stream, arrival.buffer, how, hasher.update)
             incoming[-1] = (arrival, hasher.hexdigest())
         return problem
 

@@ -86,6 +86,7 @@ OURS = (
         None,
         "memory for other nodes' copies on a node, as 2GiB; beyond it they are not kept",
     ),
+    Flag("--compress", "auto", "copies between vaults: auto (compressed where it pays), off or on"),
     Flag("--checkpoint-dir", None, "directory of durable checkpoints (default RUN_DIR/checkpoints)"),
     Flag("--resume", None, "start from this checkpoint; auto: from the newest in --checkpoint-dir, if any"),
     Flag("--domain", "", "failure domain of this node; with --standalone one for each, comma-separated"),

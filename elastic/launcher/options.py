@@ -94,6 +94,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         schedule=args.schedule,
         node_memory_bytes=size("--node-memory", args.node_memory) if args.node_memory else 0,
         vault_memory_bytes=size("--vault-memory", args.vault_memory) if args.vault_memory else 0,
+        compress=args.compress,
         resume=_resume(args.resume, checkpoints),
         max_restarts=whole("--max-restarts", args.max_restarts),
         monitor_interval_s=seconds("--monitor-interval", args.monitor_interval),

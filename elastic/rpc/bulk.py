@@ -1,7 +1,9 @@
 """The vaults' bulk protocol: requests, and the client that agents and workers use.
 
 Frames (`elastic.rpc.frames`) whose header is {"kind": request, "body": fields}; payloads are the copies'
-bytes, one after another. Every request is answered by a `Reply`, whose `error` is empty when all went well.
+bytes, one after another. A copy for which the header names a codec comes in its blocks (`elastic.rpc.blocks`) in place
+of its bytes; the length of the payload and all checksums are those of the raw bytes all the same. Every request is
+answered by a `Reply`, whose `error` is empty when all went well.
 
     Put(copies) + bytes   verified, then kept: all of them or none; the reply is the acknowledgement
     Get(key)              the copy's bytes
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,8 @@ import xxhash
 from elastic.core import codec
 from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
+from elastic.rpc.blocks import CODECS, read_blocks, send_blocks
+from elastic.rpc.compressing import Compressing
 from elastic.rpc.frames import Stream
 
 BUFFER_BYTES = 1 << 20
@@ -33,6 +38,8 @@ BUFFER_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Put:
     copies: tuple[Copy, ...]
+    codecs: tuple[str, ...] = ()
+    """How each copy comes; (): all as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class Reply:
     full: bool = False
     """The error is that there is no room."""
     copies: tuple[Copy, ...] = ()
+    codec: str = ""
+    """How the copy that was asked for comes."""
     path: str = ""
     offset: int = 0
 
@@ -100,9 +109,12 @@ class VaultClient:
         node: str = "",
         timeout_s: float = 10.0,
         pace: Callable[[int], None] | None = None,
+        compressing: Compressing | None = None,
     ) -> None:
-        """`node` is the requester's own; `timeout_s` bounds every wait without progress; `pace` see `Stream`."""
+        """`node` is the requester's own; `timeout_s` bounds every wait without progress; `pace` see `Stream`;
+        `compressing` decides how copies are sent, None: as they are."""
         self.address, self._pace = address, pace
+        self._compressing = compressing or Compressing("off")
         self._where = split_address(address)
         self._node, self._timeout_s = node, timeout_s
         self._stream: Stream | None = None
@@ -115,9 +127,17 @@ class VaultClient:
         Raises StaleError when the vault has been fenced against their epoch, VaultFull when it has no room, VaultError
         for everything else.
         """
+        codecs = tuple(self._compressing.codec(copy, data) for copy, data in bundle)
+        request = Put(tuple(copy for copy, _ in bundle), codecs if any(codecs) else ())
         with self._calling, self._connected() as stream:
-            _ask(stream, Put(tuple(copy for copy, _ in bundle)), tuple(data for _, data in bundle))
+            sent, seconds = 0, -time.perf_counter()
+            with _reason_first():
+                _begin(stream, request, sum(data.nbytes for _, data in bundle))
+                for how, (_, data) in zip(codecs, bundle, strict=True):
+                    nbytes, codec_s = send_copy(stream, data, how)
+                    sent, seconds = sent + nbytes, seconds - codec_s
             _reply(stream)
+            self._compressing.sent(sent, seconds + time.perf_counter())
 
     def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
         """Read `copy` into `out` (of its size; by default a new buffer) and return that, verified.
@@ -127,12 +147,12 @@ class VaultClient:
         data = memoryview(bytearray(copy.nbytes)) if out is None else out
         with self._calling, self._connected() as stream:
             _ask(stream, Get(copy.key))
-            nbytes = _reply(stream)[1]
+            reply, nbytes = _reply(stream)
             if nbytes != copy.nbytes or len(data) != nbytes:
                 raise VaultError(f"{copy.key}: {nbytes} bytes came, {len(data)} of {copy.nbytes} are wanted")
             hasher = xxhash.xxh3_64()
-            stream.read_into(data, hasher.update)
-        if hasher.hexdigest() != copy.checksum:
+            problem = read_copy(stream, data, reply.codec, hasher.update)
+        if problem is not None or hasher.hexdigest() != copy.checksum:
             self.verify(copy)
             raise VaultError(f"{copy.key} from {self.address} does not match its checksum")
         return data
@@ -200,12 +220,42 @@ class VaultClient:
             raise
 
 
-def _ask(stream: Stream, request: Any, payload: Sequence[memoryview] = ()) -> None:
-    header = {"kind": type(request).__name__, "body": codec.encode(request)}
-    with contextlib.suppress(
-        ChannelClosed
-    ):  # a vault that refuses early and closes has left its reason to read
-        stream.send(header, payload)
+def send_copy(stream: Stream, data: memoryview, how: str) -> tuple[int, float]:
+    """Send a copy, as it is ("") or by a codec. Return the bytes sent and the seconds spent on compressing."""
+    if how:
+        return send_blocks(stream, data)
+    stream.write(data)
+    return data.nbytes, 0.0
+
+
+def read_copy(
+    stream: Stream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
+) -> VaultError | None:
+    """Fill `out` with a copy that comes as `how` says; `on_chunk` gets it piece by piece.
+
+    Returns what is wrong with the compressed bytes, which are read to their end all the same. Raises FieldError for a
+    codec that is none.
+    """
+    if how not in CODECS:
+        raise FieldError("codec", how[:80], f"one of {', '.join(filter(None, CODECS))}")
+    if how:
+        return read_blocks(stream, out, on_chunk)
+    stream.read_into(out, on_chunk)
+    return None
+
+
+def _ask(stream: Stream, request: Any) -> None:
+    with _reason_first():
+        _begin(stream, request, 0)
+
+
+def _begin(stream: Stream, request: Any, nbytes: int) -> None:
+    stream.begin({"kind": type(request).__name__, "body": codec.encode(request)}, nbytes)
+
+
+def _reason_first() -> contextlib.AbstractContextManager[None]:
+    """A vault that refuses early and closes has left its reason to read."""
+    return contextlib.suppress(ChannelClosed)
 
 
 def _reply(stream: Stream) -> tuple[Reply, int]:

@@ -52,22 +52,29 @@ class Stream:
 
     def send(self, header: Any, payload: Iterable[memoryview] = ()) -> None:
         """Send one frame; the payload is the concatenation of `payload`, flat byte views."""
+        parts = tuple(payload)
+        self.begin(header, sum(part.nbytes for part in parts))
+        for part in parts:
+            self.write(part)
+
+    def begin(self, header: Any, nbytes: int) -> None:
+        """Send a frame but for its payload of `nbytes`, which `write` then sends."""
         text = json.dumps(header, separators=(",", ":")).encode()
         _limit("header", len(text), MAX_HEADER_BYTES)
-        parts = tuple(payload)
-        nbytes = sum(part.nbytes for part in parts)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
         self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)))
         if self.pace is not None and nbytes:
             self.pace(0)
-        for part in parts:
-            if self.pace is None:
-                self._write(part)
-                continue
-            for start in range(0, part.nbytes, PIECE_BYTES):
-                piece = part[start : start + PIECE_BYTES]
-                self.pace(piece.nbytes)
-                self._write(piece)
+
+    def write(self, part: memoryview) -> None:
+        """Send a part of a payload, flat bytes."""
+        if self.pace is None:
+            self._write(part)
+            return
+        for start in range(0, part.nbytes, PIECE_BYTES):
+            piece = part[start : start + PIECE_BYTES]
+            self.pace(piece.nbytes)
+            self._write(piece)
 
     def receive(self) -> tuple[Any, int]:
         """Return the next frame's header and its payload's bytes, which the caller must read or drain."""

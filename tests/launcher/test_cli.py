@@ -92,6 +92,7 @@ WRONG_FLAGS = [
     (["--backup", "recompute+none"], "--backup"),
     (["--pipelines", "1", "--backup", "stream+replica"], "--backup"),
     (["--vault-memory", "plenty"], "--vault-memory"),
+    (["--compress", "always"], "--compress"),
     (["--link", "fast"], "--link"),
     (["--link", "bandwidth=1"], "--link bandwidth"),
     (["--link", "latency=-1ms"], "--link latency"),

@@ -1,0 +1,114 @@
+"""Copies as compressed blocks on the wire.
+
+A copy of n bytes is sent as ceil(n / BLOCK_BYTES) blocks, each of BLOCK_BYTES of it but for the last one:
+
+    u32  bytes of the block (little-endian) | a Blosc buffer: bit shuffle over 8 bytes, then LZ4
+
+So one block is compressed while the one before it leaves, and neither side holds more than one. Nothing in a block is
+believed: what it unpacks to is known from the copy's size, and the copy's checksum, over the raw bytes, decides.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import blosc
+from blosc.blosc_extension import error as CorruptBuffer
+
+from elastic.errors import FieldError, VaultError
+from elastic.rpc.frames import Stream
+
+BLOSC = "blosc"
+"""Name of the codec, in requests and replies; "" is: as it is."""
+CODECS = ("", BLOSC)
+BLOCK_BYTES = 1 << 20
+_OVERHEAD = 16
+"""Most that a block grows when it cannot be compressed: Blosc's header."""
+_LENGTH = struct.Struct("<I")
+_SIZES = struct.Struct("<4xIII")
+"""Of a Blosc header: raw bytes, block size, compressed bytes."""
+
+blosc.set_nthreads(1)
+blosc.set_releasegil(True)
+
+
+def pack(raw: memoryview) -> bytes:
+    """Compress one block, of at most BLOCK_BYTES."""
+    packed: bytes = blosc.compress(raw, typesize=8, clevel=5, shuffle=blosc.BITSHUFFLE, cname="lz4")
+    return packed
+
+
+def unpack(block: bytes | bytearray, out: memoryview) -> None:
+    """Fill `out` with what `block` holds. Raises VaultError if that is not just as much, or nothing at all."""
+    if len(block) < _OVERHEAD:
+        raise VaultError(f"a compressed block of {len(block)} bytes")
+    nbytes, _, packed = _SIZES.unpack_from(block)
+    if nbytes != len(out) or packed != len(block):
+        raise VaultError(
+            f"a compressed block says {nbytes} bytes in {packed}, not {len(out)} in {len(block)}"
+        )
+    try:
+        raw = blosc.decompress(bytes(block))
+    except CorruptBuffer as error:
+        raise VaultError(f"a compressed block is corrupt: {error}") from error
+    if len(raw) != len(out):
+        raise VaultError(f"a compressed block held {len(raw)} bytes, not {len(out)}")
+    out[:] = raw
+
+
+def send_blocks(stream: Stream, data: memoryview) -> tuple[int, float]:
+    """Send a copy compressed. Return the bytes sent and the seconds spent on compressing."""
+    sent, spent = 0, 0.0
+    for piece in _pieces(data):
+        began = time.perf_counter()
+        block = pack(piece)
+        spent += time.perf_counter() - began
+        stream.write(memoryview(_LENGTH.pack(len(block)) + block))
+        sent += _LENGTH.size + len(block)
+    return sent, spent
+
+
+def read_blocks(
+    stream: Stream, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
+) -> VaultError | None:
+    """Fill `out` with the copy that comes compressed; `on_chunk` gets it piece by piece.
+
+    All its blocks are read, whatever is wrong with what they hold, and the connection stays in step; what was wrong is
+    returned. Raises FieldError for what cannot be the length of a block.
+    """
+    problem: VaultError | None = None
+    for piece in _pieces(out):
+        block = _read_block(stream, len(piece))
+        if problem is None:
+            try:
+                unpack(block, piece)
+            except VaultError as error:
+                problem = error
+            else:
+                if on_chunk is not None:
+                    on_chunk(piece)
+    return problem
+
+
+def drain_blocks(stream: Stream, nbytes: int) -> None:
+    """Read and forget the blocks of a copy of `nbytes`."""
+    for start in range(0, nbytes, BLOCK_BYTES):
+        _read_block(stream, min(BLOCK_BYTES, nbytes - start))
+
+
+def _read_block(stream: Stream, raw: int) -> bytearray:
+    head = bytearray(_LENGTH.size)
+    stream.read_into(memoryview(head))
+    (length,) = _LENGTH.unpack(head)
+    if length > raw + _OVERHEAD:
+        raise FieldError("compressed block bytes", length, f"at most {raw + _OVERHEAD} hold {raw} bytes")
+    block = bytearray(length)
+    stream.read_into(memoryview(block))
+    return block
+
+
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(data), BLOCK_BYTES):
+        yield data[start : start + BLOCK_BYTES]
