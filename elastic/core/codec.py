@@ -18,10 +18,13 @@ from typing import Any, TypeVar
 from elastic.errors import FieldError
 
 T = TypeVar("T")
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def encode(value: Any) -> Any:
     """Return `value` as JSON-compatible data. Sets become sorted lists; fields at their default are kept."""
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (frozenset, set)):
@@ -68,7 +71,7 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
 
 
 def _decode(kind: Any, data: Any, path: str) -> Any:
-    if kind is Any:
+    if kind is Any or (type(data) is kind and kind in _PLAIN):
         return data
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):

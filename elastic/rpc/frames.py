@@ -25,10 +25,13 @@ from elastic.errors import ChannelClosed, FieldError
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
-CHUNK_BYTES = 2 << 20
-"""Read at a time: so small that a checksum of what just came is computed from the cache."""
+LEAST_CHUNK_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20
+"""Read at a time, a quarter of the whole between these: so small that a checksum of what just came is computed from the
+cache, and while the rest is under way."""
 PIECE_BYTES = 64 << 10
 """Sent at a time on a link that is shaped."""
+_MORE = getattr(socket, "MSG_MORE", 0)
+"""A header waits in the kernel for the payload behind it: one packet, and the reader wakes up once."""
 _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 
 KINDS: dict[str, type] = {
@@ -62,7 +65,8 @@ class Stream:
         text = json.dumps(header, separators=(",", ":")).encode()
         _limit("header", len(text), MAX_HEADER_BYTES)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
-        self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)))
+        more = _MORE if nbytes and self.pace is None else 0
+        self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)), more)
         if self.pace is not None and nbytes:
             self.pace(0)
 
@@ -80,8 +84,8 @@ class Stream:
         """Return the next frame's header and its payload's bytes, which the caller must read or drain."""
         (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
         _limit("header", length, MAX_HEADER_BYTES)
-        text = self._exactly(length)
-        (nbytes,) = _PAYLOAD.unpack(self._exactly(_PAYLOAD.size))
+        rest = self._exactly(length + _PAYLOAD.size)
+        text, (nbytes,) = rest[:length], _PAYLOAD.unpack_from(rest, length)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
         try:
             return json.loads(text), nbytes
@@ -90,11 +94,11 @@ class Stream:
 
     def read_into(self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None) -> None:
         """Fill `out` (flat bytes). `on_chunk` gets every piece as it comes."""
-        position = 0
+        position, chunk = 0, min(max(LEAST_CHUNK_BYTES, len(out) // 4), CHUNK_BYTES)
         with _closing_errors():
             self._sock.settimeout(self.timeout_s)
             while position < len(out):
-                count = self._sock.recv_into(out[position : position + CHUNK_BYTES])
+                count = self._sock.recv_into(out[position : position + chunk])
                 if count == 0:
                     raise ChannelClosed("the other side closed the connection")
                 if on_chunk is not None:
@@ -121,12 +125,12 @@ class Stream:
         self.read_into(memoryview(data))
         return data
 
-    def _write(self, data: memoryview) -> None:
+    def _write(self, data: memoryview, flags: int = 0) -> None:
         """Send all of `data`; chunked, because the socket's timeout bounds a whole `sendall`."""
         with _closing_errors():
             self._sock.settimeout(self.timeout_s)
             for start in range(0, len(data), 8 * CHUNK_BYTES):
-                self._sock.sendall(data[start : start + 8 * CHUNK_BYTES])
+                self._sock.sendall(data[start : start + 8 * CHUNK_BYTES], flags)
 
 
 class Channel:

@@ -1,0 +1,142 @@
+"""One vault sending copies to another against a plain socket: `python -m benchmarks.vault_transport [--quick]`.
+
+Both go to a second process over loopback with the same socket options. The vault's way is the real one: `VaultClient`,
+`VaultServer`, checksums, slots in shared memory, one acknowledgement a copy. The plain way is `sendall`, `recv_into` a
+buffer that is there already, and one byte back; nothing is checked. They take turns, the first of each pair alternating;
+the ratio is the median over pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+from benchmarks.results import Row, save
+from benchmarks.vault import MIB, describe, memory_directory, timed
+from elastic.agent.vault import Vault
+from elastic.agent.vault_server import VaultServer
+from elastic.core.types import Copy
+from elastic.rpc.bulk import VaultClient, tune
+from elastic.store.slots import Slot
+
+TARGET = 0.8
+WARM = 4
+"""Turns before the first that counts: connections stand, slots are made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    sizes: tuple[int, ...] = (MIB, 16 * MIB, 64 * MIB)
+    turns: int = 21
+    turn_bytes: int = 32 * MIB
+    """Sent in a turn at least: several small copies, one after the other."""
+
+
+QUICK = Setting(sizes=(MIB // 4, MIB), turns=2, turn_bytes=MIB)
+
+
+def serve(directory: str, largest: int, pipe: Connection) -> None:
+    """The other node: a vault with its server, and a plain socket."""
+    server = VaultServer(Vault("b", Path(directory))).start()
+    plain = socket.create_server(("127.0.0.1", 0))
+    pipe.send((server.address, plain.getsockname()[1]))
+    sock, _ = plain.accept()
+    tune(sock)
+    buffer = memoryview(bytearray(largest))
+    while size := int.from_bytes(sock.recv(8), "little"):
+        position = 0
+        while position < size:
+            position += sock.recv_into(buffer[position:size])
+        sock.sendall(b"k")
+
+
+def put_all(client: VaultClient, copies: list[Copy], data: memoryview) -> None:
+    for copy in copies:
+        client.put([(copy, data)])
+
+
+def send_all(sock: socket.socket, times: int, data: memoryview) -> None:
+    for _ in range(times):
+        sock.sendall(data.nbytes.to_bytes(8, "little"))
+        sock.sendall(data)
+        sock.recv(1)
+
+
+def measure(client: VaultClient, plain: socket.socket, data: memoryview, setting: Setting) -> list[Row]:
+    """Rows for copies of the size of `data`."""
+    times = max(1, setting.turn_bytes // data.nbytes)
+    first = describe(data, 1)
+    pairs: list[tuple[float, float]] = []
+    for turn in range(WARM + setting.turns):
+        numbers = range(1 + turn * times, 1 + (turn + 1) * times)
+        copies = [_next(first, number) for number in numbers]
+        ways: list[Callable[[], None]] = [
+            lambda c=copies: put_all(client, c, data),  # type: ignore[misc]
+            lambda: send_all(plain, times, data),
+        ]
+        if turn % 2:
+            bare, ours = timed(ways[1]), timed(ways[0])
+        else:
+            ours, bare = timed(ways[0]), timed(ways[1])
+        if turn >= WARM:
+            pairs.append((ours, bare))
+    name, sent = f"copies of {data.nbytes / MIB:g} MiB", times * data.nbytes / MIB
+    return [
+        Row(f"{name}: vault", sent / median(o for o, _ in pairs), "MiB/s", None, "higher"),
+        Row(f"{name}: plain socket", sent / median(b for _, b in pairs), "MiB/s", None, "higher"),
+        Row(f"{name}: vault / plain socket", median(b / o for o, b in pairs), "x", TARGET, "higher"),
+    ]
+
+
+def _next(copy: Copy, sequence: int) -> Copy:
+    """The same bytes as a newer copy: the older ones give way, and their slots are used again."""
+    return replace(copy, sequence=sequence, step=sequence)
+
+
+def rows(setting: Setting) -> list[Row]:
+    directory = memory_directory()
+    context = multiprocessing.get_context("spawn")
+    pipe, there = context.Pipe()
+    process = context.Process(
+        target=serve, args=(str(directory / "b"), max(setting.sizes), there), daemon=True
+    )
+    process.start()
+    try:
+        address, port = pipe.recv()
+        client = VaultClient(address, node="a")
+        plain = tune(socket.create_connection(("127.0.0.1", port)))
+        out: list[Row] = []
+        for layer, size in enumerate(setting.sizes):
+            slot = Slot(directory / f"worker-{layer}.slot", size)
+            slot.view(size)[:] = os.urandom(size)
+            out += measure(client, plain, slot.view(size), setting)
+        plain.sendall(bytes(8))
+        plain.close()
+        client.close()
+        return out
+    finally:
+        process.terminate()
+        process.join()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="small copies, few turns; nothing is written")
+    if parser.parse_args().quick:
+        for row in rows(QUICK):
+            print(f"{row.metric}: {row.value:.4g} {row.unit}")
+    else:
+        save("vault_transport", rows(Setting()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""The benchmark of the vaults' transport, a small part of it."""
+
+from __future__ import annotations
+
+import math
+
+from benchmarks.vault_transport import QUICK, rows
+
+
+def test_a_small_part_of_everything() -> None:
+    """How fast is not for a test to say."""
+    found = rows(QUICK)
+    assert len(found) == 3 * len(QUICK.sizes)
+    assert all(math.isfinite(row.value) and row.value > 0 for row in found)
