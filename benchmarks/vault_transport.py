@@ -2,8 +2,8 @@
 
 Both go to a second process over loopback with the same socket options. The vault's way is the real one: `VaultClient`,
 `VaultServer`, checksums, slots in shared memory, one acknowledgement a copy. The plain way is `sendall`, `recv_into` a
-buffer that is there already, and one byte back; nothing is checked. They take turns, the first of each pair alternating;
-the ratio is the median over pairs.
+buffer that is there already, and one byte back; nothing is checked. They take turns, the first of each pair
+alternating; the ratio is the median over pairs.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.core.messages import LocalCopy
 from elastic.core.types import GRADIENT, Copy
-from elastic.errors import StaleError, VaultError, VaultFull
+from elastic.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
 
 KEPT_STEPS = 2
@@ -97,7 +97,7 @@ class Vault:
         copy that is dropped because it does not match its checksum; from any thread."""
         self._on_corrupt = on_corrupt
         self.node, self.directory = node, Path(directory)
-        self._lock = threading.RLock()
+        self._lock, self._arriving = threading.RLock(), threading.Lock()
         self._pool = SlotPool(self.directory, "vault-", fallback, limit)
         self._entries: dict[str, _Entry] = {}
         self._groups: dict[_Group, set[str]] = {}
@@ -135,6 +135,20 @@ class Vault:
                     raise
                 slot = self._pool.take(copy.nbytes)
             return Incoming(self, copy, slot, trusted)
+
+    def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
+        """`store` for all or none. Never waits for room, and one bundle after the other takes its: two that come at
+        once cannot both fail for what the other has taken so far."""
+        made: list[Incoming] = []
+        with self._arriving:
+            try:
+                for copy in copies:
+                    made.append(self.store(copy))
+            except ElasticError:
+                for incoming in made:
+                    incoming.abort()
+                raise
+        return made
 
     def fence(self, epoch: int) -> None:
         """From now on refuse arriving copies of epochs below `epoch`, also those half arrived."""

@@ -176,39 +176,33 @@ class VaultServer:
             raise FieldError(
                 "codecs", str(codecs)[:80], f"{len(copies)} of {', '.join(filter(None, CODECS))}"
             )
-        incoming: list[tuple[Incoming, str]] = []
+        incoming, error = self._reserve(copies)
         try:
-            error = self._receive(stream, copies, codecs, incoming)
+            if request.ask:
+                stream.send(codec.encode(_answer_of(error)))
+                if error is not None:
+                    return
+            digests = []
+            for number, (copy, how) in enumerate(zip(copies, codecs, strict=True)):
+                if error is None:
+                    hasher = xxhash.xxh3_64()
+                    error = read_copy(stream, incoming[number].buffer, how, hasher.update)
+                    digests.append(hasher.hexdigest())
+                else:  # what is left of the payload, so that the connection stays in step
+                    drain_blocks(stream, copy.nbytes) if how else stream.drain(copy.nbytes)
             if error is None:
-                error = self._commit(incoming)
+                error = self._commit(list(zip(incoming, digests, strict=True)))
         finally:
-            for arrival, _ in incoming:
+            for arrival in incoming:
                 arrival.abort()
-        reply = Reply() if error is None else _refusal(error)
-        stream.send(codec.encode(reply))
+        stream.send(codec.encode(_answer_of(error)))
 
-    def _receive(
-        self,
-        stream: Stream,
-        copies: tuple[Copy, ...],
-        codecs: tuple[str, ...],
-        incoming: list[tuple[Incoming, str]],
-    ) -> ElasticError | None:
-        """Read the whole payload, whatever is wrong with it, so that the connection stays in step."""
-        problem: ElasticError | None = None
-        for copy, how in zip(copies, codecs, strict=True):
-            try:
-                arrival = self._vault.store(copy) if problem is None else None
-            except (VaultError, StaleError) as error:
-                problem, arrival = error, None
-            if arrival is None:
-                drain_blocks(stream, copy.nbytes) if how else stream.drain(copy.nbytes)
-                continue
-            hasher = xxhash.xxh3_64()
-            incoming.append((arrival, ""))
-            problem = read_copy(stream, arrival.buffer, how, hasher.update)
-            incoming[-1] = (arrival, hasher.hexdigest())
-        return problem
+    def _reserve(self, copies: tuple[Copy, ...]) -> tuple[list[Incoming], ElasticError | None]:
+        """Room for all copies before the first byte, or why there is none."""
+        try:
+            return self._vault.store_all(copies), None
+        except (VaultError, StaleError) as error:
+            return [], error
 
     def _commit(self, incoming: list[tuple[Incoming, str]]) -> ElasticError | None:
         try:
@@ -219,6 +213,10 @@ class VaultServer:
         except (VaultError, StaleError) as error:
             return error
         return None
+
+
+def _answer_of(error: ElasticError | None) -> Reply:
+    return Reply() if error is None else _refusal(error)
 
 
 def _refusal(error: ElasticError) -> Reply:

@@ -12,6 +12,7 @@ from pathlib import Path
 from elastic.config import JobConfig
 from elastic.errors import FieldError
 from elastic.launcher.options import LOOPBACK, Request
+from elastic.store.slots import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
 """What stays in place when a run directory is used again."""
@@ -41,6 +42,7 @@ class RunDir:
     def close(self) -> None:
         """Remove what lies in memory and let go of the directory."""
         shutil.rmtree(self._memory, ignore_errors=True)
+        remove_fallbacks(self._memory)
         for lock in (self._memory_lock, self._lock):
             if lock is not None:
                 os.close(lock)

@@ -5,7 +5,8 @@ bytes, one after another. A copy for which the header names a codec comes in its
 of its bytes; the length of the payload and all checksums are those of the raw bytes all the same. Every request is
 answered by a `Reply`, whose `error` is empty when all went well.
 
-    Put(copies) + bytes   verified, then kept: all of them or none; the reply is the acknowledgement
+    Put(copies) + bytes   verified, then kept: all of them or none; the reply is the acknowledgement. Large bundles
+                          `ask` between header and bytes: an error is then the only reply, and no bytes follow
     Get(key)              the copy's bytes
     Locate(key, node)     where the copy lies in shared memory; only for requesters on the vault's own node
     Inventory()           all whole copies
@@ -40,6 +41,8 @@ class Put:
     copies: tuple[Copy, ...]
     codecs: tuple[str, ...] = ()
     """How each copy comes; (): all as they are."""
+    ask: bool = False
+    """The payload waits for a first reply: whether there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,10 @@ class Reply:
 
 
 REQUESTS: dict[str, type] = {kind.__name__: kind for kind in (Put, Get, Locate, Inventory, Verify)}
+
+
+ASK_BYTES = 4 << 20
+"""Bundles from this size on ask for room before they are sent."""
 
 
 def tune(sock: socket.socket) -> socket.socket:
@@ -128,11 +135,16 @@ class VaultClient:
         for everything else.
         """
         codecs = tuple(self._compressing.codec(copy, data) for copy, data in bundle)
-        request = Put(tuple(copy for copy, _ in bundle), codecs if any(codecs) else ())
+        total = sum(data.nbytes for _, data in bundle)
+        copies = tuple(copy for copy, _ in bundle)
+        request = Put(copies, codecs if any(codecs) else (), ask=total >= ASK_BYTES)
         with self._calling, self._connected() as stream:
+            with _reason_first():
+                _begin(stream, request, total, waits=request.ask)
+            if request.ask:
+                _reply(stream)
             sent, seconds = 0, -time.perf_counter()
             with _reason_first():
-                _begin(stream, request, sum(data.nbytes for _, data in bundle))
                 for how, (_, data) in zip(codecs, bundle, strict=True):
                     nbytes, codec_s = send_copy(stream, data, how)
                     sent, seconds = sent + nbytes, seconds - codec_s
@@ -249,8 +261,8 @@ def _ask(stream: Stream, request: Any) -> None:
         _begin(stream, request, 0)
 
 
-def _begin(stream: Stream, request: Any, nbytes: int) -> None:
-    stream.begin({"kind": type(request).__name__, "body": codec.encode(request)}, nbytes)
+def _begin(stream: Stream, request: Any, nbytes: int, waits: bool = False) -> None:
+    stream.begin({"kind": type(request).__name__, "body": codec.encode(request)}, nbytes, waits)
 
 
 def _reason_first() -> contextlib.AbstractContextManager[None]:

@@ -60,12 +60,12 @@ class Stream:
         for part in parts:
             self.write(part)
 
-    def begin(self, header: Any, nbytes: int) -> None:
-        """Send a frame but for its payload of `nbytes`, which `write` then sends."""
+    def begin(self, header: Any, nbytes: int, waits: bool = False) -> None:
+        """Send a frame but for its payload of `nbytes`, which `write` then sends; `waits`: not at once."""
         text = json.dumps(header, separators=(",", ":")).encode()
         _limit("header", len(text), MAX_HEADER_BYTES)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
-        more = _MORE if nbytes and self.pace is None else 0
+        more = _MORE if nbytes and self.pace is None and not waits else 0
         self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)), more)
         if self.pace is not None and nbytes:
             self.pace(0)

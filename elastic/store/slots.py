@@ -16,8 +16,11 @@ A slot that its writer has set aside belongs to the vault, which hands it back b
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import mmap
 import os
+import shutil
 import struct
 import tempfile
 import time
@@ -29,6 +32,8 @@ from elastic.errors import VaultError, VaultFull
 
 DATA_OFFSET = 64
 MAGIC = b"elslot1\0"
+NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
+"""Errors that say that memory or disk is full; all others are faults."""
 _HEADER = struct.Struct("<8sQQQ")
 
 
@@ -40,6 +45,18 @@ def checksum(data: memoryview | bytes | bytearray) -> str:
 def slot_prefix(pid: int) -> str:
     """Start of the file names of a worker's slots."""
     return f"worker-{pid}-"
+
+
+def fallback_of(directory: Path) -> Path:
+    """Where slots go when `directory` is full: a place on disk for this directory, so for this node and job, alone."""
+    return Path(tempfile.gettempdir()) / "+".join(directory.absolute().parts[1:])
+
+
+def remove_fallbacks(directory: Path) -> None:
+    """Remove what lies in the fallbacks of all directories in `directory`."""
+    name = glob.escape(fallback_of(directory).name)
+    for path in Path(tempfile.gettempdir()).glob(f"{name}+*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Slot:
@@ -124,14 +141,15 @@ class SlotPool:
         limit."""
         self.limit = limit
         self.directory = directory
-        self._fallback = fallback or Path(tempfile.gettempdir()) / "-".join(directory.absolute().parts[-2:])
+        self._fallback = fallback or fallback_of(directory)
         self._prefix, self._made = f"{prefix}{time.monotonic_ns():x}-", 0
         self._free: list[Slot] = []
         self.allocated_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
 
     def take(self, nbytes: int) -> Slot:
-        """A slot with room for `nbytes`, marked as being written. Raises VaultFull when memory is short."""
+        """A slot with room for `nbytes`, marked as being written. Raises VaultFull when memory is short, VaultError
+        when no slot can be made for another reason."""
         fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
         if fitting:
             slot = min(fitting, key=lambda s: s.capacity)
@@ -169,17 +187,19 @@ class SlotPool:
             raise VaultFull(f"no room for a copy of {nbytes} bytes: {used} (--vault-memory)")
         self._made += 1
         name = f"{self._prefix}{self._made}.slot"
-        problems = []
+        problems, full = [], False
         for directory in (self.directory, self._fallback):
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 slot = Slot(directory / name, nbytes)
             except OSError as error:
                 problems.append(f"{directory}: {error.strerror or error}")
+                full = full or error.errno in NO_ROOM
                 continue
             self.allocated_bytes += slot.capacity
             return slot
-        raise VaultFull(f"no room for a copy of {nbytes} bytes ({'; '.join(problems)})")
+        why = f"for a copy of {nbytes} bytes ({'; '.join(problems)})"
+        raise VaultFull(f"no room {why}") if full else VaultError(f"no slot can be made {why}")
 
 
 def _field(data: mmap.mmap, offset: int) -> int:

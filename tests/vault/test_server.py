@@ -198,6 +198,10 @@ def test_a_client_that_dies_in_the_middle_leaves_nothing(vault: Vault, server: V
     sent = threading.Thread(target=lambda: _send_half(stream, header, data), daemon=True)
     sent.start()
     sent.join(5)
+    for _ in range(500):
+        if vault.allocated_bytes:
+            break
+        time.sleep(0.01)
     stream.close()
     server.close()  # waits for the connection's thread
     assert vault.inventory() == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import VaultError, VaultFull
-from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader
+from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, fallback_of, remove_fallbacks
 
 
 def test_a_slot_shows_its_copy_only_when_finished(tmp_path: Path) -> None:
@@ -99,8 +100,63 @@ def test_pool_falls_back_and_then_says_what_is_short(tmp_path: Path) -> None:
     full.write_text("not a directory, as a full one refuses files")
     slot = pool.take(100)
     assert slot.path.parent == spare
-    with pytest.raises(VaultError, match=r"no room for a copy of 4611686018427387904 bytes .*spare"):
+    with pytest.raises(VaultError, match=r"for a copy of 4611686018427387904 bytes .*spare"):
         pool.take(1 << 62)
+
+
+@pytest.mark.parametrize(
+    ("number", "full"),
+    [
+        (errno.ENOSPC, True),
+        (errno.ENOMEM, True),
+        (errno.EDQUOT, True),
+        (errno.EMFILE, False),
+        (errno.EIO, False),
+        (errno.EACCES, False),
+    ],
+    ids=lambda value: errno.errorcode.get(value, str(value)),
+)
+def test_only_what_says_so_is_full(
+    number: int, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    pool = SlotPool(tmp_path / "slots", "x-", tmp_path / "spare")
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(VaultError, match=os.strerror(number)) as found:
+        pool.take(100)
+    assert isinstance(found.value, VaultFull) is full
+    assert list(tmp_path.rglob("*.slot")) == [] and pool.allocated_bytes == 0
+    monkeypatch.undo()
+    assert pool.take(100).path.exists(), "a passing fault leaves the pool usable"
+
+
+def test_a_full_memory_and_a_broken_disk_are_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter((errno.ENOSPC, errno.EIO))
+
+    def refuse(*_: object) -> None:
+        raise OSError(next(numbers), "no")
+
+    pool = SlotPool(tmp_path / "slots", "x-", tmp_path / "spare")
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(VaultFull):
+        pool.take(100)
+
+
+def test_jobs_do_not_share_their_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    jobs = [tmp_path / "shm" / f"elastic-{job}" for job in ("1", "1-1", "2")]
+    vaults = [job / "node0" / "vault" for job in jobs]
+    places = [fallback_of(vault) for vault in vaults]
+    assert len(set(places)) == 3 and {place.parent for place in places} == {tmp_path / "tmp"}
+    for vault in vaults:
+        pool = SlotPool(vault, "x-")
+        vault.rmdir()
+        vault.write_text("full")
+        assert pool.take(100).path.parent == fallback_of(vault)
+    remove_fallbacks(jobs[0])
+    assert [place.exists() for place in places] == [False, True, True]
 
 
 def test_a_limit_holds_and_free_slots_make_room(tmp_path: Path) -> None:
