@@ -18,6 +18,7 @@ from elastic.core.recovery import replayed, solve
 from elastic.core.types import (
     GRADIENT,
     STATE,
+    UPDATE,
     Assignment,
     Copy,
     JobSpec,
@@ -27,10 +28,11 @@ from elastic.core.types import (
     StepRecord,
 )
 from elastic.planning.plan import validate_plan
+from elastic.planning.schemes import State, state_of
 from elastic.planning.search import PlanRequest, make_plan
 from tests.core.proof import Vault, check_assignment
 
-STATE_BYTES, GRADIENT_BYTES = 24, 8
+STATE_BYTES, GRADIENT_BYTES, UPDATE_BYTES = 24, 8, 4
 
 
 def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tied: bool = False) -> JobSpec:
@@ -63,6 +65,8 @@ class Worker:
     unprotected: int = -1
     """Bundles still to be acknowledged before what the epoch began with is protected; -1: not entered."""
     passed: bool = False
+    updated: int = -1
+    """Step whose update it has begun."""
     record: StepRecord | None = None
 
     @property
@@ -199,15 +203,18 @@ class Job:
                 assert total == want, f"layer {layer} shard {shard}: {total}"
 
     def update(self, worker: Worker) -> None:
-        """Update one layer; after the last one publish the states."""
+        """Update one layer; before the first one publish what all take, after the last one the states."""
         step = worker.step
+        if self.state.updates and worker.updated != step:
+            self.announce(worker, self.update_copies(worker), True)
+        worker.updated = step
         layer = min(la for la, version in worker.version.items() if version == step)
         worker.version[layer] += 1
         worker.gradient[layer] = Counter()
         if worker.step > step:
             worker.passed = False
             worker.started, worker.backward, worker.published = set(), set(), 0
-            self.publish_states(worker)
+            self.publish_states(worker, max(self.state.every, 1))
 
     def publish_gradients(self, worker: Worker) -> None:
         worker.published += 1
@@ -222,9 +229,13 @@ class Job:
         self.announce(worker, self.gradient_copies(worker), self.plan_of.gradients == "stream")
         worker.unprotected = len(worker.queue)
 
-    def publish_states(self, worker: Worker) -> None:
+    def publish_states(self, worker: Worker, every: int = 1) -> None:
+        """To the peer those of the layers whose turn it is."""
         if self.plan_of.state != "none":
-            self.announce(worker, self.state_copies(worker), self.plan_of.state == "snapshot")
+            copies = self.state_copies(worker)
+            away = [(c, inside) for c, inside in copies if (c.step + c.layer) % every == 0]
+            self.announce(worker, [pair for pair in copies if pair not in away], False)
+            self.announce(worker, away, self.state.away)
 
     def deliver(self, worker: Worker) -> None:
         """One more copy is whole at the peer."""
@@ -250,6 +261,12 @@ class Job:
             for layer, version in worker.version.items()
         ]
 
+    def update_copies(self, worker: Worker) -> list[tuple[Copy, Any]]:
+        return [
+            (self.copy(worker, UPDATE, layer, version, frozenset()), version)
+            for layer, version in worker.version.items()
+        ]
+
     def gradient_copies(self, worker: Worker) -> list[tuple[Copy, Any]]:
         return [
             (self.copy(worker, GRADIENT, layer, worker.version[layer], frozenset(total)), Counter(total))
@@ -268,7 +285,7 @@ class Job:
             epoch=self.epoch,
             owner=worker.node,
             sequence=self.sequence,
-            nbytes=STATE_BYTES if kind == STATE else GRADIENT_BYTES,
+            nbytes=STATE_BYTES if kind == STATE else UPDATE_BYTES if kind == UPDATE else GRADIENT_BYTES,
             checksum="",
             microbatches=indices,
             losses=tuple((i, float(i)) for i in sorted(indices)) if last else (),
@@ -284,6 +301,10 @@ class Job:
     def plan_of(self) -> Plan:
         assert self.plan is not None
         return self.plan
+
+    @property
+    def state(self) -> State:
+        return state_of(self.plan_of.state)
 
     def first_of(self, pipeline: int, stage: int) -> Worker | None:
         return next((w for w in self.workers if (w.pipeline, w.stage) == (pipeline, stage)), None)
