@@ -95,7 +95,8 @@ def test_what_is_lost_is_what_the_scheme_promises(gradients: str, most: int, tmp
 def test_states_are_made_again_from_what_updates_took(
     backup: str, pipelines: str, phase: str, tmp_path: Path
 ) -> None:
-    """The layers of node 1 were whole at the peer at version 0, 4 or 5 alone; three updates and more lead on."""
+    """Since the beginning not all layers of node 1 had their turn to go to the peer whole: three updates and more
+    lead on from there."""
     run = run_with(tmp_path, backup, pipelines, *faults(f"kill node=1 step=3 {phase}"))
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
