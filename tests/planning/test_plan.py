@@ -54,7 +54,7 @@ plans = st.builds(
     spares=st.lists(names, max_size=3).map(tuple),
     peers=st.lists(st.tuples(names, names), max_size=3).map(tuple),
     gradients=st.sampled_from(["stream", "stream:4", "recompute", "none"]),
-    state=st.sampled_from(["snapshot", "replica", "none"]),
+    state=st.sampled_from(["snapshot", "replica", "replay", "replay:12", "none"]),
     reason=st.text(max_size=40),
 )
 
