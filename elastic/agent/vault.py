@@ -7,28 +7,22 @@ of the index. So the last whole copy is never overwritten by one that is not.
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
-Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
-Of gradients the two newest: TP ranks are backed up one by one, and only a ledger that all have is of use.
-Whole epochs go by `trim`.
+What is kept and what makes room is in `elastic.agent.retention`. Whole epochs go by `trim`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elastic.agent.retention import Group, group_of, spare, superseded
 from elastic.core.messages import LocalCopy
-from elastic.core.types import GRADIENT, Copy
+from elastic.core.types import STATE, UPDATE, Copy
 from elastic.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
-
-KEPT_STEPS = 2
-KEPT_GRADIENTS = 2
-
-_Group = tuple[str, int, int, str, int]
 
 
 @dataclass(slots=True)
@@ -100,7 +94,7 @@ class Vault:
         self._lock, self._arriving = threading.RLock(), threading.Lock()
         self._pool = SlotPool(self.directory, "vault-", fallback, limit)
         self._entries: dict[str, _Entry] = {}
-        self._groups: dict[_Group, set[str]] = {}
+        self._groups: dict[Group, set[str]] = {}
         self._places: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
         self._gone: set[tuple[Path, str]] = set()
@@ -287,8 +281,8 @@ class Vault:
         with self._lock:
             indexed = {key for keys in self._groups.values() for key in keys}
             assert indexed == set(self._entries), "groups and entries disagree"
-            groups = [[self._entries[key].copy for key in keys] for keys in self._groups.values()]
-            assert all(group and not _superseded(group) for group in groups), "retention is broken"
+            kept = all(keys and not self._given_up(group) for group, keys in self._groups.items())
+            assert kept, "retention is broken"
             places = {entry.path: key for key, entry in self._entries.items()}
             assert places == self._places, "places and entries disagree"
         return bad
@@ -322,17 +316,10 @@ class Vault:
             self._pool.give(slot)
 
     def _make_room(self, copy: Copy) -> bool:
-        """Drop all but the newest of what was kept of the same (kind, layer, shard, owner); whether there was any."""
-        kin = (copy.kind, copy.layer, copy.shard, copy.owner)
-        same = [
-            entry
-            for entry in self._entries.values()
-            if isinstance(entry.slot, Slot) and (entry.copy.kind, *_group(entry.copy)[1:4]) == kin
-        ]
-        same.sort(key=lambda entry: (entry.copy.step, *_age(entry.copy)))
-        for entry in same[:-1]:
-            self._drop(entry)
-        return len(same) > 1
+        """Drop what is most dispensable of what came from elsewhere; whether there was any."""
+        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, Slot)], copy)
+        self._drop_all(found)
+        return bool(found)
 
     def _insert(self, entry: _Entry) -> None:
         """Apply retention, in which the new entry itself may lose against newer ones."""
@@ -340,12 +327,23 @@ class Vault:
         if copy.key in self._entries:
             self._drop(self._entries[copy.key])
         self._entries[copy.key], self._places[entry.path] = entry, copy.key
-        self._groups.setdefault(_group(copy), set()).add(copy.key)
-        entries = [self._entries[key] for key in self._groups[_group(copy)]]
-        for torn in [e for e in entries if not e.whole]:
+        self._groups.setdefault(group_of(copy), set()).add(copy.key)
+        for torn in [e for e in (self._entries[k] for k in self._groups[group_of(copy)]) if not e.whole]:
             self._drop(torn)
-        for copy in _superseded([e.copy for e in entries if not e.dropped]):
-            self._drop(self._entries[copy.key])
+        self._drop_all(self._given_up(group_of(copy)))
+        if copy.kind == STATE:
+            self._drop_all(self._given_up((UPDATE, *group_of(copy)[1:])))
+
+    def _given_up(self, group: Group) -> list[Copy]:
+        """What retention gives up of a group, as things are."""
+        copies = [self._entries[key].copy for key in self._groups.get(group, ())]
+        states = self._groups.get((STATE, *group[1:]), ()) if group[0] == UPDATE else ()
+        return superseded(copies, [self._entries[key].copy.step for key in states])
+
+    def _drop_all(self, copies: Iterable[Copy]) -> None:
+        """Drop those that are still there."""
+        for entry in [self._entries[copy.key] for copy in copies if copy.key in self._entries]:
+            self._drop(entry)
 
     def _find(self, key: str) -> _Entry:
         entry = self._entries.get(key)
@@ -356,14 +354,18 @@ class Vault:
         return entry
 
     def _drop(self, entry: _Entry) -> None:
-        copy = entry.copy
+        """Once; with a state go the updates that are of no more use."""
+        copy, group = entry.copy, group_of(entry.copy)
+        if entry.dropped:
+            return
         del self._entries[copy.key], self._places[entry.path]
-        keys = self._groups[_group(copy)]
-        keys.discard(copy.key)
-        if not keys:
-            del self._groups[_group(copy)]
+        self._groups[group].discard(copy.key)
+        if not self._groups[group]:
+            del self._groups[group]
         entry.dropped = True
         self._release(entry)
+        if copy.kind == STATE:
+            self._drop_all(self._given_up((UPDATE, *group[1:])))
 
     def _release(self, entry: _Entry) -> None:
         """Give the room of a dropped entry back once nobody reads it."""
@@ -380,21 +382,3 @@ class Vault:
             raise VaultError(f"{local.path}+{local.offset} does not hold {local.copy.key}")
         self._readers[local.path] = reader
         return reader
-
-
-def _group(copy: Copy) -> _Group:
-    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch
-
-
-def _superseded(copies: list[Copy]) -> list[Copy]:
-    """Copies of one group that retention gives up."""
-    steps = sorted({copy.step for copy in copies})[-KEPT_STEPS:]
-    kept: list[Copy] = []
-    for step in steps:
-        mine = sorted((c for c in copies if c.step == step), key=_age)
-        kept += mine[-KEPT_GRADIENTS if mine[0].kind == GRADIENT else -1 :]
-    return [copy for copy in copies if copy not in kept]
-
-
-def _age(copy: Copy) -> tuple[int, int]:
-    return len(copy.microbatches), copy.sequence

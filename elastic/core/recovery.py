@@ -4,8 +4,10 @@ recovery.
 A (layer, TP rank) can be brought to version v if
 
 - a copy of its state of version v exists in a living vault; or
-- a copy of version v-1, gradients of step v-1 that together hold every micro-batch exactly once, and the
-  record of step v-1 (which exists only if the commit of step v-1 happened); or
+- a copy of an older version s and what the updates of steps s to v-1 took, all made by one owner in one epoch
+  (`elastic.core.chains`); or
+- version v-1, had in one of these ways, gradients of step v-1 that together hold every micro-batch exactly
+  once, and the record of step v-1 (which exists only if the commit of step v-1 happened); or
 - the durable checkpoint is of version v; or
 - v is 0 and nothing was ever trained: it is initialised.
 
@@ -123,13 +125,15 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     if source == "memory" and any(recipe.state and node in lost_nodes for node, recipe in recipes):
         source = "shared memory"
     replays = sum(bool(recipe.replay) for _, recipe in recipes)
+    longest = max((len(recipe.updates) for _, recipe in recipes), default=0)
+    made = f" and up to {longest} updates" if longest else ""
     todo = frozenset(index for share in assignment.todo for index in share)
     gone = sorted(
         {layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers}
     )
     text = (
         f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
-        f"step {assignment.step}, state from {source}, {len(moved)} of {plan.n_layers} layers move, "
+        f"step {assignment.step}, state from {source}{made}, {len(moved)} of {plan.n_layers} layers move, "
         f"{network} bytes over the network, {len(todo)} of {plan.n_microbatches} micro-batches to run"
     )
     return Outcome(assignment.step, network, moved, source, replays, todo, text)

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.ledger import to_mask
-from elastic.core.types import REDUCED, STATE, Copy, Plan
+from elastic.core.types import REDUCED, STATE, UPDATE, Copy, Plan
 
 Slot = tuple[int, int]
 """(layer, TP rank)."""
+Line = tuple[str, int]
+"""(owner, epoch) of copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,16 @@ class Shelf:
     reduced: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
     """((layer, TP rank), step): gradients of layers with shared tensors as their update takes them."""
 
+    updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = field(default_factory=dict)
+    """(layer, TP rank): (owner, epoch): step: what that update took."""
+
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
         living, full = frozenset(nodes), (1 << plan.n_microbatches) - 1
         states: dict[tuple[Slot, int], list[Copy]] = {}
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}
         reduced: dict[tuple[Slot, int], list[Copy]] = {}
+        updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = {}
         for copy in dict.fromkeys(inventory):
             if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
                 continue
@@ -40,6 +46,9 @@ class Shelf:
                 states.setdefault(at, []).append(copy)
             elif copy.kind == REDUCED:
                 reduced.setdefault(at, []).append(copy)
+            elif copy.kind == UPDATE:
+                line = updates.setdefault(at[0], {}).setdefault((copy.owner, copy.epoch), {})
+                line[copy.step] = (*line.get(copy.step, ()), copy)
             elif (
                 copy.microbatches
                 and not (mask := to_mask(copy.microbatches)) & ~full
@@ -50,6 +59,7 @@ class Shelf:
             {at: _newest_first(copies) for at, copies in states.items()},
             {at: {m: _newest_first(c) for m, c in by.items()} for at, by in gradients.items()},
             {at: _newest_first(copies) for at, copies in reduced.items()},
+            updates,
         )
 
     def versions(self, slot: Slot) -> list[int]:
@@ -63,12 +73,19 @@ class Shelf:
             return self.states[at]
         if copy.kind == REDUCED:
             return self.reduced[at]
+        if copy.kind == UPDATE:
+            return self.updates[at[0]][copy.owner, copy.epoch][copy.step]
         return self.gradients[at][to_mask(copy.microbatches)]
 
     @property
     def newest(self) -> int:
-        """The highest state version of which any copy exists, or -1."""
-        return max((version for _, version in self.states), default=-1)
+        """The highest state version of which any copy exists, or that an update was made to; or -1."""
+        return max(self.updated | {version for _, version in self.states}, default=-1)
+
+    @property
+    def updated(self) -> set[int]:
+        """Versions that updates lead to."""
+        return {step + 1 for lines in self.updates.values() for steps in lines.values() for step in steps}
 
 
 def on_node(copies: Sequence[Copy], node: str) -> Copy | None:

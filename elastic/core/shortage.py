@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic.core.chains import gap
 from elastic.core.ledger import format_microbatches, from_mask
 from elastic.core.packing import best_packing
 from elastic.core.shelf import Slot
@@ -36,14 +37,18 @@ def lacking(solver: Solver, newest: int) -> str:
 
 
 def _reaches(solver: Solver, slot: Slot) -> frozenset[int]:
-    versions = frozenset(solver.shelf.versions(slot))
-    return versions | {v + 1 for v in versions if solver.replayable(slot, v + 1)}
+    return frozenset(
+        v for v in solver.candidates() if solver.base("", slot, v) is not None or solver.replayable(slot, v)
+    )
 
 
 def _why(solver: Solver, slot: Slot, version: int) -> str:
     """Why no vault can bring `slot` to `version`."""
     before = version - 1
-    if (slot, before) not in solver.shelf.states:
+    if solver.base("", slot, before) is None:
+        broken = gap(solver.shelf, slot, version)
+        if broken:
+            return broken
         others = ", ".join(map(str, solver.shelf.versions(slot)))
         wanted = f"{before} or {version}" if before >= 0 else f"{version}"
         return f"no copy of state {wanted} is left" + (f" (only {others})" if others else "")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic.core.chains import alike, chains, recipe_of
 from elastic.core.packing import best_packing, exact_cover
 from elastic.core.shelf import Shelf, Slot, on_node
 from elastic.core.types import Copy, Plan, Recipe, StepRecord
@@ -36,7 +37,7 @@ class Solver:
 
     def candidates(self) -> list[int]:
         """Versions that anything leads to, highest first."""
-        versions = {version for _, version in self.shelf.states}
+        versions = {version for _, version in self.shelf.states} | self.shelf.updated
         versions |= {step + 1 for step in self.records if step in versions}
         if self.checkpoint:
             versions.add(self.checkpoint[1])
@@ -45,8 +46,8 @@ class Solver:
         return sorted(versions, reverse=True)
 
     def has(self, slot: Slot, version: int) -> bool:
-        """Whether `version` of `slot` can be had without a replay."""
-        return (slot, version) in self.shelf.states or self.durable(version)
+        """Whether `version` of `slot` can be had without gradients."""
+        return self.base("", slot, version) is not None or self.durable(version)
 
     def durable(self, version: int) -> bool:
         """Whether `version` can be had of every layer without any vault."""
@@ -72,30 +73,36 @@ class Solver:
     def state_recipe(self, node: str, slot: Slot, version: int) -> Recipe:
         """The cheapest way, in bytes over the network, for `slot` on `node` to get `version`."""
         layer, shard = slot
-        whole = self.shelf.states.get((slot, version), ())
-        local = on_node(whole, node)
-        if local:
-            return Recipe(layer, shard, version, local)
-        replay = self.replay(node, slot, version)
-        if whole:
-            source = self.lightest(whole)
-            if replay is None or source.nbytes <= fetched(replay, node):
-                return Recipe(layer, shard, version, source)
-        if replay is not None:
-            state, *gradients = replay
-            return Recipe(layer, shard, version, state, replay=tuple(gradients))
+        base = self.base(node, slot, version)
+        if base is not None and not fetched(base, node):
+            return recipe_of(slot, version, base)
+        options = [copies for copies in (base, self.replay(node, slot, version)) if copies is not None]
+        if options:
+            return recipe_of(slot, version, min(options, key=lambda copies: fetched(copies, node)))
         durable = self.checkpoint is not None and self.checkpoint[1] == version
         return Recipe(
             layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else ""
         )
 
+    def base(self, node: str, slot: Slot, version: int) -> list[Copy] | None:
+        """Return the state of `version`, or an older one and the updates that make `version` of it: what takes the
+        fewest bytes to `node`, and of these the fewest updates. None if there is neither."""
+        whole = self.shelf.states.get((slot, version), ())
+        local = on_node(whole, node)
+        if local:
+            return [local]
+        options = [[self.nearest(whole, node)]] if whole else []
+        for links in chains(self.shelf, slot, version):
+            options.append([self.nearest(link, node) for link in links])
+        return min(options, key=lambda copies: (fetched(copies, node), len(copies)), default=None)
+
     def replay(self, node: str, slot: Slot, version: int) -> list[Copy] | None:
-        """Return the state of version-1 and the gradients that make `version` of it, or None if that cannot
-        be."""
+        """Return what makes version-1 and the gradients that make `version` of it, or None if that cannot be."""
         (layer, shard), before = slot, version - 1
-        if before not in self.records or (slot, before) not in self.shelf.states:
+        base = self.base(node, slot, before) if before in self.records else None
+        if base is None:
             return None
-        copies = [self.nearest(self.shelf.states[slot, before], node)]
+        copies = list(base)
         if slot[0] in self.tied and (slot, before) in self.shelf.reduced:
             return [*copies, self.nearest(self.shelf.reduced[slot, before], node)]
         for owner in (layer, *sorted(self.tied.get(layer, ()))):
@@ -174,25 +181,28 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
     """Let every copy that goes over the network be sent by one of the vaults that have its equal, so that the vault
     which sends most sends as little as possible (`elastic.planning.balance`)."""
     items = [
-        {c.node: float(c.nbytes) for c in shelf.equals(copy) if c.nbytes == copy.nbytes}
+        {c.node: float(c.nbytes) for c in alike(shelf, recipe, copy)}
         for node, recipe in recipes
         for copy in copies_of(recipe)
         if copy.node != node
     ]
     senders = iter(balance(items))
 
-    def sent(node: str, copy: Copy) -> Copy:
+    def sent(node: str, recipe: Recipe, copy: Copy) -> Copy:
         if copy.node == node:
             return copy
         sender = next(senders)
-        return next(c for c in shelf.equals(copy) if c.node == sender and c.nbytes == copy.nbytes)
+        return next(c for c in alike(shelf, recipe, copy) if c.node == sender)
 
     result = []
     for node, recipe in recipes:
-        state = sent(node, recipe.state) if recipe.state else None
-        replay = tuple(sent(node, copy) for copy in recipe.replay)
-        gradients = tuple(sent(node, copy) for copy in recipe.gradients)
-        result.append((node, replace(recipe, state=state, replay=replay, gradients=gradients)))
+        state = sent(node, recipe, recipe.state) if recipe.state else None
+        updates, replay, gradients = (
+            tuple(sent(node, recipe, copy) for copy in copies)
+            for copies in (recipe.updates, recipe.replay, recipe.gradients)
+        )
+        sources = replace(recipe, state=state, updates=updates, replay=replay, gradients=gradients)
+        result.append((node, sources))
     return tuple(result)
 
 
@@ -200,6 +210,7 @@ def copies_of(recipe: Recipe) -> Iterator[Copy]:
     """Everything that a recipe reads from vaults, in order."""
     if recipe.state:
         yield recipe.state
+    yield from recipe.updates
     yield from recipe.replay
     yield from recipe.gradients
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-STATE, GRADIENT, REDUCED = "state", "gradient", "reduced"
+STATE, GRADIENT, REDUCED, UPDATE = "state", "gradient", "reduced", "update"
 """Kinds of copies. A reduced gradient is that of a layer with shared tensors after the sum over all of their
-owners: what its update takes, whatever becomes of the other owners' gradients."""
+owners: what its update takes, whatever becomes of the other owners' gradients. An update is what the optimizer takes
+at last: reduced, clipped, float32; it makes version v+1 of state v without any record."""
 
 
 class Accumulate(StrEnum):
@@ -77,7 +78,7 @@ class Plan:
     gradients: str = "stream"
     """Gradient backup scheme: stream | stream:K | recompute | none (`elastic.planning.schemes`)."""
     state: str = "snapshot"
-    """State backup scheme: snapshot | replica | none."""
+    """State backup scheme: snapshot | replica | replay | replay:N | none."""
     reason: str = ""
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
@@ -151,8 +152,8 @@ class Copy:
     """One whole copy of a layer's state or accumulated gradient, as it lies in a vault.
 
     A copy is addressed by `key`; the vault that holds it is `node`. Only whole, checksummed copies are ever
-    listed. State of version v is the state before the update of step v; a gradient's `step` is the step that it
-    belongs to and `microbatches` is its ledger.
+    listed. State of version v is the state before the update of step v; a gradient's or update's `step` is the step
+    that it belongs to and `microbatches` is a gradient's ledger.
     """
 
     kind: str
@@ -196,9 +197,10 @@ class Recipe:
 
     1. If the holder's live state already has version `version`: keep it. Else fetch `state`; or, when `state` is
        None, read `checkpoint`; or, without either, initialise.
-    2. If `replay` is not empty the fetched state has version-1: add those gradients (together they hold all M
-       micro-batches of step version-1) and apply the update with the step's record.
-    3. The accumulator of step `version` becomes the sum of `gradients` (disjoint); its ledger their union.
+    2. Apply `updates`: of the steps from the state's version on, in order, none missing.
+    3. If `replay` is not empty that made version-1: add those gradients (together they hold all M micro-batches of
+       step version-1) and apply the update with the step's record.
+    4. The accumulator of step `version` becomes the sum of `gradients` (disjoint); its ledger their union.
     """
 
     layer: int
@@ -208,6 +210,7 @@ class Recipe:
     replay: tuple[Copy, ...] = ()
     gradients: tuple[Copy, ...] = ()
     checkpoint: str = ""
+    updates: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,8 +171,13 @@ def _copies(load: _Load, scheme: Gradients) -> int:
 
 
 def _state_bytes(load: _Load, kept: State) -> float:
-    """Bytes of state sent in a step."""
-    return load.state / kept.every if kept.every else 0.0
+    """Bytes of state sent in a step, and of what its updates take."""
+    return (load.state / kept.every if kept.every else 0.0) + _update_bytes(load, kept)
+
+
+def _update_bytes(load: _Load, kept: State) -> float:
+    """Of one step: a gradient in float32, which is an accumulated one's bytes, or (exact) half of them."""
+    return load.gradient if kept.updates else 0.0
 
 
 def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float) -> float:
@@ -181,7 +186,7 @@ def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
     per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
     state, gradient, n = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, _copies(load, scheme)
     last = gradient + profile.link.latency_s if n else 0.0
-    copying = load.state * per_copy if kept.name != NONE else 0.0
+    copying = (load.state + _update_bytes(load, kept)) * per_copy if kept.name != NONE else 0.0
     ends = [state + n * gradient]
     if n > UNACKED:
         left = load.microbatches - (UNACKED + 1) * scheme.every
@@ -194,7 +199,7 @@ def _lost_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
     """Seconds that the loss of this node costs: bytes to fetch, and what is run again."""
     per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
     state, gradient, m = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, load.microbatches
-    fetched = load.state * per_byte
+    fetched = (load.state + kept.every / 2 * _update_bytes(load, kept)) * per_byte
     if scheme.every:
         under_way = min(UNACKED, gradient / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0)
         again = min(m / 2, scheme.every * (0.5 + under_way))
@@ -205,5 +210,6 @@ def _lost_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
 
 
 def _memory(load: _Load, scheme: Gradients, kept: State) -> float:
-    """Bytes kept for this node elsewhere: two copies and the one that arrives."""
-    return (3 * load.state if kept.away else 0.0) + (5 * load.gradient if scheme.every else 0.0)
+    """Bytes kept for this node elsewhere: two copies and the one that arrives, and updates since the older state."""
+    updates = 2 * kept.every * _update_bytes(load, kept)
+    return (3 * load.state if kept.away else 0.0) + updates + (5 * load.gradient if scheme.every else 0.0)

@@ -36,6 +36,7 @@ from typing import TypeVar
 from elastic.core.types import LayerSpec, Plan
 from elastic.planning.exchange import Host, Slot, deal
 from elastic.planning.matching import Sort, cheapest
+from elastic.planning.schemes import state_of
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class Holdings:
         for p, _, stage in current.stages():
             team[stage.unit.node] = p
             live[stage.unit.node] = live.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
-        state = current.state == "snapshot"
+        state = state_of(current.state).away
         saved = [
             (la.param_bytes + la.state_bytes if state else 0) + (la.gradient_bytes if gradients else 0)
             for la in layers

@@ -23,13 +23,13 @@ from collections.abc import Iterable
 from elastic.core.types import Pipeline, Plan, Stage, Unit
 from elastic.errors import FieldError
 from elastic.planning.schedule import ONE_F_ONE_B, check_stages, units_of
-from elastic.planning.schemes import STATE_SCHEMES, gradients_of
+from elastic.planning.schemes import gradients_of, state_of
 
 EMPTY = "-"
 """How an empty set of indices prints."""
 
 _NODE = r"[A-Za-z0-9_.:\-]+"
-_HEADER = re.compile(r"plan epoch=(\d+) layers=(\d+) microbatches=(\d+) tp=(\d+) backup=([\w:]+)\+(\w+)")
+_HEADER = re.compile(r"plan epoch=(\d+) layers=(\d+) microbatches=(\d+) tp=(\d+) backup=([\w:]+)\+([\w:]+)")
 _PIPELINE = re.compile(r"pipeline (\d+) microbatches=(\S+?)(?: schedule=([a-z0-9-]+))?:(.*)")
 _STAGE = re.compile(rf"({_NODE})(?:/(\d+))?\[(\d+):(\d+)\](\+recompute)?")
 _PEER = re.compile(rf"({_NODE})>({_NODE})")
@@ -131,8 +131,7 @@ def validate_plan(plan: Plan) -> None:
         if value < least:
             raise FieldError(f"plan.{name}", value, f"at least {least} is needed")
     gradients_of(plan.gradients, "plan.backup.gradients")
-    if plan.state not in STATE_SCHEMES:
-        raise FieldError("plan.backup.state", plan.state, f"one of {', '.join(STATE_SCHEMES)}")
+    state_of(plan.state, "plan.backup.state")
     _check_names(plan)
     for number, pipeline in enumerate(plan.pipelines):
         _check_cover(f"plan.pipeline {number}", pipeline, plan.n_layers)

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from elastic.errors import FieldError
 
 STREAM, RECOMPUTE, NONE = "stream", "recompute", "none"
-SNAPSHOT, REPLICA = "snapshot", "replica"
+SNAPSHOT, REPLICA, REPLAY = "snapshot", "replica", "replay"
 GRADIENT_SCHEMES = (STREAM, RECOMPUTE, NONE)
-STATE_SCHEMES = (SNAPSHOT, REPLICA, NONE)
+STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, NONE)
 MOST_EVERY = 1 << 20
+REPLAY_EVERY, MOST_REPLAY = 8, 64
+"""Updates between two whole states at the peer: of `replay`, and at most."""
 REMEDY = (
-    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches) or recompute, + snapshot or replica"
+    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches) or recompute, "
+    "+ snapshot, replica, replay or replay:N (whole states every N updates)"
 )
 
 
@@ -61,19 +64,37 @@ class State:
         """The peer can make the state of every layer."""
         return self.every > 0
 
+    @property
+    def updates(self) -> bool:
+        """Between whole copies the peer gets what each update takes."""
+        return self.every > 1
+
 
 def state_of(text: str, field: str = "state") -> State:
-    """Read snapshot, replica or none. Raises FieldError naming `field`."""
-    if text not in STATE_SCHEMES:
-        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}")
-    return State(text, int(text == SNAPSHOT))
+    """Read snapshot, replica, replay, replay:N or none. Raises FieldError naming `field`."""
+    name, colon, number = text.partition(":")
+    if name not in STATE_SCHEMES:
+        raise FieldError(
+            field, text, f"one of {', '.join(STATE_SCHEMES)}; replay:N sends whole states every N updates"
+        )
+    if name != REPLAY:
+        if colon:
+            raise FieldError(field, text, f"{name} takes no number; replay:N does")
+        return State(name, int(name == SNAPSHOT))
+    if not colon:
+        return State(name, REPLAY_EVERY)
+    if not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_REPLAY:
+        remedy = f"replay:N with N from 2 to {MOST_REPLAY}; for whole states after every update take snapshot"
+        raise FieldError(field, text, remedy)
+    return State(name, int(number))
 
 
 def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
     """Read GRADIENTS+STATE. Raises FieldError naming `field`."""
     gradients, plus, state = backup.partition("+")
-    if not plus or state not in STATE_SCHEMES:
+    if not plus or state.partition(":")[0] not in STATE_SCHEMES:
         raise FieldError(field, backup, REMEDY)
+    state_of(state, field)
     return gradients_of(gradients, field), state
 
 
@@ -82,6 +103,10 @@ def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None
     gradients, state = schemes_of(backup, field)
     if state == NONE and gradients.name != NONE:
         why = f"{gradients.name} without the state it belongs to recovers nothing"
-        raise FieldError(field, backup, f"{why}: take snapshot or replica, or none for no backup at all")
+        raise FieldError(
+            field, backup, f"{why}: take snapshot, replay or replica, or none for no backup at all"
+        )
     if state == REPLICA and pipelines == "1":
-        raise FieldError(field, backup, "with --pipelines 1 nobody else holds a layer: take snapshot")
+        raise FieldError(
+            field, backup, "with --pipelines 1 nobody else holds a layer: take snapshot or replay"
+        )

@@ -26,6 +26,7 @@ from elastic.planning.balance import balance
 from elastic.planning.peers import domain_of
 from elastic.planning.placement import Holdings
 from elastic.planning.profile import Link, Profile
+from elastic.planning.schemes import state_of
 
 HELD, KEPT, LOCAL, CHECKPOINT, FRESH = "held", "kept", "local", "checkpoint", "fresh"
 """Kinds of moves: from a node that holds the layer | that keeps a peer's copy | from the target's own vault | nobody
@@ -130,7 +131,7 @@ def _sources(
     """Living nodes that hold, and others that keep, a whole copy of each needed layer."""
     holders: dict[int, list[str]] = {}
     keepers: dict[int, list[str]] = {}
-    whole = old is not None and old.state == "snapshot"
+    whole = old is not None and state_of(old.state).away
     for node, live in held.live.items():
         if node not in dead:
             for layer in live.intersection(needed):

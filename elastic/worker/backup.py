@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from elastic.core.messages import LocalCopy, Published
-from elastic.core.types import GRADIENT, REDUCED, STATE, Copy
+from elastic.core.types import GRADIENT, REDUCED, STATE, UPDATE, Copy
 from elastic.errors import StaleError
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
 from elastic.worker.abandon import Abandon
@@ -160,6 +160,28 @@ class Publisher:
                     frozenset(replica.ledger),
                 )
             )
+        return self._publish(items, epoch, peer, abandon)
+
+    def publish_updates(
+        self,
+        replicas: Iterable[LayerReplica],
+        reduced: Mapping[int, Tensor],
+        clip: float,
+        epoch: int,
+        peer: str,
+        abandon: Abandon | None = None,
+    ) -> int:
+        """Publish what the update of `clip` times `reduced` (layer -> flat gradient) takes; waits as the others do."""
+        items = [
+            _Item(
+                UPDATE,
+                replica.index,
+                replica.version,
+                replica.update_nbytes,
+                partial(replica.write_update, reduced[replica.index], clip),
+            )
+            for replica in replicas
+        ]
         return self._publish(items, epoch, peer, abandon)
 
     def publish_states(

@@ -146,10 +146,15 @@ def to_float(reduced: Tensor, layout: FlatLayout, factor: float = 1.0) -> list[T
 
     They are views of one new buffer; `reduced` is not modified.
     """
-    flat = torch.empty(layout.numel, dtype=torch.float32, device=reduced.device)
+    return layout.views(to_flat(reduced, factor))
+
+
+def to_flat(reduced: Tensor, factor: float = 1.0) -> Tensor:
+    """The same as one flat float32 tensor: a conversion and a product of every element by itself, so always the same
+    bits."""
+    flat = torch.empty(reduced.numel(), dtype=torch.float32, device=reduced.device)
     flat.copy_(reduced)
-    flat.mul_(factor / SCALE if reduced.dtype == torch.int64 else factor)
-    return layout.views(flat)
+    return flat.mul_(factor / SCALE if reduced.dtype == torch.int64 else factor)
 
 
 def norm_sq(reduced: Tensor, slots: Iterable[Slot]) -> float:

@@ -88,17 +88,27 @@ class Installer:
             return replica, "checkpoint"
         if recipe.state is None:
             return self._build(recipe.layer, False), "initial"
-        if live is not None and live.version == recipe.state.step:
+        if live is not None and _leads_on(recipe, live):
             replica, source = live, "memory"
         else:
             replica = self._build(recipe.layer, True)
             data, source = fetches[recipe.state.key].result()
             replica.read_state(data)
+        for copy in recipe.updates:
+            if copy.step >= replica.version:
+                self._update(replica, copy, fetches)
         if recipe.replay:
             self._replay(recipe, replica, record, fetches)
         if replica.version != recipe.version:
             raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
         return replica, source
+
+    def _update(self, replica: LayerReplica, copy: Copy, fetches: Fetches) -> None:
+        """Make one update again from what it took."""
+        if copy.step != replica.version:
+            raise VaultError(f"layer {copy.layer}: update of step {copy.step} at version {replica.version}")
+        replica.apply_update(fetches.pop(copy.key).result().data, self._lr(copy.step))
+        replica.clear()
 
     def _replay(
         self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None, fetches: Fetches
@@ -153,12 +163,22 @@ def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterato
         replica = live.get(recipe.layer)
         have = replica.version if replica is not None else -1
         if have != recipe.version:
-            if recipe.state is not None and have != recipe.state.step:
+            leads = replica is not None and _leads_on(recipe, replica)
+            if recipe.state is not None and not leads:
                 yield recipe.state
+            gradients.update((c.key, c) for c in recipe.updates if not (leads and c.step < have))
             gradients.update((c.key, c) for c in recipe.replay)
         kept = have == recipe.version
         gradients.update((c.key, c) for c in recipe.gradients if not (kept and _is_live(replica, c)))
     yield from gradients.values()
+
+
+def _leads_on(recipe: Recipe, live: LayerReplica) -> bool:
+    """Whether the live state is the one that the recipe begins with, or one further on its owner's own way."""
+    if recipe.state is None:
+        return False
+    further = len(recipe.updates) if recipe.state.owner == live.owner else 0
+    return recipe.state.step <= live.version <= recipe.state.step + further
 
 
 def _gradients(recipe: Recipe, replica: LayerReplica, kept: bool, fetches: Fetches) -> None:

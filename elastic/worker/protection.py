@@ -2,23 +2,24 @@
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
 last one is done; of `recompute` nothing goes anywhere. State: `snapshot` goes to the peer after every update, `replica`
-stays in the local vault (another pipeline holds the layer). What was not published is when the epoch ends, for those
-who will need it.
+stays in the local vault (another pipeline holds the layer); with `replay` the peer gets what every update takes, and
+whole states now and then (`rebase`). What was not published is when the epoch ends, for those who will need it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
 from elastic.core import messages as m
 from elastic.core.types import Plan
-from elastic.planning.schemes import NONE, SNAPSHOT, gradients_of
+from elastic.planning.schemes import NONE, gradients_of, state_of
 from elastic.worker.abandon import Abandon
 from elastic.worker.backup import Publisher
 from elastic.worker.layers import Tied
+from elastic.worker.rebase import Rebase
 from elastic.worker.replica import LayerReplica
 
 USELESS_AFTER = 2
@@ -48,9 +49,12 @@ class Protection:
         """Backward passes between two copies of gradients; 0: no copies."""
         self._fresh = 0
         """Backward passes that are in the gradients and in no copy."""
-        self._states = plan.state != NONE
+        state = state_of(plan.state)
+        self._states = state.name != NONE
         self._gradient_peer = peer if self._every else ""
-        self._state_peer = peer if plan.state == SNAPSHOT else ""
+        self._state_peer = peer if state.away else ""
+        self._replays = bool(self._state_peer) and state.updates
+        self._rebase = Rebase(max(state.every, 1))
         self._published: dict[int, tuple[int, frozenset[int]]] = {}
         """Layer -> (step, ledger) of its newest published gradient."""
         self._versions: dict[int, int] = {}
@@ -80,6 +84,8 @@ class Protection:
         While this epoch's first copies are missing the older ones are not given away, until two updates have made them
         useless.
         """
+        if not kept:
+            self._rebase.given_up(bundle)
         with self._lock:
             self._acked = max(self._acked, bundle)
             first = self._install_bundle < 0 or bundle <= self._install_bundle
@@ -118,9 +124,20 @@ class Protection:
         self._publisher.wait_acked(self._gradient_bundle, self._abandon)
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 
+    def before_update(self, reduced: Mapping[int, Tensor], clip: float) -> None:
+        """The commit was made: what the update takes of `reduced` (layer -> gradient) and `clip` goes to the peer.
+
+        Before the update, which may change what it takes; it has not to wait for a slot, as `before_commit` waited.
+        """
+        if self._replays:
+            bundle = self._publisher.publish_updates(
+                self._replicas, reduced, clip, self._epoch, self._state_peer, self._abandon
+            )
+            self._state_bundle = self._rebase.sent(bundle, whole=False)
+
     def after_update(self) -> None:
         if self._states:
-            self._publish_states()
+            self._publish_states(self._rebase.due(self._replicas))
         self._updates += 1
         self.on_acked(0)
 
@@ -151,10 +168,12 @@ class Protection:
             self._publish_states()
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 
-    def _publish_states(self) -> None:
-        self._state_bundle = self._publisher.publish_states(
-            self._replicas, self._epoch, self._state_peer, abandon=self._abandon
+    def _publish_states(self, peer_layers: Collection[int] | None = None) -> None:
+        """Of `peer_layers` (None: all) to the peer."""
+        bundle = self._publisher.publish_states(
+            self._replicas, self._epoch, self._state_peer, peer_layers, self._abandon
         )
+        self._state_bundle = self._rebase.sent(max(self._state_bundle, bundle), whole=True)
         self._versions = {r.index: r.version for r in self._replicas}
 
     def _publish_gradients(self) -> None:

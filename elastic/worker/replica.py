@@ -129,7 +129,26 @@ class LayerReplica:
     def update(self, reduced: Tensor, clip: float, lr: float) -> None:
         """Apply `clip` times the gradient `reduced` (flat, left as it is); the version goes up by one."""
         self._accumulator.check()
-        self._optimizer.step(gradients.to_float(reduced, self.layout, clip), lr)
+        self._step(gradients.to_flat(reduced, clip), lr)
+
+    @property
+    def update_nbytes(self) -> int:
+        """Bytes of what an update takes."""
+        return 4 * self.layout.numel
+
+    def write_update(self, reduced: Tensor, clip: float, out: Tensor) -> None:
+        """Write what `update` of the same `reduced` and `clip` takes to `out`, uint8 [update_nbytes] in host memory."""
+        out.copy_(as_bytes(gradients.to_flat(reduced, clip)))
+
+    def apply_update(self, data: Tensor, lr: float) -> None:
+        """Make the update that `write_update` wrote down elsewhere; the version goes up by one."""
+        if data.numel() != self.update_nbytes:
+            raise VaultError(f"layer {self.index}: update of {data.numel()} bytes, not {self.update_nbytes}")
+        whole = data.clone() if data.data_ptr() % 4 else data
+        self._step(whole.view(torch.float32).to(self.device), lr)
+
+    def _step(self, flat: Tensor, lr: float) -> None:
+        self._optimizer.step(self.layout.views(flat), lr)
         self.version += 1
 
     def optimizer_bytes(self) -> dict[str, int]:

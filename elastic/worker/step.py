@@ -1,8 +1,8 @@
 """One optimizer step on one worker: run the schedule, reduce, commit, update.
 
 Order of things that makes every later recovery possible (docs/design.md, "Versions"): gradients are published after
-each micro-batch; the commit is entered only when the final gradients and the current state are whole at the peer;
-states are published right after the update.
+each micro-batch; the commit is entered only when the final gradients and the current state (or what makes it) are
+whole at the peer; what the update takes is published before it, states right after it.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class StepRunner:
         self.record = StepRecord(step, clip, agreed.norm, agreed.loss)
         self._position.at("compute", step)
         lr = self._optimizer.lr(step)
+        self._protection.before_update(reduced, clip)
         for replica in self._replicas:
             replica.update(reduced[replica.index], clip, lr)
             replica.clear()

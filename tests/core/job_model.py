@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.messages import Halted
@@ -18,6 +17,7 @@ from elastic.core.recovery import replayed, solve
 from elastic.core.types import (
     GRADIENT,
     STATE,
+    UPDATE,
     Assignment,
     Copy,
     JobSpec,
@@ -27,10 +27,12 @@ from elastic.core.types import (
     StepRecord,
 )
 from elastic.planning.plan import validate_plan
+from elastic.planning.schemes import state_of
 from elastic.planning.search import PlanRequest, make_plan
+from tests.core.modelled_worker import Worker
 from tests.core.proof import Vault, check_assignment
 
-STATE_BYTES, GRADIENT_BYTES = 24, 8
+NBYTES = {STATE: 24, GRADIENT: 8, UPDATE: 4}
 
 
 def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tied: bool = False) -> JobSpec:
@@ -41,33 +43,6 @@ def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tie
 
 def make_info(i: int, *, workers: int = 1, domain: str = "") -> NodeInfo:
     return NodeInfo(f"node{i}", f"i{i}", f"127.0.0.1:{9000 + i}", workers=workers, domain=domain)
-
-
-@dataclass
-class Worker:
-    """One TP rank of one stage in one epoch."""
-
-    node: str
-    pipeline: int
-    stage: int
-    shard: int
-    version: dict[int, int]
-    gradient: dict[int, Counter[int]]
-    started: set[int] = field(default_factory=set)
-    backward: set[int] = field(default_factory=set)
-    published: int = 0
-    """Micro-batches after whose backward pass it has published."""
-    queue: list[list[tuple[Copy, Any]]] = field(default_factory=list)
-    """Bundles on their way to the peer; each is acknowledged when empty."""
-    entered: bool = False
-    unprotected: int = -1
-    """Bundles still to be acknowledged before what the epoch began with is protected; -1: not entered."""
-    passed: bool = False
-    record: StepRecord | None = None
-
-    @property
-    def step(self) -> int:
-        return min(self.version.values())
 
 
 class Job:
@@ -199,15 +174,18 @@ class Job:
                 assert total == want, f"layer {layer} shard {shard}: {total}"
 
     def update(self, worker: Worker) -> None:
-        """Update one layer; after the last one publish the states."""
+        """Update one layer; before the first one publish what all take, after the last one the states."""
         step = worker.step
+        if state_of(self.plan_of.state).updates and worker.updated != step:
+            self.announce(worker, self.state_copies(worker, UPDATE), True)
+        worker.updated = step
         layer = min(la for la, version in worker.version.items() if version == step)
         worker.version[layer] += 1
         worker.gradient[layer] = Counter()
         if worker.step > step:
             worker.passed = False
             worker.started, worker.backward, worker.published = set(), set(), 0
-            self.publish_states(worker)
+            self.publish_states(worker, max(state_of(self.plan_of.state).every, 1))
 
     def publish_gradients(self, worker: Worker) -> None:
         worker.published += 1
@@ -222,9 +200,13 @@ class Job:
         self.announce(worker, self.gradient_copies(worker), self.plan_of.gradients == "stream")
         worker.unprotected = len(worker.queue)
 
-    def publish_states(self, worker: Worker) -> None:
+    def publish_states(self, worker: Worker, every: int = 1) -> None:
+        """To the peer those of the layers whose turn it is."""
         if self.plan_of.state != "none":
-            self.announce(worker, self.state_copies(worker), self.plan_of.state == "snapshot")
+            copies = self.state_copies(worker)
+            away = [(c, inside) for c, inside in copies if (c.step + c.layer) % every == 0]
+            self.announce(worker, [pair for pair in copies if pair not in away], False)
+            self.announce(worker, away, state_of(self.plan_of.state).away)
 
     def deliver(self, worker: Worker) -> None:
         """One more copy is whole at the peer."""
@@ -244,9 +226,9 @@ class Job:
         if away and copies and self.plan_of.peer_of(worker.node):
             worker.queue.append(list(copies))
 
-    def state_copies(self, worker: Worker) -> list[tuple[Copy, Any]]:
+    def state_copies(self, worker: Worker, kind: str = STATE) -> list[tuple[Copy, Any]]:
         return [
-            (self.copy(worker, STATE, layer, version, frozenset()), version)
+            (self.copy(worker, kind, layer, version, frozenset()), version)
             for layer, version in worker.version.items()
         ]
 
@@ -268,7 +250,7 @@ class Job:
             epoch=self.epoch,
             owner=worker.node,
             sequence=self.sequence,
-            nbytes=STATE_BYTES if kind == STATE else GRADIENT_BYTES,
+            nbytes=NBYTES[kind],
             checksum="",
             microbatches=indices,
             losses=tuple((i, float(i)) for i in sorted(indices)) if last else (),

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.core.types import GRADIENT, STATE, Assignment, Copy, JobSpec, Recipe
+from elastic.core.types import GRADIENT, STATE, UPDATE, Assignment, Copy, JobSpec, Recipe
 
 Vaults = dict[str, "Vault"]
 
@@ -19,7 +19,8 @@ class Vault:
     held: dict[str, tuple[Copy, Any]] = field(default_factory=dict)
 
     def add(self, copy: Copy, content: Any) -> None:
-        """Keep of (kind, layer, shard, owner, epoch) two steps, and of a step the newest copy."""
+        """Keep of (kind, layer, shard, owner, epoch) two steps, and of a step the newest copy; of updates those since
+        the older state."""
         copy = replace(copy, node=self.node)
         group = [
             c
@@ -33,8 +34,13 @@ class Vault:
         for old in [c for c in group if c.step == copy.step]:
             self.held.pop(old.key, None)
         steps = sorted({copy.step, *(c.step for c in group)})[:-2]
-        for old in [c for c in group if c.step in steps]:
+        for old in [c for c in group if c.step in steps and copy.kind != UPDATE]:
             self.held.pop(old.key, None)
+        line = (copy.layer, copy.shard, copy.owner, copy.epoch)
+        kin = [c for c, _ in self.held.values() if (c.layer, c.shard, c.owner, c.epoch) == line]
+        oldest = min((c.step for c in kin if c.kind == STATE), default=0)
+        for old in [c for c in kin if c.kind == UPDATE and c.step < oldest]:
+            self.held.pop(old.key)
 
 
 def check_assignment(assignment: Assignment, spec: JobSpec, vaults: Vaults) -> None:
@@ -74,14 +80,19 @@ def content(copy: Copy, vaults: Vaults) -> Any:
 def _check_state(recipe: Recipe, assignment: Assignment, spec: JobSpec, vaults: Vaults) -> None:
     version = recipe.version
     if recipe.state is None:
-        assert not recipe.replay
+        assert not recipe.replay and not recipe.updates
         assert recipe.checkpoint or version == 0, "nothing to start from"
         return
     assert not recipe.checkpoint
     base = version - 1 if recipe.replay else version
     state = recipe.state
-    assert (state.kind, state.layer, state.shard, state.step) == (STATE, recipe.layer, recipe.shard, base)
-    assert content(state, vaults) == base
+    assert (state.kind, state.layer, state.shard) == (STATE, recipe.layer, recipe.shard)
+    assert content(state, vaults) == state.step
+    assert [copy.step for copy in recipe.updates] == list(range(state.step, base)), "an update is missing"
+    for copy in recipe.updates:
+        assert (copy.kind, copy.layer, copy.shard) == (UPDATE, recipe.layer, recipe.shard)
+        assert (copy.owner, copy.epoch) == (state.owner, state.epoch), "two histories mixed"
+        assert content(copy, vaults) == copy.step
     if recipe.replay:
         assert assignment.record is not None and assignment.record.step == base
         sums: dict[int, Counter[int]] = {}

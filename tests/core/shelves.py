@@ -8,6 +8,7 @@ from elastic.core.recovery import solve
 from elastic.core.types import (
     GRADIENT,
     STATE,
+    UPDATE,
     Assignment,
     Copy,
     JobSpec,
@@ -44,6 +45,10 @@ def state(layer: int, version: int, node: str = "a", owner: str = "", **more: in
 
 def gradient(layer: int, step: int, held: set[int], node: str = "a", owner: str = "", **more: int) -> Copy:
     return _copy(GRADIENT, layer, step, node, owner or node, frozenset(held), **more)
+
+
+def update(layer: int, step: int, node: str = "a", owner: str = "", **more: int) -> Copy:
+    return _copy(UPDATE, layer, step, node, owner or node, frozenset(), **more)
 
 
 def _copy(

@@ -17,12 +17,12 @@ def build(seed: int) -> Job:
     """A random job: layers, micro-batches, TP, nodes, domains, shape, scheme."""
     rng = random.Random(seed)
     tp = rng.choice([1, 1, 2])
-    spec = make_spec(rng.randint(1, 6), rng.randint(1, 8), rng.randint(1, 4), tp, rng.random() < 0.3)
+    spec = make_spec(rng.randint(1, 6), rng.randint(1, 8), rng.randint(1, 6), tp, rng.random() < 0.3)
     workers = tp * rng.choice([1, 1, 2])
     infos = [
         make_info(i, workers=workers, domain=rng.choice(["", "a", "b"])) for i in range(rng.randint(2, 5))
     ]
-    backup = rng.choice(["stream+snapshot", "stream+replica"])
+    backup = rng.choice(["stream+snapshot", "stream+replica", "stream+replay:2", "recompute+replay:3"])
     return Job(rng, spec, infos, shape=rng.choice(["auto", "1", "2", "2+2", "3+1"]), backup=backup)
 
 

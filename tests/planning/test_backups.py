@@ -75,6 +75,17 @@ def test_copying_less_often_costs_less_and_loses_more() -> None:
     assert nothing.exposed_s < costs[-1].exposed_s and nothing.lost_s > costs[-1].lost_s
 
 
+def test_replay_sends_less_keeps_more_and_fetches_more() -> None:
+    """16 MB of state a node, 4 MB an update."""
+    whole = priced("recompute+snapshot", link=100 * MB, copy=400 * MB)
+    found = priced("recompute+replay:4", link=100 * MB, copy=400 * MB)
+    assert (whole.sent_bytes, found.sent_bytes) == (16 * MB, 8 * MB)
+    assert (whole.memory_bytes, found.memory_bytes) == (48 * MB, 80 * MB)
+    assert found.exposed_s - whole.exposed_s == pytest.approx(4 / 400), "one copy more"
+    slow = [priced(f"recompute+{state}", link=2 * MB) for state in ("snapshot", "replay:4")]
+    assert slow[1].exposed_s < slow[0].exposed_s, "what the link cannot carry"
+
+
 def test_what_the_link_cannot_carry_holds_the_step_up() -> None:
     """16 MB of state and eight gradients of 4 MB at 1 MB/s take 48 s; the step computes for a few."""
     found = priced("stream+snapshot", link=1 * MB)

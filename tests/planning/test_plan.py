@@ -54,7 +54,7 @@ plans = st.builds(
     spares=st.lists(names, max_size=3).map(tuple),
     peers=st.lists(st.tuples(names, names), max_size=3).map(tuple),
     gradients=st.sampled_from(["stream", "stream:4", "recompute", "none"]),
-    state=st.sampled_from(["snapshot", "replica", "none"]),
+    state=st.sampled_from(["snapshot", "replica", "replay", "replay:12", "none"]),
     reason=st.text(max_size=40),
 )
 
@@ -122,6 +122,7 @@ def _stages(*spans: tuple[str, int, int]) -> tuple[Stage, ...]:
         (replace(PLAN, pipelines=()), "plan.pipelines", "at least 1"),
         (replace(PLAN, gradients="log"), "plan.backup.gradients", "stream, recompute, none"),
         (replace(PLAN, state="parity"), "plan.backup.state", "snapshot"),
+        (replace(PLAN, state="replay:1"), "plan.backup.state", "N from 2"),
         (replace(PLAN, spares=("a b",)), "plan.node", "a b"),
         (_with_pipeline(1, stages=()), "plan.pipeline 1", "at least one stage"),
         (_with_pipeline(1, stages=_stages(("node4", 0, 5))), "plan.pipeline 1", "layers 0 to 4"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import FieldError
-from elastic.planning.schemes import Gradients, gradients_of, refuse_useless, schemes_of
+from elastic.planning.schemes import Gradients, State, gradients_of, refuse_useless, schemes_of, state_of
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,21 @@ from elastic.planning.schemes import Gradients, gradients_of, refuse_useless, sc
 )
 def test_gradients(text: str, expected: Gradients, share: float) -> None:
     assert gradients_of(text) == expected and gradients_of(text).share == share
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "away", "updates"),
+    [
+        ("snapshot", State("snapshot", 1), True, False),
+        ("replay", State("replay", 8), True, True),
+        ("replay:2", State("replay", 2), True, True),
+        ("replica", State("replica"), False, False),
+        ("none", State("none"), False, False),
+    ],
+)
+def test_states(text: str, expected: State, away: bool, updates: bool) -> None:
+    assert state_of(text) == expected
+    assert (expected.away, expected.updates) == (away, updates)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +51,12 @@ def test_gradients(text: str, expected: Gradients, share: float) -> None:
         ("stream", "GRADIENTS"),
         ("", "GRADIENTS"),
         ("stream+tape", "GRADIENTS"),
+        ("stream+replay:1", "take snapshot"),
+        ("stream+replay:65", "N from 2 to 64"),
+        ("stream+replay:", "N from 2 to 64"),
+        ("stream+replay:²", "N from 2 to 64"),
+        ("stream+snapshot:2", "takes no number"),
+        ("stream+replica:", "takes no number"),
     ],
 )
 def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
@@ -49,6 +70,7 @@ def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
         ("stream+none", "auto", "without the state it belongs to"),
         ("recompute+none", "2", "without the state it belongs to"),
         ("stream:2+replica", "1", "nobody else holds a layer"),
+        ("stream:2+replay:0", "auto", "N from 2 to 64"),
     ],
 )
 def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why: str) -> None:
@@ -56,6 +78,8 @@ def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why
         refuse_useless(backup, pipelines)
 
 
-@pytest.mark.parametrize("backup", ["none+none", "stream:8+snapshot", "recompute+replica", "none+snapshot"])
+@pytest.mark.parametrize(
+    "backup", ["none+none", "stream:8+snapshot", "recompute+replica", "none+snapshot", "recompute+replay:4"]
+)
 def test_others_are_not(backup: str) -> None:
     refuse_useless(backup, "auto")

@@ -3,6 +3,7 @@ is run again is what the scheme promises."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,9 @@ PAIRS = (
     ("stream+replica", "2"),
     ("stream:3+replica", "2"),
     ("recompute+replica", "2"),
+    ("stream:2+replay", "1"),
+    ("recompute+replay:4", "1"),
+    ("stream+replay:2", "2"),
 )
 """(schemes, pipelines)"""
 FAULTS = {
@@ -78,6 +82,28 @@ def test_what_is_lost_is_what_the_scheme_promises(gradients: str, most: int, tmp
     assert 1 <= replayed <= most
     if gradients == "recompute":
         assert replayed == 6
+
+
+@pytest.mark.parametrize(
+    ("backup", "pipelines", "phase"),
+    [
+        pytest.param("stream+replay:8", "1", "phase=optimizer", id="update"),
+        pytest.param("recompute+replay:8", "2", "microbatch=3", id="microbatch", marks=pytest.mark.chaos),
+        pytest.param("stream:3+replay", "1", "phase=reduce", id="reduction", marks=pytest.mark.chaos),
+    ],
+)
+def test_states_are_made_again_from_what_updates_took(
+    backup: str, pipelines: str, phase: str, tmp_path: Path
+) -> None:
+    """Since the beginning not all layers of node 1 had their turn to go to the peer whole: three updates and more
+    lead on from there."""
+    run = run_with(tmp_path, backup, pipelines, *faults(f"kill node=1 step=3 {phase}"))
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
+    recovery = run.summary["recoveries"][0]
+    updates = re.search(r"state from peer and up to (\d+) updates", recovery["reason"])
+    assert updates and int(updates[1]) >= 3, recovery["reason"]
+    assert recovery["step"] >= 3
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from elastic.agent.vault import Vault
 from elastic.agent.vault_server import VaultServer
-from elastic.core.types import GRADIENT, REDUCED, STATE, Copy
+from elastic.core.types import GRADIENT, REDUCED, STATE, UPDATE, Copy
 from elastic.errors import VaultError
 from elastic.rpc.bulk import VaultClient
 from elastic.store.slots import SlotReader
 from tests.vault.copies import LocalWriter, content, gradient, make, put
 
 arrivals = st.tuples(
-    st.sampled_from((STATE, GRADIENT, GRADIENT, REDUCED)),
+    st.sampled_from((STATE, GRADIENT, GRADIENT, REDUCED, UPDATE, UPDATE)),
     st.sampled_from((0, 0, 0, 1)),
-    st.integers(0, 2),
+    st.integers(0, 3),
     st.sampled_from((1, 1, 1, 2)),
     st.integers(1, 4),
     st.integers(0, 3),
@@ -43,17 +43,25 @@ def test_the_inventory_is_what_the_rules_say(
             came = [(c, data) for c, data in came if c.epoch >= event]
         else:
             kind, layer, step, epoch, size, late = event
-            ledger = frozenset(range(size)) if kind != STATE else frozenset()
+            ledger = frozenset(range(size)) if kind not in (STATE, UPDATE) else frozenset()
             data = content(len(came), 64)
             copy = make(data, kind=kind, layer=layer, step=step, epoch=epoch, microbatches=ledger)
             copy = dataclasses.replace(copy, sequence=copy.sequence + (3 - late) * 1_000_000)
             came.append((put(vault, copy, data), data))
+            # Of updates what went with the state that was the older one then stays gone.
+            gone = _superseded_updates([c for c, _ in came])
+            came = [(c, data) for c, data in came if c not in gone]
         assert set(vault.inventory()) == _kept([c for c, _ in came])
     assert vault.check_integrity() == ()
     for copy, data in came:
         if copy in vault.inventory():
             assert bytes(vault.read(copy.key)) == data
     vault.close()
+
+
+def _superseded_updates(came: list[Copy]) -> set[Copy]:
+    kept = _kept(came)
+    return {copy for copy in came if copy.kind == UPDATE and copy not in kept}
 
 
 def _kept(came: list[Copy]) -> set[Copy]:
@@ -68,6 +76,10 @@ def _kept(came: list[Copy]) -> set[Copy]:
             if c.step == copy.step
             and (len(c.microbatches), c.sequence) > (len(copy.microbatches), copy.sequence)
         ]
+        if copy.kind == UPDATE:
+            states = {c.step for c in came if (c.kind, c.layer, c.epoch) == (STATE, copy.layer, copy.epoch)}
+            since = sorted(states)[-2:]
+            return not newer and (copy.step >= since[0] if since else len(newer_steps) < 2)
         return len(newer_steps) < 2 and len(newer) < (2 if copy.kind == GRADIENT else 1)
 
     return {copy for copy in came if stays(copy)}
