@@ -7,9 +7,9 @@ of the index. So the last whole copy is never overwritten by one that is not.
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
-Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
-Of gradients the two newest: TP ranks are backed up one by one, and only a ledger that all have is of use.
-Whole epochs go by `trim`.
+A state that comes with a lane goes into that lane's parity (`elastic.agent.parity`), which is added when it is whole.
+
+What stays of one epoch: `elastic.agent.retention`. Whole epochs go by `trim`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elastic.agent.parity import Parities, filed
+from elastic.agent.retention import Group, age, group_of, superseded
 from elastic.core.messages import LocalCopy
-from elastic.core.types import GRADIENT, Copy
+from elastic.core.types import Copy
 from elastic.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
-
-KEPT_STEPS = 2
-KEPT_GRADIENTS = 2
-
-_Group = tuple[str, int, int, str, int]
 
 
 @dataclass(slots=True)
@@ -100,11 +97,12 @@ class Vault:
         self._lock, self._arriving = threading.RLock(), threading.Lock()
         self._pool = SlotPool(self.directory, "vault-", fallback, limit)
         self._entries: dict[str, _Entry] = {}
-        self._groups: dict[_Group, set[str]] = {}
+        self._groups: dict[Group, set[str]] = {}
         self._places: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
         self._gone: set[tuple[Path, str]] = set()
         self._fence = 0
+        self._parities = Parities(node, self._give, self._file, self.drop, on_corrupt)
 
     # ---- copies come in ----
 
@@ -225,6 +223,7 @@ class Vault:
 
     def trim(self, epoch: int) -> None:
         """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers."""
+        self._parities.trim(epoch)
         with self._lock:
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
                 self._drop(entry)
@@ -246,6 +245,12 @@ class Vault:
                 if path not in self._places:
                     Path(path).unlink(missing_ok=True)
                     self._readers.pop(path, None)
+
+    def drop(self, key: str, newer: str = "") -> None:
+        """Drop a copy that is of no use; with `newer` only if that one is here."""
+        with self._lock:
+            if key in self._entries and (not newer or newer in self._entries):
+                self._drop(self._entries[key])
 
     def verify(self, key: str) -> bool:
         """Compare a copy with its checksum; drop it and return False if it does not match."""
@@ -288,13 +293,14 @@ class Vault:
             indexed = {key for keys in self._groups.values() for key in keys}
             assert indexed == set(self._entries), "groups and entries disagree"
             groups = [[self._entries[key].copy for key in keys] for keys in self._groups.values()]
-            assert all(group and not _superseded(group) for group in groups), "retention is broken"
+            assert all(group and not superseded(group) for group in groups), "retention is broken"
             places = {entry.path: key for key, entry in self._entries.items()}
             assert places == self._places, "places and entries disagree"
         return bad
 
     def close(self) -> None:
         """Drop everything and remove the vault's files."""
+        self._parities.trim(None)
         with self._lock:
             for entry in list(self._entries.values()):
                 self._drop(entry)
@@ -315,6 +321,13 @@ class Vault:
     def _add(self, copy: Copy, slot: Slot, trusted: bool) -> None:
         with self._lock:
             self._refuse_stale(copy, trusted)
+            if copy.lane is None:
+                self._file(copy, slot)
+        if copy.lane is not None:
+            self._parities.add(copy, slot)  # takes its time, and its own lock
+
+    def _file(self, copy: Copy, slot: Slot) -> None:
+        with self._lock:
             self._insert(_Entry(replace(copy, node=self.node), str(slot.path), slot))
 
     def _give(self, slot: Slot) -> None:
@@ -323,13 +336,14 @@ class Vault:
 
     def _make_room(self, copy: Copy) -> bool:
         """Drop all but the newest of what was kept of the same (kind, layer, shard, owner); whether there was any."""
+        copy = filed(copy)
         kin = (copy.kind, copy.layer, copy.shard, copy.owner)
         same = [
             entry
             for entry in self._entries.values()
-            if isinstance(entry.slot, Slot) and (entry.copy.kind, *_group(entry.copy)[1:4]) == kin
+            if isinstance(entry.slot, Slot) and (entry.copy.kind, *group_of(entry.copy)[1:4]) == kin
         ]
-        same.sort(key=lambda entry: (entry.copy.step, *_age(entry.copy)))
+        same.sort(key=lambda entry: (entry.copy.step, *age(entry.copy)))
         for entry in same[:-1]:
             self._drop(entry)
         return len(same) > 1
@@ -340,11 +354,11 @@ class Vault:
         if copy.key in self._entries:
             self._drop(self._entries[copy.key])
         self._entries[copy.key], self._places[entry.path] = entry, copy.key
-        self._groups.setdefault(_group(copy), set()).add(copy.key)
-        entries = [self._entries[key] for key in self._groups[_group(copy)]]
+        self._groups.setdefault(group_of(copy), set()).add(copy.key)
+        entries = [self._entries[key] for key in self._groups[group_of(copy)]]
         for torn in [e for e in entries if not e.whole]:
             self._drop(torn)
-        for copy in _superseded([e.copy for e in entries if not e.dropped]):
+        for copy in superseded([e.copy for e in entries if not e.dropped]):
             self._drop(self._entries[copy.key])
 
     def _find(self, key: str) -> _Entry:
@@ -358,10 +372,10 @@ class Vault:
     def _drop(self, entry: _Entry) -> None:
         copy = entry.copy
         del self._entries[copy.key], self._places[entry.path]
-        keys = self._groups[_group(copy)]
+        keys = self._groups[group_of(copy)]
         keys.discard(copy.key)
         if not keys:
-            del self._groups[_group(copy)]
+            del self._groups[group_of(copy)]
         entry.dropped = True
         self._release(entry)
 
@@ -380,21 +394,3 @@ class Vault:
             raise VaultError(f"{local.path}+{local.offset} does not hold {local.copy.key}")
         self._readers[local.path] = reader
         return reader
-
-
-def _group(copy: Copy) -> _Group:
-    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch
-
-
-def _superseded(copies: list[Copy]) -> list[Copy]:
-    """Copies of one group that retention gives up."""
-    steps = sorted({copy.step for copy in copies})[-KEPT_STEPS:]
-    kept: list[Copy] = []
-    for step in steps:
-        mine = sorted((c for c in copies if c.step == step), key=_age)
-        kept += mine[-KEPT_GRADIENTS if mine[0].kind == GRADIENT else -1 :]
-    return [copy for copy in copies if copy not in kept]
-
-
-def _age(copy: Copy) -> tuple[int, int]:
-    return len(copy.microbatches), copy.sequence

@@ -3,7 +3,8 @@ recovery.
 
 A (layer, TP rank) can be brought to version v if
 
-- a copy of its state of version v exists in a living vault; or
+- a copy of its state of version v exists in a living vault, or a parity that it is in, of version v, with all else that
+  is in that (`elastic.core.parity`); or
 - a copy of version v-1, gradients of step v-1 that together hold every micro-batch exactly once, and the
   record of step v-1 (which exists only if the commit of step v-1 happened); or
 - the durable checkpoint is of version v; or
@@ -100,8 +101,8 @@ class Outcome:
     """Layers that got a holder which did not hold them before."""
     state_source: str
     """memory: every holder has its state on its own node | shared memory: so it is, and some of it was left by workers
-    that are gone | peer: some state is a copy that a peer kept | checkpoint: some state is read from the checkpoint |
-    initial: layers are initialised."""
+    that are gone | peer: some state is a copy that a peer kept, or rebuilt | checkpoint: some state is read from the
+    checkpoint | initial: layers are initialised."""
     replays: int
     """(layer, TP rank)s that make the last update again."""
     todo: frozenset[int]
@@ -127,9 +128,11 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     gone = sorted(
         {layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers}
     )
+    built = sorted({recipe.layer for _, recipe in recipes if recipe.rebuild})
+    source_text = f"{source} (layers {format_indices(built)} rebuilt from parity)" if built else source
     text = (
         f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
-        f"step {assignment.step}, state from {source}, {len(moved)} of {plan.n_layers} layers move, "
+        f"step {assignment.step}, state from {source_text}, {len(moved)} of {plan.n_layers} layers move, "
         f"{network} bytes over the network, {len(todo)} of {plan.n_microbatches} micro-batches to run"
     )
     return Outcome(assignment.step, network, moved, source, replays, todo, text)

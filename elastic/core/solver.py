@@ -79,11 +79,13 @@ class Solver:
         replay = self.replay(node, slot, version)
         if whole:
             source = self.lightest(whole)
-            if replay is None or source.nbytes <= fetched(replay, node):
-                return Recipe(layer, shard, version, source)
+            sources = self.sources(source, node)
+            if replay is None or fetched(sources or (source,), node) <= self.replay_bytes(replay, node):
+                return Recipe(layer, shard, version, source, rebuild=sources)
         if replay is not None:
             state, *gradients = replay
-            return Recipe(layer, shard, version, state, replay=tuple(gradients))
+            sources = self.sources(state, node)
+            return Recipe(layer, shard, version, state, replay=tuple(gradients), rebuild=sources)
         durable = self.checkpoint is not None and self.checkpoint[1] == version
         return Recipe(
             layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else ""
@@ -105,6 +107,18 @@ class Solver:
                 return None
             copies += [self.nearest(by_mask[mask], node) for mask in masks]
         return copies
+
+    def sources(self, state: Copy, node: str) -> tuple[Copy, ...]:
+        """What `node` has to XOR to have `state`, a parity first; () if it lies somewhere as it is."""
+        if state.node:
+            return ()
+        parity, *others = self.shelf.rebuilds[(state.layer, state.shard), state.step]
+        return (parity, *(self.nearest(same_bytes(self.shelf, copy), node) for copy in others))
+
+    def replay_bytes(self, replay: Sequence[Copy], node: str) -> int:
+        """Bytes over the network for a replay."""
+        state, *gradients = replay
+        return fetched((*(self.sources(state, node) or (state,)), *gradients), node)
 
     # ---- gradients of the running step ----
 
@@ -174,31 +188,47 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
     """Let every copy that goes over the network be sent by one of the vaults that have its equal, so that the vault
     which sends most sends as little as possible (`elastic.planning.balance`)."""
     items = [
-        {c.node: float(c.nbytes) for c in shelf.equals(copy) if c.nbytes == copy.nbytes}
+        {c.node: float(c.nbytes) for c in _senders(shelf, recipe, copy)}
         for node, recipe in recipes
         for copy in copies_of(recipe)
         if copy.node != node
     ]
     senders = iter(balance(items))
 
-    def sent(node: str, copy: Copy) -> Copy:
+    def sent(node: str, recipe: Recipe, copy: Copy) -> Copy:
         if copy.node == node:
             return copy
         sender = next(senders)
-        return next(c for c in shelf.equals(copy) if c.node == sender and c.nbytes == copy.nbytes)
+        return next(c for c in _senders(shelf, recipe, copy) if c.node == sender)
 
     result = []
     for node, recipe in recipes:
-        state = sent(node, recipe.state) if recipe.state else None
-        replay = tuple(sent(node, copy) for copy in recipe.replay)
-        gradients = tuple(sent(node, copy) for copy in recipe.gradients)
-        result.append((node, replace(recipe, state=state, replay=replay, gradients=gradients)))
+        rebuild = tuple(sent(node, recipe, copy) for copy in recipe.rebuild)
+        state = sent(node, recipe, recipe.state) if recipe.state and not rebuild else recipe.state
+        replay = tuple(sent(node, recipe, copy) for copy in recipe.replay)
+        gradients = tuple(sent(node, recipe, copy) for copy in recipe.gradients)
+        result.append(
+            (node, replace(recipe, state=state, replay=replay, gradients=gradients, rebuild=rebuild))
+        )
     return tuple(result)
+
+
+def _senders(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:
+    """Copies that do as well as `copy`, which the recipe names."""
+    if copy in recipe.rebuild:
+        return same_bytes(shelf, copy)
+    return [c for c in shelf.equals(copy) if c.nbytes == copy.nbytes]
+
+
+def same_bytes(shelf: Shelf, copy: Copy) -> list[Copy]:
+    """Copies whose every byte is that of `copy`: what is XORed must be what was."""
+    return [c for c in shelf.equals(copy) if (c.nbytes, c.checksum) == (copy.nbytes, copy.checksum)]
 
 
 def copies_of(recipe: Recipe) -> Iterator[Copy]:
     """Everything that a recipe reads from vaults, in order."""
-    if recipe.state:
+    yield from recipe.rebuild
+    if recipe.state and not recipe.rebuild:
         yield recipe.state
     yield from recipe.replay
     yield from recipe.gradients

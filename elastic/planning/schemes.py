@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from elastic.errors import FieldError
 
 STREAM, RECOMPUTE, NONE = "stream", "recompute", "none"
-SNAPSHOT, REPLICA = "snapshot", "replica"
+SNAPSHOT, REPLICA, PARITY = "snapshot", "replica", "parity"
 GRADIENT_SCHEMES = (STREAM, RECOMPUTE, NONE)
-STATE_SCHEMES = (SNAPSHOT, REPLICA, NONE)
+STATE_SCHEMES = (SNAPSHOT, REPLICA, PARITY, NONE)
 MOST_EVERY = 1 << 20
+GROUP, MOST_GROUP = 3, 256
+"""Nodes of a parity group, unless said otherwise, and at most."""
 REMEDY = (
-    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches) or recompute, + snapshot or replica"
+    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches) or recompute, "
+    "+ snapshot, replica or parity:K (groups of K nodes)"
 )
 
 
@@ -55,25 +58,37 @@ class State:
     name: str
     every: int = 0
     """Updates between two whole copies of a layer at the peer; 0: none goes there."""
+    group: int = 0
+    """Most nodes whose states the peer keeps as one parity; 0: it keeps each as it is."""
 
     @property
     def away(self) -> bool:
-        """The peer can make the state of every layer."""
+        """The peer can make the state of every layer; of a parity group with the help of the others."""
         return self.every > 0
 
 
 def state_of(text: str, field: str = "state") -> State:
-    """Read snapshot, replica or none. Raises FieldError naming `field`."""
-    if text not in STATE_SCHEMES:
-        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}")
-    return State(text, int(text == SNAPSHOT))
+    """Read snapshot, replica, parity, parity:K or none. Raises FieldError naming `field`."""
+    name, colon, number = text.partition(":")
+    if name not in STATE_SCHEMES:
+        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}; parity:K has groups of K nodes")
+    if name != PARITY:
+        if colon:
+            raise FieldError(field, text, f"{name} takes no number; parity:K does")
+        return State(name, int(name == SNAPSHOT))
+    if not colon:
+        return State(name, 1, GROUP)
+    if not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_GROUP:
+        raise FieldError(field, text, f"parity:K with K from 2 to {MOST_GROUP}, as parity:4")
+    return State(name, 1, int(number))
 
 
 def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
     """Read GRADIENTS+STATE. Raises FieldError naming `field`."""
     gradients, plus, state = backup.partition("+")
-    if not plus or state not in STATE_SCHEMES:
+    if not plus or state.partition(":")[0] not in STATE_SCHEMES:
         raise FieldError(field, backup, REMEDY)
+    state_of(state, field)
     return gradients_of(gradients, field), state
 
 

@@ -18,6 +18,7 @@ from elastic.planning.roster import Member
 from elastic.worker.checkpoint import load_layer
 from elastic.worker.fetch import Fetched, Fetcher
 from elastic.worker.layers import Tied
+from elastic.worker.rebuild import WrongParity, rebuilt
 from elastic.worker.replica import LayerReplica
 
 Fetches = dict[str, Future[Fetched]]
@@ -62,7 +63,8 @@ class Installer:
         }
         installed = Installed()
         with ThreadPoolExecutor(4, "elastic-fetch") as pool:
-            fetches = {c.key: pool.submit(self._fetcher.fetch, c) for c in _wanted(recipes.values(), live)}
+            wanted = {c.key: c for c in _wanted(recipes.values(), live)}
+            fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in wanted.items()}
             for layer in member.layers:
                 self._check()
                 recipe = recipes.get(layer)
@@ -92,13 +94,24 @@ class Installer:
             replica, source = live, "memory"
         else:
             replica = self._build(recipe.layer, True)
-            data, source = fetches[recipe.state.key].result()
+            data, source = self._fetched(recipe, fetches)
             replica.read_state(data)
         if recipe.replay:
             self._replay(recipe, replica, record, fetches)
         if replica.version != recipe.version:
             raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
         return replica, source
+
+    def _fetched(self, recipe: Recipe, fetches: Fetches) -> Fetched:
+        """The recipe's state; where it lies nowhere, what its parity and the others in that come to."""
+        assert recipe.state is not None
+        if not recipe.rebuild:
+            return fetches[recipe.state.key].result()
+        try:
+            return rebuilt(recipe.state, recipe.rebuild, [fetches[c.key].result() for c in recipe.rebuild])
+        except WrongParity:
+            self._fetcher.disown(recipe.rebuild[0])
+            raise
 
     def _replay(
         self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None, fetches: Fetches
@@ -147,14 +160,14 @@ class Installer:
 
 
 def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterator[Copy]:
-    """Copies to fetch, states first, each once."""
+    """Copies to fetch, states first."""
     gradients: dict[str, Copy] = {}
     for recipe in recipes:
         replica = live.get(recipe.layer)
         have = replica.version if replica is not None else -1
         if have != recipe.version:
             if recipe.state is not None and have != recipe.state.step:
-                yield recipe.state
+                yield from recipe.rebuild or (recipe.state,)
             gradients.update((c.key, c) for c in recipe.replay)
         kept = have == recipe.version
         gradients.update((c.key, c) for c in recipe.gradients if not (kept and _is_live(replica, c)))

@@ -1,9 +1,9 @@
 """When a worker's gradients and states are published, and what must be whole before a commit.
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
-last one is done; of `recompute` nothing goes anywhere. State: `snapshot` goes to the peer after every update, `replica`
-stays in the local vault (another pipeline holds the layer). What was not published is when the epoch ends, for those
-who will need it.
+last one is done; of `recompute` nothing goes anywhere. State: `snapshot` and `parity` go to the peer after every update
+(what that makes of them: `elastic.agent.parity`), `replica` stays in the local vault (another pipeline holds the
+layer). What was not published is when the epoch ends, for those who will need it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elastic.core import messages as m
 from elastic.core.types import Plan
-from elastic.planning.schemes import NONE, SNAPSHOT, gradients_of
+from elastic.planning.schemes import NONE, gradients_of, state_of
 from elastic.worker.abandon import Abandon
 from elastic.worker.backup import Publisher
 from elastic.worker.layers import Tied
@@ -50,7 +50,7 @@ class Protection:
         """Backward passes that are in the gradients and in no copy."""
         self._states = plan.state != NONE
         self._gradient_peer = peer if self._every else ""
-        self._state_peer = peer if plan.state == SNAPSHOT else ""
+        self._state_peer = peer if state_of(plan.state).away else ""
         self._published: dict[int, tuple[int, frozenset[int]]] = {}
         """Layer -> (step, ledger) of its newest published gradient."""
         self._versions: dict[int, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import FieldError
-from elastic.planning.schemes import Gradients, gradients_of, refuse_useless, schemes_of
+from elastic.planning.schemes import Gradients, State, gradients_of, refuse_useless, schemes_of, state_of
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,20 @@ from elastic.planning.schemes import Gradients, gradients_of, refuse_useless, sc
 )
 def test_gradients(text: str, expected: Gradients, share: float) -> None:
     assert gradients_of(text) == expected and gradients_of(text).share == share
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "away"),
+    [
+        ("snapshot", State("snapshot", 1), True),
+        ("replica", State("replica"), False),
+        ("parity", State("parity", 1, 3), True),
+        ("parity:5", State("parity", 1, 5), True),
+        ("none", State("none"), False),
+    ],
+)
+def test_states(text: str, expected: State, away: bool) -> None:
+    assert state_of(text) == expected and state_of(text).away is away
 
 
 @pytest.mark.parametrize(
@@ -36,6 +50,11 @@ def test_gradients(text: str, expected: Gradients, share: float) -> None:
         ("stream", "GRADIENTS"),
         ("", "GRADIENTS"),
         ("stream+tape", "GRADIENTS"),
+        ("stream+snapshot:2", "takes no number"),
+        ("stream+parity:1", "K from 2 to 256"),
+        ("stream+parity:257", "K from 2 to 256"),
+        ("stream+parity:", "K from 2 to 256"),
+        ("stream+parity:²", "K from 2 to 256"),
     ],
 )
 def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
@@ -56,6 +75,8 @@ def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why
         refuse_useless(backup, pipelines)
 
 
-@pytest.mark.parametrize("backup", ["none+none", "stream:8+snapshot", "recompute+replica", "none+snapshot"])
+@pytest.mark.parametrize(
+    "backup", ["none+none", "stream:8+snapshot", "recompute+replica", "none+snapshot", "recompute+parity:2"]
+)
 def test_others_are_not(backup: str) -> None:
     refuse_useless(backup, "auto")
