@@ -221,8 +221,7 @@ class Agent:
                 self._vault.fence(epoch)
             case core.Enter(install):
                 self._vault.fence(install.epoch)
-                self._replicator.reset(install.epoch)
-                self._replicator.vaults = dict(install.assignment.vaults)
+                self._replicator.enter(install.epoch, install.assignment)
                 self._checkpoints.enter(self._node, install.assignment.plan)
             case core.Report():
                 self._report()

@@ -7,6 +7,8 @@ of the index. So the last whole copy is never overwritten by one that is not.
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
+A state that comes with a lane goes into that lane's parity (`elastic.agent.parity`), which is added when it is whole.
+
 What is kept and what makes room is in `elastic.agent.retention`. Whole epochs go by `trim`.
 """
 
@@ -18,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elastic.agent.incoming import Incoming
+from elastic.agent.parity import Parities, filed
 from elastic.agent.retention import Group, group_of, spare, superseded
 from elastic.core.messages import LocalCopy
 from elastic.core.types import STATE, UPDATE, Copy
@@ -40,39 +44,6 @@ class _Entry:
     @property
     def data(self) -> memoryview:
         return self.slot.view(self.copy.nbytes)
-
-
-class Incoming:
-    """A copy on its way in: fill `buffer`, then `commit` or `abort`."""
-
-    def __init__(self, vault: Vault, copy: Copy, slot: Slot, trusted: bool) -> None:
-        self._vault, self._copy, self._trusted = vault, copy, trusted
-        self._slot: Slot | None = slot
-        self.buffer = slot.view(copy.nbytes)
-
-    def verify(self, digest: str | None = None) -> None:
-        """Raise VaultError unless the bytes match; `digest` is their checksum if it is known already."""
-        found = checksum(self.buffer) if digest is None else digest
-        if found != self._copy.checksum:
-            raise VaultError(f"{self._copy.key} arrived corrupt: checksum {found}, not {self._copy.checksum}")
-
-    def commit(self, digest: str | None = None) -> None:
-        """Verify the bytes and add the copy to the vault; VaultError or StaleError keep nothing."""
-        if self._slot is None:
-            raise VaultError(f"{self._copy.key} was aborted")
-        try:
-            self.verify(digest)
-            self._slot.finish(self._copy.sequence, self._copy.nbytes, self._copy.epoch)
-            self._vault._add(self._copy, self._slot, self._trusted)
-            self._slot = None
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Give the room back unless the copy was committed."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self._vault._give(slot)
 
 
 class Vault:
@@ -99,6 +70,7 @@ class Vault:
         self._readers: dict[str, SlotReader] = {}
         self._gone: set[tuple[Path, str]] = set()
         self._fence = 0
+        self._parities = Parities(node, self._give, self._file, self.drop, on_corrupt)
 
     # ---- copies come in ----
 
@@ -219,6 +191,7 @@ class Vault:
 
     def trim(self, epoch: int) -> None:
         """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers."""
+        self._parities.trim(epoch)
         with self._lock:
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
                 self._drop(entry)
@@ -240,6 +213,12 @@ class Vault:
                 if path not in self._places:
                     Path(path).unlink(missing_ok=True)
                     self._readers.pop(path, None)
+
+    def drop(self, key: str, newer: str = "") -> None:
+        """Drop a copy that is of no use; with `newer` only if that one is here."""
+        with self._lock:
+            if key in self._entries and (not newer or newer in self._entries):
+                self._drop(self._entries[key])
 
     def verify(self, key: str) -> bool:
         """Compare a copy with its checksum; drop it and return False if it does not match."""
@@ -289,6 +268,7 @@ class Vault:
 
     def close(self) -> None:
         """Drop everything and remove the vault's files."""
+        self._parities.trim(None)
         with self._lock:
             for entry in list(self._entries.values()):
                 self._drop(entry)
@@ -309,6 +289,13 @@ class Vault:
     def _add(self, copy: Copy, slot: Slot, trusted: bool) -> None:
         with self._lock:
             self._refuse_stale(copy, trusted)
+            if copy.lane is None:
+                self._file(copy, slot)
+        if copy.lane is not None:
+            self._parities.add(copy, slot)  # takes its time, and its own lock
+
+    def _file(self, copy: Copy, slot: Slot) -> None:
+        with self._lock:
             self._insert(_Entry(replace(copy, node=self.node), str(slot.path), slot))
 
     def _give(self, slot: Slot) -> None:
@@ -317,7 +304,7 @@ class Vault:
 
     def _make_room(self, copy: Copy) -> bool:
         """Drop what is most dispensable of what came from elsewhere; whether there was any."""
-        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, Slot)], copy)
+        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, Slot)], filed(copy))
         self._drop_all(found)
         return bool(found)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import xxhash
 
-from elastic.agent.vault import Incoming, Vault
+from elastic.agent.incoming import Incoming
+from elastic.agent.vault import Vault
 from elastic.core import codec
 from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
@@ -150,6 +151,9 @@ class VaultServer:
         if isinstance(request, Inventory):
             return Reply(copies=self._vault.inventory())
         if isinstance(request, Verify):
+            if request.wrong:
+                log.warning("%s led to wrong bytes, and is dropped", request.key)
+                self._vault.drop(request.key)
             good = self._vault.verify(request.key)
             return Reply(copies=(self._vault.copy(request.key),) if good else ())
         if request.node != self._vault.node:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.ledger import to_mask
-from elastic.core.types import REDUCED, STATE, UPDATE, Copy, Plan
+from elastic.core.parity import rebuildable
+from elastic.core.types import PARITY, REDUCED, STATE, UPDATE, Copy, Plan
 
 Slot = tuple[int, int]
 """(layer, TP rank)."""
@@ -30,6 +31,10 @@ class Shelf:
 
     updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = field(default_factory=dict)
     """(layer, TP rank): (owner, epoch): step: what that update took."""
+    rebuilds: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
+    """((layer, TP rank), version): the parity and the other states that it is rebuilt from, where no copy of it is
+    left. `states` then has what comes out, a copy that lies nowhere (`node` is "")."""
+    parities: tuple[Copy, ...] = ()
 
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
@@ -38,6 +43,7 @@ class Shelf:
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}
         reduced: dict[tuple[Slot, int], list[Copy]] = {}
         updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = {}
+        parities: list[Copy] = []
         for copy in dict.fromkeys(inventory):
             if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
                 continue
@@ -49,17 +55,23 @@ class Shelf:
             elif copy.kind == UPDATE:
                 line = updates.setdefault(at[0], {}).setdefault((copy.owner, copy.epoch), {})
                 line[copy.step] = (*line.get(copy.step, ()), copy)
+            elif copy.kind == PARITY:
+                parities.append(copy)
             elif (
                 copy.microbatches
                 and not (mask := to_mask(copy.microbatches)) & ~full
                 and _has_losses(copy, plan)
             ):
                 gradients.setdefault(at, {}).setdefault(mask, []).append(copy)
+        rebuilds = rebuildable(parities, states, plan)
+        states |= {at: [state] for at, (state, *_) in rebuilds.items()}
         return cls(
             {at: _newest_first(copies) for at, copies in states.items()},
             {at: {m: _newest_first(c) for m, c in by.items()} for at, by in gradients.items()},
             {at: _newest_first(copies) for at, copies in reduced.items()},
             updates,
+            {at: tuple(sources) for at, (_, *sources) in rebuilds.items()},
+            tuple(parities),
         )
 
     def versions(self, slot: Slot) -> list[int]:
@@ -68,6 +80,8 @@ class Shelf:
 
     def equals(self, copy: Copy) -> tuple[Copy, ...]:
         """Copies of the same content, `copy` included."""
+        if copy.kind == PARITY:
+            return (copy,)
         at = (copy.layer, copy.shard), copy.step
         if copy.kind == STATE:
             return self.states[at]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic.core.chains import gap
 from elastic.core.ledger import format_microbatches, from_mask
 from elastic.core.packing import best_packing
+from elastic.core.parity import missing_parts
 from elastic.core.shelf import Slot
 from elastic.core.solver import Solver, union_of
 from elastic.planning.plan import format_indices
@@ -51,7 +52,9 @@ def _why(solver: Solver, slot: Slot, version: int) -> str:
             return broken
         others = ", ".join(map(str, solver.shelf.versions(slot)))
         wanted = f"{before} or {version}" if before >= 0 else f"{version}"
-        return f"no copy of state {wanted} is left" + (f" (only {others})" if others else "")
+        text = f"no copy of state {wanted} is left" + (f" (only {others})" if others else "")
+        lacks = missing_parts(solver.shelf.parities, solver.shelf.states, slot, (version, before))
+        return f"{text}, and its parity lacks layers {format_indices(lacks)} too" if lacks else text
     if before not in solver.records:
         return f"no copy of state {version} is left, nor the record of step {before}"
     for layer in (slot[0], *sorted(solver.tied.get(slot[0], ()))):

@@ -74,11 +74,12 @@ class Solver:
         """The cheapest way, in bytes over the network, for `slot` on `node` to get `version`."""
         layer, shard = slot
         base = self.base(node, slot, version)
-        if base is not None and not fetched(base, node):
-            return recipe_of(slot, version, base)
+        if base is not None and not self.nbytes(base, node):
+            return self.recipe(slot, version, base, node)
         options = [copies for copies in (base, self.replay(node, slot, version)) if copies is not None]
         if options:
-            return recipe_of(slot, version, min(options, key=lambda copies: fetched(copies, node)))
+            best = min(options, key=lambda copies: self.nbytes(copies, node))
+            return self.recipe(slot, version, best, node)
         durable = self.checkpoint is not None and self.checkpoint[1] == version
         return Recipe(
             layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else ""
@@ -94,7 +95,7 @@ class Solver:
         options = [[self.nearest(whole, node)]] if whole else []
         for links in chains(self.shelf, slot, version):
             options.append([self.nearest(link, node) for link in links])
-        return min(options, key=lambda copies: (fetched(copies, node), len(copies)), default=None)
+        return min(options, key=lambda copies: (self.nbytes(copies, node), len(copies)), default=None)
 
     def replay(self, node: str, slot: Slot, version: int) -> list[Copy] | None:
         """Return what makes version-1 and the gradients that make `version` of it, or None if that cannot be."""
@@ -112,6 +113,22 @@ class Solver:
                 return None
             copies += [self.nearest(by_mask[mask], node) for mask in masks]
         return copies
+
+    def sources(self, state: Copy, node: str) -> tuple[Copy, ...]:
+        """What `node` has to XOR to have `state`, a parity first; () if it lies somewhere as it is."""
+        if state.node:
+            return ()
+        parity, *others = self.shelf.rebuilds[(state.layer, state.shard), state.step]
+        return (parity, *(self.nearest(same_bytes(self.shelf, copy), node) for copy in others))
+
+    def nbytes(self, copies: Sequence[Copy], node: str) -> int:
+        """Bytes over the network for `node` to have these, the first of which is a state."""
+        state, *others = copies
+        return fetched((*(self.sources(state, node) or (state,)), *others), node)
+
+    def recipe(self, slot: Slot, version: int, copies: Sequence[Copy], node: str) -> Recipe:
+        """The recipe that takes these, the first of which is a state."""
+        return replace(recipe_of(slot, version, copies), rebuild=self.sources(copies[0], node))
 
     # ---- gradients of the running step ----
 
@@ -181,7 +198,7 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
     """Let every copy that goes over the network be sent by one of the vaults that have its equal, so that the vault
     which sends most sends as little as possible (`elastic.planning.balance`)."""
     items = [
-        {c.node: float(c.nbytes) for c in alike(shelf, recipe, copy)}
+        {c.node: float(c.nbytes) for c in _senders(shelf, recipe, copy)}
         for node, recipe in recipes
         for copy in copies_of(recipe)
         if copy.node != node
@@ -192,23 +209,39 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
         if copy.node == node:
             return copy
         sender = next(senders)
-        return next(c for c in alike(shelf, recipe, copy) if c.node == sender)
+        return next(c for c in _senders(shelf, recipe, copy) if c.node == sender)
 
     result = []
     for node, recipe in recipes:
-        state = sent(node, recipe, recipe.state) if recipe.state else None
+        rebuild = tuple(sent(node, recipe, copy) for copy in recipe.rebuild)
+        state = sent(node, recipe, recipe.state) if recipe.state and not rebuild else recipe.state
         updates, replay, gradients = (
             tuple(sent(node, recipe, copy) for copy in copies)
             for copies in (recipe.updates, recipe.replay, recipe.gradients)
         )
-        sources = replace(recipe, state=state, updates=updates, replay=replay, gradients=gradients)
+        sources = replace(
+            recipe, state=state, updates=updates, replay=replay, gradients=gradients, rebuild=rebuild
+        )
         result.append((node, sources))
     return tuple(result)
 
 
+def _senders(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:
+    """Copies that do as well as `copy`, which the recipe names."""
+    if copy in recipe.rebuild:
+        return same_bytes(shelf, copy)
+    return alike(shelf, recipe, copy)
+
+
+def same_bytes(shelf: Shelf, copy: Copy) -> list[Copy]:
+    """Copies whose every byte is that of `copy`: what is XORed must be what was."""
+    return [c for c in shelf.equals(copy) if (c.nbytes, c.checksum) == (copy.nbytes, copy.checksum)]
+
+
 def copies_of(recipe: Recipe) -> Iterator[Copy]:
     """Everything that a recipe reads from vaults, in order."""
-    if recipe.state:
+    yield from recipe.rebuild
+    if recipe.state and not recipe.rebuild:
         yield recipe.state
     yield from recipe.updates
     yield from recipe.replay

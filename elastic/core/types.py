@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-STATE, GRADIENT, REDUCED, UPDATE = "state", "gradient", "reduced", "update"
+STATE, GRADIENT, REDUCED, UPDATE, PARITY = "state", "gradient", "reduced", "update", "parity"
 """Kinds of copies. A reduced gradient is that of a layer with shared tensors after the sum over all of their
 owners: what its update takes, whatever becomes of the other owners' gradients. An update is what the optimizer takes
-at last: reduced, clipped, float32; it makes version v+1 of state v without any record."""
+at last: reduced, clipped, float32; it makes version v+1 of state v without any record. A parity is the XOR of several
+nodes' states."""
 
 
 class Accumulate(StrEnum):
@@ -75,10 +76,13 @@ class Plan:
     """Nodes that hold no stage; they keep backups and wait."""
     peers: tuple[tuple[str, str], ...] = ()
     """(node, node that keeps its backups); nodes without a peer are absent."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """With the state scheme parity: nodes whose common peer keeps the XOR of their states. Those of nodes in no group
+    are kept one by one."""
     gradients: str = "stream"
     """Gradient backup scheme: stream | stream:K | recompute | none (`elastic.planning.schemes`)."""
     state: str = "snapshot"
-    """State backup scheme: snapshot | replica | replay | replay:N | none."""
+    """State backup scheme: snapshot | replica | replay | replay:N | parity | parity:K | none."""
     reason: str = ""
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
@@ -148,6 +152,31 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """Where a state goes into a parity: lane i has the i-th layer of every member that has so many."""
+
+    index: int
+    members: tuple[str, ...]
+    """Nodes that put a layer into it, of their TP rank."""
+
+    @property
+    def owner(self) -> str:
+        """Who made the parity, as one name."""
+        return "+".join(self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One state that is in a parity; its version is the parity's step."""
+
+    owner: str
+    layer: int
+    shard: int
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
 class Copy:
     """One whole copy of a layer's state or accumulated gradient, as it lies in a vault.
 
@@ -174,6 +203,10 @@ class Copy:
     """(micro-batch, loss) for those in `microbatches`; only on the last layer."""
     node: str = ""
     """Where this copy lies."""
+    lane: Lane | None = None
+    """Only on the way to a keeper: this state is not kept but put into the parity of that lane."""
+    parts: tuple[Part, ...] = ()
+    """Of a parity, whose layer is its lane's index: what it is the XOR of, each padded with zeros to its length."""
 
     @property
     def key(self) -> str:
@@ -201,6 +234,9 @@ class Recipe:
     3. If `replay` is not empty that made version-1: add those gradients (together they hold all M micro-batches of
        step version-1) and apply the update with the step's record.
     4. The accumulator of step `version` becomes the sum of `gradients` (disjoint); its ledger their union.
+
+    If `rebuild` is not empty, `state` lies nowhere: it is the beginning of the XOR of those, the first of which is a
+    parity, and has to have the checksum that `state` says.
     """
 
     layer: int
@@ -211,6 +247,7 @@ class Recipe:
     gradients: tuple[Copy, ...] = ()
     checkpoint: str = ""
     updates: tuple[Copy, ...] = ()
+    rebuild: tuple[Copy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,12 @@ from elastic.planning.exchange import Host, Slot
 from elastic.planning.figures import largest_tail
 from elastic.planning.kinds import Kinds
 from elastic.planning.model import CostModel
+from elastic.planning.parity import choose_groups, describe
 from elastic.planning.peers import choose_peers, domain_of
 from elastic.planning.placement import Holdings, assign, recut
 from elastic.planning.problem import CLOSE, Shape, Solution
 from elastic.planning.request import PlanRequest
+from elastic.planning.schemes import PARITY, schemes_of, state_of
 
 MOST_RECUT = 128
 """Nodes up to which pipelines are cut again to move less."""
@@ -143,9 +145,14 @@ def protect(
     for _, _, stage in plan.stages():
         layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
     peers = choose_peers(nodes, layers, plan.spares)
+    plan = replace(plan, groups=())
     if not peers:
         gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
         return replace(plan, gradients=gradients, state=state), "copies stay on their own node: no peer"
+    if backup != "auto" and (parity := schemes_of(backup)[1]).startswith(PARITY):
+        groups, peers = choose_groups(nodes, layers, plan.spares, state_of(parity).group)
+        plan = replace(plan, peers=peers, groups=groups, gradients=backup.split("+")[0], state=parity)
+        return plan, f"backup {backup}: {describe(plan)}"
     domains = {info.node: domain_of(info) for info in nodes}
     replicated, reason = _replicated(
         plan, domains, len({d for d in domains.values() if not d.startswith("\0")})

@@ -36,7 +36,7 @@ from typing import TypeVar
 from elastic.core.types import LayerSpec, Plan
 from elastic.planning.exchange import Host, Slot, deal
 from elastic.planning.matching import Sort, cheapest
-from elastic.planning.schemes import state_of
+from elastic.planning.parity import kept_whole
 
 T = TypeVar("T")
 
@@ -63,15 +63,19 @@ class Holdings:
         for p, _, stage in current.stages():
             team[stage.unit.node] = p
             live[stage.unit.node] = live.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
-        state = state_of(current.state).away
-        saved = [
-            (la.param_bytes + la.state_bytes if state else 0) + (la.gradient_bytes if gradients else 0)
-            for la in layers
-        ]
+        saved = {
+            state: [
+                (la.param_bytes + la.state_bytes if state else 0) + (la.gradient_bytes if gradients else 0)
+                for la in layers
+            ]
+            for state in (False, True)
+        }
         kept: dict[str, dict[int, int]] = {}
+        whole = kept_whole(current)
         for node, peer in current.peers:
+            state = node in whole
             if state or gradients:
-                kept.setdefault(peer, {}).update((layer, saved[layer]) for layer in live.get(node, ()))
+                kept.setdefault(peer, {}).update((layer, saved[state][layer]) for layer in live.get(node, ()))
         return cls(live, kept, team)
 
     def fetched(self, node: str, full_bytes: Sequence[int]) -> list[int]:

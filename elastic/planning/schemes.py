@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from elastic.errors import FieldError
 
 STREAM, RECOMPUTE, NONE = "stream", "recompute", "none"
-SNAPSHOT, REPLICA, REPLAY = "snapshot", "replica", "replay"
+SNAPSHOT, REPLICA, REPLAY, PARITY = "snapshot", "replica", "replay", "parity"
 GRADIENT_SCHEMES = (STREAM, RECOMPUTE, NONE)
-STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, NONE)
+STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, PARITY, NONE)
 MOST_EVERY = 1 << 20
 REPLAY_EVERY, MOST_REPLAY = 8, 64
 """Updates between two whole states at the peer: of `replay`, and at most."""
+GROUP, MOST_GROUP = 3, 256
+"""Nodes of a parity group, unless said otherwise, and at most."""
 REMEDY = (
     "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches) or recompute, "
-    "+ snapshot, replica, replay or replay:N (whole states every N updates)"
+    "+ snapshot, replica, replay or replay:N (whole states every N updates), parity or parity:K (groups of K nodes)"
 )
 
 
@@ -58,10 +60,12 @@ class State:
     name: str
     every: int = 0
     """Updates between two whole copies of a layer at the peer; 0: none goes there."""
+    group: int = 0
+    """Most nodes whose states the peer keeps as one parity; 0: it keeps each as it is."""
 
     @property
     def away(self) -> bool:
-        """The peer can make the state of every layer."""
+        """The peer can make the state of every layer; of a parity group with the help of the others."""
         return self.every > 0
 
     @property
@@ -71,22 +75,22 @@ class State:
 
 
 def state_of(text: str, field: str = "state") -> State:
-    """Read snapshot, replica, replay, replay:N or none. Raises FieldError naming `field`."""
+    """Read snapshot, replica, replay, replay:N, parity, parity:K or none. Raises FieldError naming `field`."""
     name, colon, number = text.partition(":")
     if name not in STATE_SCHEMES:
-        raise FieldError(
-            field, text, f"one of {', '.join(STATE_SCHEMES)}; replay:N sends whole states every N updates"
-        )
-    if name != REPLAY:
+        numbers = "replay:N sends whole states every N updates, parity:K has groups of K nodes"
+        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}; {numbers}")
+    if name not in (REPLAY, PARITY):
         if colon:
-            raise FieldError(field, text, f"{name} takes no number; replay:N does")
+            raise FieldError(field, text, f"{name} takes no number; replay:N and parity:K do")
         return State(name, int(name == SNAPSHOT))
-    if not colon:
-        return State(name, REPLAY_EVERY)
-    if not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_REPLAY:
-        remedy = f"replay:N with N from 2 to {MOST_REPLAY}; for whole states after every update take snapshot"
+    letter, most = ("N", MOST_REPLAY) if name == REPLAY else ("K", MOST_GROUP)
+    if colon and (not number.isascii() or not number.isdigit() or not 2 <= int(number) <= most):
+        remedy = f"{name}:{letter} with {letter} from 2 to {most}; for whole states after every update take snapshot"
         raise FieldError(field, text, remedy)
-    return State(name, int(number))
+    if name == REPLAY:
+        return State(name, int(number or REPLAY_EVERY))
+    return State(name, 1, int(number or GROUP))
 
 
 def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:

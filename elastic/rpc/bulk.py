@@ -10,7 +10,7 @@ answered by a `Reply`, whose `error` is empty when all went well.
     Get(key)              the copy's bytes
     Locate(key, node)     where the copy lies in shared memory; only for requesters on the vault's own node
     Inventory()           all whole copies
-    Verify(key)           compare a copy with its checksum again; a corrupt one is dropped
+    Verify(key, wrong)    compare a copy with its checksum again; a corrupt or `wrong` one is dropped
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Inventory:
 @dataclass(frozen=True, slots=True)
 class Verify:
     key: str
+    wrong: bool = False
+    """What it led to was not what it should be: it is dropped whatever its checksum says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +183,10 @@ class VaultClient:
             _ask(stream, Inventory())
             return _reply(stream)[0].copies
 
-    def verify(self, copy: Copy) -> bool:
-        """Let the vault look at the copy again; False (and dropped there) if it is not whole."""
+    def verify(self, copy: Copy, wrong: bool = False) -> bool:
+        """Let the vault look at the copy again; False (and dropped there) if it is not whole, or `wrong`."""
         with self._calling, self._connected() as stream:
-            _ask(stream, Verify(copy.key))
+            _ask(stream, Verify(copy.key, wrong))
             return bool(_reply(stream)[0].copies)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from elastic.planning.roster import Member
 from elastic.worker.checkpoint import load_layer
 from elastic.worker.fetch import Fetched, Fetcher
 from elastic.worker.layers import Tied
+from elastic.worker.rebuild import WrongParity, rebuilt
 from elastic.worker.replica import LayerReplica
 
 Fetches = dict[str, Future[Fetched]]
@@ -62,7 +63,8 @@ class Installer:
         }
         installed = Installed()
         with ThreadPoolExecutor(4, "elastic-fetch") as pool:
-            fetches = {c.key: pool.submit(self._fetcher.fetch, c) for c in _wanted(recipes.values(), live)}
+            wanted = {c.key: c for c in _wanted(recipes.values(), live)}
+            fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in wanted.items()}
             for layer in member.layers:
                 self._check()
                 recipe = recipes.get(layer)
@@ -92,7 +94,7 @@ class Installer:
             replica, source = live, "memory"
         else:
             replica = self._build(recipe.layer, True)
-            data, source = fetches[recipe.state.key].result()
+            data, source = self._fetched(recipe, fetches)
             replica.read_state(data)
         for copy in recipe.updates:
             if copy.step >= replica.version:
@@ -109,6 +111,17 @@ class Installer:
             raise VaultError(f"layer {copy.layer}: update of step {copy.step} at version {replica.version}")
         replica.apply_update(fetches.pop(copy.key).result().data, self._lr(copy.step))
         replica.clear()
+
+    def _fetched(self, recipe: Recipe, fetches: Fetches) -> Fetched:
+        """The recipe's state; where it lies nowhere, what its parity and the others in that come to."""
+        assert recipe.state is not None
+        if not recipe.rebuild:
+            return fetches[recipe.state.key].result()
+        try:
+            return rebuilt(recipe.state, recipe.rebuild, [fetches[c.key].result() for c in recipe.rebuild])
+        except WrongParity:
+            self._fetcher.disown(recipe.rebuild[0])
+            raise
 
     def _replay(
         self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None, fetches: Fetches
@@ -157,7 +170,7 @@ class Installer:
 
 
 def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterator[Copy]:
-    """Copies to fetch, states first, each once."""
+    """Copies to fetch, states first."""
     gradients: dict[str, Copy] = {}
     for recipe in recipes:
         replica = live.get(recipe.layer)
@@ -165,7 +178,7 @@ def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterato
         if have != recipe.version:
             leads = replica is not None and _leads_on(recipe, replica)
             if recipe.state is not None and not leads:
-                yield recipe.state
+                yield from recipe.rebuild or (recipe.state,)
             gradients.update((c.key, c) for c in recipe.updates if not (leads and c.step < have))
             gradients.update((c.key, c) for c in recipe.replay)
         kept = have == recipe.version

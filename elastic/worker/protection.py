@@ -1,9 +1,10 @@
 """When a worker's gradients and states are published, and what must be whole before a commit.
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
-last one is done; of `recompute` nothing goes anywhere. State: `snapshot` goes to the peer after every update, `replica`
-stays in the local vault (another pipeline holds the layer); with `replay` the peer gets what every update takes, and
-whole states now and then (`rebase`). What was not published is when the epoch ends, for those who will need it.
+last one is done; of `recompute` nothing goes anywhere. State: `snapshot` and `parity` go to the peer after every update
+(what that makes of them: `elastic.agent.parity`), `replica` stays in the local vault (another pipeline holds the
+layer); with `replay` the peer gets what every update takes, and whole states now and then (`rebase`). What was not
+published is when the epoch ends, for those who will need it.
 """
 
 from __future__ import annotations

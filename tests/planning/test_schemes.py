@@ -28,6 +28,8 @@ def test_gradients(text: str, expected: Gradients, share: float) -> None:
         ("replay", State("replay", 8), True, True),
         ("replay:2", State("replay", 2), True, True),
         ("replica", State("replica"), False, False),
+        ("parity", State("parity", 1, 3), True, False),
+        ("parity:5", State("parity", 1, 5), True, False),
         ("none", State("none"), False, False),
     ],
 )
@@ -57,6 +59,10 @@ def test_states(text: str, expected: State, away: bool, updates: bool) -> None:
         ("stream+replay:²", "N from 2 to 64"),
         ("stream+snapshot:2", "takes no number"),
         ("stream+replica:", "takes no number"),
+        ("stream+parity:1", "K from 2 to 256"),
+        ("stream+parity:257", "K from 2 to 256"),
+        ("stream+parity:", "K from 2 to 256"),
+        ("stream+parity:²", "K from 2 to 256"),
     ],
 )
 def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
@@ -79,7 +85,15 @@ def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why
 
 
 @pytest.mark.parametrize(
-    "backup", ["none+none", "stream:8+snapshot", "recompute+replica", "none+snapshot", "recompute+replay:4"]
+    "backup",
+    [
+        "none+none",
+        "stream:8+snapshot",
+        "recompute+replica",
+        "none+snapshot",
+        "recompute+replay:4",
+        "recompute+parity:2",
+    ],
 )
 def test_others_are_not(backup: str) -> None:
     refuse_useless(backup, "auto")
