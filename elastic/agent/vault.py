@@ -9,6 +9,7 @@ was overwritten, or its writer was killed while it did so; such an entry is drop
 
 Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
 Of gradients the two newest: TP ranks are backed up one by one, and only a ledger that all have is of use.
+Logged messages are kept for each micro-batch by itself.
 Whole epochs go by `trim`.
 """
 
@@ -21,14 +22,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.core.messages import LocalCopy
-from elastic.core.types import GRADIENT, Copy
+from elastic.core.types import GRADIENT, LOGS, Copy
 from elastic.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
 
 KEPT_STEPS = 2
 KEPT_GRADIENTS = 2
 
-_Group = tuple[str, int, int, str, int]
+_Group = tuple[str, int, int, str, int, frozenset[int]]
 
 
 @dataclass(slots=True)
@@ -383,7 +384,8 @@ class Vault:
 
 
 def _group(copy: Copy) -> _Group:
-    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch
+    messages = copy.microbatches if copy.kind in LOGS else frozenset()
+    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch, messages
 
 
 def _superseded(copies: list[Copy]) -> list[Copy]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elastic.core.ledger import to_mask
-from elastic.core.types import REDUCED, STATE, Copy, Plan
+from elastic.core.types import LOGS, REDUCED, STATE, Copy, Plan
 
 Slot = tuple[int, int]
 """(layer, TP rank)."""
@@ -26,12 +26,16 @@ class Shelf:
     reduced: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
     """((layer, TP rank), step): gradients of layers with shared tensors as their update takes them."""
 
+    logs: dict[tuple[str, int, int, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
+    """(kind, layer, step, micro-batch): TP rank: copies of one message, newest epoch first."""
+
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
         living, full = frozenset(nodes), (1 << plan.n_microbatches) - 1
         states: dict[tuple[Slot, int], list[Copy]] = {}
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}
         reduced: dict[tuple[Slot, int], list[Copy]] = {}
+        logs: dict[tuple[str, int, int, int], dict[int, list[Copy]]] = {}
         for copy in dict.fromkeys(inventory):
             if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
                 continue
@@ -40,6 +44,10 @@ class Shelf:
                 states.setdefault(at, []).append(copy)
             elif copy.kind == REDUCED:
                 reduced.setdefault(at, []).append(copy)
+            elif copy.kind in LOGS:
+                for index in copy.microbatches:
+                    of = logs.setdefault((copy.kind, copy.layer, copy.step, index), {})
+                    of.setdefault(copy.shard, []).append(copy)
             elif (
                 copy.microbatches
                 and not (mask := to_mask(copy.microbatches)) & ~full
@@ -50,6 +58,7 @@ class Shelf:
             {at: _newest_first(copies) for at, copies in states.items()},
             {at: {m: _newest_first(c) for m, c in by.items()} for at, by in gradients.items()},
             {at: _newest_first(copies) for at, copies in reduced.items()},
+            {at: {s: _newest_first(c) for s, c in by.items()} for at, by in logs.items()},
         )
 
     def versions(self, slot: Slot) -> list[int]:

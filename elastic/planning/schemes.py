@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from elastic.errors import FieldError
 
-STREAM, RECOMPUTE, NONE = "stream", "recompute", "none"
+STREAM, LOG, RECOMPUTE, NONE = "stream", "log", "recompute", "none"
 SNAPSHOT, REPLICA = "snapshot", "replica"
-GRADIENT_SCHEMES = (STREAM, RECOMPUTE, NONE)
+GRADIENT_SCHEMES = (STREAM, LOG, RECOMPUTE, NONE)
 STATE_SCHEMES = (SNAPSHOT, REPLICA, NONE)
 MOST_EVERY = 1 << 20
 REMEDY = (
-    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches) or recompute, + snapshot or replica"
+    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), log or recompute, + snapshot or replica"
 )
 
 
@@ -31,7 +31,7 @@ class Gradients:
 
 
 def gradients_of(text: str, field: str = "gradients") -> Gradients:
-    """Read stream, stream:K, recompute or none. Raises FieldError naming `field`."""
+    """Read stream, stream:K, log, recompute or none. Raises FieldError naming `field`."""
     name, colon, number = text.partition(":")
     if name not in GRADIENT_SCHEMES:
         raise FieldError(

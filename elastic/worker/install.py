@@ -18,6 +18,7 @@ from elastic.planning.roster import Member
 from elastic.worker.checkpoint import load_layer
 from elastic.worker.fetch import Fetched, Fetcher
 from elastic.worker.layers import Tied
+from elastic.worker.partial import wanted
 from elastic.worker.replica import LayerReplica
 
 Fetches = dict[str, Future[Fetched]]
@@ -29,6 +30,8 @@ class Installed:
 
     replicas: list[LayerReplica] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    messages: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Logged messages that partial runs start from, by the copies' keys."""
 
 
 class Installer:
@@ -63,6 +66,7 @@ class Installer:
         installed = Installed()
         with ThreadPoolExecutor(4, "elastic-fetch") as pool:
             fetches = {c.key: pool.submit(self._fetcher.fetch, c) for c in _wanted(recipes.values(), live)}
+            messages = {c.key: pool.submit(self._fetcher.fetch, c) for c in wanted(assignment, member)}
             for layer in member.layers:
                 self._check()
                 recipe = recipes.get(layer)
@@ -74,6 +78,7 @@ class Installer:
                 installed.replicas.append(replica)
                 installed.sources.append(source)
                 self._reached()
+            installed.messages = {key: fetch.result().data for key, fetch in messages.items()}
         return installed
 
     def _state(

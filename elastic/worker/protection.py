@@ -1,7 +1,8 @@
 """When a worker's gradients and states are published, and what must be whole before a commit.
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
-last one is done; of `recompute` nothing goes anywhere. State: `snapshot` goes to the peer after every update, `replica`
+last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages in the local
+vault. State: `snapshot` goes to the peer after every update, `replica`
 stays in the local vault (another pipeline holds the layer). What was not published is when the epoch ends, for those
 who will need it.
 """
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from elastic.core import messages as m
 from elastic.core.types import Plan
-from elastic.planning.schemes import NONE, SNAPSHOT, gradients_of
+from elastic.planning.schemes import LOG, NONE, SNAPSHOT, gradients_of
 from elastic.worker.abandon import Abandon
 from elastic.worker.backup import Publisher
+from elastic.worker.boundary import BoundaryLog
 from elastic.worker.layers import Tied
 from elastic.worker.replica import LayerReplica
 
@@ -55,6 +57,8 @@ class Protection:
         """Layer -> (step, ledger) of its newest published gradient."""
         self._versions: dict[int, int] = {}
         self._gradient_bundle = self._state_bundle = 0
+        self.log = BoundaryLog(publisher, plan.epoch) if plan.gradients == LOG else None
+        """Keeps what is sent to other stages."""
         self._entered = False
         self._lock = threading.Lock()
         self._acked, self._install_bundle, self._told = 0, -1, False
@@ -95,6 +99,8 @@ class Protection:
         self._fresh += 1
         if self._every and self._fresh >= self._every:
             self._publish_gradients()
+        if self.log is not None:
+            self.log.flush(self._abandon)
         self.enter()
 
     def after_microbatches(self) -> None:
@@ -126,6 +132,8 @@ class Protection:
 
     def flush(self) -> None:
         """Put everything into the local vault that is not there yet: the epoch is over."""
+        if self.log is not None:
+            self.log.flush(None)
         states = [r for r in self._replicas if self._versions.get(r.index) != r.version]
         if states:
             self._publisher.publish_states(states, self._epoch, "")
