@@ -7,10 +7,7 @@ of the index. So the last whole copy is never overwritten by one that is not.
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
-Retention, per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone.
-Of gradients the two newest: TP ranks are backed up one by one, and only a ledger that all have is of use.
-Logged messages are kept for each micro-batch by itself.
-Whole epochs go by `trim`.
+What is superseded is dropped (`elastic.agent.retention`); whole epochs go by `trim`.
 """
 
 from __future__ import annotations
@@ -21,15 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elastic.agent.retention import Group, age, group_of, superseded
 from elastic.core.messages import LocalCopy
-from elastic.core.types import GRADIENT, LOGS, Copy
+from elastic.core.types import LOGS, STATE, Copy
 from elastic.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
-
-KEPT_STEPS = 2
-KEPT_GRADIENTS = 2
-
-_Group = tuple[str, int, int, str, int, frozenset[int]]
 
 
 @dataclass(slots=True)
@@ -101,11 +94,13 @@ class Vault:
         self._lock, self._arriving = threading.RLock(), threading.Lock()
         self._pool = SlotPool(self.directory, "vault-", fallback, limit)
         self._entries: dict[str, _Entry] = {}
-        self._groups: dict[_Group, set[str]] = {}
+        self._groups: dict[Group, set[str]] = {}
         self._places: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
         self._gone: set[tuple[Path, str]] = set()
-        self._fence = 0
+        self._fence = self._trimmed = 0
+        self._running = -1
+        """Step whose logged messages outlive the trim of their epoch."""
 
     # ---- copies come in ----
 
@@ -119,6 +114,8 @@ class Vault:
             reader = self._reader(local)
             if local.path in self._places:
                 self._drop(self._entries[self._places[local.path]])
+            if self._running >= 0 and local.copy.kind == STATE and local.copy.step != self._running:
+                self._drop_messages()
             self._insert(_Entry(replace(local.copy, node=self.node), local.path, reader))
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
@@ -224,16 +221,35 @@ class Vault:
 
     # ---- copies go away ----
 
-    def trim(self, epoch: int) -> None:
-        """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers."""
+    def trim(self, epoch: int, step: int = -1) -> None:
+        """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers.
+
+        Logged messages of `step`, in which the epoch began, stay until a worker here publishes another version.
+        """
         with self._lock:
+            copies = [entry.copy for entry in self._entries.values()]
+            over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
+            self._trimmed, self._running = epoch, -1 if over else step
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
-                self._drop(entry)
-            for reader in self._readers.values():
-                # Not one that is being written (epoch 0) or was handed back: its writer may be inside.
-                if reader.sequence and 0 < reader.epoch < epoch:
-                    reader.release()
+                if entry.copy.kind not in LOGS or entry.copy.step != self._running:
+                    self._drop(entry)
+            self._hand_back()
             self._sweep()
+
+    def _drop_messages(self) -> None:
+        """Drop what `trim` left."""
+        self._running = -1
+        old = [e for e in self._entries.values() if e.copy.kind in LOGS and e.copy.epoch < self._trimmed]
+        for entry in old:
+            self._drop(entry)
+        if old:
+            self._hand_back()
+
+    def _hand_back(self) -> None:
+        for path, reader in self._readers.items():
+            # Not one that is being written (epoch 0) or was handed back: its writer may be inside.
+            if path not in self._places and reader.sequence and 0 < reader.epoch < self._trimmed:
+                reader.release()
 
     def worker_gone(self, pid: int, directory: Path | None = None) -> None:
         """The worker is dead, its copies stay; `trim` removes its slots as those go."""
@@ -289,7 +305,7 @@ class Vault:
             indexed = {key for keys in self._groups.values() for key in keys}
             assert indexed == set(self._entries), "groups and entries disagree"
             groups = [[self._entries[key].copy for key in keys] for keys in self._groups.values()]
-            assert all(group and not _superseded(group) for group in groups), "retention is broken"
+            assert all(group and not superseded(group) for group in groups), "retention is broken"
             places = {entry.path: key for key, entry in self._entries.items()}
             assert places == self._places, "places and entries disagree"
         return bad
@@ -328,9 +344,9 @@ class Vault:
         same = [
             entry
             for entry in self._entries.values()
-            if isinstance(entry.slot, Slot) and (entry.copy.kind, *_group(entry.copy)[1:4]) == kin
+            if isinstance(entry.slot, Slot) and (entry.copy.kind, *group_of(entry.copy)[1:4]) == kin
         ]
-        same.sort(key=lambda entry: (entry.copy.step, *_age(entry.copy)))
+        same.sort(key=lambda entry: (entry.copy.step, *age(entry.copy)))
         for entry in same[:-1]:
             self._drop(entry)
         return len(same) > 1
@@ -341,11 +357,11 @@ class Vault:
         if copy.key in self._entries:
             self._drop(self._entries[copy.key])
         self._entries[copy.key], self._places[entry.path] = entry, copy.key
-        self._groups.setdefault(_group(copy), set()).add(copy.key)
-        entries = [self._entries[key] for key in self._groups[_group(copy)]]
+        self._groups.setdefault(group_of(copy), set()).add(copy.key)
+        entries = [self._entries[key] for key in self._groups[group_of(copy)]]
         for torn in [e for e in entries if not e.whole]:
             self._drop(torn)
-        for copy in _superseded([e.copy for e in entries if not e.dropped]):
+        for copy in superseded([e.copy for e in entries if not e.dropped]):
             self._drop(self._entries[copy.key])
 
     def _find(self, key: str) -> _Entry:
@@ -359,10 +375,10 @@ class Vault:
     def _drop(self, entry: _Entry) -> None:
         copy = entry.copy
         del self._entries[copy.key], self._places[entry.path]
-        keys = self._groups[_group(copy)]
+        keys = self._groups[group_of(copy)]
         keys.discard(copy.key)
         if not keys:
-            del self._groups[_group(copy)]
+            del self._groups[group_of(copy)]
         entry.dropped = True
         self._release(entry)
 
@@ -381,22 +397,3 @@ class Vault:
             raise VaultError(f"{local.path}+{local.offset} does not hold {local.copy.key}")
         self._readers[local.path] = reader
         return reader
-
-
-def _group(copy: Copy) -> _Group:
-    messages = copy.microbatches if copy.kind in LOGS else frozenset()
-    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch, messages
-
-
-def _superseded(copies: list[Copy]) -> list[Copy]:
-    """Copies of one group that retention gives up."""
-    steps = sorted({copy.step for copy in copies})[-KEPT_STEPS:]
-    kept: list[Copy] = []
-    for step in steps:
-        mine = sorted((c for c in copies if c.step == step), key=_age)
-        kept += mine[-KEPT_GRADIENTS if mine[0].kind == GRADIENT else -1 :]
-    return [copy for copy in copies if copy not in kept]
-
-
-def _age(copy: Copy) -> tuple[int, int]:
-    return len(copy.microbatches), copy.sequence

@@ -15,7 +15,6 @@ from elastic.core.job import JobState, Recovered
 from elastic.core.types import Plan
 from elastic.telemetry import EventLog, read_events
 
-
 TOLD = ("step", "reason", "todo", "partial")
 """What events.jsonl keeps of a new plan, besides the plan itself."""
 

@@ -132,7 +132,9 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         )
     started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
     gone = [st.layers for _, _, st in (change.old_plan or plan).stages() if st.unit.node in change.lost]
-    again = told.todo | partial.outside(assignment.partial, frozenset(layer for part in gone for layer in part))
+    again = told.todo | partial.outside(
+        assignment.partial, frozenset(layer for part in gone for layer in part)
+    )
     change = replace(
         change,
         step=assignment.step,

@@ -11,9 +11,7 @@ SNAPSHOT, REPLICA = "snapshot", "replica"
 GRADIENT_SCHEMES = (STREAM, LOG, RECOMPUTE, NONE)
 STATE_SCHEMES = (SNAPSHOT, REPLICA, NONE)
 MOST_EVERY = 1 << 20
-REMEDY = (
-    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), log or recompute, + snapshot or replica"
-)
+REMEDY = "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), log or recompute, + snapshot or replica"
 
 
 @dataclass(frozen=True, slots=True)

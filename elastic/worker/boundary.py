@@ -84,4 +84,3 @@ class BoundaryLog:
         except VaultFull as error:
             self._full = True
             log.warning("messages are not logged any more in this epoch, training goes on: %s", error)
-

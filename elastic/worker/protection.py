@@ -1,8 +1,8 @@
 """When a worker's gradients and states are published, and what must be whole before a commit.
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
-last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages in the local
-vault. State: `snapshot` goes to the peer after every update, `replica`
+last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages
+in the local vault. State: `snapshot` goes to the peer after every update, `replica`
 stays in the local vault (another pipeline holds the layer). What was not published is when the epoch ends, for those
 who will need it.
 """
