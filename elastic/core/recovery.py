@@ -177,7 +177,8 @@ def replayed(
     With `step`, evidence of nodes that hold another version (already a step further, or behind) is left out.
 
     With `orders` (each pipeline's micro-batches of the step, whole or in part, in order) and `covered` (layer:
-    micro-batches that were saved), what lay in the lost stage's input queue is left out too: its list says how far it can have come (`_begun`).
+    micro-batches that were saved), what lay in the lost stage's input queue is left out too: its list says how
+    far it can have come (`_begun`).
 
     Where units have several stages, `sent` and `started` tell of each unit's first one, which every micro-batch reaches
     before the others.

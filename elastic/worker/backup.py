@@ -1,9 +1,9 @@
 """Publishes a worker's layers: copies them to shared memory, and tells the agent, who sends them on.
 
-Every (kind, layer) has a ring of two slots; logged messages have one slot for each micro-batch, since nothing
-needs those of a finished step. A slot is written again only when the bundle that it was last
-announced in is acknowledged, that is, whole at the peer; so the agent may send it meanwhile, and the
-previous copy stays whole while the next one is written. At most two bundles are ever unacknowledged.
+Every (kind, layer) has a ring of two slots, logged messages one for each micro-batch. A slot is written again
+only when the bundle that it was last announced in is acknowledged, that is, whole at the peer; so the agent may
+send it meanwhile, and the previous copy stays whole while the next one is written. At most two bundles of
+gradients, and two of states, are ever unacknowledged.
 
 Two slots suffice for recovery by rolling forward, which needs, of a worker whose agent lives, at any moment
 either state v+1, or state v and the final gradients of step v:
@@ -104,7 +104,6 @@ class _Item:
 
 @dataclass(slots=True)
 class _Ring:
-    size: int = SLOTS_A_RING
     held: list[_Held] = field(default_factory=list)
     content: tuple[int, frozenset[int]] | None = None
     """(step, ledger) of the newest announced copy, which is not announced again."""
@@ -259,7 +258,7 @@ class Publisher:
         written: list[tuple[_Item, _Ring, _Held, LocalCopy]] = []
         protecting = 0
         for item in items:
-            ring = self._rings.setdefault(item.ring, _Ring(1 if item.kind in LOGS else SLOTS_A_RING))
+            ring = self._rings.setdefault(item.ring, _Ring())
             if ring.content == item.content and peer in ("", ring.peer):
                 protecting = max(protecting, ring.bundle)
                 continue
@@ -300,9 +299,9 @@ class Publisher:
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)
 
     def _free(self, ring: _Ring, nbytes: int, abandon: Abandon | None) -> _Held:
-        """A slot of the ring that may be written now, never the one announced last unless it is the only one."""
+        """A slot of the ring that may be written now, never the one announced last."""
         oldest = min(ring.held, key=lambda held: held.bundle, default=None)
-        if oldest is None or (oldest.bundle and len(ring.held) < ring.size):
+        if oldest is None or (oldest.bundle and len(ring.held) < SLOTS_A_RING):
             return self._new(ring, nbytes)
         if oldest.bundle > self._acked:
             if abandon is None:

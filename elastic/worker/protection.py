@@ -121,6 +121,9 @@ class Protection:
                 tied, reduced, step, self._epoch, self._gradient_peer, self._abandon
             )
             self._gradient_bundle = max(self._gradient_bundle, bundle)
+        if self.log is not None and self._state_peer:
+            # The update clears them, and until the peer has the new state a loss leads back to this one.
+            self._publisher.publish_gradients(self._replicas, step, self._epoch, "", self._abandon)
         self._publisher.wait_acked(self._gradient_bundle, self._abandon)
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 

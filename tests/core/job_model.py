@@ -10,24 +10,29 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.messages import Halted
 from elastic.core.recovery import replayed, solve
 from elastic.core.types import (
+    ACTIVATION,
+    COTANGENT,
     GRADIENT,
+    LOGS,
     STATE,
     Assignment,
     Copy,
     JobSpec,
     LayerSpec,
     NodeInfo,
+    PartialRun,
     Plan,
     StepRecord,
 )
 from elastic.planning.plan import validate_plan
 from elastic.planning.search import PlanRequest, make_plan
+from tests.core import log_model
+from tests.core.log_model import Worker
 from tests.core.proof import Vault, check_assignment
 
 STATE_BYTES, GRADIENT_BYTES = 24, 8
@@ -41,33 +46,6 @@ def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tie
 
 def make_info(i: int, *, workers: int = 1, domain: str = "") -> NodeInfo:
     return NodeInfo(f"node{i}", f"i{i}", f"127.0.0.1:{9000 + i}", workers=workers, domain=domain)
-
-
-@dataclass
-class Worker:
-    """One TP rank of one stage in one epoch."""
-
-    node: str
-    pipeline: int
-    stage: int
-    shard: int
-    version: dict[int, int]
-    gradient: dict[int, Counter[int]]
-    started: set[int] = field(default_factory=set)
-    backward: set[int] = field(default_factory=set)
-    published: int = 0
-    """Micro-batches after whose backward pass it has published."""
-    queue: list[list[tuple[Copy, Any]]] = field(default_factory=list)
-    """Bundles on their way to the peer; each is acknowledged when empty."""
-    entered: bool = False
-    unprotected: int = -1
-    """Bundles still to be acknowledged before what the epoch began with is protected; -1: not entered."""
-    passed: bool = False
-    record: StepRecord | None = None
-
-    @property
-    def step(self) -> int:
-        return min(self.version.values())
 
 
 class Job:
@@ -95,6 +73,10 @@ class Job:
         self.checkpoints = checkpoints
         self.known_record: StepRecord | None = None
         self.last: Assignment | None = None
+        self.partial: dict[int, list[tuple[PartialRun, int]]] = {}
+        """Pipeline: (run, stage) that are left of what runs in part."""
+        self.began = 0
+        """Step in which the epoch began."""
         self.recover(())
 
     # ---- training ------------------------------------------------------------------------------------------
@@ -123,6 +105,9 @@ class Job:
         step = ranks[0].step
         if step >= self.spec.n_steps or any(w.passed or w.step != step for w in ranks):
             return []
+        left = self.partial.get(at[0], [])
+        if left:
+            return [lambda: log_model.run_in_part(self, ranks)] if left[0][1] == at[1] else []
         todo = self.todo(at[0], step)
         before = self.first_of(at[0], at[1] - 1)
         after = self.first_of(at[0], at[1] + 1)
@@ -140,14 +125,13 @@ class Job:
     def forward(self, ranks: list[Worker], index: int) -> None:
         for worker in ranks:
             worker.started.add(index)
+            log_model.send(self, worker, ACTIVATION, max(worker.version) + 1, index)
 
     def backward(self, ranks: list[Worker], index: int) -> None:
-        covered = self.covered(ranks[0].step)
         for worker in ranks:
             worker.backward.add(index)
-            for layer, gradient in worker.gradient.items():
-                if index not in covered.get(layer, ()):
-                    gradient[index] += 1
+            log_model.add(self, worker, index, 0, self.spec.n_layers)
+            log_model.send(self, worker, COTANGENT, min(worker.version), index)
 
     def actions_of(self, worker: Worker) -> list[Callable[[], None]]:
         """What one worker's publishing, backup, commit and update could do now."""
@@ -172,7 +156,8 @@ class Job:
         return []
 
     def arrived(self, worker: Worker) -> bool:
-        return set(self.todo(worker.pipeline, worker.step)) <= worker.backward
+        left = self.partial.get(worker.pipeline)
+        return not left and set(self.todo(worker.pipeline, worker.step)) <= worker.backward
 
     def ready(self, worker: Worker) -> bool:
         """It may enter the commit: everything done, published and acknowledged."""
@@ -183,6 +168,8 @@ class Job:
         if all(w.step == worker.step and not w.passed for w in self.workers):
             self.check_ledgers()
         worker.passed = True
+        if self.plan_of.gradients == "log":
+            self.announce(worker, self.gradient_copies(worker), False)
         worker.record = StepRecord(worker.step, 1.0, 1.0, float(worker.step))
         if (worker.pipeline, worker.stage, worker.shard) == (0, 0, 0) and self.rng.random() < 0.5:
             self.known_record = worker.record
@@ -211,7 +198,9 @@ class Job:
 
     def publish_gradients(self, worker: Worker) -> None:
         worker.published += 1
-        self.announce(worker, self.gradient_copies(worker), self.plan_of.gradients == "stream")
+        if self.plan_of.gradients == "stream":
+            self.announce(worker, self.gradient_copies(worker), True)
+        log_model.write(self, worker)
         if not worker.entered:
             self.enter(worker)
 
@@ -219,10 +208,13 @@ class Job:
         """Publish what the epoch began with."""
         worker.entered = True
         self.publish_states(worker)
-        self.announce(worker, self.gradient_copies(worker), self.plan_of.gradients == "stream")
+        if self.plan_of.gradients == "stream":
+            self.announce(worker, self.gradient_copies(worker), True)
         worker.unprotected = len(worker.queue)
 
     def publish_states(self, worker: Worker) -> None:
+        if self.trimmed and worker.step != self.began:
+            self.vaults[worker.node].forget(self.epoch, LOGS)
         if self.plan_of.state != "none":
             self.announce(worker, self.state_copies(worker), self.plan_of.state == "snapshot")
 
@@ -276,8 +268,10 @@ class Job:
         )
 
     def trim(self) -> None:
-        for vault in self.vaults.values():
-            vault.held = {k: v for k, v in vault.held.items() if v[0].epoch >= self.epoch}
+        """Logged messages stay while their node is in the step in which the epoch began."""
+        for node, vault in self.vaults.items():
+            running = all(w.step == self.began for w in self.workers if w.node == node)
+            vault.forget(self.epoch, (STATE, GRADIENT) if running else ())
         self.trimmed = True
 
     @property
@@ -333,6 +327,7 @@ class Job:
         for worker in [w for w in self.workers if w.node not in gone]:
             while worker.passed:
                 self.update(worker)
+            log_model.write(self, worker)
             for copy, content in (*self.state_copies(worker), *self.gradient_copies(worker)):
                 self.vaults[worker.node].add(copy, content)
             worker.queue.clear()
@@ -385,7 +380,8 @@ class Job:
 
     def install(self, assignment: Assignment) -> None:
         recipes = {(node, r.layer, r.shard): r for node, r in assignment.recipes}
-        self.workers, self.trimmed = [], False
+        self.workers, self.trimmed, self.began = [], False, assignment.step
+        self.partial = {p: log_model.shares(assignment, p) for p in range(len(assignment.plan.pipelines))}
         for p, s, stage in assignment.plan.stages():
             for shard in range(assignment.plan.tp):
                 gradient: dict[int, Counter[int]] = {layer: Counter() for layer in stage.layers}
