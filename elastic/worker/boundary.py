@@ -47,11 +47,11 @@ class Logged:
         out[DATA_OFFSET:].copy_(as_bytes(self.tensor))
 
 
-def read(data: Tensor, device: torch.device) -> Tensor:
-    """The message in a copy's bytes, uint8 [nbytes]. Raises VaultError if it is malformed."""
+def read(data: Tensor) -> Tensor:
+    """The message in a copy's bytes, uint8 [nbytes]; a view. Raises VaultError if it is malformed."""
     try:
         dtype, shape = unpack_form(data[:HEADER_BYTES].clone().view(torch.int64), 0)
-        return data[DATA_OFFSET:].view(dtype).view(shape).to(device, copy=device.type != "cpu")
+        return data[DATA_OFFSET:].view(dtype).view(shape)
     except (ElasticError, RuntimeError, ValueError) as error:
         raise VaultError(f"a logged message of {data.numel()} bytes is malformed: {error}") from error
 

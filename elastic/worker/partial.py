@@ -35,7 +35,7 @@ class PartialRunner:
     """The runs of one worker in an epoch's first step.
 
     Args:
-        messages: bytes of the copies that `wanted` names, by key. Emptied.
+        messages: bytes of the copies that `wanted` names, by key.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class PartialRunner:
         rank: int,
         replicas: Sequence[LayerReplica],
         messages: dict[str, torch.Tensor],
-        device: torch.device,
     ) -> None:
+        """Raises VaultError if one of `messages` is malformed."""
         self.step = assignment.step
         self._groups = groups(assignment.partial, roster.members[rank].pipeline)
         self._member, self._places = roster.members[rank], roster.places(rank)
         self._pipeline = assignment.plan.pipelines[self._member.pipeline]
         self._layers = {replica.index: replica for replica in replicas}
-        self._messages, self._device = messages, device
+        self._messages = {key: read(data) for key, data in messages.items()}
         self._runners: list[StageRunner] = []
 
     @property
@@ -111,6 +111,6 @@ class PartialRunner:
                 place = next((p for p in self._places if layer in p.stage.layers), None)
                 if copies and place is not None:
                     number = place.number if len(self._places) > 1 else -1
-                    data = self._messages.pop(copies[self._member.shard].key)
-                    given[Action(kind, run.microbatch, number)] = read(data, self._device)
+                    message = self._messages.pop(copies[self._member.shard].key)
+                    given[Action(kind, run.microbatch, number)] = message
         return given

@@ -242,13 +242,18 @@ class StageRunner:
         if chunk is self._first:
             self.started.add(m)
         microbatch = self._data(step, m) if chunk.at_end else Microbatch(step, m, {})
-        output = chunk.forward(microbatch, self._received.pop(Action(Kind.RECV_F, m, action.stage), None))
+        output = chunk.forward(microbatch, self._taken(Kind.RECV_F, action))
         if chunk.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 
+    def _taken(self, kind: Kind, action: Action) -> torch.Tensor | None:
+        """What was received, or given, for `action`."""
+        tensor = self._received.pop(Action(kind, action.microbatch, action.stage), None)
+        return None if tensor is None else tensor.to(self._links.device)
+
     def _gradient(self, action: Action) -> torch.Tensor | float:
         """That of the stage's output: the next stage's, or the loss's own."""
-        received = self._received.pop(Action(Kind.RECV_B, action.microbatch, action.stage), None)
+        received = self._taken(Kind.RECV_B, action)
         return self._scale if received is None else received
 
     def _keep(self, chunk: Chunk, action: Action, gradient: torch.Tensor | None) -> None:

@@ -327,9 +327,7 @@ class _Epoch:
             position=t._control.position,
             boundary_requested=t._control.boundary_requested,
             on_microbatch=self._on_microbatch,
-            partial=PartialRunner(
-                self._assignment, self.roster, self._rank, replicas, installed.messages, t._device
-            ),
+            partial=PartialRunner(self._assignment, self.roster, self._rank, replicas, installed.messages),
         )
 
     def _data(self, step: int, index: int) -> Microbatch:

@@ -116,13 +116,13 @@ def run_units(rank: Rank, text: str) -> Found:
     hooks, assignment = Quiet(), Assignment(plan, 0, partial=runs())
     everything = logged()
     needed = {copy.key: everything[copy.key] for copy in wanted(assignment, ranks.members[rank.rank])}
-    part = PartialRunner(assignment, ranks, rank.rank, layers, needed, torch.device("cpu"))
+    part = PartialRunner(assignment, ranks, rank.rank, layers, needed)
 
     def make(chunks: list[Chunk]) -> StageRunner:
         return runner(layers, links, M, chunks)
 
     part.run(make, skipped(), hooks)  # type: ignore[arg-type]
-    assert not needed, "fetched, and not used"
+    assert not part._messages, "fetched, and not used"
     actions = [str(action) for action in hooks.actions if action.kind.computes]
     worker = runner(layers, links, M, chunks_of(ranks, rank.rank, layers))
     worker.run(0, actions_of(plan.pipelines[0], WHOLE)[rank.rank], skipped(), hooks)
@@ -160,9 +160,9 @@ def test_malformed_messages_are_refused(nbytes: int) -> None:
     whole = Logged(ACTIVATION, 1, 0, 0, torch.ones(4, dtype=torch.bfloat16))
     out = torch.empty(whole.nbytes, dtype=torch.uint8)
     whole.write(out)
-    assert torch.equal(read(out, torch.device("cpu")), whole.tensor)
+    assert torch.equal(read(out), whole.tensor)
     with pytest.raises(VaultError, match="malformed"):
-        read(torch.cat((out, out))[:nbytes], torch.device("cpu"))
+        read(torch.cat((out, out))[:nbytes])
 
 
 # ---- the action lists

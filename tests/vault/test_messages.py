@@ -67,7 +67,7 @@ def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
     assert found(node.vault) == everything(0)
     fetcher = Fetcher("a", {"a": node.server.address})
     for copy in node.vault.inventory():
-        tensor = read(fetcher.fetch(copy).data, torch.device("cpu"))
+        tensor = read(fetcher.fetch(copy).data)
         assert torch.equal(tensor, message(copy.kind, 0, *copy.microbatches).tensor)
     fetcher.close()
     for step in (1, 2, 3):
