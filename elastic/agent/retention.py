@@ -3,14 +3,14 @@
 Per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone. Of gradients the two
 newest: TP ranks are backed up one by one, and only a ledger that all have is of use. Of updates all since the older of
 the states that are kept of the same layer, shard, owner and epoch: each of those leads to the newest version. Updates
-without any state lead nowhere and are kept as others are.
+without any state lead nowhere and are kept as others are. Logged messages are kept for each micro-batch by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from elastic.core.types import GRADIENT, STATE, UPDATE, Copy
+from elastic.core.types import GRADIENT, LOGS, STATE, UPDATE, Copy
 from elastic.planning.schemes import MOST_REPLAY
 
 KEPT_STEPS = 2
@@ -18,11 +18,13 @@ KEPT_GRADIENTS = 2
 KEPT_UPDATES = 2 * MOST_REPLAY
 """At most, should states no longer come."""
 
-Group = tuple[str, int, int, str, int]
+Group = tuple[str, int, int, str, int, frozenset[int]]
 
 
 def group_of(copy: Copy) -> Group:
-    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch
+    """Copies that can supersede each other."""
+    messages = copy.microbatches if copy.kind in LOGS else frozenset()
+    return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch, messages
 
 
 def superseded(copies: Collection[Copy], states: Iterable[int] = ()) -> list[Copy]:
@@ -66,6 +68,7 @@ def spare(copies: Iterable[Copy], arriving: Copy) -> list[Copy]:
 
 
 def age(copy: Copy) -> tuple[int, int]:
+    """Of copies of one group and step the newest has the highest."""
     return len(copy.microbatches), copy.sequence
 
 

@@ -137,7 +137,7 @@ class Agent:
                 self._parts.append(item)
                 self._say(item)
             case m.Trim():
-                self._vault.trim(item.epoch)
+                self._vault.trim(item.epoch, item.step)
             case m.Prefetch() if not self._partitioned:
                 self._start_prefetch(item)
             case _ if not self._partitioned:

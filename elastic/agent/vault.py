@@ -24,7 +24,7 @@ from elastic.agent.incoming import Incoming
 from elastic.agent.parity import Parities, filed
 from elastic.agent.retention import Group, group_of, spare, superseded
 from elastic.core.messages import LocalCopy
-from elastic.core.types import STATE, UPDATE, Copy
+from elastic.core.types import LOGS, STATE, UPDATE, Copy
 from elastic.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
 
@@ -69,7 +69,9 @@ class Vault:
         self._places: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
         self._gone: set[tuple[Path, str]] = set()
-        self._fence = 0
+        self._fence = self._trimmed = 0
+        self._running = -1
+        """Step whose logged messages outlive the trim of their epoch."""
         self._parities = Parities(node, self._give, self._file, self.drop, on_corrupt)
 
     # ---- copies come in ----
@@ -84,6 +86,8 @@ class Vault:
             reader = self._reader(local)
             if local.path in self._places:
                 self._drop(self._entries[self._places[local.path]])
+            if self._running >= 0 and local.copy.kind == STATE and local.copy.step != self._running:
+                self._drop_messages()
             self._insert(_Entry(replace(local.copy, node=self.node), local.path, reader))
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
@@ -189,17 +193,36 @@ class Vault:
 
     # ---- copies go away ----
 
-    def trim(self, epoch: int) -> None:
-        """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers."""
+    def trim(self, epoch: int, step: int = -1) -> None:
+        """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers.
+
+        Logged messages of `step`, in which the epoch began, stay until a worker here publishes another version.
+        """
         self._parities.trim(epoch)
         with self._lock:
+            copies = [entry.copy for entry in self._entries.values()]
+            over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
+            self._trimmed, self._running = epoch, -1 if over else step
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
-                self._drop(entry)
-            for reader in self._readers.values():
-                # Not one that is being written (epoch 0) or was handed back: its writer may be inside.
-                if reader.sequence and 0 < reader.epoch < epoch:
-                    reader.release()
+                if entry.copy.kind not in LOGS or entry.copy.step != self._running:
+                    self._drop(entry)
+            self._hand_back()
             self._sweep()
+
+    def _drop_messages(self) -> None:
+        """Drop what `trim` left."""
+        self._running = -1
+        old = [e for e in self._entries.values() if e.copy.kind in LOGS and e.copy.epoch < self._trimmed]
+        for entry in old:
+            self._drop(entry)
+        if old:
+            self._hand_back()
+
+    def _hand_back(self) -> None:
+        for path, reader in self._readers.items():
+            # Not one that is being written (epoch 0) or was handed back: its writer may be inside.
+            if path not in self._places and reader.sequence and 0 < reader.epoch < self._trimmed:
+                reader.release()
 
     def worker_gone(self, pid: int, directory: Path | None = None) -> None:
         """The worker is dead, its copies stay; `trim` removes its slots as those go."""

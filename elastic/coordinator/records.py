@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from elastic.core import messages as m
 from elastic.core.job import JobState, Recovered
 from elastic.core.types import Plan
 from elastic.telemetry import EventLog, read_events
+
+TOLD = ("step", "reason", "todo", "partial")
+"""What events.jsonl keeps of a new plan, besides the plan itself."""
 
 
 class Records:
@@ -31,8 +35,9 @@ class Records:
     def decision(self, state: JobState, reason: str) -> None:
         self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
 
-    def plan(self, plan: Plan, step: int, reason: str) -> None:
-        self.event("plan", {"epoch": plan.epoch, "step": step, "reason": reason, **plan_entry(plan)})
+    def plan(self, plan: Plan, told: Mapping[str, Any]) -> None:
+        """`told`: what the coordinator's note says of it."""
+        self.event("plan", {**plan_entry(plan), "epoch": plan.epoch, **{k: told[k] for k in TOLD}})
 
     def step(self, done: m.StepDone, state: JobState) -> None:
         entry = {

@@ -216,7 +216,7 @@ class Coordinator:
                 self._send(node, message)
             case job.Note("plan", data):
                 if self._state.plan is not None:
-                    self._records.plan(self._state.plan, data["step"], data["reason"])
+                    self._records.plan(self._state.plan, data)
             case job.Note(kind, data):
                 self._records.event(kind, data)
                 if kind == "phase":

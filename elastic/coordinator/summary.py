@@ -43,6 +43,7 @@ def recovery_entry(event: Recovered, fault_at: float | None) -> dict[str, Any]:
         "microbatches_lost": len(change.replayed),
         "microbatches_replayed": len(change.replayed),
         "microbatches_rerun": change.rerun,
+        "microbatches_partial": change.partial,
         "state_source": change.state_source,
         "network_bytes": change.network_bytes,
         "reason": change.reason,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core import messages as m
-from elastic.core import recovery, stay
+from elastic.core import partial, recovery, stay
 from elastic.core.conditions import weighing
 from elastic.core.job import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
 from elastic.core.messages import NodePhase
@@ -118,8 +118,8 @@ def decide(state: JobState, now: float) -> Result:
 def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
     replayed = change.replayed
-    todo = frozenset(mb for part in assignment.todo for mb in part)
     told = recovery.explain(assignment, change.old_plan, change.lost)
+    todo = told.todo | told.partial
     if change.old_plan is not None and change.lost and not change.boundary:
         replayed |= recovery.replayed(
             change.old_plan,
@@ -131,12 +131,17 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
             covered=dict(assignment.covered),
         )
     started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
+    gone = [st.layers for _, _, st in (change.old_plan or plan).stages() if st.unit.node in change.lost]
+    again = told.todo | partial.outside(
+        assignment.partial, frozenset(layer for part in gone for layer in part)
+    )
     change = replace(
         change,
         step=assignment.step,
         microbatch=max(started, default=0),
         replayed=replayed,
-        rerun=max(change.rerun, len(todo & frozenset(started))),
+        rerun=max(change.rerun, len(again & frozenset(started))),
+        partial=len(told.partial),
         state_source=told.state_source,
         network_bytes=told.network_bytes,
         reason=f"{plan.reason}; {told.text}",
@@ -158,7 +163,8 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
     note = Note(
         "plan",
         {"epoch": state.epoch, "step": assignment.step, "plan": plan.reason, "reason": told.text,
-         "todo": [list(part) for part in assignment.todo]},
+         "todo": [list(part) for part in assignment.todo],
+         "partial": [[run.pipeline, run.microbatch, run.first, run.last] for run in assignment.partial]},
     )  # fmt: skip
     fallback = [recipe for _, recipe in assignment.recipes if recipe.checkpoint]
     if fallback and state.trained:
@@ -191,10 +197,11 @@ def _untold(state: JobState, assignment: recovery.Assignment, now: float) -> lis
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches that each pipeline of the former plan ran in `step`, in order."""
+    """Micro-batches that each pipeline of the former plan ran in `step`, whole or in part, in order."""
     former = state.assignment
     if former is not None and former.step == step and len(former.todo) == len(plan.pipelines):
-        return former.todo
+        parts = partial.orders_of(former.plan, former.partial)
+        return tuple((*some, *whole) for some, whole in zip(parts, former.todo, strict=True))
     return tuple(pipeline.microbatches for pipeline in plan.pipelines)
 
 

@@ -249,7 +249,8 @@ def _running(state: JobState, now: float) -> Result | None:
     if state.change is not None and resumed:
         return _recovered(state, members, min(resumed))
     if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
-        sends = tuple(Send(n, m.Trim(state.epoch)) for n in state.members)
+        step = state.assignment.step if state.assignment is not None else -1
+        sends = tuple(Send(n, m.Trim(state.epoch, step)) for n in state.members)
         return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
     return _leaving(state, now) or _joining(state, now) or _relieving(state, now) or rechoose(state, now)
 

@@ -118,6 +118,8 @@ class Change:
     """Micro-batches that had reached a lost stage and must run again."""
     rerun: int = 0
     """All micro-batches of the step that run again or for the first time after the change."""
+    partial: int = 0
+    """Micro-batches that only some layers run again."""
     state_source: str = ""
     network_bytes: int = 0
     """That go from node to node."""

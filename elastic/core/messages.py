@@ -355,6 +355,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Copies of epochs below `epoch` are no longer needed."""
+    """Copies of epochs below `epoch` are no longer needed, but for logged messages of `step`, in which it began."""
 
     epoch: int
+    step: int = -1

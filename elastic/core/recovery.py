@@ -20,7 +20,8 @@ copies.
 For the step that was running, each layer keeps the finished micro-batches that some living vault holds: of
 all pairwise disjoint choices the one that leaves the fewest micro-batches to run again, and each chosen
 gradient goes to exactly one holder. All TP ranks choose the same ledgers. Micro-batches missing in any
-layer are run again by whichever pipeline; layers that have them already add nothing.
+layer are run again by whichever pipeline; layers that have them already add nothing. Between logged messages only the
+layers that lack a micro-batch run it (`elastic.core.partial`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic.core import partial
 from elastic.core.ledger import from_mask
 from elastic.core.messages import Halted
 from elastic.core.shelf import Shelf, Slot
 from elastic.core.shortage import lacking, lost
 from elastic.core.solver import Solver, copies_of, fetched, spread
-from elastic.core.types import Assignment, Copy, JobSpec, LayerSpec, Pipeline, Plan, Recipe, StepRecord
+from elastic.core.types import (
+    Assignment,
+    Copy,
+    JobSpec,
+    LayerSpec,
+    PartialRun,
+    Pipeline,
+    Plan,
+    Recipe,
+    StepRecord,
+)
 from elastic.errors import Unrecoverable
 from elastic.planning import batches
 from elastic.planning.plan import format_indices
@@ -76,6 +88,7 @@ def solve(
     if version is None:
         raise Unrecoverable(f"{lacking(solver, newest)}; there is no durable checkpoint to fall back to")
     sums, covered = solver.gradients(version)
+    todo, runs = _todo(solver, spec, version, covered)
     recipes = _recipes(solver, version, sums)
     if any(recipe.checkpoint for _, recipe in recipes):
         short, gone = lacking(solver, newest), lost(version, newest)
@@ -86,9 +99,10 @@ def solve(
         step=version,
         recipes=recipes,
         covered=tuple((layer, from_mask(mask)) for layer, mask in enumerate(covered)),
-        todo=_todo(plan, spec, version, covered),
+        todo=todo,
         record=solver.records.get(version - 1),
         vaults=vaults,
+        partial=runs,
     )
 
 
@@ -108,7 +122,9 @@ class Outcome:
     replays: int
     """(layer, TP rank)s that make the last update again."""
     todo: frozenset[int]
-    """Micro-batches of the step that have to run."""
+    """Micro-batches of the step that have to run through all layers."""
+    partial: frozenset[int]
+    """Those that some layers run alone."""
     text: str
 
 
@@ -117,6 +133,7 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     workers are gone."""
     plan, recipes = assignment.plan, assignment.recipes
     network = sum(fetched(list(copies_of(recipe)), node) for node, recipe in recipes)
+    network += partial.fetched_bytes(plan, assignment.partial)
     moved = tuple(
         layer
         for layer in range(plan.n_layers if before else 0)
@@ -138,8 +155,10 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
         f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
         f"step {assignment.step}, state from {source_text}{made}, {len(moved)} of {plan.n_layers} layers move, "
         f"{network} bytes over the network, {len(todo)} of {plan.n_microbatches} micro-batches to run"
+        f"{f'; in part: {partial.describe(assignment.partial)}' if assignment.partial else ''}"
     )
-    return Outcome(assignment.step, network, moved, source, replays, todo, text)
+    in_part = frozenset(run.microbatch for run in assignment.partial)
+    return Outcome(assignment.step, network, moved, source, replays, todo, in_part, text)
 
 
 def replayed(
@@ -164,8 +183,9 @@ def replayed(
 
     With `step`, evidence of nodes that hold another version (already a step further, or behind) is left out.
 
-    With `orders` (each pipeline's micro-batches of the step, in order) and `covered` (layer: micro-batches that were
-    saved), what lay in the lost stage's input queue is left out too: its list says how far it can have come (`_begun`).
+    With `orders` (each pipeline's micro-batches of the step, whole or in part, in order) and `covered` (layer:
+    micro-batches that were saved), what lay in the lost stage's input queue is left out too: its list says how
+    far it can have come (`_begun`).
 
     Where units have several stages, `sent` and `started` tell of each unit's first one, which every micro-batch reaches
     before the others.
@@ -238,22 +258,31 @@ def _partners(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
     return {layer: group - {layer} for layer, group in groups.items()}
 
 
-def _todo(plan: Plan, spec: JobSpec, version: int, covered: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Share out the micro-batches that some layer lacks; nothing after the last step."""
+def _todo(
+    solver: Solver, spec: JobSpec, version: int, covered: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[PartialRun, ...]]:
+    """Share out the micro-batches that some layer lacks: those for all layers, by pipeline, and those for some; nothing
+    after the last step."""
+    plan = solver.plan
     if version >= spec.n_steps:
-        return tuple(() for _ in plan.pipelines)
-    complete = (1 << plan.n_microbatches) - 1
+        return tuple(() for _ in plan.pipelines), ()
+    complete = solver.full
     for mask in covered:
         complete &= mask
-    if not complete:
-        return tuple(pipeline.microbatches for pipeline in plan.pipelines)
     left = [index for index in range(plan.n_microbatches) if not complete >> index & 1]
-    costs = [_finish(pipeline, spec.layers) for pipeline in plan.pipelines]
-    return batches.deal(left, batches.allot(len(left), costs, least=0))
+    some, left = partial.split(plan, solver.shelf, version, covered, left)
+    if len(left) == plan.n_microbatches:
+        return tuple(pipeline.microbatches for pipeline in plan.pipelines), ()
+    runs, before = partial.share_out(plan, solver.shelf, version, some, spec.layers)
+    costs = [
+        _finish(pipeline, spec.layers, began) for pipeline, began in zip(plan.pipelines, before, strict=True)
+    ]
+    return batches.deal(left, batches.allot(len(left), costs, least=0)), runs
 
 
-def _finish(pipeline: Pipeline, layers: Sequence[LayerSpec]) -> batches.Cost:
-    """Finishing time of a pipeline as a function of its micro-batches, in the unit of the layers' figures."""
+def _finish(pipeline: Pipeline, layers: Sequence[LayerSpec], began: float = 0.0) -> batches.Cost:
+    """Finishing time of a pipeline as a function of its micro-batches, in the unit of the layers' figures; `began`:
+    when it is free."""
 
     units = units_of(pipeline)
     busy = dict.fromkeys(units, 0.0)
@@ -261,7 +290,7 @@ def _finish(pipeline: Pipeline, layers: Sequence[LayerSpec]) -> batches.Cost:
         busy[stage.unit] += sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
     slowest = max(busy.values()) or 1.0
     fill = (len(units) - 1) * len(units) / len(pipeline.stages)
-    return lambda microbatches: (microbatches + fill) * slowest if microbatches else 0.0
+    return lambda microbatches: began + (microbatches + fill) * slowest if microbatches else began
 
 
 def _one_each(records: Sequence[StepRecord]) -> dict[int, StepRecord]:

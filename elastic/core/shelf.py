@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from elastic.core.ledger import to_mask
 from elastic.core.parity import rebuildable
-from elastic.core.types import PARITY, REDUCED, STATE, UPDATE, Copy, Plan
+from elastic.core.types import LOGS, PARITY, REDUCED, STATE, UPDATE, Copy, Plan
 
 Slot = tuple[int, int]
 """(layer, TP rank)."""
@@ -35,6 +35,8 @@ class Shelf:
     """((layer, TP rank), version): the parity and the other states that it is rebuilt from, where no copy of it is
     left. `states` then has what comes out, a copy that lies nowhere (`node` is "")."""
     parities: tuple[Copy, ...] = ()
+    logs: dict[tuple[str, int, int, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
+    """(kind, layer, step, micro-batch): TP rank: copies of one message, newest epoch first."""
 
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
@@ -44,6 +46,7 @@ class Shelf:
         reduced: dict[tuple[Slot, int], list[Copy]] = {}
         updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = {}
         parities: list[Copy] = []
+        logs: dict[tuple[str, int, int, int], dict[int, list[Copy]]] = {}
         for copy in dict.fromkeys(inventory):
             if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
                 continue
@@ -57,6 +60,10 @@ class Shelf:
                 line[copy.step] = (*line.get(copy.step, ()), copy)
             elif copy.kind == PARITY:
                 parities.append(copy)
+            elif copy.kind in LOGS:
+                for index in copy.microbatches:
+                    of = logs.setdefault((copy.kind, copy.layer, copy.step, index), {})
+                    of.setdefault(copy.shard, []).append(copy)
             elif (
                 copy.microbatches
                 and not (mask := to_mask(copy.microbatches)) & ~full
@@ -72,6 +79,7 @@ class Shelf:
             updates,
             {at: tuple(sources) for at, (_, *sources) in rebuilds.items()},
             tuple(parities),
+            {at: {s: _newest_first(c) for s, c in by.items()} for at, by in logs.items()},
         )
 
     def versions(self, slot: Slot) -> list[int]:

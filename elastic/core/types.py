@@ -15,6 +15,9 @@ STATE, GRADIENT, REDUCED, UPDATE, PARITY = "state", "gradient", "reduced", "upda
 owners: what its update takes, whatever becomes of the other owners' gradients. An update is what the optimizer takes
 at last: reduced, clipped, float32; it makes version v+1 of state v without any record. A parity is the XOR of several
 nodes' states."""
+LOGS = ACTIVATION, COTANGENT = "activation", "cotangent"
+"""Copies of what stages sent each other for one micro-batch: the input of layer `Copy.layer`, and the gradient
+with respect to it."""
 
 
 class Accumulate(StrEnum):
@@ -80,7 +83,7 @@ class Plan:
     """With the state scheme parity: nodes whose common peer keeps the XOR of their states. Those of nodes in no group
     are kept one by one."""
     gradients: str = "stream"
-    """Gradient backup scheme: stream | stream:K | recompute | none (`elastic.planning.schemes`)."""
+    """Gradient backup scheme: stream | stream:K | log | recompute | none (`elastic.planning.schemes`)."""
     state: str = "snapshot"
     """State backup scheme: snapshot | replica | replay | replay:N | parity | parity:K | none."""
     reason: str = ""
@@ -178,7 +181,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One whole copy of a layer's state or accumulated gradient, as it lies in a vault.
+    """One whole copy of a layer's state or accumulated gradient, or of a message, as it lies in a vault.
 
     A copy is addressed by `key`; the vault that holds it is `node`. Only whole, checksummed copies are ever
     listed. State of version v is the state before the update of step v; a gradient's or update's `step` is the step
@@ -251,6 +254,21 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialRun:
+    """A micro-batch that only layers [first, last) run again, between two messages that were logged."""
+
+    pipeline: int
+    """Index of the pipeline whose stages do it."""
+    microbatch: int
+    first: int
+    last: int
+    inputs: tuple[Copy, ...] = ()
+    """Input of layer `first`, one a TP rank; empty for layer 0, which reads the data."""
+    gradients: tuple[Copy, ...] = ()
+    """Gradient of the output of layer `last` - 1, one a TP rank; empty for the last layer, which gives the loss."""
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
     """Everything that the workers need to enter an epoch; one and the same for all nodes."""
 
@@ -262,13 +280,15 @@ class Assignment:
     covered: tuple[tuple[int, frozenset[int]], ...] = ()
     """(layer, micro-batches that some holder already has for the current step)."""
     todo: tuple[tuple[int, ...], ...] = ()
-    """Micro-batches to run in the current step, per pipeline; later steps follow the plan."""
+    """Micro-batches to run in the current step through all layers, per pipeline; later steps follow the plan."""
     record: StepRecord | None = None
     """Record of step-1, for replays."""
     store: str = ""
     """host:port of the rendezvous store of this epoch."""
     vaults: tuple[tuple[str, str], ...] = ()
     """(node, host:port of its vault)."""
+    partial: tuple[PartialRun, ...] = ()
+    """What is run through some layers only, before `todo`, in this order; disjoint from it."""
 
 
 @dataclass(frozen=True, slots=True)

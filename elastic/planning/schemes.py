@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from elastic.errors import FieldError
 
-STREAM, RECOMPUTE, NONE = "stream", "recompute", "none"
+STREAM, LOG, RECOMPUTE, NONE = "stream", "log", "recompute", "none"
 SNAPSHOT, REPLICA, REPLAY, PARITY = "snapshot", "replica", "replay", "parity"
-GRADIENT_SCHEMES = (STREAM, RECOMPUTE, NONE)
+GRADIENT_SCHEMES = (STREAM, LOG, RECOMPUTE, NONE)
 STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, PARITY, NONE)
 MOST_EVERY = 1 << 20
 REPLAY_EVERY, MOST_REPLAY = 8, 64
@@ -16,7 +16,7 @@ REPLAY_EVERY, MOST_REPLAY = 8, 64
 GROUP, MOST_GROUP = 3, 256
 """Nodes of a parity group, unless said otherwise, and at most."""
 REMEDY = (
-    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches) or recompute, "
+    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), log or recompute, "
     "+ snapshot, replica, replay or replay:N (whole states every N updates), parity or parity:K (groups of K nodes)"
 )
 
@@ -36,7 +36,7 @@ class Gradients:
 
 
 def gradients_of(text: str, field: str = "gradients") -> Gradients:
-    """Read stream, stream:K, recompute or none. Raises FieldError naming `field`."""
+    """Read stream, stream:K, log, recompute or none. Raises FieldError naming `field`."""
     name, colon, number = text.partition(":")
     if name not in GRADIENT_SCHEMES:
         raise FieldError(

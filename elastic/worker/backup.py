@@ -1,8 +1,9 @@
 """Publishes a worker's layers: copies them to shared memory, and tells the agent, who sends them on.
 
-Every (kind, layer) has a ring of two slots. A slot is written again only when the bundle that it was last
-announced in is acknowledged, that is, whole at the peer; so the agent may send it meanwhile, and the
-previous copy stays whole while the next one is written. At most two bundles are ever unacknowledged.
+Every (kind, layer) has a ring of two slots, logged messages one for each micro-batch. A slot is written again
+only when the bundle that it was last announced in is acknowledged, that is, whole at the peer; so the agent may
+send it meanwhile, and the previous copy stays whole while the next one is written. At most two bundles of
+gradients, and two of states, are ever unacknowledged.
 
 Two slots suffice for recovery by rolling forward, which needs, of a worker whose agent lives, at any moment
 either state v+1, or state v and the final gradients of step v:
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from elastic.core.messages import LocalCopy, Published
-from elastic.core.types import GRADIENT, REDUCED, STATE, UPDATE, Copy
+from elastic.core.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, Copy
 from elastic.errors import StaleError
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
 from elastic.worker.abandon import Abandon
@@ -43,6 +44,27 @@ from elastic.worker.state import as_bytes
 from elastic.worker.traffic import TrafficMeter
 
 SLOTS_A_RING = 2
+
+
+class Message(Protocol):
+    """What is published of `elastic.worker.boundary.Logged`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, out: Tensor) -> None: ...
 
 
 class Sender(Protocol):
@@ -69,6 +91,11 @@ class _Item:
     write: Callable[[Tensor], None]
     microbatches: frozenset[int] = frozenset()
     losses: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def ring(self) -> tuple[str, int, frozenset[int]]:
+        """Which ring of slots it takes turns in."""
+        return self.kind, self.layer, self.microbatches if self.kind in LOGS else frozenset()
 
     @property
     def content(self) -> tuple[int, frozenset[int]]:
@@ -100,7 +127,7 @@ class Publisher:
         """`directory` is the job's in shared memory; `shard` the TP rank of this worker's layers."""
         self._channel, self._node, self._shard = channel, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()), fallback)
-        self._rings: dict[tuple[str, int], _Ring] = {}
+        self._rings: dict[tuple[str, int, frozenset[int]], _Ring] = {}
         self._aside: list[Slot] = []
         self._epoch = 0
         self._sequence = time.monotonic_ns() // 1000
@@ -184,6 +211,13 @@ class Publisher:
         ]
         return self._publish(items, epoch, peer, abandon)
 
+    def publish_logs(self, messages: Iterable[Message], epoch: int, abandon: Abandon | None) -> int:
+        """Publish messages to other stages, locally; waits as `publish_gradients` does. Raises VaultFull."""
+        items = [
+            _Item(m.kind, m.layer, m.step, m.nbytes, m.write, frozenset((m.microbatch,))) for m in messages
+        ]
+        return self._publish(items, epoch, "", abandon)
+
     def publish_states(
         self,
         replicas: Iterable[LayerReplica],
@@ -246,7 +280,7 @@ class Publisher:
         written: list[tuple[_Item, _Ring, _Held, LocalCopy]] = []
         protecting = 0
         for item in items:
-            ring = self._rings.setdefault((item.kind, item.layer), _Ring())
+            ring = self._rings.setdefault(item.ring, _Ring())
             if ring.content == item.content and peer in ("", ring.peer):
                 protecting = max(protecting, ring.bundle)
                 continue

@@ -60,6 +60,7 @@ class Chunk:
         previous, following: ranks of the neighbouring stages; None: first, last stage.
         number: of the stage in its pipeline, as actions name it; -1: the worker's only one.
         recompute: keep only the stage's input, and run the forward pass again before the backward pass.
+        begins, ends: it has the model's first, last layer; None: it does where it has no neighbour.
     """
 
     def __init__(
@@ -70,8 +71,12 @@ class Chunk:
         following: int | None = None,
         number: int = -1,
         recompute: bool = False,
+        begins: bool | None = None,
+        ends: bool | None = None,
     ) -> None:
         self.layers, self.previous, self.following, self.number = layers, previous, following, number
+        self.begins = previous is None if begins is None else begins
+        self.ends = following is None if ends is None else ends
         self._recompute = recompute
         self._passes: dict[int, _Pass] = {}
         self._losses: dict[int, _Loss] = {}
@@ -79,7 +84,7 @@ class Chunk:
     @property
     def at_end(self) -> bool:
         """It is the first or the last stage, and needs the micro-batch's fields."""
-        return self.previous is None or self.following is None
+        return self.begins or self.ends
 
     def forget(self) -> None:
         """Drop all micro-batches that are under way."""
@@ -87,7 +92,7 @@ class Chunk:
         self._losses.clear()
 
     def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
-        """Run the layers; `hidden` is None on the first stage. Returns what the next stage gets, or the loss.
+        """Run the layers; `hidden` is None if it begins. Returns what the next stage gets, or the loss.
 
         A stage that recomputes runs with a graph too, and drops it: without one, kernels may differ in the last bits.
         """
@@ -96,7 +101,7 @@ class Chunk:
         output = self._run(microbatch, hidden)
         kept = None if self._recompute else output
         self._passes[microbatch.index] = _Pass(microbatch, hidden, kept)
-        if self.following is None:
+        if self.ends:
             self._losses[microbatch.index] = _Loss(output)
         return output.detach()
 

@@ -18,6 +18,7 @@ from elastic.planning.roster import Member
 from elastic.worker.checkpoint import load_layer
 from elastic.worker.fetch import Fetched, Fetcher
 from elastic.worker.layers import Tied
+from elastic.worker.partial import wanted
 from elastic.worker.rebuild import WrongParity, rebuilt
 from elastic.worker.replica import LayerReplica
 
@@ -30,6 +31,8 @@ class Installed:
 
     replicas: list[LayerReplica] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    messages: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Logged messages that partial runs start from, by the copies' keys."""
 
 
 class Installer:
@@ -63,8 +66,9 @@ class Installer:
         }
         installed = Installed()
         with ThreadPoolExecutor(4, "elastic-fetch") as pool:
-            wanted = {c.key: c for c in _wanted(recipes.values(), live)}
-            fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in wanted.items()}
+            recipes_want = {c.key: c for c in _wanted(recipes.values(), live)}
+            fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in recipes_want.items()}
+            messages = {c.key: pool.submit(self._fetcher.fetch, c) for c in wanted(assignment, member)}
             for layer in member.layers:
                 self._check()
                 recipe = recipes.get(layer)
@@ -76,6 +80,7 @@ class Installer:
                 installed.replicas.append(replica)
                 installed.sources.append(source)
                 self._reached()
+            installed.messages = {key: fetch.result().data for key, fetch in messages.items()}
         return installed
 
     def _state(

@@ -14,9 +14,11 @@ from typing import Protocol
 
 import torch
 
+from elastic.core.types import ACTIVATION, COTANGENT
 from elastic.errors import FieldError
 from elastic.planning.schedule import Action, Kind
 from elastic.worker.abandon import Abandon, EpochAbandoned
+from elastic.worker.boundary import Logged
 from elastic.worker.chunk import Chunk
 from elastic.worker.layers import Microbatch
 from elastic.worker.links import LinkFailed, Links, Receive
@@ -97,6 +99,7 @@ class StageRunner:
         tp_sync: maximum over the tensor-parallel group of a flag; None without one.
         data: fields of micro-batch (step, index); asked for on the first and the last stage only.
         abandon: the epoch's flag.
+        keep: hears of everything that is sent.
     """
 
     def __init__(
@@ -108,7 +111,9 @@ class StageRunner:
         data: Callable[[int, int], Microbatch],
         abandon: Abandon,
         tp_sync: Callable[[bool], bool] | None = None,
+        keep: Callable[[Logged], None] | None = None,
     ) -> None:
+        self._keep_sent = keep
         self._chunks = {chunk.number: chunk for chunk in chunks}
         self._first, self._links = chunks[0], links
         self._scale, self._data = 1.0 / n_microbatches, data
@@ -128,9 +133,15 @@ class StageRunner:
         """Stage and micro-batch whose gradients lie in the parameters' `.grad`, not yet in the layers' sums."""
 
     def run(
-        self, step: int, actions: Sequence[Action], skip: Mapping[int, frozenset[int]], hooks: Hooks
+        self,
+        step: int,
+        actions: Sequence[Action],
+        skip: Mapping[int, frozenset[int]],
+        hooks: Hooks,
+        given: Mapping[Action, torch.Tensor] | None = None,
     ) -> None:
         """Run `actions` of `step`. `skip[layer]`: micro-batches that some ledger already has for that layer.
+        `given`: messages that no neighbour sends, by the action that would receive them.
 
         Returns when every gradient is in the ledgers and every message is gone.
 
@@ -140,6 +151,7 @@ class StageRunner:
         """
         self.started, self.sent = set(), set()
         self._forget()
+        self._received.update(given or {})
         try:
             with self.agreement:
                 self._expect(actions)
@@ -201,10 +213,10 @@ class StageRunner:
             case Kind.F:
                 self._forward(chunk, step, action)
             case Kind.B:
-                self._keep(action, chunk.backward(m, self._gradient(action)))
+                self._keep(chunk, action, chunk.backward(m, self._gradient(action)))
                 self._passed = chunk, m
             case Kind.INPUT:
-                self._keep(action, chunk.backward_input(m, self._gradient(action)))
+                self._keep(chunk, action, chunk.backward_input(m, self._gradient(action)))
             case Kind.WEIGHT:
                 chunk.backward_weight(m)
                 self._passed = chunk, m
@@ -212,30 +224,41 @@ class StageRunner:
                 self._received[action] = self._expected[self._sender(chunk, action)].take()
             case Kind.SEND_F:
                 assert chunk.following is not None
-                self._links.send(self._outgoing.pop(action), chunk.following, _tag(action))
+                self._send(action, chunk.following, ACTIVATION, chunk.layers[-1].index + 1, step)
                 if chunk is self._first:
                     self.sent.add(m)
             case Kind.SEND_B:
                 assert chunk.previous is not None
-                self._links.send(self._outgoing.pop(action), chunk.previous, _tag(action))
+                self._send(action, chunk.previous, COTANGENT, chunk.layers[0].index, step)
+
+    def _send(self, action: Action, rank: int, kind: str, layer: int, step: int) -> None:
+        tensor = self._outgoing.pop(action)
+        self._links.send(tensor, rank, _tag(action))
+        if self._keep_sent is not None:
+            self._keep_sent(Logged(kind, layer, step, action.microbatch, tensor))
 
     def _forward(self, chunk: Chunk, step: int, action: Action) -> None:
         m = action.microbatch
         if chunk is self._first:
             self.started.add(m)
         microbatch = self._data(step, m) if chunk.at_end else Microbatch(step, m, {})
-        output = chunk.forward(microbatch, self._received.pop(Action(Kind.RECV_F, m, action.stage), None))
+        output = chunk.forward(microbatch, self._taken(Kind.RECV_F, action))
         if chunk.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 
+    def _taken(self, kind: Kind, action: Action) -> torch.Tensor | None:
+        """What was received, or given, for `action`."""
+        tensor = self._received.pop(Action(kind, action.microbatch, action.stage), None)
+        return None if tensor is None else tensor.to(self._links.device)
+
     def _gradient(self, action: Action) -> torch.Tensor | float:
         """That of the stage's output: the next stage's, or the loss's own."""
-        received = self._received.pop(Action(Kind.RECV_B, action.microbatch, action.stage), None)
+        received = self._taken(Kind.RECV_B, action)
         return self._scale if received is None else received
 
-    def _keep(self, action: Action, gradient: torch.Tensor | None) -> None:
+    def _keep(self, chunk: Chunk, action: Action, gradient: torch.Tensor | None) -> None:
         """Have the input's gradient ready for the previous stage."""
-        if gradient is not None:
+        if gradient is not None and chunk.previous is not None:
             self._outgoing[Action(Kind.SEND_B, action.microbatch, action.stage)] = gradient
 
 

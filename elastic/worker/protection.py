@@ -1,10 +1,11 @@
 """When a worker's gradients and states are published, and what must be whole before a commit.
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
-last one is done; of `recompute` nothing goes anywhere. State: `snapshot` and `parity` go to the peer after every update
-(what that makes of them: `elastic.agent.parity`), `replica` stays in the local vault (another pipeline holds the
-layer); with `replay` the peer gets what every update takes, and whole states now and then (`rebase`). What was not
-published is when the epoch ends, for those who will need it.
+last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages in the
+local vault. State: `snapshot` and `parity` go to the peer after every update (what that makes of them:
+`elastic.agent.parity`), `replica` stays in the local vault (another pipeline holds the layer); with `replay` the peer
+gets what every update takes, and whole states now and then (`rebase`). What was not published is when the epoch ends,
+for those who will need it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from elastic.core import messages as m
 from elastic.core.types import Plan
-from elastic.planning.schemes import NONE, gradients_of, state_of
+from elastic.planning.schemes import LOG, NONE, gradients_of, state_of
 from elastic.worker.abandon import Abandon
 from elastic.worker.backup import Publisher
+from elastic.worker.boundary import BoundaryLog
 from elastic.worker.layers import Tied
 from elastic.worker.rebase import Rebase
 from elastic.worker.replica import LayerReplica
@@ -60,6 +62,8 @@ class Protection:
         """Layer -> (step, ledger) of its newest published gradient."""
         self._versions: dict[int, int] = {}
         self._gradient_bundle = self._state_bundle = 0
+        self.log = BoundaryLog(publisher, plan.epoch) if plan.gradients == LOG else None
+        """Keeps what is sent to other stages."""
         self._entered = False
         self._lock = threading.Lock()
         self._acked, self._install_bundle, self._told = 0, -1, False
@@ -102,6 +106,8 @@ class Protection:
         self._fresh += 1
         if self._every and self._fresh >= self._every:
             self._publish_gradients()
+        if self.log is not None:
+            self.log.flush(self._abandon)
         self.enter()
 
     def after_microbatches(self) -> None:
@@ -122,6 +128,9 @@ class Protection:
                 tied, reduced, step, self._epoch, self._gradient_peer, self._abandon
             )
             self._gradient_bundle = max(self._gradient_bundle, bundle)
+        if self.log is not None and self._state_peer:
+            # The update clears them, and until the peer has the new state a loss leads back to this one.
+            self._publisher.publish_gradients(self._replicas, step, self._epoch, "", self._abandon)
         self._publisher.wait_acked(self._gradient_bundle, self._abandon)
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 
@@ -144,6 +153,8 @@ class Protection:
 
     def flush(self) -> None:
         """Put everything into the local vault that is not there yet: the epoch is over."""
+        if self.log is not None:
+            self.log.flush(None)
         states = [r for r in self._replicas if self._versions.get(r.index) != r.version]
         if states:
             self._publisher.publish_states(states, self._epoch, "")

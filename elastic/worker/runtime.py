@@ -32,10 +32,11 @@ from elastic.worker.device import choose_device
 from elastic.worker.fetch import Fetcher
 from elastic.worker.finish import job_sha256
 from elastic.worker.injector import Injector
-from elastic.worker.install import Installer
+from elastic.worker.install import Installed, Installer
 from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.links import LinkFailed, Links, host_store
 from elastic.worker.optimizer import OptimizerSpec
+from elastic.worker.partial import PartialRunner
 from elastic.worker.profiled import EMULATE, check_fit, stack_of
 from elastic.worker.profiling import measure_job
 from elastic.worker.protection import Protection
@@ -282,7 +283,7 @@ class _Epoch:
             fetcher.close()
         t._live = {replica.index: replica for replica in installed.replicas}
         transferred = time.perf_counter()
-        self._connect(installed.replicas)
+        self._connect(installed)
         if recovering:
             t._injector.recoveries += 1
         rebuilt = time.perf_counter()
@@ -290,8 +291,8 @@ class _Epoch:
             m.Ready(self._order.epoch, transferred - began, rebuilt - transferred, tuple(installed.sources))
         )
 
-    def _connect(self, replicas: list[LayerReplica]) -> None:
-        t = self._t
+    def _connect(self, installed: Installed) -> None:
+        t, replicas = self._t, installed.replicas
         self._links = Links.open(
             epoch=self._order.epoch,
             rank=self._rank,
@@ -326,6 +327,7 @@ class _Epoch:
             position=t._control.position,
             boundary_requested=t._control.boundary_requested,
             on_microbatch=self._on_microbatch,
+            partial=PartialRunner(self._assignment, self.roster, self._rank, replicas, installed.messages),
         )
 
     def _data(self, step: int, index: int) -> Microbatch:
@@ -385,12 +387,11 @@ class _Epoch:
             versions = {r.version for r in self._t._live.values()}
             return m.Halted(epoch, min(versions, default=-1))
         step = min(replica.version for replica in self._t._live.values())
-        runner = steps.runner
         current = step == steps.step
         return m.Halted(
             epoch=epoch,
             step=step,
-            started=frozenset(runner.started) if current else frozenset(),
-            sent=frozenset(runner.sent) if current else frozenset(),
+            started=steps.started if current else frozenset(),
+            sent=steps.sent if current else frozenset(),
             record=steps.record,
         )

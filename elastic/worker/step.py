@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial as bind
 
 from elastic.core.faults import Phase
 from elastic.core.types import Plan, StepRecord
@@ -24,6 +25,7 @@ from elastic.worker.layers import LayerStack, Microbatch
 from elastic.worker.links import Links
 from elastic.worker.measure import Meter
 from elastic.worker.optimizer import OptimizerSpec
+from elastic.worker.partial import PartialRunner
 from elastic.worker.pipeline import StageRunner
 from elastic.worker.protection import Protection
 from elastic.worker.reduction import Reduction
@@ -65,20 +67,25 @@ class StepRunner:
         position: Position,
         boundary_requested: Callable[[], int],
         on_microbatch: Callable[[], None],
+        partial: PartialRunner | None = None,
     ) -> None:
+        """`partial`: what comes first in the first step."""
         self._plan, self._roster, self._replicas, self._links = plan, roster, replicas, links
         self._optimizer, self._protection = optimizer, protection
         self._injector, self._position = injector, position
         self._boundary_requested, self._on_microbatch = boundary_requested, on_microbatch
         self._member = roster.members[rank]
-        self.runner = StageRunner(
-            chunks_of(roster, rank, replicas),
-            links,
+        self._make_runner = bind(
+            StageRunner,
+            links=links,
             n_microbatches=plan.n_microbatches,
             data=data,
             abandon=abandon,
             tp_sync=tp_sync,
+            keep=protection.log.keep if protection.log is not None else None,
         )
+        self.runner = self._make_runner(chunks_of(roster, rank, replicas))
+        self._partial, self._in_part = partial, False
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
         links.most_unreceived = max(links.most_unreceived, UNRECEIVED_A_UNIT * n_units)
         self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
@@ -96,6 +103,7 @@ class StepRunner:
         started = time.perf_counter()
         self.step = step
         self._injector.reach(step, Phase.START)
+        self._run_in_part(step, covered)
         pipeline = self._plan.pipelines[self._member.pipeline]
         actions = actions_of(pipeline, microbatches)[self._member.stage]
         self.runner.run(step, actions, covered, self)
@@ -126,6 +134,28 @@ class StepRunner:
         self._protection.after_update()
         return Outcome(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
+    def _run_in_part(self, step: int, covered: Mapping[int, frozenset[int]]) -> None:
+        """What some layers run alone; once, and not measured."""
+        if self._partial is None:
+            return
+        if self._partial.step == step:
+            self._in_part = True
+            self._partial.run(self._make_runner, covered, self)
+            self._stretch()
+            self._in_part = False
+        else:
+            self._partial = None
+
+    @property
+    def started(self) -> frozenset[int]:
+        """Micro-batches of the current step whose forward pass was begun here."""
+        return frozenset(self.runner.started) | (self._partial.started if self._partial else frozenset())
+
+    @property
+    def sent(self) -> frozenset[int]:
+        """Micro-batches of the current step whose activations this worker handed on."""
+        return frozenset(self.runner.sent) | (self._partial.sent if self._partial else frozenset())
+
     # ---- hooks of the pipeline runner ----
 
     def before(self, action: Action) -> None:
@@ -138,7 +168,7 @@ class StepRunner:
         elif action.kind in (Kind.B, Kind.INPUT):
             self._injector.reach(self.step, Phase.BACKWARD, action.microbatch)
         self._began = time.perf_counter()
-        if self._computing:
+        if self._computing and not self._in_part:
             self.meter.begin(action)
 
     def on_backward(self, index: int) -> None:

@@ -15,7 +15,10 @@ from typing import Any
 from elastic.core.messages import Halted
 from elastic.core.recovery import replayed, solve
 from elastic.core.types import (
+    ACTIVATION,
+    COTANGENT,
     GRADIENT,
+    LOGS,
     STATE,
     UPDATE,
     Assignment,
@@ -23,16 +26,18 @@ from elastic.core.types import (
     JobSpec,
     LayerSpec,
     NodeInfo,
+    PartialRun,
     Plan,
     StepRecord,
 )
 from elastic.planning.plan import validate_plan
 from elastic.planning.schemes import state_of
 from elastic.planning.search import PlanRequest, make_plan
+from tests.core import log_model
 from tests.core.modelled_worker import Worker
 from tests.core.proof import Vault, check_assignment
 
-NBYTES = {STATE: 24, GRADIENT: 8, UPDATE: 4}
+NBYTES = {STATE: 24, GRADIENT: 8, UPDATE: 4, ACTIVATION: 8, COTANGENT: 8}
 
 
 def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tied: bool = False) -> JobSpec:
@@ -70,6 +75,10 @@ class Job:
         self.checkpoints = checkpoints
         self.known_record: StepRecord | None = None
         self.last: Assignment | None = None
+        self.partial: dict[int, list[tuple[PartialRun, int]]] = {}
+        """Pipeline: (run, stage) that are left of what runs in part."""
+        self.began = 0
+        """Step in which the epoch began."""
         self.recover(())
 
     # ---- training ------------------------------------------------------------------------------------------
@@ -98,6 +107,9 @@ class Job:
         step = ranks[0].step
         if step >= self.spec.n_steps or any(w.passed or w.step != step for w in ranks):
             return []
+        left = self.partial.get(at[0], [])
+        if left:
+            return [lambda: log_model.run_in_part(self, ranks)] if left[0][1] == at[1] else []
         todo = self.todo(at[0], step)
         before = self.first_of(at[0], at[1] - 1)
         after = self.first_of(at[0], at[1] + 1)
@@ -115,14 +127,13 @@ class Job:
     def forward(self, ranks: list[Worker], index: int) -> None:
         for worker in ranks:
             worker.started.add(index)
+            log_model.send(self, worker, ACTIVATION, max(worker.version) + 1, index)
 
     def backward(self, ranks: list[Worker], index: int) -> None:
-        covered = self.covered(ranks[0].step)
         for worker in ranks:
             worker.backward.add(index)
-            for layer, gradient in worker.gradient.items():
-                if index not in covered.get(layer, ()):
-                    gradient[index] += 1
+            log_model.add(self, worker, index, 0, self.spec.n_layers)
+            log_model.send(self, worker, COTANGENT, min(worker.version), index)
 
     def actions_of(self, worker: Worker) -> list[Callable[[], None]]:
         """What one worker's publishing, backup, commit and update could do now."""
@@ -147,7 +158,8 @@ class Job:
         return []
 
     def arrived(self, worker: Worker) -> bool:
-        return set(self.todo(worker.pipeline, worker.step)) <= worker.backward
+        left = self.partial.get(worker.pipeline)
+        return not left and set(self.todo(worker.pipeline, worker.step)) <= worker.backward
 
     def ready(self, worker: Worker) -> bool:
         """It may enter the commit: everything done, published and acknowledged."""
@@ -158,6 +170,8 @@ class Job:
         if all(w.step == worker.step and not w.passed for w in self.workers):
             self.check_ledgers()
         worker.passed = True
+        if self.plan_of.gradients == "log":
+            self.announce(worker, self.gradient_copies(worker), False)
         worker.record = StepRecord(worker.step, 1.0, 1.0, float(worker.step))
         if (worker.pipeline, worker.stage, worker.shard) == (0, 0, 0) and self.rng.random() < 0.5:
             self.known_record = worker.record
@@ -189,7 +203,9 @@ class Job:
 
     def publish_gradients(self, worker: Worker) -> None:
         worker.published += 1
-        self.announce(worker, self.gradient_copies(worker), self.plan_of.gradients == "stream")
+        if self.plan_of.gradients == "stream":
+            self.announce(worker, self.gradient_copies(worker), True)
+        log_model.write(self, worker)
         if not worker.entered:
             self.enter(worker)
 
@@ -197,11 +213,14 @@ class Job:
         """Publish what the epoch began with."""
         worker.entered = True
         self.publish_states(worker)
-        self.announce(worker, self.gradient_copies(worker), self.plan_of.gradients == "stream")
+        if self.plan_of.gradients == "stream":
+            self.announce(worker, self.gradient_copies(worker), True)
         worker.unprotected = len(worker.queue)
 
     def publish_states(self, worker: Worker, every: int = 1) -> None:
         """To the peer those of the layers whose turn it is."""
+        if self.trimmed and worker.step != self.began:
+            self.vaults[worker.node].forget(self.epoch, LOGS)
         if self.plan_of.state != "none":
             copies = self.state_copies(worker)
             away = [(c, inside) for c, inside in copies if (c.step + c.layer) % every == 0]
@@ -258,8 +277,10 @@ class Job:
         )
 
     def trim(self) -> None:
-        for vault in self.vaults.values():
-            vault.held = {k: v for k, v in vault.held.items() if v[0].epoch >= self.epoch}
+        """Logged messages stay while their node is in the step in which the epoch began."""
+        for node, vault in self.vaults.items():
+            running = all(w.step == self.began for w in self.workers if w.node == node)
+            vault.forget(self.epoch, (STATE, GRADIENT, UPDATE) if running else ())
         self.trimmed = True
 
     @property
@@ -315,6 +336,7 @@ class Job:
         for worker in [w for w in self.workers if w.node not in gone]:
             while worker.passed:
                 self.update(worker)
+            log_model.write(self, worker)
             for copy, content in (*self.state_copies(worker), *self.gradient_copies(worker)):
                 self.vaults[worker.node].add(copy, content)
             worker.queue.clear()
@@ -348,7 +370,7 @@ class Job:
         assignment = solve(
             plan=plan,
             spec=self.spec,
-            inventory=self.inventory(),
+            inventory=tuple(copy for vault in self.vaults.values() for copy, _ in vault.held.values()),
             records=tuple(records),
             vaults=tuple((name, info.vault) for name, info in self.nodes.items()),
             checkpoint=self.checkpoint,
@@ -362,12 +384,10 @@ class Job:
         self.plan, self.last = plan, assignment
         self.install(assignment)
 
-    def inventory(self) -> tuple[Copy, ...]:
-        return tuple(copy for vault in self.vaults.values() for copy, _ in vault.held.values())
-
     def install(self, assignment: Assignment) -> None:
         recipes = {(node, r.layer, r.shard): r for node, r in assignment.recipes}
-        self.workers, self.trimmed = [], False
+        self.workers, self.trimmed, self.began = [], False, assignment.step
+        self.partial = {p: log_model.shares(assignment, p) for p in range(len(assignment.plan.pipelines))}
         for p, s, stage in assignment.plan.stages():
             for shard in range(assignment.plan.tp):
                 gradient: dict[int, Counter[int]] = {layer: Counter() for layer in stage.layers}

@@ -29,6 +29,8 @@ class Worker:
     unprotected: int = -1
     """Bundles still to be acknowledged before what the epoch began with is protected; -1: not entered."""
     passed: bool = False
+    unwritten: list[tuple[Copy, Any]] = field(default_factory=list)
+    """Messages that were sent and are not logged yet."""
     updated: int = -1
     """Step whose update it has begun."""
     record: StepRecord | None = None

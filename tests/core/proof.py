@@ -6,7 +6,19 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.core.types import GRADIENT, STATE, UPDATE, Assignment, Copy, JobSpec, Recipe
+from elastic.core.types import (
+    ACTIVATION,
+    COTANGENT,
+    GRADIENT,
+    LOGS,
+    STATE,
+    UPDATE,
+    Assignment,
+    Copy,
+    JobSpec,
+    PartialRun,
+    Recipe,
+)
 
 Vaults = dict[str, "Vault"]
 
@@ -20,14 +32,9 @@ class Vault:
 
     def add(self, copy: Copy, content: Any) -> None:
         """Keep of (kind, layer, shard, owner, epoch) two steps, and of a step the newest copy; of updates those since
-        the older state."""
+        the older state; of logged messages each micro-batch's."""
         copy = replace(copy, node=self.node)
-        group = [
-            c
-            for c, _ in self.held.values()
-            if (c.kind, c.layer, c.shard, c.owner, c.epoch)
-            == (copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch)
-        ]
+        group = [c for c, _ in self.held.values() if _group(c) == _group(copy)]
         if any(c.step == copy.step and c.sequence > copy.sequence for c in group):
             return
         self.held[copy.key] = copy, content
@@ -41,6 +48,18 @@ class Vault:
         oldest = min((c.step for c in kin if c.kind == STATE), default=0)
         for old in [c for c in kin if c.kind == UPDATE and c.step < oldest]:
             self.held.pop(old.key)
+
+    def forget(self, epoch: int, kinds: tuple[str, ...] = ()) -> None:
+        """Drop copies of epochs below `epoch`: all, or (`kinds`) those of some kinds."""
+        self.held = {
+            key: (copy, inside)
+            for key, (copy, inside) in self.held.items()
+            if copy.epoch >= epoch or (kinds and copy.kind not in kinds)
+        }
+
+
+def _group(c: Copy) -> tuple[Any, ...]:
+    return c.kind, c.layer, c.shard, c.owner, c.epoch, c.microbatches if c.kind in LOGS else ()
 
 
 def check_assignment(assignment: Assignment, spec: JobSpec, vaults: Vaults) -> None:
@@ -68,6 +87,8 @@ def check_assignment(assignment: Assignment, spec: JobSpec, vaults: Vaults) -> N
     for (layer, _), total in sums.items():
         assert total == Counter(covered[layer]), "covered is not what was summed, or something was doubled"
     _check_todo(assignment, spec)
+    for run in assignment.partial:
+        _check_messages(run, assignment, vaults)
 
 
 def content(copy: Copy, vaults: Vaults) -> Any:
@@ -114,10 +135,26 @@ def _gradient(recipe: Recipe, vaults: Vaults) -> Counter[int]:
 
 
 def _check_todo(assignment: Assignment, spec: JobSpec) -> None:
+    """Every layer runs what it lacks, once; nothing runs that no layer lacks."""
     todo = Counter(index for share in assignment.todo for index in share)
     assert len(assignment.todo) == len(assignment.plan.pipelines)
     if assignment.step >= spec.n_steps:
-        assert not todo
+        assert not todo and not assignment.partial
         return
     complete = frozenset.intersection(*(held for _, held in assignment.covered))
-    assert todo == Counter(range(spec.n_microbatches)) - Counter(complete)
+    in_part = {run.microbatch for run in assignment.partial}
+    assert not in_part & set(todo)
+    assert todo + Counter(in_part) == Counter(range(spec.n_microbatches)) - Counter(complete)
+    for layer, held in assignment.covered:
+        ran = todo + Counter(r.microbatch for r in assignment.partial if r.first <= layer < r.last)
+        assert max(ran.values(), default=0) <= 1
+        assert ran.keys() | held == set(range(spec.n_microbatches))
+
+
+def _check_messages(run: PartialRun, assignment: Assignment, vaults: Vaults) -> None:
+    for kind, copies, boundary in ((ACTIVATION, run.inputs, run.first), (COTANGENT, run.gradients, run.last)):
+        inside = 0 < boundary < assignment.plan.n_layers
+        assert len(copies) == (assignment.plan.tp if inside else 0)
+        for shard, copy in enumerate(copies):
+            assert copy.shard == shard
+            assert content(copy, vaults) == (kind, boundary, assignment.step, run.microbatch)

@@ -13,7 +13,7 @@ from elastic.errors import Unrecoverable
 from tests.core.job_model import Job, Vault, make_info, make_spec
 
 
-def build(seed: int) -> Job:
+def build(seed: int, backup: str = "") -> Job:
     """A random job: layers, micro-batches, TP, nodes, domains, shape, scheme."""
     rng = random.Random(seed)
     tp = rng.choice([1, 1, 2])
@@ -22,7 +22,8 @@ def build(seed: int) -> Job:
     infos = [
         make_info(i, workers=workers, domain=rng.choice(["", "a", "b"])) for i in range(rng.randint(2, 5))
     ]
-    backup = rng.choice(["stream+snapshot", "stream+replica", "stream+replay:2", "recompute+replay:3"])
+    schemes = ["stream+snapshot", "stream+replica", "stream+replay:2", "recompute+replay:3"]
+    backup = backup or rng.choice(schemes)
     return Job(rng, spec, infos, shape=rng.choice(["auto", "1", "2", "2+2", "3+1"]), backup=backup)
 
 
@@ -118,3 +119,59 @@ def test_a_loss_costs_no_acknowledged_microbatch(seed: int) -> None:
                 held[copy.layer] |= copy.microbatches
     safe = frozenset.intersection(*held)
     assert not safe & {index for share in job.last.todo for index in share}
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from(["log+snapshot", "log+replica"]))
+@settings(max_examples=60, deadline=None)
+def test_logged_messages_double_nothing_whatever_is_lost(seed: int, backup: str) -> None:
+    """Losses at any moment, also while micro-batches run in part: each assignment is carried out by tests.core.proof,
+    and every commit checks every layer's gradient."""
+    job = build(seed, backup)
+    rng = job.rng
+    for _ in range(12):
+        train(job, rng.randint(0, 100))
+        if job.finished:
+            return
+        names = sorted(job.able)
+        lost = [rng.choice(names)] if len(names) > 1 and rng.random() < 0.7 else []
+        killed = [name for name in names if name not in lost and rng.random() < 0.2]
+        if rng.random() < 0.3:
+            join(job)
+        try:
+            job.fail(lost, killed)
+        except Unrecoverable as error:
+            assert "layers" in str(error)
+            return
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=40, deadline=None)
+def test_a_loss_makes_nobody_else_run_a_finished_microbatch_again(seed: int) -> None:
+    """Of what all layers had, in one step and one epoch, only the lost node's layers run, between logged messages."""
+    job = build(seed, "log+replica")
+    train(job, job.rng.randint(0, 200))
+    if job.finished or not job.trimmed or len(job.able) < 2 or len({w.step for w in job.workers}) > 1:
+        return
+    finished = frozenset.intersection(
+        *(
+            frozenset().union(
+                *(w.gradient[layer] for w in job.workers if layer in w.version and w.shard == shard)
+            )
+            for layer in range(job.spec.n_layers)
+            for shard in range(job.spec.tp)
+        )
+    )
+    victim = job.rng.choice(sorted(job.able))
+    gone = {layer for w in job.workers if w.node == victim for layer in w.version}
+    for p, pipeline in enumerate(job.plan_of.pipelines):
+        if all(stage.unit.node == victim for stage in pipeline.stages):
+            finished -= set(job.todo(p, job.workers[0].step))  # nobody sent anything that would be left
+    step = job.workers[0].step
+    job.fail([victim])
+    assert job.last is not None
+    if job.last.step != step:
+        return
+    assert not finished & {index for share in job.last.todo for index in share}
+    for run in job.last.partial:
+        if run.microbatch in finished:
+            assert gone.issuperset(range(run.first, run.last))

@@ -14,6 +14,7 @@ from elastic.planning.schemes import Gradients, State, gradients_of, refuse_usel
         ("stream", Gradients("stream", 1), 1.0),
         ("stream:4", Gradients("stream", 4), 0.25),
         ("recompute", Gradients("recompute"), 0.0),
+        ("log", Gradients("log"), 0.0),
         ("none", Gradients("none"), 0.0),
     ],
 )
@@ -48,6 +49,7 @@ def test_states(text: str, expected: State, away: bool, updates: bool) -> None:
         ("stream:+snapshot", "K from 1 up"),
         ("stream:9999999+snapshot", "K from 1 up"),
         ("recompute:2+snapshot", "takes no number"),
+        ("log:2+snapshot", "takes no number"),
         ("strem+snapshot", "stream:K"),
         ("stream+", "GRADIENTS"),
         ("stream", "GRADIENTS"),

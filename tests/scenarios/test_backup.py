@@ -6,9 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic.planning.plan import parse_plan
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
@@ -25,6 +27,8 @@ PAIRS = (
     ("stream+replay:2", "2"),
     ("stream+parity", "1"),
     ("recompute+parity:2", "1"),
+    ("log+snapshot", "1"),
+    ("log+replica", "2"),
 )
 """(schemes, pipelines)"""
 FAULTS = {
@@ -185,3 +189,96 @@ def test_flipped_bytes_never_become_parameters(pipelines: str, source: str, tmp_
     found = [event for event in run.events if event["kind"] == "copy-corrupt"]
     assert found and all("dropped" in event["detail"] for event in found)
     assert "does not match its checksum" in run.output
+
+
+def plan_events(run: Run) -> list[dict[str, Any]]:
+    return [event for event in run.events if event["kind"] == "plan"]
+
+
+def held_by(node: str, plan: dict[str, Any]) -> set[int]:
+    """Layers of a node in the plan of an event."""
+    stages = [st for _, _, st in parse_plan(plan["text"]).stages() if st.unit.node == node]
+    return {layer for stage in stages for layer in stage.layers}
+
+
+@pytest.mark.parametrize(
+    ("fault", "in_flight"),
+    [
+        pytest.param("kill node=1 step=2 microbatch=5", 2, id="middle"),
+        pytest.param("kill node=0 step=2 microbatch=5", 0, id="first", marks=pytest.mark.chaos),
+        pytest.param("kill node=3 step=2 microbatch=5", 3, id="last", marks=pytest.mark.chaos),
+        pytest.param("kill node=1 step=2 phase=reduce", 0, id="reduction", marks=pytest.mark.chaos),
+        pytest.param("kill node=1 step=2 phase=optimizer", 0, id="update", marks=pytest.mark.chaos),
+    ],
+)
+def test_with_logged_messages_only_the_lost_stage_computes_again(
+    fault: str, in_flight: int, tmp_path: Path
+) -> None:
+    """Of six micro-batches all but those in flight on the lost stage run through its layers alone; whoever added one
+    twice would fail in the commit."""
+    run = run_with(tmp_path, "log+snapshot", "1", *faults(fault))
+    assert run.code == 0, run.output
+    summary, (before, after) = run.summary, plan_events(run)
+    assert summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
+    assert summary["ledger"] == {"double": 0, "missing": 0}
+    lost = held_by(fault.split()[1].replace("=", ""), before)
+    alone = {m for _, m, first, last in after["partial"] if set(range(first, last)) <= lost}
+    assert after["step"] == 2 and len(alone) >= 6 - in_flight, after
+    recovery = summary["recoveries"][0]
+    assert recovery["microbatches_rerun"] <= in_flight
+    assert recovery["microbatches_partial"] == len({m for _, m, _, _ in after["partial"]})
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("pipelines", "injected", "script"),
+    [
+        pytest.param(
+            "1", ("kill node=1 step=2 microbatch=5", "kill node=2 step=2 microbatch=5"), (), id="adjacent"
+        ),
+        pytest.param(
+            "1", ("kill node=0 step=2 microbatch=5", "kill node=2 step=2 microbatch=5"), (), id="apart"
+        ),
+        pytest.param(
+            "2", ("kill node=3 step=2 microbatch=5", "kill node=0 step=2 microbatch=3"), (), id="in-part"
+        ),
+        pytest.param(
+            "1", ("kill node=1 step=2 microbatch=4", "kill node=2 step=2 phase=recovery"), (), id="installing"
+        ),
+        pytest.param("1", ("kill-worker node=1 step=2 microbatch=4",), (), id="worker"),
+        pytest.param("1", ("stop node=2 step=2 microbatch=5",), ("--dropout", "0.1"), id="dropout"),
+        pytest.param(
+            "1", ("kill node=1 step=2 microbatch=4",), ("--tie-embeddings", "--dtype", "bf16"), id="bf16"
+        ),
+    ],
+)
+def test_logged_messages_under_several_faults(
+    pipelines: str, injected: tuple[str, ...], script: tuple[str, ...], tmp_path: Path
+) -> None:
+    """in-part: node 0 runs micro-batches from 3 up only when it helps out for node 3. Where state or both of its copies
+    are gone, the checkpoint of the last step is what there is."""
+    more = ["--checkpoint-every", "1", *script]
+    run = run_with(tmp_path, "log+snapshot", pipelines, *faults(*injected), script=more)
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path, *script).summary["params_sha256"], run.output
+    assert run.summary["ledger"] == {"double": 0, "missing": 0}
+    if not any("phase" in fault for fault in injected):
+        assert any(event["partial"] for event in plan_events(run)), run.output
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    "flags", [("--tp", "2"), ("--schedule", "interleaved"), ("--schedule", "zero-bubble")]
+)
+def test_logged_messages_with_tensor_parallelism_and_other_schedules(
+    flags: tuple[str, str], tmp_path: Path
+) -> None:
+    tp = flags[0] == "--tp"
+    mine = ["--nproc-per-node", "2"] if tp else list(flags)
+    script = list(flags) if tp else []
+    injected = faults("kill node=1 step=2 microbatch=4")
+    run = run_with(tmp_path, "log+snapshot", "1", *mine, *injected, script=script)
+    assert run.code == 0, run.output
+    expected = run_with(tmp_path / "expected", "log+snapshot", "1", *mine, script=script)
+    assert run.summary["params_sha256"] == expected.summary["params_sha256"], run.output
+    assert run.summary["recoveries"][0]["microbatches_partial"] >= 3

@@ -1,0 +1,86 @@
+"""Messages between stages as copies: what the `log` scheme keeps on the sender's node.
+
+A copy is a header (int64 words, as on the wire: `elastic.worker.flows`) padded to DATA_OFFSET bytes, and the tensor's
+bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elastic.errors import ElasticError, VaultError, VaultFull
+from elastic.worker.abandon import Abandon, EpochAbandoned
+from elastic.worker.backup import Publisher
+from elastic.worker.flows import MAX_DIMS, form_of, pack_form, unpack_form
+from elastic.worker.state import as_bytes
+
+HEADER_BYTES = 8 * (2 + MAX_DIMS)
+DATA_OFFSET = 128
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A message that was sent: the input of layer `layer`, or its gradient."""
+
+    kind: str
+    """One of `elastic.core.types.LOGS`."""
+    layer: int
+    step: int
+    microbatch: int
+    tensor: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its copy."""
+        return DATA_OFFSET + self.tensor.nbytes
+
+    def write(self, out: Tensor) -> None:
+        """Write the copy to `out`, uint8 [nbytes] in host memory."""
+        out[:HEADER_BYTES].copy_(pack_form(form_of(self.tensor)).view(torch.uint8))
+        out[HEADER_BYTES:DATA_OFFSET].zero_()
+        out[DATA_OFFSET:].copy_(as_bytes(self.tensor))
+
+
+def read(data: Tensor) -> Tensor:
+    """The message in a copy's bytes, uint8 [nbytes]; a view. Raises VaultError if it is malformed."""
+    try:
+        dtype, shape = unpack_form(data[:HEADER_BYTES].clone().view(torch.int64), 0)
+        return data[DATA_OFFSET:].view(dtype).view(shape)
+    except (ElasticError, RuntimeError, ValueError) as error:
+        raise VaultError(f"a logged message of {data.numel()} bytes is malformed: {error}") from error
+
+
+class BoundaryLog:
+    """The log of one worker in one epoch. What is kept is written and announced at the next `flush`, all at once.
+
+    Until then tensors are only held; they do not change (`Links.send`). Where memory is short, no more is kept in this
+    epoch, and training goes on: such micro-batches run through more layers if a stage is lost.
+    """
+
+    def __init__(self, publisher: Publisher, epoch: int) -> None:
+        self._publisher, self._epoch = publisher, epoch
+        self._pending: list[Logged] = []
+        self._full = False
+
+    def keep(self, logged: Logged) -> None:
+        """Have `logged` written soon."""
+        if not self._full:
+            self._pending.append(logged)
+
+    def flush(self, abandon: Abandon | None) -> None:
+        """Write and announce what was kept; waits for slots as `Publisher` does. Raises EpochAbandoned."""
+        pending, self._pending = self._pending, []
+        try:
+            self._publisher.publish_logs(pending, self._epoch, abandon)
+        except EpochAbandoned:
+            self._pending = pending
+            raise
+        except VaultFull as error:
+            self._full = True
+            log.warning("messages are not logged any more in this epoch, training goes on: %s", error)
