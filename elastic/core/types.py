@@ -76,7 +76,7 @@ class Plan:
     peers: tuple[tuple[str, str], ...] = ()
     """(node, node that keeps its backups); nodes without a peer are absent."""
     gradients: str = "stream"
-    """Gradient backup scheme: stream | stream:K | recompute | none (`elastic.planning.schemes`)."""
+    """Gradient backup scheme: stream | stream:K | reduce | reduce:K | recompute | none (`elastic.planning.schemes`)."""
     state: str = "snapshot"
     """State backup scheme: snapshot | replica | replay | replay:N | none."""
     reason: str = ""

@@ -75,7 +75,8 @@ OURS = (
     Flag(
         "--backup",
         "auto",
-        "auto, none, or GRADIENTS+STATE: stream, stream:K or recompute, + snapshot, replica, replay or replay:N",
+        "auto, none, or GRADIENTS+STATE: stream, stream:K, reduce, reduce:K or recompute, "
+        "+ snapshot, replica, replay or replay:N",
     ),
     Flag("--accumulate", "fast", "fast, or exact: bit-identical whatever fails"),
     Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),

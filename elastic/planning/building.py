@@ -22,6 +22,7 @@ from elastic.planning.peers import choose_peers, domain_of
 from elastic.planning.placement import Holdings, assign, recut
 from elastic.planning.problem import CLOSE, Shape, Solution
 from elastic.planning.request import PlanRequest
+from elastic.planning.schemes import REDUCE, REPLICA, SNAPSHOT, gradients_of, streamed
 
 MOST_RECUT = 128
 """Nodes up to which pipelines are cut again to move less."""
@@ -145,7 +146,8 @@ def protect(
     peers = choose_peers(nodes, layers, plan.spares)
     if not peers:
         gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
-        return replace(plan, gradients=gradients, state=state), "copies stay on their own node: no peer"
+        alone = replace(plan, gradients=streamed(gradients), state=state)
+        return alone, "copies stay on their own node: no peer"
     domains = {info.node: domain_of(info) for info in nodes}
     replicated, reason = _replicated(
         plan, domains, len({d for d in domains.values() if not d.startswith("\0")})
@@ -157,8 +159,11 @@ def protect(
     gradients, state = (
         ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
     )
-    if state == "replica" and not replicated:
-        state, reason = "snapshot", f"{reason}, so a replica would not do"
+    if not replicated:
+        unfit = [name for name in (gradients_of(gradients).name, state) if name in (REDUCE, REPLICA)]
+        if unfit:
+            reason = f"{reason}, so {' and '.join(unfit)} would not do"
+        gradients, state = streamed(gradients), SNAPSHOT if state == REPLICA else state
     return replace(plan, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"
 
 
