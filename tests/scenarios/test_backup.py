@@ -23,6 +23,10 @@ PAIRS = (
     ("stream:2+replay", "1"),
     ("recompute+replay:4", "1"),
     ("stream+replay:2", "2"),
+    ("reduce+replica", "2"),
+    ("reduce:2+replica", "2"),
+    ("reduce+snapshot", "2"),
+    ("reduce:2+replay:4", "2"),
 )
 """(schemes, pipelines)"""
 FAULTS = {
@@ -82,6 +86,16 @@ def test_what_is_lost_is_what_the_scheme_promises(gradients: str, most: int, tmp
     assert 1 <= replayed <= most
     if gradients == "recompute":
         assert replayed == 6
+
+
+def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> None:
+    """The last stage of the second pipeline is killed before the backward pass of the last of its six micro-batches. It
+    had finished five; the other pipeline has all but those of three rounds."""
+    more = ["--num-microbatches", "12"]
+    run = run_with(tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), script=more)
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path, *more).summary["params_sha256"], run.output
+    assert 1 <= run.summary["recoveries"][0]["microbatches_replayed"] <= 4
 
 
 @pytest.mark.parametrize(
