@@ -86,7 +86,14 @@ def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why
 
 @pytest.mark.parametrize(
     "backup",
-    ["none+none", "stream:8+snapshot", "recompute+replica", "reduce+replica", "none+snapshot", "recompute+replay:4"],
+    [
+        "none+none",
+        "stream:8+snapshot",
+        "recompute+replica",
+        "reduce+replica",
+        "none+snapshot",
+        "recompute+replay:4",
+    ],
 )
 def test_others_are_not(backup: str) -> None:
     refuse_useless(backup, "auto")
