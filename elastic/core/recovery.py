@@ -49,6 +49,7 @@ from elastic.core.types import (
 from elastic.errors import Unrecoverable
 from elastic.planning import batches
 from elastic.planning.plan import format_indices
+from elastic.planning.rounds import rounds_of
 from elastic.planning.schedule import Action, Kind, actions_of, units_of
 from elastic.planning.schemes import gradients_of
 
@@ -202,23 +203,32 @@ def replayed(
             if orders and covered is not None:
                 saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(orders[p])
                 actions = actions_of(pipeline, tuple(orders[p]))[s]
-                here &= _begun(actions, len(saved), gradients_of(old_plan.gradients).every)
+                here &= _begun(actions, _most_finished(old_plan, orders, p, len(saved)))
             reached |= here
     return reached & todo
 
 
-def _begun(actions: Sequence[Action], n_saved: int, every: int) -> frozenset[int]:
-    """Micro-batches that a unit's first stage can have begun, if `n_saved` of them were saved before it was lost.
+def _most_finished(plan: Plan, orders: Sequence[Sequence[int]], p: int, n_saved: int) -> int:
+    """How many micro-batches a stage of pipeline `p` can have finished, if `n_saved` of them were saved; 0: any number.
 
-    At most two copies, of `every` micro-batches each, were made and not yet acknowledged (`elastic.worker.backup`); it
-    waits when the third is to be made. Without copies (0) nothing bounds it.
+    At most two copies, of K micro-batches each, were made and not yet acknowledged (`elastic.worker.backup`); it waits
+    when the third is to be made. Of sums over the holders: `elastic.planning.rounds`. Without either nothing bounds it.
     """
+    gradients = gradients_of(plan.gradients)
+    if gradients.rounds:
+        shares = [len(order) for order in orders]
+        return rounds_of(plan.pipelines, shares, gradients.rounds).most_finished(p, n_saved)
+    return n_saved + 3 * gradients.every if gradients.every else 0
+
+
+def _begun(actions: Sequence[Action], most_finished: int) -> frozenset[int]:
+    """Micro-batches that a unit's first stage can have begun, if it finished no more than `most_finished` (0: any)."""
     stage, finished, begun = actions[0].stage if actions else -1, 0, set[int]()
     for action in (a for a in actions if a.stage == stage):
         if action.kind is Kind.F:
             begun.add(action.microbatch)
         finished += action.kind.finishes
-        if every and finished == n_saved + 3 * every:
+        if most_finished and finished == most_finished:
             break
     return frozenset(begun)
 

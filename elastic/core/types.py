@@ -83,7 +83,8 @@ class Plan:
     """With the state scheme parity: nodes whose common peer keeps the XOR of their states. Those of nodes in no group
     are kept one by one."""
     gradients: str = "stream"
-    """Gradient backup scheme: stream | stream:K | log | recompute | none (`elastic.planning.schemes`)."""
+    """Gradient backup scheme: stream | stream:K | reduce | reduce:K | log | recompute | none
+    (`elastic.planning.schemes`)."""
     state: str = "snapshot"
     """State backup scheme: snapshot | replica | replay | replay:N | parity | parity:K | none."""
     reason: str = ""

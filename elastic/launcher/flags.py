@@ -75,7 +75,8 @@ OURS = (
     Flag(
         "--backup",
         "auto",
-        "auto, none, or GRADIENTS+STATE: stream, stream:K, log or recompute, + snapshot, replica, replay:N or parity:K",
+        "auto, none, or GRADIENTS+STATE: stream, stream:K, reduce, reduce:K, log or recompute, "
+        "+ snapshot, replica, replay:N or parity:K",
     ),
     Flag("--accumulate", "fast", "fast, or exact: bit-identical whatever fails"),
     Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),

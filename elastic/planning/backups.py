@@ -108,7 +108,7 @@ def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> 
         gradients=gradients,
         state=state,
         exposed_s=exposed,
-        sent_bytes=max(_state_bytes(load, kept) + load.gradient * _copies(load, scheme) for load in loads),
+        sent_bytes=max(_state_bytes(load, kept) + load.gradient * _sent(load, scheme) for load in loads),
         memory_bytes=max(_memory(load, scheme, kept) for load in loads),
         lost_s=lost,
         expected_s=(bare.step_s + exposed) * (1 + hazard * len(loads) * (by.pause_s + lost)),
@@ -170,6 +170,11 @@ def _copies(load: _Load, scheme: Gradients) -> int:
     return -(-load.microbatches // scheme.every) if scheme.every else 0
 
 
+def _sent(load: _Load, scheme: Gradients) -> float:
+    """How often a gradient's bytes are sent in a step, beyond the sum at its end."""
+    return load.microbatches * scheme.share if scheme.rounds else _copies(load, scheme)
+
+
 def _state_bytes(load: _Load, kept: State) -> float:
     """Bytes of state sent in a step, and of what its updates take."""
     return (load.state / kept.every if kept.every else 0.0) + _update_bytes(load, kept)
@@ -204,6 +209,8 @@ def _lost_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
         under_way = min(UNACKED, gradient / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0)
         again = min(m / 2, scheme.every * (0.5 + under_way))
         return fetched + gradient + again * load.pace_s
+    if scheme.rounds:  # the sum is with the other holders; lost are half a round and the one under way
+        return fetched + min(m / 2, 1.5 * scheme.rounds) * load.pace_s
     # The new state may not be whole at the peer yet: then everybody goes back, and runs the whole step again.
     late = min(1.0, state / step_s) if step_s > 0 else 0.0
     return fetched + m / 2 * load.pace_s + late * step_s

@@ -23,7 +23,7 @@ from elastic.planning.peers import choose_peers, domain_of
 from elastic.planning.placement import Holdings, assign, recut
 from elastic.planning.problem import CLOSE, Shape, Solution
 from elastic.planning.request import PlanRequest
-from elastic.planning.schemes import PARITY, schemes_of, state_of
+from elastic.planning.schemes import PARITY, REDUCE, REPLICA, SNAPSHOT, gradients_of, state_of, streamed
 
 MOST_RECUT = 128
 """Nodes up to which pipelines are cut again to move less."""
@@ -148,11 +148,8 @@ def protect(
     plan = replace(plan, groups=())
     if not peers:
         gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
-        return replace(plan, gradients=gradients, state=state), "copies stay on their own node: no peer"
-    if backup != "auto" and (parity := schemes_of(backup)[1]).startswith(PARITY):
-        groups, peers = choose_groups(nodes, layers, plan.spares, state_of(parity).group)
-        plan = replace(plan, peers=peers, groups=groups, gradients=backup.split("+")[0], state=parity)
-        return plan, f"backup {backup}: {describe(plan)}"
+        alone = replace(plan, gradients=streamed(gradients), state=state)
+        return alone, "copies stay on their own node: no peer"
     domains = {info.node: domain_of(info) for info in nodes}
     replicated, reason = _replicated(
         plan, domains, len({d for d in domains.values() if not d.startswith("\0")})
@@ -164,8 +161,15 @@ def protect(
     gradients, state = (
         ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
     )
-    if state == "replica" and not replicated:
-        state, reason = "snapshot", f"{reason}, so a replica would not do"
+    if not replicated:
+        unfit = [name for name in (gradients_of(gradients).name, state) if name in (REDUCE, REPLICA)]
+        if unfit:
+            reason = f"{reason}, so {' and '.join(unfit)} would not do"
+        gradients, state = streamed(gradients), SNAPSHOT if state == REPLICA else state
+    if state_of(state).name == PARITY:
+        groups, peers = choose_groups(nodes, layers, plan.spares, state_of(state).group)
+        plan = replace(plan, peers=peers, groups=groups, gradients=gradients, state=state)
+        return plan, f"backup {gradients}+{state}: {describe(plan)}"
     return replace(plan, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from elastic.errors import FieldError
 
-STREAM, LOG, RECOMPUTE, NONE = "stream", "log", "recompute", "none"
+STREAM, REDUCE, LOG, RECOMPUTE, NONE = "stream", "reduce", "log", "recompute", "none"
 SNAPSHOT, REPLICA, REPLAY, PARITY = "snapshot", "replica", "replay", "parity"
-GRADIENT_SCHEMES = (STREAM, LOG, RECOMPUTE, NONE)
+GRADIENT_SCHEMES = (STREAM, REDUCE, LOG, RECOMPUTE, NONE)
 STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, PARITY, NONE)
 MOST_EVERY = 1 << 20
 REPLAY_EVERY, MOST_REPLAY = 8, 64
@@ -16,7 +16,7 @@ REPLAY_EVERY, MOST_REPLAY = 8, 64
 GROUP, MOST_GROUP = 3, 256
 """Nodes of a parity group, unless said otherwise, and at most."""
 REMEDY = (
-    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), log or recompute, "
+    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), reduce, reduce:K, log or recompute, "
     "+ snapshot, replica, replay or replay:N (whole states every N updates), parity or parity:K (groups of K nodes)"
 )
 
@@ -28,29 +28,37 @@ class Gradients:
     name: str
     every: int = 0
     """Micro-batches between two copies; 0: no copies."""
+    rounds: int = 0
+    """Micro-batches between two sums over the holders; 0: one sum at the step's end."""
 
     @property
     def share(self) -> float:
-        """Of a gradient's bytes, what is sent a micro-batch."""
-        return 1 / self.every if self.every else 0.0
+        """Of a gradient's bytes, what is sent a micro-batch. Of a sum over k holders each sends 2 (k - 1) / k: here as
+        if they were two."""
+        often = self.every or self.rounds
+        return 1 / often if often else 0.0
 
 
 def gradients_of(text: str, field: str = "gradients") -> Gradients:
-    """Read stream, stream:K, log, recompute or none. Raises FieldError naming `field`."""
+    """Read stream, stream:K, reduce, reduce:K, log, recompute or none. Raises FieldError naming `field`."""
     name, colon, number = text.partition(":")
     if name not in GRADIENT_SCHEMES:
         raise FieldError(
             field, text, f"one of {', '.join(GRADIENT_SCHEMES)}; stream:K copies every K micro-batches"
         )
-    if name != STREAM:
+    if name not in (STREAM, REDUCE):
         if colon:
-            raise FieldError(field, text, f"{name} takes no number; stream:K does")
+            raise FieldError(field, text, f"{name} takes no number; stream:K and reduce:K do")
         return Gradients(name)
-    if not colon:
-        return Gradients(name, 1)
-    if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MOST_EVERY:
-        raise FieldError(field, text, "stream:K with K from 1 up, as stream:4")
-    return Gradients(name, int(number))
+    if colon and (not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MOST_EVERY):
+        raise FieldError(field, text, f"{name}:K with K from 1 up, as {name}:4")
+    often = int(number) if colon else 1
+    return Gradients(name, every=often) if name == STREAM else Gradients(name, rounds=often)
+
+
+def streamed(gradients: str) -> str:
+    """What takes the place of `reduce` where some layer has one holder only."""
+    return gradients.replace(REDUCE, STREAM, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,8 @@ def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None
         raise FieldError(
             field, backup, f"{why}: take snapshot, replay or replica, or none for no backup at all"
         )
+    if gradients.name == REDUCE and pipelines == "1":
+        raise FieldError(field, backup, "with --pipelines 1 there is nobody to sum with: take stream")
     if state == REPLICA and pipelines == "1":
         raise FieldError(
             field, backup, "with --pipelines 1 nobody else holds a layer: take snapshot or replay"

@@ -67,6 +67,19 @@ class Message(Protocol):
     def write(self, out: Tensor) -> None: ...
 
 
+class Summed(Protocol):
+    """A gradient sum to be published: a layer's own (`LayerReplica`) or another (`Part`)."""
+
+    index: int
+    ledger: set[int]
+    losses: dict[int, float]
+
+    @property
+    def gradient_nbytes(self) -> int: ...
+
+    def write_gradient(self, out: Tensor) -> None: ...
+
+
 class Sender(Protocol):
     """A channel to the agent."""
 
@@ -138,7 +151,7 @@ class Publisher:
 
     def publish_gradients(
         self,
-        replicas: Iterable[LayerReplica],
+        replicas: Iterable[Summed],
         step: int,
         epoch: int,
         peer: str,
@@ -184,7 +197,7 @@ class Publisher:
                     step,
                     source.nbytes,
                     partial(_copy_bytes, source),
-                    frozenset(replica.ledger),
+                    frozenset(index for part in replica.parts for index in part.ledger),
                 )
             )
         return self._publish(items, epoch, peer, abandon)

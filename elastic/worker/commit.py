@@ -7,11 +7,12 @@ in every layer exactly once, the global norm, the mean loss.
 
 A contribution is a row of int64 words (float64 values as their bits), padded to the longest:
 
-    step, epoch, halt epoch | per layer: ledger (ceil(M / 64) words), squared norm (bits of a float64) | M
+    step, epoch, halt epoch, common | per layer: ledger (ceil(M / 64) words), squared norm (bits of a float64) | M
     losses (float64 bits)
 
 Losses are there only in rows of workers that hold the last layer; those of micro-batches not in the ledger
-are NaN.
+are NaN. `common` is 1 where the ledgers are those of sums that all holders have alike (`elastic.worker.rounds`): then
+they are the same at all of them, and count once. Else it is 0, and they are disjoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from elastic.errors import LedgerError
 from elastic.planning.roster import Member, Roster
 from elastic.worker.links import Links
 
-_HEADER = 3
+_HEADER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Contribution:
     """Epoch of a planned change that was asked for, or -1."""
     layers: tuple[LayerShare, ...]
     losses: Mapping[int, float]
+    common: bool = False
+    """The ledgers are those of sums that all holders have alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class Commit:
 
     step: int
     ledgers: tuple[tuple[int, ...], ...]
-    """Per layer, its holders' ledgers (TP rank 0, pipeline order) as bit masks over the M micro-batches."""
+    """Per layer, its holders' ledgers (TP rank 0, pipeline order) as bit masks over the M micro-batches; of common
+    sums one."""
     norm: float
     """Norm of the whole gradient."""
     losses: tuple[float, ...]
@@ -69,7 +73,7 @@ class Commit:
 
 
 class CommitLayer(Protocol):
-    """What the commit needs of `elastic.worker.replica.LayerReplica`."""
+    """What the commit needs of `elastic.worker.replica.LayerReplica`, or of its common sum."""
 
     index: int
     ledger: set[int]
@@ -84,8 +88,10 @@ def commit(
     *,
     step: int,
     halt_epoch: int = -1,
+    common: bool = False,
 ) -> Commit:
-    """Gather and decide. `norms_sq`: layer -> squared norm of its reduced gradient.
+    """Gather and decide. `norms_sq`: layer -> squared norm of its reduced gradient. `common`: all holders of a layer
+    have the same sum.
 
     Raises:
         LedgerError: a micro-batch is missing or doubled in some layer, or the workers are not at the same
@@ -94,7 +100,7 @@ def commit(
     shares = tuple(LayerShare(frozenset(r.ledger), norms_sq[r.index]) for r in replicas)
     last = replicas[-1]
     losses = last.losses if last.index == roster.n_layers - 1 else {}
-    mine = Contribution(step, links.epoch, halt_epoch, shares, losses)
+    mine = Contribution(step, links.epoch, halt_epoch, shares, losses, common)
     row = torch.tensor(pack(mine, roster), dtype=torch.int64)
     rows = [gathered.tolist() for gathered in links.gather(row)]
     return decide(
@@ -104,7 +110,7 @@ def commit(
 
 def pack(contribution: Contribution, roster: Roster) -> list[int]:
     """The words of one contribution."""
-    words = [contribution.step, contribution.epoch, contribution.halt_epoch]
+    words = [contribution.step, contribution.epoch, contribution.halt_epoch, int(contribution.common)]
     for share in contribution.layers:
         words += _mask_words(sum(1 << m for m in share.ledger), roster.n_microbatches)
         words.append(_bits(share.norm_sq))
@@ -125,7 +131,7 @@ def unpack(words: Sequence[int], member: Member, roster: Roster) -> Contribution
     if member.layers[-1] == roster.n_layers - 1:
         ledger = shares[-1].ledger
         losses = {m: _float(words[at + m]) for m in range(roster.n_microbatches) if m in ledger}
-    return Contribution(words[0], words[1], words[2], tuple(shares), losses)
+    return Contribution(words[0], words[1], words[2], tuple(shares), losses, bool(words[3]))
 
 
 def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
@@ -133,6 +139,9 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
     steps = [(c.step, c.epoch) for c in contributions]
     if len(set(steps)) > 1:
         raise LedgerError(f"workers are at different (step, epoch), in rank order: {steps}")
+    common = {c.common for c in contributions}
+    if len(common) > 1:
+        raise LedgerError("some workers bring common sums, others their own")
     shares = {
         (r, layer): share
         for r, (member, c) in enumerate(zip(roster.members, contributions, strict=True))
@@ -142,10 +151,13 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
     for layer in range(roster.n_layers):
         for shard in range(roster.tp):
             held = [shares[(r, layer)] for r in roster.holders(layer, shard)]
-            _check(layer, shard, [share.ledger for share in held], roster.n_microbatches)
+            found = [share.ledger for share in held]
+            if common == {True}:
+                found = _alike(layer, shard, found)
+            _check(layer, shard, found, roster.n_microbatches)
             norm_sq += held[0].norm_sq
             if shard == 0:
-                ledgers.append(tuple(sum(1 << m for m in share.ledger) for share in held))
+                ledgers.append(tuple(sum(1 << m for m in ledger) for ledger in found))
     losses = _losses(contributions, roster)
     return Commit(
         step=contributions[0].step,
@@ -155,6 +167,14 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
         loss=_ordered_sum(losses) / roster.n_microbatches,
         halt_epoch=max(c.halt_epoch for c in contributions),
     )
+
+
+def _alike(layer: int, shard: int, ledgers: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """The one ledger that all holders have. Raises LedgerError."""
+    if len(set(ledgers)) > 1:
+        text = [sorted(ledger) for ledger in ledgers]
+        raise LedgerError(f"layer {layer} (TP rank {shard}): its holders' common sums differ: {text}")
+    return [ledgers[0]]
 
 
 def _check(layer: int, shard: int, ledgers: Sequence[frozenset[int]], n_microbatches: int) -> None:

@@ -88,6 +88,16 @@ class Accumulator:
         self.flat.zero_()
         self._peaks.zero_()
 
+    def sibling(self) -> Accumulator:
+        """An empty one of the same form."""
+        kind = Accumulate.EXACT if self.exact else Accumulate.FAST
+        return Accumulator(self.layout, kind, self.flat.device, self.label)
+
+    def absorb(self, other: Accumulator) -> None:
+        """Add another accumulator of the same layout, with what it has used of the range."""
+        self._peaks += other._peaks
+        self.flat += other.flat
+
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in slot order; None is zero. On the CPU bad values raise here."""
         pairs = [(i, g) for i, g in enumerate(gradients) if g is not None]

@@ -202,18 +202,17 @@ def _leads_on(recipe: Recipe, live: LayerReplica) -> bool:
 def _gradients(recipe: Recipe, replica: LayerReplica, kept: bool, fetches: Fetches) -> None:
     """Make the accumulator the sum of the recipe's gradients, beginning with what is live."""
     mine = [c for c in recipe.gradients if kept and _is_live(replica, c)]
-    if not mine:
-        replica.clear()
+    replica.keep([c.microbatches for c in mine])
     for copy in recipe.gradients:
         if copy not in mine:
             replica.add_gradient(fetches[copy.key].result().data, copy.microbatches, copy.losses)
 
 
 def _is_live(replica: LayerReplica | None, copy: Copy) -> bool:
-    """Whether this copy is what the live accumulator holds, so that nothing has to be read."""
+    """Whether this copy is what a live accumulator holds, so that nothing has to be read."""
     return (
         replica is not None
         and replica.version == copy.step
         and copy.owner == copy.node == replica.owner
-        and replica.ledger == set(copy.microbatches)
+        and any(part.ledger == copy.microbatches for part in replica.parts)
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Work
@@ -46,6 +47,18 @@ class _Guard:
             raise self._links.failure(self._peer, error) from error
         if error is None:
             self._links.abandon.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A reduction under way; to call it waits until the tensor holds the sum."""
+
+    wait: Callable[[], None]
+    done: Callable[[], bool]
+    """Whether waiting would end at once, well or not."""
+
+    def __call__(self) -> None:
+        self.wait()
 
 
 class Links:
@@ -212,13 +225,13 @@ class Links:
             self.control.wait(self.control.all_gather(outputs, tensor))
         return outputs
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Callable[[], None]:
-        """Begin to sum `tensor` in place over `ranks` (ascending, this rank among them); the result waits.
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Sum:
+        """Begin to sum `tensor` in place over `ranks` (ascending, this rank among them).
 
         All of them must begin their common reductions in the same order.
         """
         if len(ranks) == 1:
-            return self.abandon.check
+            return Sum(self.abandon.check, lambda: True)
         with self.guard():
             if not self._sets_opened.is_set():
                 self._await_sets()
@@ -233,7 +246,7 @@ class Links:
             if staged is not tensor:
                 tensor.copy_(staged)
 
-        return wait
+        return Sum(wait, lambda: bool(work.is_completed()))
 
     def _await_sets(self) -> None:
         """Wait until the sets are open, or raise when the epoch is left."""

@@ -61,6 +61,11 @@ class Agreement:
                 self._abandon.reason or "another rank of the tensor-parallel group leaves the epoch"
             )
 
+    def all_say(self, yes: bool) -> bool:
+        """Whether all ranks of the group say yes. Raises as `check` does, on all of them."""
+        self.check()
+        return yes if self._sync is None else not self._sync(not yes)
+
     def __enter__(self) -> Agreement:
         return self
 

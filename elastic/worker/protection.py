@@ -2,10 +2,10 @@
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
 last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages in the
-local vault. State: `snapshot` and `parity` go to the peer after every update (what that makes of them:
-`elastic.agent.parity`), `replica` stays in the local vault (another pipeline holds the layer); with `replay` the peer
-gets what every update takes, and whole states now and then (`rebase`). What was not published is when the epoch ends,
-for those who will need it.
+local vault, nor of `reduce`: other holders of the layer have the sums (`elastic.worker.rounds`). State: `snapshot` and
+`parity` go to the peer after every update (what that makes of them: `elastic.agent.parity`), `replica` stays in the
+local vault (another pipeline holds the layer); with `replay` the peer gets what every update takes, and whole states
+now and then (`rebase`). What was not published is when the epoch ends, for those who will need it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.core import messages as m
 from elastic.core.types import Plan
 from elastic.planning.schemes import LOG, NONE, gradients_of, state_of
 from elastic.worker.abandon import Abandon
-from elastic.worker.backup import Publisher
+from elastic.worker.backup import Publisher, Summed
 from elastic.worker.boundary import BoundaryLog
 from elastic.worker.layers import Tied
 from elastic.worker.rebase import Rebase
@@ -48,18 +48,23 @@ class Protection:
         self._epoch = plan.epoch
         self._tied = {layer for group in tied for layer, _ in group}
         peer = plan.peer_of(node) or ""
-        self._every = gradients_of(plan.gradients).every * chunks
+        gradients = gradients_of(plan.gradients)
+        self._every = gradients.every * chunks
         """Backward passes between two copies of gradients; 0: no copies."""
         self._fresh = 0
         """Backward passes that are in the gradients and in no copy."""
+        self._reduced = bool(self._every or gradients.rounds)
+        """Whether shared tensors' reduced gradients are kept; under `reduce` each holder keeps its own."""
+        self._settled = not gradients.rounds
+        """Whether nothing of what the recovery brought is with one holder alone."""
         state = state_of(plan.state)
         self._states = state.name != NONE
         self._gradient_peer = peer if self._every else ""
         self._state_peer = peer if state.away else ""
         self._replays = bool(self._state_peer) and state.updates
         self._rebase = Rebase(max(state.every, 1))
-        self._published: dict[int, tuple[int, frozenset[int]]] = {}
-        """Layer -> (step, ledger) of its newest published gradient."""
+        self._published: dict[int, set[tuple[int, frozenset[int]]]] = {}
+        """Layer -> (step, ledger) of its newest published gradients."""
         self._versions: dict[int, int] = {}
         self._gradient_bundle = self._state_bundle = 0
         self.log = BoundaryLog(publisher, plan.epoch) if plan.gradients == LOG else None
@@ -95,11 +100,17 @@ class Protection:
             self._acked = max(self._acked, bundle)
             first = self._install_bundle < 0 or bundle <= self._install_bundle
             self._refused = self._refused or (first and not kept)
-            missing = self._refused and self._updates < USELESS_AFTER
+            missing = not self._settled or (self._refused and self._updates < USELESS_AFTER)
             tell = not self._told and 0 <= self._install_bundle <= self._acked and not missing
             self._told = self._told or tell
         if tell:
             self._send(m.Protected(self._epoch))
+
+    def settle(self) -> None:
+        """Every holder has what the recovery gave to one of them."""
+        if not self._settled:
+            self._settled = True
+            self.on_acked(0)
 
     def after_microbatch(self, step: int) -> None:
         """The layers of one stage have one more micro-batch in their gradients."""
@@ -123,7 +134,7 @@ class Protection:
         """
         self.enter()
         tied = [r for r in self._replicas if r.index in self._tied]
-        if self._every and tied:
+        if self._reduced and tied:
             bundle = self._publisher.publish_reduced(
                 tied, reduced, step, self._epoch, self._gradient_peer, self._abandon
             )
@@ -158,14 +169,20 @@ class Protection:
         states = [r for r in self._replicas if self._versions.get(r.index) != r.version]
         if states:
             self._publisher.publish_states(states, self._epoch, "")
-        gradients = [
-            r
-            for r in self._replicas
-            if r.ledger and self._published.get(r.index) != (r.version, frozenset(r.ledger))
-        ]
-        for version in sorted({r.version for r in gradients}):
-            mine = [r for r in gradients if r.version == version]
-            self._publisher.publish_gradients(mine, version, self._epoch, "")
+        for replica in self._replicas:
+            replica.recall()
+        for version in sorted({r.version for r in self._replicas}):
+            mine = [r for r in self._replicas if r.version == version]
+            common = [part for r in mine for part in r.parts if part is not r]
+            for parts in (common, mine):  # what others have too may be overwritten first, if ever
+                new = [part for part in parts if part.ledger and not self._is_published(version, part)]
+                if new:
+                    self._publisher.publish_gradients(new, version, self._epoch, "")
+                for part in new:
+                    self._published.setdefault(part.index, set()).add((version, frozenset(part.ledger)))
+
+    def _is_published(self, version: int, part: Summed) -> bool:
+        return (version, frozenset(part.ledger)) in self._published.get(part.index, ())
 
     @property
     def sending(self) -> bool:
@@ -174,6 +191,7 @@ class Protection:
 
     def finish(self) -> None:
         """All steps are done: the last state is in the local vault, and whole at the peer."""
+        self.settle()
         self.enter()
         if not self._states:
             self._state_peer = ""
@@ -192,5 +210,5 @@ class Protection:
         self._gradient_bundle = self._publisher.publish_gradients(
             self._replicas, self._replicas[0].version, self._epoch, self._gradient_peer, self._abandon
         )
-        self._published = {r.index: (r.version, frozenset(r.ledger)) for r in self._replicas}
+        self._published = {r.index: {(r.version, frozenset(r.ledger))} for r in self._replicas}
         self._fresh = 0

@@ -87,6 +87,17 @@ class Reduction:
         Raises:
             EpochAbandoned, LinkFailed: the accumulators are as they were.
         """
+        return self.tie(self._sum(on_layer))
+
+    def tie(self, reduced: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Sum tied tensors over their owners, in the tensors of `reduced`, layer -> its holders' sum; return it."""
+        for g, group in enumerate(self._tied):
+            self._reduce_tied(group, TAG_TIED + g, reduced)
+        if self._tied:
+            self._links.flush()
+        return reduced
+
+    def _sum(self, on_layer: Callable[[int], None]) -> dict[int, torch.Tensor]:
         begun = []
         for bucket in self._buckets:
             buffer = bucket.fill()
@@ -97,10 +108,6 @@ class Reduction:
             for layer, tensor in bucket.views():
                 reduced[layer] = tensor
                 on_layer(layer)
-        for g, group in enumerate(self._tied):
-            self._reduce_tied(group, TAG_TIED + g, reduced)
-        if self._tied:
-            self._links.flush()
         return reduced
 
     def _reduce_tied(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from elastic.worker import gradients, randomness
 from elastic.worker.gradients import Accumulator, FlatLayout
 from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.optimizer import LayerOptimizer, OptimizerSpec
+from elastic.worker.part import Part
 from elastic.worker.state import Named, StatePlan, as_bytes, plan_state, read_state
 
 
@@ -38,6 +40,10 @@ class LayerReplica:
         """Micro-batches whose gradients `gradient` holds."""
         self.losses: dict[int, float] = {}
         """Losses of the micro-batches in the ledger; on the last layer only."""
+        self.common: Part | None = None
+        """Under `reduce`: the sum that all holders of the layer have alike; disjoint from `gradient`."""
+        self._sent: deque[Part] = deque()
+        self._idle: list[Part] = []
         self.layout = accumulator.layout
         self.device = accumulator.flat.device
         self._accumulator, self._optimizer = accumulator, optimizer
@@ -75,10 +81,71 @@ class LayerReplica:
         self.ledger.add(index)
 
     def clear(self) -> None:
-        """Forget gradient, ledger and losses: a step begins."""
+        """Forget all gradients, ledgers and losses: a step begins."""
         self._accumulator.clear()
         self.ledger.clear()
         self.losses.clear()
+        while self._sent:
+            self._retire()
+        if self.common is not None:
+            self.common.clear()
+
+    # ---- rounds of sums over the holders (elastic.worker.rounds) ----
+
+    def hand_over(self) -> Part:
+        """Set aside what this holder has on its own, to be summed with that of the others; it begins anew."""
+        self._accumulator.check()
+        sent = Part(self.index, self._accumulator, self.ledger, self.losses)
+        fresh = self._idle.pop() if self._idle else Part(self.index, self._accumulator.sibling())
+        self._accumulator, self.ledger, self.losses = fresh.accumulator, fresh.ledger, fresh.losses
+        self._sent.append(sent)
+        return sent
+
+    def share(self, total: Tensor, ledger: set[int], losses: Mapping[int, float]) -> None:
+        """What was handed over first is now with all holders: `total`, theirs included.
+
+        Raises LedgerError if it lacks what went from here, or holds what all have already.
+        """
+        if self.common is None:
+            self.common = Part(self.index, self._accumulator.sibling())
+        lost, doubled = sorted(self._sent[0].ledger - ledger), sorted(self.common.ledger & ledger)
+        if lost or doubled:
+            text = f"layer {self.index}: a sum over its holders lacks {lost} and doubles {doubled}"
+            raise LedgerError(f"{text} of step {self.version}")
+        self.common.add(total, ledger, losses)
+        self._retire()
+
+    def recall(self) -> None:
+        """Take back what was handed over and is not with all holders: the epoch is over."""
+        while self._sent:
+            sent = self._sent[0]
+            self._accumulator.absorb(sent.accumulator)
+            self.ledger |= sent.ledger
+            self.losses.update(sent.losses)
+            self._retire()
+
+    def keep(self, ledgers: Collection[frozenset[int]]) -> None:
+        """Make the gradient the sum of those parts that have one of these ledgers; drop the others."""
+        self.recall()
+        common, self.common = self.common, None
+        self._idle.clear()
+        if frozenset(self.ledger) not in ledgers:
+            self.clear()
+        if common is not None and frozenset(common.ledger) in ledgers:
+            self._accumulator.absorb(common.accumulator)
+            self.ledger |= common.ledger
+            self.losses.update(common.losses)
+
+    @property
+    def parts(self) -> tuple[LayerReplica | Part, ...]:
+        """The sums that are not empty: what all holders have, and what this one has on its own."""
+        found = (self.common, self) if self.common is not None else (self,)
+        return tuple(part for part in found if part.ledger)
+
+    def _retire(self) -> None:
+        part = self._sent.popleft()
+        part.clear()
+        self._idle.append(part)
 
     # ---- the gradient as bytes ----
 

@@ -248,16 +248,14 @@ class _Epoch:
             return
         self._install()
         assert self._steps is not None
-        member = self.roster.members[self._rank]
-        todo = self._assignment.todo[member.pipeline]
-        covered = dict(self._assignment.covered)
+        todo, covered = self._assignment.todo, dict(self._assignment.covered)
         for step in range(self._assignment.step, self._t._spec.n_steps):
             outcome = self._steps.run(step, todo, covered)
             self._measure(step)
             self._tell(outcome)
             if outcome.halt_epoch > self._order.epoch:
                 break
-            todo, covered = self.plan.pipelines[member.pipeline].microbatches, {}
+            todo, covered = tuple(p.microbatches for p in self.plan.pipelines), {}
         self._steps.runner.agreement.check()  # a TP rank that failed in the last commit waits for the others here
         if all(replica.version == self._t._spec.n_steps for replica in self._t._live.values()):
             self._finish()

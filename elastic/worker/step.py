@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
 
+from torch import Tensor
+
 from elastic.core.faults import Phase
 from elastic.core.types import Plan, StepRecord
 from elastic.planning.roster import Roster
 from elastic.planning.schedule import Action, Kind, actions_of, units_of
+from elastic.planning.schemes import gradients_of
 from elastic.worker.abandon import Abandon
 from elastic.worker.chunk import Chunk
 from elastic.worker.commit import commit
@@ -30,6 +33,7 @@ from elastic.worker.pipeline import StageRunner
 from elastic.worker.protection import Protection
 from elastic.worker.reduction import Reduction
 from elastic.worker.replica import LayerReplica
+from elastic.worker.rounds import CommonSums
 
 UNRECEIVED_A_UNIT = 2
 """Long interleaved pipelines have as many messages under way as units, and their headers (`Links.most_unreceived`)."""
@@ -89,13 +93,20 @@ class StepRunner:
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
         links.most_unreceived = max(links.most_unreceived, UNRECEIVED_A_UNIT * n_units)
         self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
+        self._tied = {layer for group in stack.tied for layer, _ in group}
+        every = gradients_of(plan.gradients).rounds
+        self._common = (
+            CommonSums(replicas, links, roster, rank, every, self.runner.agreement) if every else None
+        )
         self.step, self._began, self._computing = -1, 0.0, False
         self.meter = Meter(links.device, lambda: protection.sending)
         self.record: StepRecord | None = None
         """Record of the last step whose update was begun here."""
 
-    def run(self, step: int, microbatches: tuple[int, ...], covered: Mapping[int, frozenset[int]]) -> Outcome:
-        """Do step `step`: this worker's micro-batches, then the common end.
+    def run(
+        self, step: int, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
+    ) -> Outcome:
+        """Do step `step`: this worker's micro-batches (`todo`: those of each pipeline), then the common end.
 
         `covered[layer]`: micro-batches that some holder's ledger has already. Raises EpochAbandoned or LinkFailed; the
         ledgers and versions of the replicas then tell how far it came.
@@ -105,22 +116,27 @@ class StepRunner:
         self._injector.reach(step, Phase.START)
         self._run_in_part(step, covered)
         pipeline = self._plan.pipelines[self._member.pipeline]
-        actions = actions_of(pipeline, microbatches)[self._member.stage]
+        actions = actions_of(pipeline, todo[self._member.pipeline])[self._member.stage]
+        if self._common is not None:
+            self._position.at("wait", step)
+            with self.runner.agreement:
+                self._common.begin(actions, [len(share) for share in todo])
         self.runner.run(step, actions, covered, self)
         self._stretch()
         with self.runner.agreement:
             self._position.at("wait", step)
             self._protection.after_microbatches()
-            reduced = self._reduction.run(lambda layer: self._injector.reach(step, Phase.REDUCE))
+            reduced = self._reduce(lambda layer: self._injector.reach(step, Phase.REDUCE))
             norms = {r.index: r.norm_sq(reduced[r.index]) for r in self._replicas}
             self._protection.before_commit(step, reduced)
             agreed = commit(
                 self._links,
                 self._roster,
-                self._replicas,
+                self._replicas if self._common is None else self._common.parts(),
                 norms,
                 step=step,
                 halt_epoch=self._boundary_requested() or -1,
+                common=self._common is not None,
             )
         clip = _clip(agreed.norm, self._optimizer.clip_norm)
         self.record = StepRecord(step, clip, agreed.norm, agreed.loss)
@@ -156,6 +172,14 @@ class StepRunner:
         """Micro-batches of the current step whose activations this worker handed on."""
         return frozenset(self.runner.sent) | (self._partial.sent if self._partial else frozenset())
 
+    def _reduce(self, on_layer: Callable[[int], None]) -> dict[int, Tensor]:
+        """Layer -> the gradient that its update takes."""
+        if self._common is None:
+            return self._reduction.run(on_layer)
+        sums = self._common.finish(self._tied, on_layer)
+        self._protection.settle()
+        return self._reduction.tie(sums)
+
     # ---- hooks of the pipeline runner ----
 
     def before(self, action: Action) -> None:
@@ -175,6 +199,10 @@ class StepRunner:
         self._stretch()
         self._position.at("wait")
         self._on_microbatch()
+        if self._common is not None and not self._in_part:
+            self._common.after_microbatch()
+            if self._common.shared:
+                self._protection.settle()
         self._protection.after_microbatch(self.step)
 
     def _stretch(self) -> None:

@@ -211,6 +211,27 @@ def test_merged_copies_of_a_later_epoch_are_not_added_to_their_parts() -> None:
     assert recipes(result)["a", 0, 0].gradients == (merged,)
 
 
+def test_common_sums_are_taken_once_with_what_fits_beside_them() -> None:
+    """c is lost. a has one round more in its common sum than b, which still has its own part of that round."""
+    three = plan_of(
+        pipeline(("a", 0, 2), microbatches=(0,)),
+        pipeline(("b", 0, 2), microbatches=(1, 2)),
+    )
+    ahead = [gradient(n, 7, {0, 1, 3}, "a") for n in range(2)]
+    behind = [gradient(n, 7, held, "b") for n in range(2) for held in ({0, 3}, {1})]
+    result = run(three, *states("a", "b"), *ahead, *behind)
+    assert dict(result.covered) == {0: frozenset((0, 1, 3)), 1: frozenset((0, 1, 3))}
+    taken = [(node, c.node) for node, recipe in result.recipes for c in recipe.gradients]
+    assert taken == [("a", "a")] * 2
+    own = [gradient(n, 7, {2}, "b") for n in range(2)]
+    both = run(three, *states("a", "b"), *ahead, *behind, *own)
+    assert dict(both.covered) == {0: frozenset(range(4)), 1: frozenset(range(4))}
+    alike = [gradient(n, 7, {0, 1}, node) for n in range(2) for node in "ab"]
+    once = run(three, *states("a", "b"), *alike, *own)
+    taken = [c.microbatches for _, recipe in once.recipes for c in recipe.gradients]
+    assert sorted(map(sorted, taken)) == [[0, 1], [0, 1], [2], [2]]
+
+
 def test_what_other_layers_lack_anyway_is_worth_less() -> None:
     # Layer 1 has only {0}: of two overlapping choices in layer 0 the one with micro-batch 0 saves a pass.
     wide, useful = gradient(0, 7, {1, 2, 3}), gradient(0, 7, {0, 1})

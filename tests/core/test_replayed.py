@@ -21,12 +21,14 @@ PIPELINES = {
 
 def begun(schedule: str, lost: str, saved: int, gradients: str) -> frozenset[int]:
     """Everything was handed to `lost`, whose layers had the first `saved` micro-batches in safety."""
-    head = f"plan epoch=1 layers=8 microbatches={M} tp=1 backup={gradients}+snapshot"
-    plan = parse_plan(f"{head}\npipeline 0 microbatches=0-{M - 1} {PIPELINES[schedule]}")
+    head = f"plan epoch=1 layers=8 microbatches={2 * M} tp=1 backup={gradients}+snapshot"
+    other = f"pipeline 1 microbatches={M}-{2 * M - 1} schedule=1f1b: e[0:4] f[4:8]"
+    plan = parse_plan(f"{head}\npipeline 0 microbatches=0-{M - 1} {PIPELINES[schedule]}\n{other}")
     validate_plan(plan)
     everything = {node: Halted(2, 0, ALL, ALL) for node in plan.nodes() if node != lost}
-    covered = dict.fromkeys(range(8), frozenset(range(saved)))
-    return replayed(plan, frozenset({lost}), ALL, everything, 0, orders=[ORDER], covered=covered)
+    covered = dict.fromkeys(range(8), frozenset((*range(saved), *range(M, 2 * M))))
+    orders = [ORDER, range(M, 2 * M)]
+    return replayed(plan, frozenset({lost}), ALL, everything, 0, orders=orders, covered=covered)
 
 
 @pytest.mark.parametrize(
@@ -40,18 +42,25 @@ def begun(schedule: str, lost: str, saved: int, gradients: str) -> frozenset[int
         ("1f1b", "a", 2, 11, "stream:2"),
         ("1f1b", "d", 0, 12, "stream:6"),
         ("1f1b", "d", 0, 12, "recompute"),
+        ("1f1b", "d", 3, 6, "reduce"),
+        ("1f1b", "b", 3, 8, "reduce"),
+        ("1f1b", "d", 4, 10, "reduce:2"),
+        ("1f1b", "d", 5, 10, "reduce:2"),
+        ("1f1b", "d", 0, 12, "reduce:6"),
         ("zero-bubble", "a", 0, 6, "stream"),
         ("zero-bubble", "b", 0, 6, "stream"),
         ("zero-bubble", "d", 3, 9, "stream"),
         ("zero-bubble", "d", 9, 12, "stream"),
+        ("zero-bubble", "d", 3, 9, "reduce"),
         ("interleaved", "a", 0, 9, "stream"),
         ("interleaved", "d", 0, 7, "stream"),
         ("interleaved", "d", 8, 12, "stream"),
+        ("interleaved", "d", 0, 8, "reduce"),
     ],
 )
 def test_a_lost_unit_was_no_further_than_its_list(
     schedule: str, lost: str, saved: int, expected: int, gradients: str
 ) -> None:
-    """The saved ones, three copies' worth that were not acknowledged or made, and those between forward and backward
-    pass; without copies everything."""
+    """The saved ones, three copies' worth that were not acknowledged or made, or as many rounds (of interleaved stages
+    one more), and those between forward and backward pass; without either everything."""
     assert begun(schedule, lost, saved, gradients) == frozenset(range(expected))

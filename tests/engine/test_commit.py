@@ -43,6 +43,29 @@ def test_a_whole_step_commits() -> None:
     )
 
 
+def common(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
+    """Contributions of workers whose pipelines have these common ledgers."""
+    rows = []
+    for member, row in zip(roster.members, contributions(roster), strict=True):
+        ledger = frozenset(ledgers[member.pipeline])
+        shares = tuple(replace(share, ledger=ledger) for share in row.layers)
+        losses = {m: 1.0 + m for m in ledger} if row.losses else {}
+        rows.append(replace(row, layers=shares, losses=losses, common=True))
+    return rows
+
+
+def test_sums_that_all_holders_have_count_once() -> None:
+    rows, everything = contributions(ROSTER), set(range(4))
+    agreed = decide(common(ROSTER, everything, everything), ROSTER)
+    assert agreed == replace(decide(rows, ROSTER), ledgers=((0b1111,),) * 3)
+    with pytest.raises(LedgerError, match=r"layer 0 .* common sums differ"):
+        decide(common(ROSTER, everything, {0, 1, 2}), ROSTER)
+    with pytest.raises(LedgerError, match=r"layer 0 .* missing: \[3\]"):
+        decide(common(ROSTER, {0, 1, 2}, {0, 1, 2}), ROSTER)
+    with pytest.raises(LedgerError, match="common sums, others their own"):
+        decide([*common(ROSTER, everything, everything)[:2], *rows[2:]], ROSTER)
+
+
 def test_tensor_parallel_shards_add_to_the_norm() -> None:
     both = roster_of([[0]], 2, [(0, 1)], tp=2)
     assert decide(contributions(both), both).norm == math.sqrt(2.0 + 2.0 + 4.0 + 4.0)
@@ -83,10 +106,11 @@ def test_one_request_halts_all() -> None:
     norm=st.floats(allow_nan=False),
     step=st.integers(0, 2**40),
     halt=st.integers(-1, 2**40),
+    common=st.booleans(),
 )
-def test_rows_round_trip(ledger: frozenset[int], norm: float, step: int, halt: int) -> None:
+def test_rows_round_trip(ledger: frozenset[int], norm: float, step: int, halt: int, common: bool) -> None:
     losses = {m: m / 3 for m in ledger}
-    before = Contribution(step, 3, halt, (LayerShare(ledger, norm),), losses)
+    before = Contribution(step, 3, halt, (LayerShare(ledger, norm),), losses, common)
     words = pack(before, SINGLE)
     assert len(words) == row_length(SINGLE)
     assert all(-(2**63) <= word < 2**63 for word in words)

@@ -86,6 +86,17 @@ def test_replay_sends_less_keeps_more_and_fetches_more() -> None:
     assert slow[1].exposed_s < slow[0].exposed_s, "what the link cannot carry"
 
 
+def test_sums_in_rounds_send_as_often_and_leave_little_to_run_again() -> None:
+    """Two pipelines of two stages of two layers, 4 micro-batches each, whose pace is 0.6 s."""
+    stream, reduce, less, nothing = (
+        priced(f"{gradients}+replica", 2, link=400 * MB)
+        for gradients in ("stream", "reduce", "reduce:2", "recompute")
+    )
+    assert reduce.sent_bytes == stream.sent_bytes == 2 * less.sent_bytes > nothing.sent_bytes == 0
+    assert reduce.lost_s < less.lost_s <= nothing.lost_s
+    assert reduce.memory_bytes == 0 < stream.memory_bytes
+
+
 def test_what_the_link_cannot_carry_holds_the_step_up() -> None:
     """16 MB of state and eight gradients of 4 MB at 1 MB/s take 48 s; the step computes for a few."""
     found = priced("stream+snapshot", link=1 * MB)

@@ -121,7 +121,7 @@ def _stages(*spans: tuple[str, int, int]) -> tuple[Stage, ...]:
     [
         (replace(PLAN, n_layers=0), "plan.layers", "at least 1"),
         (replace(PLAN, pipelines=()), "plan.pipelines", "at least 1"),
-        (replace(PLAN, gradients="tape"), "plan.backup.gradients", "stream, log, recompute, none"),
+        (replace(PLAN, gradients="tape"), "plan.backup.gradients", "stream, reduce, log, recompute, none"),
         (replace(PLAN, state="tape"), "plan.backup.state", "snapshot"),
         (replace(PLAN, state="replay:1"), "plan.backup.state", "N from 2"),
         (replace(PLAN, spares=("a b",)), "plan.node", "a b"),

@@ -13,6 +13,8 @@ from elastic.planning.schemes import Gradients, State, gradients_of, refuse_usel
     [
         ("stream", Gradients("stream", 1), 1.0),
         ("stream:4", Gradients("stream", 4), 0.25),
+        ("reduce", Gradients("reduce", rounds=1), 1.0),
+        ("reduce:4", Gradients("reduce", rounds=4), 0.25),
         ("recompute", Gradients("recompute"), 0.0),
         ("log", Gradients("log"), 0.0),
         ("none", Gradients("none"), 0.0),
@@ -48,6 +50,8 @@ def test_states(text: str, expected: State, away: bool, updates: bool) -> None:
         ("stream:²+snapshot", "K from 1 up"),
         ("stream:+snapshot", "K from 1 up"),
         ("stream:9999999+snapshot", "K from 1 up"),
+        ("reduce:0+replica", "reduce:K with K from 1 up"),
+        ("reduce:+replica", "reduce:K with K from 1 up"),
         ("recompute:2+snapshot", "takes no number"),
         ("log:2+snapshot", "takes no number"),
         ("strem+snapshot", "stream:K"),
@@ -79,6 +83,8 @@ def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
         ("recompute+none", "2", "without the state it belongs to"),
         ("stream:2+replica", "1", "nobody else holds a layer"),
         ("stream:2+replay:0", "auto", "N from 2 to 64"),
+        ("reduce:2+none", "2", "without the state it belongs to"),
+        ("reduce+snapshot", "1", "nobody to sum with"),
     ],
 )
 def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why: str) -> None:
@@ -92,6 +98,7 @@ def test_pairs_that_protect_nothing_are_refused(backup: str, pipelines: str, why
         "none+none",
         "stream:8+snapshot",
         "recompute+replica",
+        "reduce+replica",
         "none+snapshot",
         "recompute+replay:4",
         "recompute+parity:2",

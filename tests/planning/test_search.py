@@ -240,6 +240,11 @@ def test_units_of_one_node_are_neighbouring_stages() -> None:
         (2, "2", "", "stream+snapshot", ("stream", "snapshot"), ""),
         (2, "1", "", "stream+replica", ("stream", "snapshot"), "held by one node only"),
         (2, "1", "", "none+none", ("none", "none"), ""),
+        (2, "2", "", "reduce+replica", ("reduce", "replica"), "held by several nodes"),
+        (2, "2", "", "reduce:4+snapshot", ("reduce:4", "snapshot"), "held by several nodes"),
+        (2, "1", "", "reduce:4+replica", ("stream:4", "snapshot"), "so reduce and replica would not do"),
+        (2, "1", "", "reduce+snapshot", ("stream", "snapshot"), "so reduce would not do"),
+        (1, "1", "", "reduce+snapshot", ("stream", "snapshot"), "no peer"),
     ],
 )
 def test_backup_schemes(

@@ -29,6 +29,10 @@ PAIRS = (
     ("recompute+parity:2", "1"),
     ("log+snapshot", "1"),
     ("log+replica", "2"),
+    ("reduce+replica", "2"),
+    ("reduce:2+replica", "2"),
+    ("reduce+snapshot", "2"),
+    ("reduce:2+replay:4", "2"),
 )
 """(schemes, pipelines)"""
 FAULTS = {
@@ -121,6 +125,16 @@ def test_a_parity_with_flipped_bytes_is_dropped_and_the_checkpoint_read(tmp_path
     assert "checkpoint" in [recovery["state_source"] for recovery in run.summary["recoveries"]]
     found = [event["detail"] for event in run.events if event["kind"] == "copy-corrupt"]
     assert any("parity" in detail and "dropped" in detail for detail in found)
+
+
+def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> None:
+    """The last stage of the second pipeline is killed before the backward pass of the last of its six micro-batches. It
+    had finished five; the other pipeline has all but those of three rounds."""
+    more = ["--num-microbatches", "12"]
+    run = run_with(tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), script=more)
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path, *more).summary["params_sha256"], run.output
+    assert 1 <= run.summary["recoveries"][0]["microbatches_replayed"] <= 4
 
 
 @pytest.mark.parametrize(
