@@ -22,7 +22,20 @@ from dataclasses import dataclass, replace
 from elastic.core.types import NodeInfo, Plan
 from elastic.planning.predict import Prediction, predict
 from elastic.planning.profile import Profile
-from elastic.planning.schemes import NONE, REPLICA, Gradients, State, gradients_of, state_of
+from elastic.planning.schemes import (
+    LOG,
+    NONE,
+    RECOMPUTE,
+    REDUCE,
+    REPLAY,
+    REPLICA,
+    SNAPSHOT,
+    STREAM,
+    Gradients,
+    State,
+    gradients_of,
+    state_of,
+)
 from elastic.planning.weigh import DEFAULT_PAUSE_S, hazard_per_s
 
 CLOSE = 0.01
@@ -91,6 +104,8 @@ class _Load:
     """Of its pipeline: seconds a micro-batch."""
     compute_s: float
     """Of its own stages: seconds a micro-batch."""
+    messages: float
+    """Bytes that it sends to other stages for a micro-batch, both ways."""
 
 
 def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> Estimate:
@@ -102,7 +117,8 @@ def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> 
     copied = predict(replace(plan, gradients=gradients), profile, nodes, by.slow)
     tail_s = max(_tail_s(load, scheme, kept, profile, copied.step_s) for load in loads)
     exposed = copied.step_s - bare.step_s + tail_s
-    lost = sum(_lost_s(load, scheme, kept, profile, bare.step_s) for load in loads) / len(loads)
+    n = len(plan.pipelines)
+    lost = sum(_lost_s(load, scheme, kept, profile, bare.step_s, n) for load in loads) / len(loads)
     hazard = by.hazard_per_s or hazard_per_s(0, 0.0)
     return Estimate(
         gradients=gradients,
@@ -129,10 +145,14 @@ def estimates(
 def options(plan: Plan, *, replicated: bool) -> list[str]:
     """The pairs to choose among. `replicated`: another pipeline holds every layer, in another failure domain."""
     most = max(len(pipeline.microbatches) for pipeline in plan.pipelines)
-    gradients = [f"stream:{k}" if k > 1 else "stream" for k in EVERY if k == 1 or k < most]
-    return [
-        f"{g}+{s}" for s in ((REPLICA,) if replicated else ("snapshot",)) for g in (*gradients, "recompute")
-    ]
+    often = [f":{k}" if k > 1 else "" for k in EVERY if k == 1 or k < most]
+    gradients = [f"{STREAM}{k}" for k in often]
+    if replicated:
+        gradients += [f"{REDUCE}{k}" for k in often]
+    if any(len(pipeline.stages) > 1 for pipeline in plan.pipelines):
+        gradients.append(LOG)
+    states = (REPLICA,) if replicated else (SNAPSHOT, REPLAY)
+    return [f"{g}+{s}" for s in states for g in (*gradients, RECOMPUTE)]
 
 
 def choose(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate, str]:
@@ -154,13 +174,15 @@ def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
         layers = profile.layers[stage.first : stage.last]
         times, m = bare.stages[p], len(plan.pipelines[p].microbatches)
         compute = times[s].forward_s + times[s].backward_s
-        old = found.get(stage.unit.node, _Load(0.0, 0.0, m, 0.0, 0.0))
+        sent = [boundary - 1 for boundary in (stage.first, stage.last) if 0 < boundary < plan.n_layers]
+        old = found.get(stage.unit.node, _Load(0.0, 0.0, m, 0.0, 0.0, 0.0))
         found[stage.unit.node] = _Load(
             state=old.state + sum(la.param_bytes + la.state_bytes for la in layers),
             gradient=old.gradient + sum(la.gradient_bytes for la in layers),
             microbatches=m,
             pace_s=max(t.forward_s + t.backward_s + 2 * t.hop_s for t in times),
             compute_s=old.compute_s + compute,
+            messages=old.messages + sum(profile.layers[layer].output_bytes for layer in sent),
         )
     return list(found.values())
 
@@ -191,7 +213,10 @@ def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
     per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
     state, gradient, n = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, _copies(load, scheme)
     last = gradient + profile.link.latency_s if n else 0.0
-    copying = (load.state + _update_bytes(load, kept)) * per_copy if kept.name != NONE else 0.0
+    copied = load.state + _update_bytes(load, kept) if kept.name != NONE else 0.0
+    if scheme.name == LOG:
+        copied += load.microbatches * load.messages + (load.gradient if kept.away else 0.0)
+    copying = copied * per_copy
     ends = [state + n * gradient]
     if n > UNACKED:
         left = load.microbatches - (UNACKED + 1) * scheme.every
@@ -200,7 +225,9 @@ def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
     return copying + profile.contention * state + max(last, held_up)
 
 
-def _lost_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float) -> float:
+def _lost_s(
+    load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float, pipelines: int
+) -> float:
     """Seconds that the loss of this node costs: bytes to fetch, and what is run again."""
     per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
     state, gradient, m = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, load.microbatches
@@ -213,6 +240,9 @@ def _lost_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
         return fetched + min(m / 2, 1.5 * scheme.rounds) * load.pace_s
     # The new state may not be whole at the peer yet: then everybody goes back, and runs the whole step again.
     late = min(1.0, state / step_s) if step_s > 0 else 0.0
+    if scheme.name == LOG:  # the lost layers alone, in all pipelines
+        again_s = (load.compute_s + 2 * load.messages * per_byte) / pipelines
+        return fetched + m / 2 * min(again_s, load.pace_s) + late * step_s
     return fetched + m / 2 * load.pace_s + late * step_s
 
 

@@ -116,7 +116,7 @@ def test_a_loss_costs_more_where_links_are_slow_and_nothing_is_kept() -> None:
     ("figures", "hazard", "wanted"),
     [
         pytest.param({"link": 10_000 * MB}, 1e-3, "stream+snapshot", id="fast-network"),
-        pytest.param({"link": 12 * MB, "contention": 0.2}, 1e-6, "recompute+snapshot", id="slow-and-calm"),
+        pytest.param({"link": 12 * MB, "contention": 0.2}, 1e-6, "log+replay", id="slow-and-calm"),
         pytest.param({"link": 12 * MB, "compute_s": 30.0}, 1e-3, "stream+snapshot", id="slow-but-long"),
     ],
 )
@@ -147,7 +147,8 @@ def test_what_has_no_room_is_not_taken() -> None:
 
 
 def test_replicas_only_where_others_hold_every_layer() -> None:
-    assert {pair.split("+")[1] for pair in options(plan(1), replicated=False)} == {"snapshot"}
+    assert {pair.split("+")[1] for pair in options(plan(1), replicated=False)} == {"snapshot", "replay"}
+    assert not any(pair.startswith("reduce") for pair in options(plan(1), replicated=False))
     assert {pair.split("+")[1] for pair in options(plan(2), replicated=True)} == {"replica"}
 
 
@@ -159,8 +160,8 @@ def test_auto_without_known_links_loses_least() -> None:
 def test_auto_with_known_links_takes_the_cheapest_and_says_why() -> None:
     slow = Weighing(profile=profile(link=MB, contention=0.5), hazard_per_s=1e-9)
     found, why = protect(plan(2), NODES, "auto", slow)
-    assert (found.gradients, found.state) == ("recompute", "replica")
-    assert why.startswith("backup recompute+replica: ") and "; next " in why
+    assert (found.gradients, found.state) == ("log", "replica")
+    assert why.startswith("backup log+replica: ") and "; next " in why
     assert protect(plan(2), NODES, "stream+snapshot", slow)[0].state == "snapshot", (
         "what the user says counts"
     )
