@@ -296,3 +296,20 @@ def test_logged_messages_with_tensor_parallelism_and_other_schedules(
     expected = run_with(tmp_path / "expected", "log+snapshot", "1", *mine, script=script)
     assert run.summary["params_sha256"] == expected.summary["params_sha256"], run.output
     assert run.summary["recoveries"][0]["microbatches_partial"] >= 3
+
+
+def test_crashed_workers_get_their_layers_from_shared_memory(tmp_path: Path) -> None:
+    """Two nodes cannot hold the model, so node 1's workers are waited for: nothing goes over the network, and the plan is
+    the same."""
+    flags = exact(
+        "--nnodes", "3", "--pipelines", "1", "--backup", "stream+snapshot", "--node-memory", "3300KiB"
+    )
+    run = elastic_run(
+        tmp_path / "run", [*flags, *faults("kill-worker node=1 step=2 microbatch=2")], [*SCRIPT]
+    )
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
+    (recovery,) = run.summary["recoveries"]
+    assert (recovery["state_source"], recovery["network_bytes"]) == ("shared memory", 0)
+    assert (recovery["nodes_before"], recovery["nodes_after"]) == (3, 3) and recovery["total_s"] > 0
+    assert [event["wait"] for event in run.events if event["kind"] == "wait"] == [True]
