@@ -12,9 +12,6 @@ node-hour). The figure is what `auto`'s pair is expected to take over what the b
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -23,17 +20,17 @@ from statistics import median
 
 from tqdm import tqdm
 
+from benchmarks.emulated import equal_layers, run, shaped
 from benchmarks.results import DIRECTORY, Row, save
-from elastic.core.types import JobSpec, LayerSpec, NodeInfo, Plan
+from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.planning.backups import Estimate, Weighing, choose, estimates
-from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.profile import Profile
 from elastic.planning.search import PlanRequest, make_plan
 
 NODES, LAYERS, MICROBATCHES = 4, 8, 8
 PARAMETERS = 100_000
 """Of a layer; 4 bytes each and of its gradient, 8 more of optimizer state."""
 LINKS = {"100Mbit": 12.5e6, "1Gbit": 125e6, "10Gbit": 1.25e9, "100Gbit": 12.5e9}
-LATENCY_S = 1e-4
 STAGE_S = {"short": 0.015, "long": 0.150}
 """Seconds of a stage of two layers, forward and backward."""
 HAZARD_PER_S = 0.61 / 3600
@@ -55,23 +52,7 @@ class Cell:
 
     def profile(self) -> Profile:
         """What the planner knows: the emulated times, and the link as it is shaped."""
-        seconds = STAGE_S[self.length] / (LAYERS // NODES)
-        times = LayerTimes(seconds / 3, 2 * seconds / 3, seconds / 3, seconds / 3)
-        layer = LayerSpec(
-            4 * PARAMETERS,
-            8 * PARAMETERS,
-            4 * PARAMETERS,
-            times.forward_s,
-            times.backward_s,
-            output_bytes=1 << 14,
-        )
-        return Profile(
-            model="waiting",
-            layers=(layer,) * LAYERS,
-            devices=(Device("a", (times,) * LAYERS),),
-            link=Link(LINKS[self.link], LATENCY_S),
-            copy_bytes_per_s=1e9,
-        )
+        return equal_layers(LAYERS, PARAMETERS, STAGE_S[self.length] / (LAYERS // NODES), LINKS[self.link])
 
     def by(self) -> Weighing:
         return Weighing(profile=self.profile(), hazard_per_s=HAZARD_PER_S)
@@ -99,22 +80,10 @@ def nodes() -> tuple[NodeInfo, ...]:
 
 
 def measure(cell: Cell, pair: str, steps: int, folder: Path) -> float:
-    """Median seconds of a step. Raises RuntimeError with the run's output if it fails."""
-    folder.mkdir(parents=True)
-    (folder / "profile.json").write_text(format_profile(cell.profile()))
-    bandwidth = f"bandwidth={cell.link} latency={LATENCY_S * 1e3:g}ms"
-    words = [
-        "run", "--standalone", "--nnodes", str(NODES), "--pipelines", str(cell.pipelines), "--schedule", "1f1b",
-        "--backup", pair, "--emulate", str(folder / "profile.json"), "--device", "a", "--link", bandwidth,
-        "--run-dir", str(folder / "run"), "-m", "benchmarks.waiting",
-        "--num-microbatches", str(MICROBATCHES), "--steps", str(steps + SKIP), "--moments",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "elastic", *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout.decode(errors="replace"))
-    return median(json.loads((folder / "run" / "summary.json").read_text())["step_s"][SKIP:])
+    """Median seconds of a step."""
+    flags = ["--nnodes", str(NODES), "--pipelines", str(cell.pipelines), "--backup", pair, *shaped(cell.link)]
+    summary = run(cell.profile(), flags, MICROBATCHES, steps + SKIP, folder)
+    return median(summary["step_s"][SKIP:])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""Where the time of a recovery goes: pairs of backup schemes, 4 and 8 nodes, models of three sizes, links of 1 Gbit/s.
+
+    python -m benchmarks.recovery_by_scheme [--nodes 4 8] [--sizes 1 4 16] [--quick]
+
+One node is killed in the fourth step, when four of eight micro-batches are done. Layers wait 5 ms forward and backward
+instead of computing (`--emulate`); states, gradients and messages are real. Reported, from the run's summary: from the
+fault to the decision, halting and planning, fetching and installing, connecting anew, the whole, and bytes that vaults
+sent. The bound is those bytes over the link's bandwidth, as if one vault sent all: several send at once, so a recovery
+may beat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.emulated import equal_layers, run, shaped
+from benchmarks.results import DIRECTORY, Row, save
+
+PAIRS = {
+    1: ("stream+snapshot", "log+snapshot", "recompute+snapshot", "stream+replay", "stream+parity"),
+    2: ("stream+replica", "reduce+replica"),
+}
+"""Pipelines: pairs."""
+PARAMETERS, LAYERS, MICROBATCHES = 100_000, 16, 8
+LAYER_S = 0.005
+LINK, BYTES_PER_S = "1Gbit", 125e6
+PHASES = ("detect_s", "decide_s", "transfer_s", "rebuild_s", "total_s")
+
+
+@dataclass(frozen=True)
+class Case:
+    nodes: int
+    size: int
+    pipelines: int
+    pair: str
+
+    def __str__(self) -> str:
+        return f"{self.pair}, {self.nodes} nodes, x{self.size}"
+
+
+def cases(nodes: list[int], sizes: list[int]) -> Iterator[Case]:
+    for n in nodes:
+        for size in sizes:
+            for pipelines, pairs in PAIRS.items():
+                for pair in pairs:
+                    yield Case(n, size, pipelines, pair)
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """The first recovery of the run."""
+    profile = equal_layers(LAYERS, PARAMETERS * case.size, LAYER_S, BYTES_PER_S)
+    flags = [
+        "--nnodes", str(case.nodes), "--pipelines", str(case.pipelines), "--backup", case.pair, *shaped(LINK),
+        "--fault", "kill node=1 step=3 microbatch=4",
+    ]  # fmt: skip
+    found: dict[str, Any] = run(profile, flags, MICROBATCHES, 6, folder)["recoveries"][0]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery_by_scheme")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8])
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[1, 4, 16], help="times 1.6 million parameters"
+    )
+    parser.add_argument("--quick", action="store_true", help="one case; writes nothing")
+    args = parser.parse_args()
+    wanted = list(cases(args.nodes, args.sizes))[: 1 if args.quick else None]
+    head = [
+        "nodes",
+        "size",
+        "pipelines",
+        "pair",
+        *PHASES,
+        "network_bytes",
+        "bound_s",
+        "rerun",
+        "state_source",
+    ]
+    lines, rows = [",".join(head)], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, case in enumerate(tqdm(wanted, disable=None)):
+            found = measure(case, Path(scratch) / str(number))
+            bound_s = found["network_bytes"] / BYTES_PER_S
+            figures = [
+                *(f"{found[phase]:.4f}" for phase in PHASES),
+                str(found["network_bytes"]),
+                f"{bound_s:.4f}",
+            ]
+            told = [case.nodes, case.size, case.pipelines, case.pair, *figures]
+            lines.append(",".join(map(str, [*told, found["microbatches_rerun"], found["state_source"]])))
+            print(lines[-1], flush=True)
+            rows.append(Row(f"recovery, {case}", found["total_s"], "s", None, "lower"))
+            rows.append(
+                Row(f"of which fetching and installing, {case}", found["transfer_s"], "s", None, "lower")
+            )
+            rows.append(Row(f"bytes over bandwidth, {case}", bound_s, "s", None, "lower"))
+    if not args.quick:
+        (DIRECTORY / "recovery-by-scheme.csv").write_text("\n".join(lines) + "\n")
+        print(f"written to {save('recovery_by_scheme', rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
