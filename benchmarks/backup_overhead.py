@@ -1,11 +1,15 @@
-"""What the backup of every micro-batch costs: step time with stream+snapshot over step time without.
+"""What backups cost without failures: step time with each pair of schemes over step time without.
 
-    python -m benchmarks.backup_overhead [--nodes 2 4] [--pairs 12]
+    python -m benchmarks.backup_overhead [--pairs 12] [--tokens 512]
 
-One job trains throughout; its backup is switched on and off in blocks of steps, so that both sides share
-processes, memory and whatever else the machine does. The first step of a block is not counted: it still
-carries the last one's transfers, or does not carry its own yet. The figure is the median over pairs of
-neighbouring blocks.
+Four nodes in one pipeline and in two. One job trains throughout; its backup is switched on and off in blocks of steps,
+so that both sides share processes, memory and whatever else the machine does. The first step of a block is not counted:
+it still carries the last one's transfers, or does not carry its own yet. The figure is the median over pairs of
+neighbouring blocks. `auto` is run first, until it has weighed its pairs by what it measured; what it takes is then
+compared like the others. Exposed are the seconds in which a worker's main thread copied or waited; sent is what all
+nodes send in a step.
+
+`reduce` cannot be switched within a job: its row compares jobs, one after the other, with `recompute`, which sums once.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -29,8 +34,18 @@ from benchmarks.results import Row, save
 
 BLOCK = 4
 """Steps of a block; the first is not counted."""
-SEQUENCE = 128
-TARGET = 1.05
+SEQUENCE, NODES = 128, 4
+TARGET = 1.02
+WEIGHED = 80
+"""Steps in which `auto` has looked at its pairs."""
+PAIRS = {
+    1: (
+        "stream+snapshot", "stream:4+snapshot", "log+snapshot", "recompute+snapshot",
+        "stream+replay", "log+replay", "stream+parity",
+    ),
+    2: ("stream+replica", "log+replica", "recompute+replica"),
+}  # fmt: skip
+"""Pipelines: pairs."""
 
 
 def switched_on(step: int) -> bool:
@@ -47,32 +62,54 @@ def train(pairs: int, sizes: argparse.Namespace) -> None:
     class Switched(Protection):
         """Publishes in the blocks that are on. Nothing would be recoverable: this is a measurement."""
 
-        on, sent = True, 0
+        on = True
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.log is not None:
+                keep = self.log.keep
+                setattr(self.log, "keep", lambda *told: keep(*told) if self.on else None)  # noqa: B010
 
         def after_microbatch(self, step: int) -> None:
             self.on = switched_on(step)
             if self.on:
-                self.sent += sum(r.gradient_nbytes for r in self._replicas)
                 super().after_microbatch(step)
             else:
                 self.enter()
 
+        def after_microbatches(self) -> None:
+            if self.on:
+                super().after_microbatches()
+
+        def before_commit(self, step: int, reduced: Any) -> None:
+            if self.on:
+                super().before_commit(step, reduced)
+
+        def before_update(self, reduced: Any, clip: float) -> None:
+            if self.on:
+                super().before_update(reduced, clip)
+
         def after_update(self) -> None:
             if self.on:
-                self.sent += sum(r.state_nbytes() for r in self._replicas)
                 super().after_update()
+            traffic = self._publisher.traffic.take()
+            if self.on:
+                sent.append(traffic.sent_bytes)
+                exposed.append(traffic.copied_s + traffic.waited_s)
             used.append(cpu_s())
 
         def finish(self) -> None:
-            steps = sum(switched_on(step) for step in range(n_steps(pairs)))
+            told = {"sent": statistics.mean(sent), "exposed": statistics.median(exposed), "cpu_s": used}
             path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"node-{os.environ['ELASTIC_NODE']}.json"
-            path.write_text(json.dumps({"sent": self.sent / steps, "cpu_s": used}))
+            path.write_text(json.dumps(told))
             super().after_update()
             super().finish()
 
     used: list[float] = []
+    sent: list[int] = []
+    exposed: list[float] = []
     setattr(runtime, "Protection", Switched)  # noqa: B010
-    train_gpt.main(script_flags(pairs, sizes))
+    train_gpt.main(script_flags(n_steps(pairs), sizes))
 
 
 def cpu_s() -> float:
@@ -85,10 +122,10 @@ def n_steps(pairs: int) -> int:
     return 2 * BLOCK * (pairs + 1)
 
 
-def script_flags(pairs: int, sizes: argparse.Namespace) -> list[str]:
+def script_flags(steps: int, sizes: argparse.Namespace) -> list[str]:
     flags = {
         "layers": sizes.layers, "hidden": sizes.hidden, "heads": 4, "seq-len": SEQUENCE,
-        "micro-batch-size": sizes.tokens[0] // SEQUENCE, "num-microbatches": 8, "steps": n_steps(pairs),
+        "micro-batch-size": sizes.tokens[0] // SEQUENCE, "num-microbatches": 8, "steps": steps,
     }  # fmt: skip
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
@@ -103,26 +140,34 @@ class Measured:
     """Median step without backup."""
     sent: float
     """Bytes that all nodes send in a step."""
+    exposed_s: float
+    """In a step, of the worker that copies and waits most."""
 
 
-def measure(nodes: int, tokens: int, pairs: int, sizes: argparse.Namespace) -> Measured:
-    """Run one job and compare its blocks. Raises RuntimeError with its output if it fails."""
+def run(backup: str, pipelines: int, script: Sequence[str], scratch: str) -> tuple[Path, dict[str, Any]]:
+    """Run one job; return its directory and summary. Raises RuntimeError with its output if it fails."""
+    run_dir = Path(tempfile.mkdtemp(dir=scratch)) / "run"
+    command = [
+        sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(NODES),
+        "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *script,
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout.decode(errors="replace"))
+    return run_dir, json.loads((run_dir / "summary.json").read_text())
+
+
+def measure(backup: str, pipelines: int, pairs: int, sizes: argparse.Namespace) -> Measured:
+    """Run one job and compare its blocks."""
+    script = [
+        "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers", str(sizes.layers),
+        "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]),
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir = Path(scratch) / "run"
-        command = [
-            sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(nodes),
-            "--pipelines", "1", "--backup", "stream+snapshot", "--run-dir", str(run_dir),
-            "-m", "benchmarks.backup_overhead", "--worker",
-            "--pairs", str(pairs), "--layers", str(sizes.layers), "--hidden", str(sizes.hidden),
-            "--tokens", str(tokens),
-        ]  # fmt: skip
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stdout.decode(errors="replace"))
-        seconds = json.loads((run_dir / "summary.json").read_text())["step_s"]
+        run_dir, summary = run(backup, pipelines, script, scratch)
         told = [json.loads(path.read_text()) for path in run_dir.glob("node-*.json")]
-    on, off = halves(seconds)
+    on, off = halves(summary["step_s"])
     totals = [sum(used) for used in zip(*(node["cpu_s"] for node in told), strict=True)]
     cpu_on, cpu_off = halves([b - a for a, b in pairwise([totals[0], *totals])])
     return Measured(
@@ -130,6 +175,7 @@ def measure(nodes: int, tokens: int, pairs: int, sizes: argparse.Namespace) -> M
         cpu_ratio=sum(cpu_on) / sum(cpu_off),
         step_s=statistics.median(off),
         sent=sum(node["sent"] for node in told),
+        exposed_s=max(node["exposed"] for node in told),
     )
 
 
@@ -140,34 +186,76 @@ def halves(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return medians[::2], medians[1::2]
 
 
+def train_alone(backup: str, pipelines: int, steps: int, sizes: argparse.Namespace) -> dict[str, Any]:
+    """The example as it is; its summary."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return run(backup, pipelines, ["-m", "examples.train_gpt", *script_flags(steps, sizes)], scratch)[1]
+
+
+def rows_of(name: str, where: str, found: Measured, target: float | None) -> list[Row]:
+    ordered = sorted(found.ratios)
+    quarter, n = len(ordered) // 4, len(ordered)
+    rows = [
+        Row(f"step time, {name} / off, {where}", statistics.median(ordered), "", target, "lower"),
+        Row(f"quarter of {n} pairs below, {name}, {where}", ordered[quarter], "", None, "lower"),
+        Row(f"quarter of {n} pairs above, {name}, {where}", ordered[-1 - quarter], "", None, "lower"),
+        Row(f"processor time, {name} / off, {where}", found.cpu_ratio, "", None, "lower"),
+        Row(f"exposed in a step, {name}, {where}", found.exposed_s * 1e3, "ms", None, "lower"),
+        Row(f"sent in a step, {name}, {where}", found.sent / 1e6, "MB", None, "lower"),
+        Row(f"step off, beside {name}, {where}", found.step_s, "s", None, "lower"),
+    ]
+    for row in rows:
+        print(f"{row.metric}: {row.value:.4g} {row.unit}", flush=True)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_overhead")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks, on and off")
+    parser.add_argument("--pairs", type=int, default=12, help="of blocks, for auto; half as many for others")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048], help="tokens a micro-batch")
+    parser.add_argument("--tokens", type=int, nargs=1, default=[512], help="tokens a micro-batch")
+    parser.add_argument(
+        "--quick", action="store_true", help="one pair of schemes, two of blocks; writes nothing"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         train(args.pairs, args)
         return 0
+    if args.quick:
+        rows_of("recompute+snapshot", "quick", measure("recompute+snapshot", 1, 2, args), None)
+        return 0
     found = []
-    for tokens, nodes in ((tokens, nodes) for tokens in args.tokens for nodes in args.nodes):
-        measured = measure(nodes, tokens, args.pairs, args)
-        ordered = sorted(measured.ratios)
-        quarter, n = len(ordered) // 4, len(ordered)
-        where = f"{nodes} nodes, {tokens} tokens a micro-batch"
-        found += [
-            Row(f"step time, backup on / off, {where}", statistics.median(ordered), "", TARGET, "lower"),
-            Row(f"lower quartile of {n} pairs, {where}", ordered[quarter], "", None, "lower"),
-            Row(f"upper quartile of {n} pairs, {where}", ordered[-1 - quarter], "", None, "lower"),
-            Row(f"processor time, on / off, {where}", measured.cpu_ratio, "", None, "lower"),
-            Row(f"step off, {where}", measured.step_s, "s", None, "lower"),
-            Row(f"sent in a step, {where}", measured.sent / 1e6, "MB", None, "lower"),
-        ]
+    for pipelines, pairs in PAIRS.items():
+        where = f"{NODES} nodes, {pipelines} pipeline{'s' * (pipelines > 1)}, {args.tokens[0]} tokens a micro-batch"
+        backup = train_alone("auto", pipelines, WEIGHED, args)["backup"]
+        auto = f"{backup['gradients']}+{backup['state']}"
+        found += rows_of(f"auto ({auto})", where, measure(auto, pipelines, args.pairs, args), TARGET)
+        for pair in pairs:
+            found += rows_of(pair, where, measure(pair, pipelines, max(args.pairs // 2, 2), args), None)
+    found.append(reduced(args))
     save("backup_overhead", found)
     return 0
+
+
+def reduced(args: argparse.Namespace) -> Row:
+    """`reduce` over `recompute`, jobs in turn."""
+    ratios = []
+    for _ in range(3):
+        seconds = [
+            statistics.median(train_alone(f"{gradients}+replica", 2, 20, args)["step_s"][4:])
+            for gradients in ("reduce", "recompute")
+        ]
+        ratios.append(seconds[0] / seconds[1])
+    where = f"{NODES} nodes, 2 pipelines, {args.tokens[0]} tokens a micro-batch"
+    return Row(
+        f"step time, reduce+replica / recompute+replica, {where}",
+        statistics.median(ratios),
+        "",
+        None,
+        "lower",
+    )
 
 
 if __name__ == "__main__":
