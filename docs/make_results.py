@@ -13,10 +13,11 @@ BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SHOWN = (
     ("recovery", "total, median"),
     ("engine", "4 stages: speed over Schedule1F1B"),
-    ("backup_overhead", "step time, backup on / off, 4 nodes, 512 tokens"),
+    ("backup_overhead", "step time, auto"),
     ("planner", "1,024 nodes of 3 types"),
     ("planner", "re-plan after one loss, 1,024 nodes of 3 types"),
-    ("planner", "gap to the lower bound"),
+    ("planner", "gap to the lower bound, 100 random mixed clusters of 64 to 512 nodes: median"),
+    ("planner", "gap to the lower bound, 100 random mixed clusters of 64 to 512 nodes: worst"),
     ("planner", "Oobleck: its step over ours, mean"),
     ("planner", "Varuna: its step over ours, mean"),
     ("prediction", "worst error"),

@@ -29,10 +29,13 @@ PAIRS = (
     ("recompute+parity:2", "1"),
     ("log+snapshot", "1"),
     ("log+replica", "2"),
+    ("log+replay:4", "1"),
+    ("log+parity", "1"),
     ("reduce+replica", "2"),
     ("reduce:2+replica", "2"),
     ("reduce+snapshot", "2"),
     ("reduce:2+replay:4", "2"),
+    ("reduce+parity", "2"),
 )
 """(schemes, pipelines)"""
 FAULTS = {
