@@ -302,8 +302,8 @@ def test_logged_messages_with_tensor_parallelism_and_other_schedules(
 
 
 def test_crashed_workers_get_their_layers_from_shared_memory(tmp_path: Path) -> None:
-    """Two nodes cannot hold the model, so node 1's workers are waited for: nothing goes over the network, and the plan is
-    the same."""
+    """Two nodes cannot hold the model, so node 1's workers are waited for: nothing goes over the network, and the plan
+    is the same."""
     flags = exact(
         "--nnodes", "3", "--pipelines", "1", "--backup", "stream+snapshot", "--node-memory", "3300KiB"
     )
