@@ -73,4 +73,15 @@ def age(copy: Copy) -> tuple[int, int]:
 
 
 def _older(copies: Sequence[Copy]) -> list[Copy]:
-    return sorted(copies, key=lambda copy: (copy.step, *age(copy)))[:-1]
+    """All but the newest. Of an epoch that came later what is older in steps is newer: training went back."""
+    return sorted(copies, key=lambda c: (c.epoch if c.kind != GRADIENT else 0, c.step, *age(c)))[:-1]
+
+
+def abandoned(copies: Iterable[Copy], epoch: int, step: int) -> list[Copy]:
+    """Copies of older epochs beyond the version in which `epoch` begins: training went back behind them, and comes
+    there again, in floating point with other last bits."""
+    return [
+        copy
+        for copy in copies
+        if copy.epoch < epoch and copy.step > (step - 1 if copy.kind == UPDATE else step)
+    ]

@@ -220,7 +220,7 @@ class Agent:
                 self._replicator.reset(epoch)
                 self._vault.fence(epoch)
             case core.Enter(install):
-                self._vault.fence(install.epoch)
+                self._vault.enter(install.epoch, install.assignment.step)
                 self._replicator.enter(install.epoch, install.assignment)
                 self._checkpoints.enter(self._node, install.assignment.plan)
             case core.Report():

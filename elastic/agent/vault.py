@@ -22,7 +22,7 @@ from pathlib import Path
 
 from elastic.agent.incoming import Incoming
 from elastic.agent.parity import Parities, filed
-from elastic.agent.retention import Group, group_of, spare, superseded
+from elastic.agent.retention import Group, abandoned, group_of, spare, superseded
 from elastic.core.messages import LocalCopy
 from elastic.core.types import LOGS, STATE, UPDATE, Copy
 from elastic.errors import ElasticError, StaleError, VaultError, VaultFull
@@ -236,6 +236,12 @@ class Vault:
                 if path not in self._places:
                     Path(path).unlink(missing_ok=True)
                     self._readers.pop(path, None)
+
+    def enter(self, epoch: int, step: int) -> None:
+        """`epoch` begins in `step`: refuse copies of older ones, and drop theirs of later steps."""
+        with self._lock:
+            self.fence(epoch)
+            self._drop_all(abandoned([entry.copy for entry in self._entries.values()], epoch, step))
 
     def drop(self, key: str, newer: str = "") -> None:
         """Drop a copy that is of no use; with `newer` only if that one is here."""

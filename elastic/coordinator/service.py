@@ -329,6 +329,7 @@ def policy_of(config: JobConfig) -> job.Policy:
         lease_s=config.lease_s,
         master_addr=config.master_addr,
         master_port=config.master_port,
+        room_bytes=config.vault_memory_bytes,
         profile=config.profile,
     )
 

@@ -40,11 +40,14 @@ def rechoose(state: JobState, now: float) -> Result | None:
     here = estimate(plan, f"{plan.gradients}+{plan.state}", by, nodes)
     best, _ = choose(found, by.room_bytes)
     saved = 1 - best.expected_s / here.expected_s if here.expected_s > 0 else 0.0
-    worth = saved >= GAIN and saved * horizon_s(by.hazard_per_s, len(plan.nodes())) > by.pause_s
+    # A change that did not bring the pair is not made for it again.
+    worth = best.pair != state.wanted or best.pair == here.pair
+    worth = worth and saved >= GAIN and saved * horizon_s(by.hazard_per_s, len(plan.nodes())) > by.pause_s
     why = f"{here}; {best}: {saved:+.1%} of the expected time"
     note = _note(here, best, worth, why, by, found)
     if not worth:
         return state, (note,), f"backup stays: {why}"
+    state = state.of(wanted=best.pair)
     state, actions, reason = epoch_change.begin(state, f"backup {best.pair}", now, boundary=True)
     return state, (note, *actions), f"{reason}; {why}"
 

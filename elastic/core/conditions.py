@@ -9,7 +9,7 @@ from elastic.core import gauge as gauges
 from elastic.core import stay
 from elastic.core.gauge import Gauge, middle
 from elastic.core.job import Beat, JobState
-from elastic.core.stragglers import pace_of, profile_for, slow
+from elastic.core.stragglers import of_members, pace_of, profile_for, slow
 from elastic.planning.backups import Weighing
 from elastic.planning.profile import Device, LayerTimes, Profile
 
@@ -23,7 +23,7 @@ def observe(state: JobState, event: Beat) -> JobState:
     key = member.report.info.incarnation
     known = state.gauges.get(key, Gauge())
     gauge = gauges.note(known, state.plan.epoch, fresh)
-    return state if gauge is known else state.of(gauges={**state.gauges, key: gauge})
+    return state if gauge is known else state.of(gauges={**of_members(state, state.gauges), key: gauge})
 
 
 def weighing(state: JobState) -> Weighing | None:
@@ -35,7 +35,11 @@ def weighing(state: JobState) -> Weighing | None:
         return None
     ahead = stay.outlook(state, state.ticked)
     return Weighing(
-        profile=profile, slow=slow(state), hazard_per_s=ahead.hazard_per_s, pause_s=ahead.pause_out_s
+        profile=profile,
+        slow=slow(state),
+        hazard_per_s=ahead.hazard_per_s,
+        pause_s=ahead.pause_out_s,
+        room_bytes=state.policy.room_bytes,
     )
 
 

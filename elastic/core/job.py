@@ -54,6 +54,8 @@ class Policy:
     master_addr: str = ""
     """MASTER_ADDR of the workers; "": the host of the first node."""
     master_port: int = 29500
+    room_bytes: int = 0
+    """Memory of a node for copies of others; 0: unlimited."""
     profile: Profile | None = None
     """What layers cost on which devices; None: the script's own figures."""
 
@@ -169,6 +171,8 @@ class JobState:
     launched_at: float = 0.0
     start_s: float = 0.0
     """Seconds that workers took to start, first to last."""
+    waited: tuple[tuple[str, int], ...] = ()
+    """(node, step) for which everybody waited last, while its workers started again."""
     considered: tuple[str, ...] = ()
     """Incarnations of nodes for which it was decided that the running plan does not want them."""
     joining: tuple[str, ...] = ()
@@ -187,6 +191,8 @@ class JobState:
     weighed: tuple[float, ...] = ()
     """Figures by which the backup schemes were chosen last; (): not yet."""
     weighed_at: float = 0.0
+    wanted: str = ""
+    """The pair for which the plan was changed last."""
     losses: int = 0
     """Members that went, in ..."""
     node_seconds: float = 0.0

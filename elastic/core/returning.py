@@ -5,6 +5,8 @@ the plan stays. Going on without costs the bytes that move, less speed until the
 
     wait     s                                    s: seconds until they are back, as long as the first start took
     go on    moved bytes / link + s (1 - v) + p   v: speed without the node over that with it, p: pause of its return
+
+Who crashes again in the step that it was waited for in is not waited for: that step may be what it crashes of.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ def coming(state: JobState) -> tuple[str, ...]:
     change = state.change
     if change is None or change.boundary or change.old_plan is None:
         return ()
-    if any(node not in state.members for node in change.old_plan.nodes()):
+    members = [state.members.get(node) for node in change.old_plan.nodes()]
+    if any(member is None or member.draining for member in members):
         return ()  # the plan changes anyway
-    here = {n for n, mb in state.members.items() if mb.report.phase is NodePhase.STARTING and not mb.draining}
-    return tuple(node for node in change.old_plan.nodes() if node in here)
+    return tuple(mb.node for mb in members if mb and mb.report.phase is NodePhase.STARTING)
 
 
 def consider(state: JobState, now: float) -> Result | None:
@@ -43,13 +45,16 @@ def consider(state: JobState, now: float) -> Result | None:
     change, back = state.change, coming(state)
     if change is None or change.wait_until or not back:
         return None
-    left_s = max(0.0, state.start_s - (now - change.began))
+    left_s, again = state.start_s, [node for node in back if (node, change.step) in state.waited]
     go_on_s, why = _without(state, left_s)
-    wait = state.start_s > 0 and left_s < go_on_s
+    wait = 0 < left_s < go_on_s and not again
     until = now + PATIENCE * left_s if wait else -1.0
     reason = f"{' '.join(back)} back in {left_s:.3g} s; going on without: {go_on_s:.3g} s ({why})"
+    if again:
+        reason = f"{' '.join(again)} crashed again in step {change.step}; {reason}"
     note = Note("wait", {"nodes": list(back), "wait": wait, "reason": reason})
-    return state.of(change=replace(change, wait_until=until)), (note,), reason
+    waited = tuple((node, change.step) for node in back) if wait else state.waited
+    return state.of(change=replace(change, wait_until=until), waited=waited), (note,), reason
 
 
 def waiting(state: JobState, now: float) -> bool:

@@ -50,8 +50,8 @@ def key(member: Member) -> str:
 
 
 def paused(state: JobState, change: Change, resumed_at: float) -> JobState:
-    """Remember how long training stood still; the start of the job is none."""
-    if change.old_plan is None:
+    """Remember how long training stood still; the start of the job is none, nor is a wait for workers that crashed."""
+    if change.old_plan is None or change.wait_until > 0:
         return state
     since = change.paused if change.boundary and change.paused else change.began - change.detect_s
     return state.of(pauses=(*state.pauses, max(0.0, resumed_at - since))[-PAUSES:])

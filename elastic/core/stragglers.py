@@ -6,12 +6,18 @@ Only what many steps in a row agree on is believed (`elastic.core.pace`); what f
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from elastic.core import messages as m
 from elastic.core.job import Beat, JobState
 from elastic.core.pace import Pace, calibrate
 from elastic.core.pace import observe as note
 from elastic.core.types import Plan, Unit
 from elastic.planning.profile import Profile, profile_of
+
+T = TypeVar("T")
+KEPT_MORE = 16
+"""Nodes that left and may come back, besides as many as there are members."""
 
 
 def observe(state: JobState, event: Beat) -> JobState:
@@ -27,7 +33,15 @@ def observe(state: JobState, event: Beat) -> JobState:
     known = state.paces.get(key, Pace(profiled=state.policy.profile is not None))
     pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()))
     pace = calibrate(pace, _same(state, event.node))
-    return state.of(paces={**state.paces, key: pace})
+    return state.of(paces={**of_members(state, state.paces), key: pace})
+
+
+def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
+    """What is known of nodes, by incarnation, without those that left, once they are many."""
+    if len(known) <= 2 * len(state.members) + KEPT_MORE:
+        return known
+    here = {mb.report.info.incarnation for mb in state.members.values()}
+    return {key: value for key, value in known.items() if key in here}
 
 
 def pace_of(state: JobState, node: str) -> Pace:

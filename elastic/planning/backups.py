@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elastic.core.types import NodeInfo, Plan
+from elastic.planning.peers import domain_of
 from elastic.planning.predict import Prediction, predict
 from elastic.planning.profile import Profile
 from elastic.planning.schemes import (
@@ -63,9 +64,9 @@ class Weighing:
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """What may change while training."""
+        """What may change while training, as figures whose ratios tell how much."""
         p = self.profile
-        return p.link.bytes_per_s, p.copy_bytes_per_s, p.contention, self.hazard_per_s
+        return p.link.bytes_per_s, p.copy_bytes_per_s, 1 / max(1 - p.contention, 0.01), self.hazard_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +132,27 @@ def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> 
     )
 
 
-def estimates(
-    plan: Plan, by: Weighing, nodes: Sequence[NodeInfo], *, replicated: bool | None = None
-) -> list[Estimate]:
-    """All pairs that `auto` may take. `replicated`: several nodes hold every layer, apart; None: find out."""
-    if replicated is None:
-        replicated = all(
-            len({unit.node for unit in plan.holders(layer)}) > 1 for layer in range(plan.n_layers)
-        )
-    return [estimate(plan, pair, by, nodes) for pair in options(plan, replicated=replicated)]
+def estimates(plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> list[Estimate]:
+    """All pairs that `auto` may take."""
+    return [
+        estimate(plan, pair, by, nodes) for pair in options(plan, replicated=is_replicated(plan, nodes)[0])
+    ]
+
+
+def is_replicated(plan: Plan, nodes: Sequence[NodeInfo]) -> tuple[bool, str]:
+    """Return (whether several nodes hold every layer, in several failure domains where there are such; in words)."""
+    domains = {info.node: domain_of(info) for info in nodes}
+    apart = len({domain for domain in domains.values() if not domain.startswith("\0")}) > 1
+    holders: list[set[str]] = [set() for _ in range(plan.n_layers)]
+    for _, _, stage in plan.stages():
+        for layer in stage.layers:
+            holders[layer].add(stage.unit.node)
+    for layer, found in enumerate(holders):
+        if len(found) < 2:
+            return False, f"layer {layer} is held by one node only"
+        if apart and len({domains[node] for node in found}) < 2:
+            return False, f"layer {layer} is held in one failure domain only"
+    return True, "every layer is held by several nodes"
 
 
 def options(plan: Plan, *, replicated: bool) -> list[str]:

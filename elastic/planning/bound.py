@@ -30,6 +30,8 @@ RANGES = (1, 8, 16, 32)
 """Micro-batches of a pipeline are treated in ranges that begin with these, where memory is limited."""
 EFFORT, SPLITS = 200_000, (14, 60)
 """Branchings times groups; and the least and most branchings."""
+FAR, MORE = 0.04, 4
+"""A bound that is farther than this from the plan gets so many times the effort."""
 FEW, MANY = 12, 24
 """Prices of work that are tried, roughly and finally."""
 NARROW, WIDE = 0.97, 1.2
@@ -68,8 +70,10 @@ def lower_bound(problem: Problem, above: float, splits: int | None = None) -> fl
     fewest = -(-problem.microbatches // int(value.max()))
     most = nodes // int(whole.counts[value > 0].sum(axis=1).min())
     branches = [_branch(problem, above, 0.0, above, (fewest, max(fewest, most)))]
-    for _ in range(min(SPLITS[1], max(SPLITS[0], EFFORT // groups)) if splits is None else splits):
-        if branches[0].bound >= above * (1 - CLOSE_ENOUGH):
+    usual = min(SPLITS[1], max(SPLITS[0], EFFORT // groups)) if splits is None else splits
+    for made in range(MORE * usual if splits is None else usual):
+        near = FAR if made >= usual else CLOSE_ENOUGH
+        if branches[0].bound >= above * (1 - near):
             break
         worst = heapq.heappop(branches)
         parts = _halves(problem, above, worst)

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.planning.backups import Weighing, choose, estimates
+from elastic.planning.backups import Weighing, choose, estimates, is_replicated
 from elastic.planning.batches import deal
 from elastic.planning.cutting import Cutter
 from elastic.planning.exchange import Host, Slot
@@ -19,7 +19,7 @@ from elastic.planning.figures import largest_tail
 from elastic.planning.kinds import Kinds
 from elastic.planning.model import CostModel
 from elastic.planning.parity import choose_groups, describe
-from elastic.planning.peers import choose_peers, domain_of
+from elastic.planning.peers import choose_peers
 from elastic.planning.placement import Holdings, assign, recut
 from elastic.planning.problem import CLOSE, Shape, Solution
 from elastic.planning.request import PlanRequest
@@ -150,13 +150,10 @@ def protect(
         gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
         alone = replace(plan, gradients=streamed(gradients), state=state)
         return alone, "copies stay on their own node: no peer"
-    domains = {info.node: domain_of(info) for info in nodes}
-    replicated, reason = _replicated(
-        plan, domains, len({d for d in domains.values() if not d.startswith("\0")})
-    )
+    replicated, reason = is_replicated(plan, nodes)
     plan = replace(plan, peers=peers)
     if backup == "auto" and weighing is not None:
-        best, why = choose(estimates(plan, weighing, nodes, replicated=replicated), weighing.room_bytes)
+        best, why = choose(estimates(plan, weighing, nodes), weighing.room_bytes)
         return replace(plan, gradients=best.gradients, state=best.state), f"backup {why}; {reason}"
     gradients, state = (
         ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
@@ -171,16 +168,3 @@ def protect(
         plan = replace(plan, peers=peers, groups=groups, gradients=gradients, state=state)
         return plan, f"backup {gradients}+{state}: {describe(plan)}"
     return replace(plan, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"
-
-
-def _replicated(plan: Plan, domains: dict[str, str], n_domains: int) -> tuple[bool, str]:
-    holders: list[set[str]] = [set() for _ in range(plan.n_layers)]
-    for _, _, stage in plan.stages():
-        for layer in stage.layers:
-            holders[layer].add(stage.unit.node)
-    for layer, found in enumerate(holders):
-        if len(found) < 2:
-            return False, f"layer {layer} is held by one node only"
-        if n_domains > 1 and len({domains[node] for node in found}) < 2:
-            return False, f"layer {layer} is held in one failure domain only"
-    return True, "every layer is held by several nodes"

@@ -252,9 +252,9 @@ class Publisher:
         local = self._publish(here, epoch, "", abandon)
         return max(local, self._publish(away, epoch, peer, abandon))
 
-    def on_acked(self, bundle: int) -> None:
-        """The agent says that `bundle` and all before it are whole where they should be."""
-        self.traffic.acked(bundle)
+    def on_acked(self, bundle: int, kept: bool = True) -> None:
+        """The agent says that `bundle` and all before it are whole where they should be, or (not `kept`) given up."""
+        self.traffic.acked(bundle, kept)
         with self._changed:
             self._acked = max(self._acked, bundle)
             self._changed.notify_all()

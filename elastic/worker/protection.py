@@ -104,6 +104,8 @@ class Protection:
             tell = not self._told and 0 <= self._install_bundle <= self._acked and not missing
             self._told = self._told or tell
         if tell:
+            if self._refused:
+                self._rebase.again()
             self._send(m.Protected(self._epoch))
 
     def settle(self) -> None:

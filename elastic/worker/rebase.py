@@ -2,7 +2,8 @@
 
 A layer's whole state goes when an epoch begins, and then after every N updates; layers take turns, so that the bytes
 of all steps are alike. An update that the peer had no room for leaves a gap that nothing leads across: whole states of
-all layers then follow at once. If the peer has no room for those either, layers just go on taking turns for a while.
+all layers then follow at once. If the peer has no room for those either, layers just go on taking turns for a while,
+or until older copies there make room.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import threading
 from collections.abc import Iterable
 
 from elastic.worker.replica import LayerReplica
+
+RETRIES = 3
 
 
 class Rebase:
@@ -24,6 +27,8 @@ class Rebase:
         self._oldest = 0
         """The first bundle of this update."""
         self._refused: set[int] = set()
+        self._retries = 0
+        """Times that whole states are tried again at once, though the peer refused them."""
         self._lock = threading.Lock()
 
     def sent(self, bundle: int, *, whole: bool) -> int:
@@ -38,13 +43,20 @@ class Rebase:
         with self._lock:
             self._refused.add(bundle)
 
+    def again(self) -> None:
+        """The peer is about to have room: whole states that it refused are due at the next updates."""
+        with self._lock:
+            self._retries = RETRIES
+
     def due(self, replicas: Iterable[LayerReplica]) -> set[int]:
         """Layers whose whole states go to the peer now, at the versions that they have; asked once an update."""
         with self._lock:
             lost = self._refused & self._sent.keys()
+            again = self._retries > 0 and (self._wait > 0 or bool(lost))
+            self._retries -= again
             if any(self._sent[bundle] for bundle in lost):
                 self._wait = self._every
-            everything = bool(lost) and self._wait <= 0
+            everything = again or (bool(lost) and self._wait <= 0)
             self._wait -= 1
             self._sent = {b: whole for b, whole in self._sent.items() if b >= self._oldest and b not in lost}
             self._refused = {b for b in self._refused - lost if b >= self._oldest}

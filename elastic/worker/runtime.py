@@ -161,7 +161,7 @@ class Trainer:
         self._control.start()
 
     def _on_acked(self, acked: m.Acked) -> None:
-        self._publisher.on_acked(acked.bundle)
+        self._publisher.on_acked(acked.bundle, acked.kept)
         if self._protection is not None:
             self._protection.on_acked(acked.bundle, acked.kept)
 

@@ -48,16 +48,16 @@ class TrafficMeter:
         with self._lock:
             self._under_way.append((bundle, nbytes, self._clock()))
 
-    def acked(self, bundle: int) -> None:
-        """`bundle` and all before it are whole at the peer."""
+    def acked(self, bundle: int, kept: bool = True) -> None:
+        """`bundle` and all before it are whole at the peer; or (not `kept`) it had no room, which tells nothing."""
         with self._lock:
             now, began = self._clock(), None
             while self._under_way and self._under_way[0][0] <= bundle:
                 _, nbytes, at = self._under_way.popleft()
                 began = max(at, self._acked_at) if began is None else began
-                self._sent += nbytes
+                self._sent += nbytes if kept else 0
             if began is not None:
-                self._sent_s += now - began
+                self._sent_s += now - began if kept else 0.0
                 self._acked_at = now
 
     def forget(self) -> None:

@@ -141,3 +141,24 @@ def test_a_change_that_its_pause_outweighs_is_left() -> None:
     state = beaten(auto().of(losses=10**6, node_seconds=1e6, pauses=(3600.0,)), STEPS, sent_s=1e6)
     result = backup.rechoose(state, LOOK_S)
     assert result is not None and result[0].phase is JobPhase.RUNNING
+
+
+def test_a_change_that_did_not_bring_the_pair_is_not_made_again() -> None:
+    state = beaten(auto(), STEPS, sent_s=1e6)
+    first = backup.rechoose(state, LOOK_S)
+    assert first is not None and first[0].wanted == first[0].change.cause.removeprefix("backup ")  # type: ignore[union-attr]
+    again = backup.rechoose(state.of(wanted=first[0].wanted), LOOK_S)
+    assert again is not None and again[0].phase is JobPhase.RUNNING
+
+
+def test_contention_that_is_all_but_none_is_no_change() -> None:
+    state = beaten(auto(), STEPS, slowed=1.001)
+    result = backup.rechoose(state, LOOK_S)
+    assert result is not None
+    noisy = result[0].of(gauges={key: replace(g, slowed=(1.1,) * 9) for key, g in result[0].gauges.items()})
+    assert (found := backup.rechoose(noisy, 3 * LOOK_S)) is not None and found[1] == ()
+
+
+def test_what_left_nodes_measured_is_forgotten_in_time() -> None:
+    state = auto().of(gauges={f"gone{i}": Gauge() for i in range(30)})
+    assert set(beaten(state, 1).gauges) == {mb.report.info.incarnation for mb in state.members.values()}

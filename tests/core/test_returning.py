@@ -10,6 +10,7 @@ from elastic.core import returning
 from elastic.core.coordinator import transition
 from elastic.core.job import Change, JobPhase, JobState, Note
 from elastic.core.messages import NodePhase
+from elastic.core.stay import paused
 from elastic.planning.profile import Link
 from tests.core.test_stragglers import profile, running
 
@@ -50,15 +51,15 @@ def crashed(*, bytes_per_s: float, start_s: float = 3.0) -> JobState:
 
 
 def test_where_links_are_slow_the_node_is_waited_for() -> None:
-    """64 bytes at 1 byte/s take longer than the 2.5 s until the workers are back."""
+    """64 bytes at 1 byte/s take longer than the 3 s until the workers are back."""
     result = returning.consider(crashed(bytes_per_s=1.0), NOW)
     assert result is not None
     state, (note,), reason = result
-    assert returning.waiting(state, NOW + 1) and not returning.waiting(state, NOW + 5.1), (
+    assert returning.waiting(state, NOW + 1) and not returning.waiting(state, NOW + 6.1), (
         "twice as long at most"
     )
     assert isinstance(note, Note) and note.data["wait"] is True and note.data["nodes"] == ["node1"]
-    assert reason.startswith("node1 back in 2.5 s; going on without: ") and "64 s to move layers" in reason
+    assert reason.startswith("node1 back in 3 s; going on without: ") and "64 s to move layers" in reason
     assert returning.consider(state, NOW + 1) is None, "considered once"
 
 
@@ -70,7 +71,9 @@ def test_where_links_are_fast_the_others_go_on() -> None:
     assert not returning.waiting(state, NOW) and returning.consider(state, NOW) is None
 
 
-@pytest.mark.parametrize("kind", ["another node is gone", "planned", "nobody starts", "draining"])
+@pytest.mark.parametrize(
+    "kind", ["another node is gone", "planned", "nobody starts", "draining", "another drains"]
+)
 def test_nobody_is_waited_for_where_it_is_of_no_use(kind: str) -> None:
     state = crashed(bytes_per_s=1.0)
     assert state.change is not None
@@ -81,6 +84,8 @@ def test_nobody_is_waited_for_where_it_is_of_no_use(kind: str) -> None:
         state = state.of(change=replace(state.change, boundary=True))
     elif kind == "draining":
         members["node1"] = replace(members["node1"], draining=True)
+    elif kind == "another drains":
+        members["node0"] = replace(members["node0"], draining=True)
     else:
         report = replace(members["node1"].report, phase=NodePhase.FAILED)
         members["node1"] = replace(members["node1"], report=report)
@@ -106,8 +111,29 @@ def test_the_coordinator_holds_its_decision_until_then() -> None:
         members[node] = replace(member, report=report, seen=NOW + 60)
     state = state.of(members=members, ticked=NOW)
     state, _, reason = transition(state, None, NOW)
-    assert state.phase is JobPhase.HALTING and "back in 2.5 s" in reason
+    assert state.phase is JobPhase.HALTING and "back in 3 s" in reason
     state, actions, reason = transition(state, None, NOW + 0.1)
     assert state.phase is JobPhase.HALTING and actions == () and reason == ""
-    state, _, _ = transition(state.of(ticked=NOW + 5.2), None, NOW + 5.2)
+    state, _, _ = transition(state.of(ticked=NOW + 6.2), None, NOW + 6.2)
     assert state.phase is not JobPhase.HALTING
+
+
+def test_who_crashes_again_in_the_same_step_is_not_waited_for_again() -> None:
+    """The step may be what it crashes of: without it the others get through."""
+    result = returning.consider(crashed(bytes_per_s=1.0), NOW)
+    assert result is not None and result[0].change is not None
+    state = result[0].of(change=replace(result[0].change, wait_until=0.0))
+    again = returning.consider(state, NOW + 10)
+    assert again is not None and again[0].change is not None
+    assert again[0].change.wait_until == -1 and again[2].startswith("node1 crashed again in step 3; ")
+    later = state.of(change=replace(state.change, step=4))  # type: ignore[arg-type]
+    assert (found := returning.consider(later, NOW + 10)) is not None
+    assert returning.waiting(found[0], NOW + 11)
+
+
+def test_a_wait_is_no_measure_of_a_pause() -> None:
+    """Else each wait would make the next one look cheaper."""
+    state = crashed(bytes_per_s=1.0)
+    assert state.change is not None
+    for until, pauses in ((NOW + 6, (0.2,)), (-1.0, (0.2, 10.5))):
+        assert paused(state, replace(state.change, wait_until=until), BEGAN + 10.5).pauses == pauses

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.planning.backups import CLOSE, Estimate, Weighing, choose, estimate, estimates, options
+from elastic.planning.backups import (
+    CLOSE,
+    Estimate,
+    Weighing,
+    choose,
+    estimate,
+    estimates,
+    is_replicated,
+    options,
+)
 from elastic.planning.building import protect
 from elastic.planning.profile import Device, LayerTimes, Link, Profile
 
@@ -180,3 +189,14 @@ def test_a_parity_takes_less_memory_than_a_snapshot_and_more_to_recover() -> Non
     whole, xor = (estimate(plan(1), f"recompute+{state}", by, NODES) for state in ("snapshot", "parity:2"))
     assert (whole.memory_bytes, xor.memory_bytes) == (48 * MB, 16 * MB)
     assert whole.sent_bytes == xor.sent_bytes and whole.lost_s < xor.lost_s
+
+
+def test_replicas_have_to_lie_in_other_domains_where_there_are_such() -> None:
+    """The choice while training and the plan's own are one and the same rule."""
+    apart = tuple(replace(info, domain="ab"[i % 2]) for i, info in enumerate(NODES))
+    assert is_replicated(plan(2), NODES) == (True, "every layer is held by several nodes")
+    held, why = is_replicated(plan(2), apart)
+    assert not held and "one failure domain only" in why
+    by = Weighing(profile=profile(link=40 * MB), hazard_per_s=1e-4)
+    assert not any(e.state == "replica" for e in estimates(plan(2), by, apart))
+    assert protect(plan(2), apart, "auto", by)[0].state != "replica"

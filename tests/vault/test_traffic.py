@@ -55,3 +55,12 @@ def test_what_an_abandoned_epoch_had_under_way_is_forgotten() -> None:
     meter.waited(0.25)
     assert not meter.busy and meter.take() == Traffic(5, 0.5, 0.25)
     assert meter.take() == Traffic()
+
+
+def test_a_refused_bundle_tells_nothing_of_the_link() -> None:
+    clock = Clock()
+    meter = TrafficMeter(clock)
+    meter.announced(1, 10**9)
+    clock.now = 0.001
+    meter.acked(1, kept=False)
+    assert meter.take() == Traffic() and not meter.busy

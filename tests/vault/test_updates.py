@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.agent.retention import KEPT_UPDATES, superseded
+from elastic.agent.retention import KEPT_UPDATES, spare, superseded
 from elastic.agent.vault import Vault
 from elastic.core.recovery import solve
 from elastic.core.types import (
+    PARITY,
+    REDUCED,
     STATE,
     UPDATE,
     Accumulate,
@@ -33,10 +35,11 @@ from elastic.worker.fetch import Fetcher
 from elastic.worker.install import Installer
 from elastic.worker.optimizer import OptimizerSpec, adamw, cosine
 from elastic.worker.protection import Protection
+from elastic.worker.rebase import Rebase
 from elastic.worker.replica import LayerReplica
 from tests.core.job_model import make_spec
 from tests.model.toys import replicas, run, sgd, state_of, toy_stack
-from tests.vault.copies import LocalWriter, content, make, put
+from tests.vault.copies import LocalWriter, content, gradient, make, put
 from tests.vault.nodes import MiniNode, nodes
 
 MICROBATCHES = (0, 1, 2, 3)
@@ -318,3 +321,55 @@ def test_a_full_vault_leaves_a_gap_that_nobody_steps_over(tmp_path: Path) -> Non
         b.vault.check_integrity()
         with pytest.raises(Unrecoverable):
             assigned(b)
+
+
+@pytest.mark.parametrize("kind", [STATE, REDUCED, PARITY])
+def test_after_training_went_back_the_newest_is_of_the_newest_epoch(kind: str) -> None:
+    """Version 20 of an abandoned epoch makes room, not version 10 of the running one."""
+    old = [make(content(v), kind=kind, step=v, epoch=3) for v in (19, 20)]
+    here = make(content(10), kind=kind, step=10, epoch=4)
+    assert spare([*old, here], make(content(11), kind=kind, step=11, epoch=4)) == old
+
+
+def test_what_lies_beyond_the_version_an_epoch_begins_with_is_dropped(tmp_path: Path) -> None:
+    """Of older epochs alone; what the recovery reads is not beyond it."""
+    vault = Vault("a", tmp_path)
+    sizes = {
+        (kind, step, epoch): put(vault, make(content(step), kind=kind, step=step, epoch=epoch), content(step))
+        for kind in (STATE, REDUCED, UPDATE)
+        for step, epoch in ((9, 1), (10, 1), (11, 2))
+    }
+    ledgers = {step: put(vault, gradient(content(step), step, {0}), content(step)) for step in (10, 11)}
+    vault.enter(2, 10)
+    left = set(vault.inventory())
+    assert left == {
+        sizes[STATE, 9, 1], sizes[STATE, 10, 1], sizes[STATE, 11, 2],
+        sizes[REDUCED, 9, 1], sizes[REDUCED, 10, 1], sizes[REDUCED, 11, 2],
+        sizes[UPDATE, 9, 1], sizes[UPDATE, 11, 2], ledgers[10],
+    }  # fmt: skip
+    vault.check_integrity()
+    vault.close()
+
+
+class Layer:
+    """As much of a layer as its turn depends on."""
+
+    def __init__(self, index: int, version: int) -> None:
+        self.index, self.version = index, version
+
+
+def due(rebase: Rebase, version: int) -> set[int]:
+    return rebase.due([Layer(index, version) for index in range(4)])  # type: ignore[misc]
+
+
+def test_whole_states_that_found_no_room_are_tried_again_when_there_will_be_some() -> None:
+    """Else layers would go without for as many updates as lie between two turns."""
+    rebase = Rebase(32)
+    rebase.sent(1, whole=True)
+    rebase.given_up(1)
+    assert due(rebase, 1) == set() and due(rebase, 2) == set()
+    rebase.again()
+    assert due(rebase, 3) == {0, 1, 2, 3}
+    rebase.sent(2, whole=True)
+    rebase.given_up(2)
+    assert due(rebase, 4) == {0, 1, 2, 3}, "the room was not there yet"
