@@ -217,6 +217,7 @@ class Vault:
             self._drop(entry)
         if old:
             self._hand_back()
+            self._sweep()
 
     def _hand_back(self) -> None:
         for path, reader in self._readers.items():
@@ -275,8 +276,7 @@ class Vault:
         return corrupt
 
     def flip_bytes(self) -> int:
-        """Flip a byte in the middle of every copy that came from elsewhere, as failing memory would: for rehearsals.
-        Return how many."""
+        """Flip a byte in every copy that came from elsewhere, as failing memory would; return how many."""
         with self._lock:
             found = [entry for entry in self._entries.values() if isinstance(entry.slot, Slot)]
             for entry in found:

@@ -38,12 +38,13 @@ def recipe_of(slot: Slot, version: int, copies: Sequence[Copy]) -> Recipe:
 
 
 def alike(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:
-    """Copies that can take the place of `copy` in `recipe`, `copy` included."""
+    """Copies that can take the place of `copy` in `recipe`, `copy` included: in floating point two attempts at a step
+    differ in the last bits."""
     chained = recipe.updates and copy.kind in (STATE, UPDATE)
     return [
         other
         for other in shelf.equals(copy)
-        if other.nbytes == copy.nbytes
+        if (other.nbytes, other.checksum) == (copy.nbytes, copy.checksum)
         and not (chained and (other.owner, other.epoch) != (copy.owner, copy.epoch))
     ]
 

@@ -29,61 +29,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from elastic.core.messages import LocalCopy, Published
 from elastic.core.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, Copy
-from elastic.errors import StaleError
+from elastic.errors import StaleError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
 from elastic.worker.abandon import Abandon
+from elastic.worker.publishing import Message, Sender, Summed
 from elastic.worker.replica import LayerReplica
 from elastic.worker.state import as_bytes
 from elastic.worker.traffic import TrafficMeter
 
 SLOTS_A_RING = 2
-
-
-class Message(Protocol):
-    """What is published of `elastic.worker.boundary.Logged`."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def microbatch(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def write(self, out: Tensor) -> None: ...
-
-
-class Summed(Protocol):
-    """A gradient sum to be published: a layer's own (`LayerReplica`) or another (`Part`)."""
-
-    index: int
-    ledger: set[int]
-    losses: dict[int, float]
-
-    @property
-    def gradient_nbytes(self) -> int: ...
-
-    def write_gradient(self, out: Tensor) -> None: ...
-
-
-class Sender(Protocol):
-    """A channel to the agent."""
-
-    def send(self, message: Published) -> None: ...
 
 
 @dataclass(slots=True)
@@ -147,6 +107,7 @@ class Publisher:
         """Starts above that of any earlier worker of this node."""
         self._bundle, self._acked = 0, 0
         self._changed = threading.Condition()
+        self._logs_given_up = False
         self.traffic = TrafficMeter()
 
     def publish_gradients(
@@ -226,6 +187,8 @@ class Publisher:
 
     def publish_logs(self, messages: Iterable[Message], epoch: int, abandon: Abandon | None) -> int:
         """Publish messages to other stages, locally; waits as `publish_gradients` does. Raises VaultFull."""
+        if self._logs_given_up:
+            raise VaultFull("logged messages made room for other copies")
         items = [
             _Item(m.kind, m.layer, m.step, m.nbytes, m.write, frozenset((m.microbatch,))) for m in messages
         ]
@@ -290,6 +253,7 @@ class Publisher:
     def _publish(self, items: list[_Item], epoch: int, peer: str, abandon: Abandon | None) -> int:
         """Write and announce those of `items` that are new, as one bundle."""
         self._enter(epoch)
+        self._reclaim()
         written: list[tuple[_Item, _Ring, _Held, LocalCopy]] = []
         protecting = 0
         for item in items:
@@ -350,12 +314,36 @@ class Publisher:
         return oldest
 
     def _new(self, ring: _Ring, nbytes: int) -> _Held:
-        for slot in [slot for slot in self._aside if slot.sequence == 0]:
-            self._aside.remove(slot)
-            self._pool.give(slot)
-        held = _Held(self._pool.take(nbytes))
+        try:
+            slot = self._pool.take(nbytes)
+        except VaultFull:
+            if not self._give_up_logs():
+                raise
+            slot = self._pool.take(nbytes)
+        held = _Held(slot)
         ring.held.append(held)
         return held
+
+    def _give_up_logs(self) -> bool:
+        """Logged messages make room for what is not optional, and are not written any more; whether there were any.
+
+        The vault drops them: their slots say that something else is being written.
+        """
+        self._logs_given_up = True
+        found = [key for key in self._rings if key[0] in LOGS]
+        for key in found:
+            for held in self._rings.pop(key).held:
+                self._pool.give(held.slot)
+        return bool(found)
+
+    def _reclaim(self) -> None:
+        """Take back slots of older epochs that the vault has handed back."""
+        aside, self._aside = self._aside, []
+        for slot in aside:
+            if slot.sequence:
+                self._aside.append(slot)
+            else:
+                self._pool.give(slot)
 
     def _enter(self, epoch: int) -> None:
         """Set the slots of an older epoch aside, for the vault to hand back."""
@@ -369,6 +357,7 @@ class Publisher:
             else:
                 self._pool.give(held.slot)
         self._rings.clear()
+        self._logs_given_up = False
         self.traffic.forget()
         self._epoch = epoch
 

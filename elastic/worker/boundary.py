@@ -76,6 +76,8 @@ class BoundaryLog:
     def flush(self, abandon: Abandon | None) -> None:
         """Write and announce what was kept; waits for slots as `Publisher` does. Raises EpochAbandoned."""
         pending, self._pending = self._pending, []
+        if not pending:
+            return
         try:
             self._publisher.publish_logs(pending, self._epoch, abandon)
         except EpochAbandoned:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from elastic.core.types import ACTIVATION, COTANGENT
-from elastic.errors import FieldError
+from elastic.errors import FieldError, VaultError
 from elastic.planning.schedule import Action, Kind
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.boundary import Logged
@@ -42,9 +42,9 @@ class Agreement:
 
     The ranks run the same collectives inside every layer, so one that stopped alone would leave the others
     hanging. Therefore each calls `check` before every compute action: `sync` is a maximum over the group of
-    "I must leave". A rank that has to leave for another reason (a failed link, or an abandoned wait) owes the
-    others one such call. This context manager pays it, and is the only place that does: wrap whatever may
-    raise EpochAbandoned or LinkFailed. It may be nested; the debt is paid once.
+    "I must leave". A rank that has to leave for another reason (a failed link, an abandoned wait, no room for a
+    copy) owes the others one such call. This context manager pays it, and is the only place that does: wrap whatever
+    may raise EpochAbandoned, LinkFailed or VaultError. It may be nested; the debt is paid once.
     """
 
     def __init__(self, sync: Callable[[bool], bool] | None, abandon: Abandon) -> None:
@@ -70,7 +70,7 @@ class Agreement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (EpochAbandoned, LinkFailed)) and not self._settled:
+        if isinstance(error, (EpochAbandoned, LinkFailed, VaultError)) and not self._settled:
             self._settled = True
             assert self._sync is not None
             self._sync(True)

@@ -10,6 +10,8 @@ now and then (`rebase`). What was not published is when the epoch ends, for thos
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -17,13 +19,17 @@ from torch import Tensor
 
 from elastic.core import messages as m
 from elastic.core.types import Plan
+from elastic.errors import VaultFull
 from elastic.planning.schemes import LOG, NONE, gradients_of, state_of
 from elastic.worker.abandon import Abandon
-from elastic.worker.backup import Publisher, Summed
+from elastic.worker.backup import Publisher
 from elastic.worker.boundary import BoundaryLog
 from elastic.worker.layers import Tied
+from elastic.worker.publishing import Summed
 from elastic.worker.rebase import Rebase
 from elastic.worker.replica import LayerReplica
+
+log = logging.getLogger(__name__)
 
 USELESS_AFTER = 2
 """Updates after which an older epoch's copies lead nowhere: survivors keep two versions."""
@@ -143,7 +149,8 @@ class Protection:
             self._gradient_bundle = max(self._gradient_bundle, bundle)
         if self.log is not None and self._state_peer:
             # The update clears them, and until the peer has the new state a loss leads back to this one.
-            self._publisher.publish_gradients(self._replicas, step, self._epoch, "", self._abandon)
+            with contextlib.suppress(VaultFull):
+                self._publisher.publish_gradients(self._replicas, step, self._epoch, "", self._abandon)
         self._publisher.wait_acked(self._gradient_bundle, self._abandon)
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 
@@ -165,9 +172,16 @@ class Protection:
         self.on_acked(0)
 
     def flush(self) -> None:
-        """Put everything into the local vault that is not there yet: the epoch is over."""
+        """Put everything into the local vault that is not there yet: the epoch is over. What finds no room there is not
+        kept: training goes back, or runs micro-batches again."""
         if self.log is not None:
             self.log.flush(None)
+        try:
+            self._flush()
+        except VaultFull as error:
+            log.warning("what this worker holds does not fit into its vault: %s", error)
+
+    def _flush(self) -> None:
         states = [r for r in self._replicas if self._versions.get(r.index) != r.version]
         if states:
             self._publisher.publish_states(states, self._epoch, "")

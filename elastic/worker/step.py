@@ -117,6 +117,9 @@ class StepRunner:
         self._run_in_part(step, covered)
         pipeline = self._plan.pipelines[self._member.pipeline]
         actions = actions_of(pipeline, todo[self._member.pipeline])[self._member.stage]
+        if not actions:  # what the epoch began with is not published after a first micro-batch
+            with self.runner.agreement:
+                self._protection.enter()
         if self._common is not None:
             self._position.at("wait", step)
             with self.runner.agreement:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from elastic.agent.vault import Vault
-from elastic.core.types import ACTIVATION, COTANGENT, LOGS, STATE, Copy
+from elastic.core.types import ACTIVATION, COTANGENT, GRADIENT, LOGS, STATE, Copy
 from elastic.errors import VaultFull
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
 from elastic.worker.boundary import BoundaryLog, Logged, read
 from elastic.worker.fetch import Fetcher
+from tests.model.toys import replicas, run
 from tests.vault.copies import LocalWriter, content, make
 from tests.vault.nodes import MiniNode, nodes
 
@@ -126,6 +127,25 @@ def test_short_memory_ends_the_log_not_the_training(
 
     monkeypatch.setattr(publisher._pool, "take", full)
     log_step(log, 0, abandon)
+    assert not found(node.vault) and caplog.text.count("not logged any more") == 1
+
+
+def test_logged_messages_make_room_for_what_is_not_optional(
+    node: MiniNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have filled what there is; a gradient finds room all the same, the vault drops them, and no more come."""
+    publisher, abandon, layers = publisher_of(node), Abandon(), replicas()
+    log = BoundaryLog(publisher, 1)
+    log_step(log, 0, abandon)
+    settle(node, M)
+    assert found(node.vault)
+    run(layers, 0, 0)
+    publisher._pool.limit = publisher.allocated_bytes + layers[0].gradient_nbytes - 1
+    publisher.wait_acked(publisher.publish_gradients(layers[:1], 0, 1, "", abandon), abandon)
+    assert not found(node.vault)
+    assert [copy.kind for copy in node.vault.inventory()] == [GRADIENT]
+    node.vault.check_integrity()
+    log_step(log, 1, abandon)
     assert not found(node.vault) and caplog.text.count("not logged any more") == 1
 
 

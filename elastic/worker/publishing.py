@@ -1,0 +1,49 @@
+"""What the publisher (`elastic.worker.backup`) needs of others."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from elastic.core.messages import Published
+
+
+class Message(Protocol):
+    """What is published of `elastic.worker.boundary.Logged`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, out: Tensor) -> None: ...
+
+
+class Summed(Protocol):
+    """A gradient sum to be published: a layer's own (`LayerReplica`) or another (`Part`)."""
+
+    index: int
+    ledger: set[int]
+    losses: dict[int, float]
+
+    @property
+    def gradient_nbytes(self) -> int: ...
+
+    def write_gradient(self, out: Tensor) -> None: ...
+
+
+class Sender(Protocol):
+    """A channel to the agent."""
+
+    def send(self, message: Published) -> None: ...
