@@ -42,6 +42,7 @@ class Clock(Quiet):
         super().__init__()
         self.now, self._pending = 0.0, 0.0
         self._links, self._times, self._unit = links, times, unit
+        self.device = links.device
 
     def before(self, action: Action) -> None:
         super().before(action)
