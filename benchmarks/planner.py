@@ -1,6 +1,6 @@
 """The planner: how fast it is, how far its plans are from the best, and how they compare with its rivals'.
 
-    python -m benchmarks.planner [--quick] [--repeats 5] [--clusters 100] [--nodes 64] [--jobs N]
+    python -m benchmarks.planner [--quick] [--repeats 5] [--clusters 100] [--nodes 64] [--jobs N] [--only-clusters]
 
 - Speed: median seconds of `make_plan` in a warm process.
 - Quality: step time over a proven lower bound (`elastic.planning.bound`) on random clusters of two or three types.
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -214,8 +215,10 @@ def gaps(size: Size, clusters: int, links: tuple[float, ...], jobs: int) -> tupl
         while len(found) < clusters:
             seeds = range(drawn, drawn + clusters - len(found))
             drawn = seeds.stop
-            for one in pool.map(gap, seeds, repeat(size), repeat(links)):
+            for seed, one in zip(seeds, pool.map(gap, seeds, repeat(size), repeat(links)), strict=True):
                 found += [one] if one else []
+                if one and clusters > 1:
+                    print(f"cluster {seed}: {one.over_bound:.3%}", flush=True)
                 bar.update(one is not None)
     return found, drawn - clusters
 
@@ -234,6 +237,10 @@ def quality(size: Size, jobs: int = 1) -> Iterator[Row]:
     yield Row(f"{what}: drawn and too small", small, "", None, "lower")
     yield Row(f"{what}: median time to plan", statistics.median(g.plan_s for g in found), "s", None, "lower")
     yield Row(f"{what}: longest time to plan", max(g.plan_s for g in found), "s", None, "lower")
+
+
+def slow_links(size: Size, jobs: int = 1) -> Iterator[Row]:
+    """The same where reduction rules the step."""
     few = max(1, size.clusters // 10)
     slow = [100 * one.over_bound for one in gaps(size, few, SLOW, jobs)[0]]
     what = f"gap, {few} clusters with links of 25 Gbit/s"
@@ -310,7 +317,14 @@ def measure(size: Size, jobs: int = 1) -> tuple[list[Row], list[Match]]:
     """Everything at one size."""
     fast = list(speed(size))  # before anything is remembered
     found = matches(size)
-    return [*fast, *quality(size, jobs), *rivals(found), *published(found)], found
+    return [*fast, *quality(size, jobs), *slow_links(size, jobs), *rivals(found), *published(found)], found
+
+
+def again(size: Size, jobs: int) -> list[Row]:
+    """The random clusters alone; all other rows stay as they were written last."""
+    rows = {row.metric: row for row in quality(size, jobs)}
+    old = json.loads((DIRECTORY / "planner.json").read_text())["rows"]
+    return [rows.get(row["metric"], Row(**row)) for row in old]
 
 
 def main() -> None:
@@ -320,12 +334,16 @@ def main() -> None:
     parser.add_argument("--clusters", type=int, default=FULL.clusters, help="random ones")
     parser.add_argument("--nodes", type=int, default=max(FULL.nodes), help="most nodes against rivals")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes for the random clusters")
+    parser.add_argument("--only-clusters", action="store_true", help="the random clusters; other rows stay")
     args = parser.parse_args()
     if args.quick:
         for row in measure(QUICK)[0]:
             print(f"{row.metric}: {row.value:.4g} {row.unit} {row.met}")
         return
     size = replace(FULL, repeats=args.repeats, clusters=args.clusters, nodes=tuple(range(2, args.nodes + 1)))
+    if args.only_clusters:
+        print(f"written to {save('planner', again(size, args.jobs))}")
+        return
     rows, found = measure(size, args.jobs)
     print(f"written to {save('planner', rows)}")
     (DIRECTORY / "planner-rivals.csv").write_text(table(found))

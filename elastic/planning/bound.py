@@ -30,8 +30,6 @@ RANGES = (1, 8, 16, 32)
 """Micro-batches of a pipeline are treated in ranges that begin with these, where memory is limited."""
 EFFORT, SPLITS = 200_000, (14, 60)
 """Branchings times groups; and the least and most branchings."""
-FAR, MORE = 0.04, 4
-"""A bound that is farther than this from the plan gets so many times the effort."""
 FEW, MANY = 12, 24
 """Prices of work that are tried, roughly and finally."""
 NARROW, WIDE = 0.97, 1.2
@@ -39,8 +37,11 @@ NARROW, WIDE = 0.97, 1.2
 where it differs more than the ends of that range do, but for this factor."""
 SHORT = 1e-3
 """Shorter tails, as a share of the step, are not told apart."""
-CLOSE_ENOUGH = 0.01
-"""The bound is not improved further when it is this near to the plan."""
+NEAR = 0.01, 0.045
+"""Shares of the plan at which branching aims, one after the other: it stops when the bound is so near. A lower aim gets
+nearer where the first one is out of reach."""
+FAR = 0.04
+"""A bound that is nearer to the plan than this is not aimed at again."""
 
 
 def lower_bound(problem: Problem, above: float, splits: int | None = None) -> float:
@@ -63,6 +64,18 @@ def lower_bound(problem: Problem, above: float, splits: int | None = None) -> fl
     groups = comb(min(nodes, limit) + kinds, kinds)
     if groups > MOST_GROUPS:
         raise FieldError("groups", groups, f"at most {MOST_GROUPS} can be enumerated")
+    if splits is None:
+        splits = min(SPLITS[1], max(SPLITS[0], EFFORT // groups))
+    best = 0.0
+    for near in NEAR:
+        if best < above * (1 - FAR):
+            best = max(best, _proven(problem, above, splits, near))
+    return best
+
+
+def _proven(problem: Problem, above: float, splits: int, near: float) -> float:
+    """The bound that so many branchings prove, if they aim at one that is this near to the plan."""
+    nodes = sum(problem.counts)
     whole = _Groups(problem, above, above, 1)
     value = whole.values(above)
     if not value.any():
@@ -70,13 +83,11 @@ def lower_bound(problem: Problem, above: float, splits: int | None = None) -> fl
     fewest = -(-problem.microbatches // int(value.max()))
     most = nodes // int(whole.counts[value > 0].sum(axis=1).min())
     branches = [_branch(problem, above, 0.0, above, (fewest, max(fewest, most)))]
-    usual = min(SPLITS[1], max(SPLITS[0], EFFORT // groups)) if splits is None else splits
-    for made in range(MORE * usual if splits is None else usual):
-        near = FAR if made >= usual else CLOSE_ENOUGH
+    for _ in range(splits):
         if branches[0].bound >= above * (1 - near):
             break
         worst = heapq.heappop(branches)
-        parts = _halves(problem, above, worst)
+        parts = _halves(problem, above, worst, near)
         for part in parts:
             heapq.heappush(branches, part)
         if parts == [worst]:
@@ -125,11 +136,11 @@ def _branch(
     return _Branch(min(above, max(low + rest, known)), low, high, number, rest, groups)
 
 
-def _halves(problem: Problem, above: float, branch: _Branch) -> list[_Branch]:
+def _halves(problem: Problem, above: float, branch: _Branch, near: float) -> list[_Branch]:
     """Split the range of the tail where its upper part is good enough at once; else what makes the bound looser, that
     range or the number of pipelines in the ring."""
     low, high, (fewest, most) = branch.low, branch.high, branch.number
-    enough = above * (1 - CLOSE_ENOUGH) - branch.rest
+    enough = above * (1 - near) - branch.rest
     rings = problem.model.reduction(fewest), problem.model.reduction(most)
     least = above * SHORT
     if problem.model.tailless:
