@@ -14,6 +14,8 @@ from typing import Any
 from tests.scenarios.catalogue import BASE, MODELS, Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
+LEASE_S = "30"
+"""Seconds of silence after which a node is lost."""
 DEADLINE_S = 280.0
 ELASTIC_FLAGS = ("--nproc-per-node", "--backup")
 """Flags of a scenario that belong to `elastic run`, each with a value; the others are the script's."""
@@ -39,7 +41,11 @@ class Run:
 def elastic_run(
     run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S
 ) -> Run:
-    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end."""
+    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end.
+
+    Only where a node is cut off is silence what tells: elsewhere a busy machine must not make anybody lost.
+    """
+    silent = "--lease" in flags or any("partition" in flag for flag in flags)
     command = [
         sys.executable,
         "-m",
@@ -48,6 +54,7 @@ def elastic_run(
         "--standalone",
         "--run-dir",
         str(run_dir),
+        *([] if silent else ["--lease", LEASE_S]),
         *flags,
         *script,
     ]
