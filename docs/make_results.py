@@ -14,6 +14,7 @@ SHOWN = (
     ("recovery", "total, median"),
     ("engine", "4 stages: speed over Schedule1F1B"),
     ("backup_overhead", "step time, auto"),
+    ("backup_overhead", "step time, backup on / off, 4 nodes, 512 tokens"),
     ("planner", "1,024 nodes of 3 types"),
     ("planner", "re-plan after one loss, 1,024 nodes of 3 types"),
     ("planner", "gap to the lower bound, 100 random mixed clusters of 64 to 512 nodes: median"),
