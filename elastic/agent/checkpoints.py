@@ -1,5 +1,6 @@
 """Durable checkpoints without waiting: when a worker publishes the state of a checkpoint's step, it is copied
-aside at once and written to disk by a thread. One node a layer writes it: the holder in the first pipeline.
+aside at once and written to disk by a thread. One node a layer writes it: the holder in the first pipeline. Where
+holders share the state, each writes its portion.
 
 The state after the last step is always a checkpoint's. It alone is waited for: workers are told that it is
 protected only when it is on disk, and so the job does not end before."""
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from elastic.agent.vault import Vault
 from elastic.core.messages import CheckpointPart, Published
-from elastic.core.types import STATE, Copy, Plan
+from elastic.core.types import STATE, WHOLE, Copy, Plan
 from elastic.errors import ElasticError, VaultError
 from elastic.store import durable
 
@@ -54,7 +55,8 @@ class CheckpointWriter:
         for local in published.copies:
             copy = local.copy
             due = copy.step > 0 and (copy.step % self.every == 0 or copy.step == self.steps)
-            mine = due and copy.kind == STATE and plan.holders(copy.layer)[0].node == self._node
+            writes = copy.portion != WHOLE or plan.holders(copy.layer)[0].node == self._node
+            mine = due and copy.kind == STATE and writes
             part = (copy.step, copy.layer, copy.shard)
             if mine and part not in self._last:
                 try:
@@ -91,4 +93,4 @@ class CheckpointWriter:
             except (ElasticError, OSError) as error:
                 log.error("checkpoint of step %d: %s", step, error)
                 continue
-            self._emit(CheckpointPart(step, tuple((copy.layer, copy.shard) for copy, _ in runs)))
+            self._emit(CheckpointPart(step, tuple(copy.slot for copy, _ in runs)))

@@ -113,7 +113,7 @@ class Parities:
 
     def _put(self, parity: _Parity, copy: Copy, kept: Copy, slot: Slot) -> None:
         assert copy.lane is not None
-        part = Part(copy.owner, copy.layer, copy.shard, copy.nbytes, copy.checksum)
+        part = Part(copy.owner, copy.layer, copy.shard, copy.nbytes, copy.checksum, copy.portion)
         before = parity.parts.get(copy.owner)
         if before is not None or parity.spoilt or copy.owner not in copy.lane.members:
             self._give(slot)

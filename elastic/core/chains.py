@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from elastic.core.shelf import Shelf, Slot
-from elastic.core.types import STATE, UPDATE, Copy, Recipe
+from elastic.core.shelf import Shelf
+from elastic.core.types import STATE, UPDATE, Copy, Recipe, Slot
 
 Link = Sequence[Copy]
 """Equal copies, any of which will do."""
@@ -29,12 +29,10 @@ def chains(shelf: Shelf, slot: Slot, version: int) -> Iterator[tuple[Link, ...]]
 
 
 def recipe_of(slot: Slot, version: int, copies: Sequence[Copy]) -> Recipe:
-    """The recipe that takes these: a state, updates, gradients of the last step."""
-    layer, shard = slot
-    state = next(copy for copy in copies if copy.kind == STATE)
-    updates = tuple(copy for copy in copies if copy.kind == UPDATE)
-    replay = tuple(copy for copy in copies if copy.kind not in (STATE, UPDATE))
-    return Recipe(layer, shard, version, state, replay=replay, updates=updates)
+    """The recipe that takes these: a state, and updates."""
+    layer, shard, *_ = slot
+    state, *updates = copies
+    return Recipe(layer, shard, version, state, updates=tuple(updates))
 
 
 def alike(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:

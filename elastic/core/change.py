@@ -13,6 +13,7 @@ from elastic.core.messages import NodePhase
 from elastic.core.stragglers import slow
 from elastic.core.types import Copy, Plan, StepRecord
 from elastic.errors import FieldError, InfeasiblePlan, Unrecoverable
+from elastic.planning.schemes import state_of
 from elastic.planning.search import PlanRequest, make_plan
 
 
@@ -251,8 +252,12 @@ def _left_aside(choice: stay.Choice) -> tuple[Note, ...]:
 def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
     assert state.plan is not None
     layers = [layer for _, _, stage in plan.stages() if stage.unit.node == node for layer in stage.layers]
+    every = state_of(state.plan.state).sharded
     sources = tuple(
-        (layer, shard, state.plan.holders(layer)[0].node) for layer in layers for shard in range(plan.tp)
+        (layer, shard, unit.node)
+        for layer in layers
+        for shard in range(plan.tp)
+        for unit in state.plan.holders(layer)[: None if every else 1]
     )
     vaults = tuple((mb.node, mb.report.info.vault) for mb in state.members.values())
     return m.Prefetch(state.epoch, sources, vaults)

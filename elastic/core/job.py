@@ -9,7 +9,7 @@ from typing import Any
 from elastic.core.gauge import Gauge
 from elastic.core.messages import Launch, Measured, NodePhase, NodeReport
 from elastic.core.pace import Pace
-from elastic.core.types import Assignment, JobSpec, Plan, StepRecord
+from elastic.core.types import Assignment, JobSpec, Plan, Slot, StepRecord
 from elastic.planning.profile import Profile
 
 
@@ -164,8 +164,8 @@ class JobState:
     trimmed: int = 0
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
-    parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
-    """(step, (layer, TP rank) written) of the checkpoint being written."""
+    parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
+    """(step, slots written) of the checkpoint being written."""
     enough_since: float = 0.0
     """When the minimum of nodes was first there; 0: it is not."""
     launched_at: float = 0.0
@@ -267,7 +267,7 @@ class BackupNoted:
 @dataclass(frozen=True, slots=True)
 class PartWritten:
     step: int
-    layers: tuple[tuple[int, int], ...]
+    layers: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from elastic.core.members import put
 from elastic.core.messages import NodePhase
 from elastic.core.stay import arrived, count
 from elastic.core.stragglers import observe
+from elastic.core.types import Slot, whole_slots
 
 
 def _reported(state: JobState, event: Reported, now: float) -> Result:
@@ -140,9 +141,9 @@ def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
     return state, ((CommitCheckpoint(event.step),) if _whole(state, layers) else ()), ""
 
 
-def _whole(state: JobState, layers: Collection[tuple[int, int]]) -> bool:
-    """Whether these (layer, TP rank) files make a complete checkpoint."""
-    return state.spec is not None and len(layers) == state.spec.n_layers * state.spec.tp
+def _whole(state: JobState, slots: Collection[Slot]) -> bool:
+    """Whether files of these make a complete checkpoint."""
+    return state.spec is not None and len(whole_slots(slots)) == state.spec.n_layers * state.spec.tp
 
 
 def _backup_noted(state: JobState, event: BackupNoted, now: float) -> Result:

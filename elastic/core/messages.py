@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic.core.types import Assignment, Copy, JobSpec, NodeInfo, StepRecord
+from elastic.core.types import Assignment, Copy, JobSpec, NodeInfo, Slot, StepRecord
 
 
 class NodePhase(StrEnum):
@@ -316,8 +316,8 @@ class CheckpointPart:
     """One node's part of a durable checkpoint is on disk."""
 
     step: int
-    layers: tuple[tuple[int, int], ...]
-    """(layer, TP rank) of the files written."""
+    layers: tuple[Slot, ...]
+    """Of the files written."""
 
 
 # ---- coordinator -> agent ----

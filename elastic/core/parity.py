@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastic.core.types import PARITY, STATE, Copy, Part, Plan
+from elastic.core.types import PARITY, STATE, Copy, Part, Plan, Slot
 
-Slot = tuple[int, int]
-"""(layer, TP rank)."""
 States = Mapping[tuple[Slot, int], Sequence[Copy]]
-"""((layer, TP rank), version): copies in living vaults."""
+"""(slot, version): copies in living vaults."""
 
 
 def rebuildable(
     parities: Iterable[Copy], states: States, plan: Plan
 ) -> dict[tuple[Slot, int], tuple[Copy, ...]]:
-    """Return, for every ((layer, TP rank), version) of `plan` that is not in `states` but can be rebuilt: what comes
+    """Return, for every (slot, version) of `plan` that is not in `states` but can be rebuilt: what comes
     out, as a copy that lies nowhere, then the parity, then the other states. Of several parities the newest."""
     found: dict[tuple[Slot, int], tuple[Copy, ...]] = {}
     for parity in sorted(parities, key=lambda c: (c.epoch, c.sequence, c.node)):
@@ -28,7 +26,7 @@ def rebuildable(
         gone = [part for part, copy in copies if copy is None]
         if len(gone) != 1 or not (0 <= gone[0].layer < plan.n_layers and 0 <= gone[0].shard < plan.tp):
             continue
-        slot = gone[0].layer, gone[0].shard
+        slot = gone[0].slot
         if not states.get((slot, parity.step)):
             state = _outcome(parity, gone[0])
             found[slot, parity.step] = (state, parity, *(copy for _, copy in copies if copy is not None))
@@ -41,16 +39,16 @@ def missing_parts(parities: Iterable[Copy], states: States, slot: Slot, versions
         {
             part.layer
             for parity in parities
-            if parity.step in versions and any((p.layer, p.shard) == slot for p in parity.parts)
+            if parity.step in versions and any(p.slot == slot for p in parity.parts)
             for part in parity.parts
-            if (part.layer, part.shard) != slot and _copy_of(part, parity.step, states) is None
+            if part.slot != slot and _copy_of(part, parity.step, states) is None
         }
     )
 
 
 def _copy_of(part: Part, version: int, states: States) -> Copy | None:
     """A copy of exactly the bytes that went into the parity."""
-    copies = states.get(((part.layer, part.shard), version), ())
+    copies = states.get((part.slot, version), ())
     wanted = part.nbytes, part.checksum
     return next((copy for copy in copies if copy.node and (copy.nbytes, copy.checksum) == wanted), None)
 
@@ -67,4 +65,5 @@ def _outcome(parity: Copy, part: Part) -> Copy:
         sequence=parity.sequence,
         nbytes=part.nbytes,
         checksum=part.checksum,
+        portion=part.portion,
     )

@@ -32,10 +32,11 @@ from dataclasses import dataclass, replace
 from elastic.core import partial
 from elastic.core.ledger import from_mask
 from elastic.core.messages import Halted
-from elastic.core.shelf import Shelf, Slot
+from elastic.core.shelf import Shelf
 from elastic.core.shortage import lacking, lost
 from elastic.core.solver import Solver, copies_of, fetched, spread
 from elastic.core.types import (
+    WHOLE,
     Assignment,
     Copy,
     JobSpec,
@@ -44,6 +45,7 @@ from elastic.core.types import (
     Pipeline,
     Plan,
     Recipe,
+    Slot,
     StepRecord,
 )
 from elastic.errors import Unrecoverable
@@ -51,7 +53,7 @@ from elastic.planning import batches
 from elastic.planning.plan import format_indices
 from elastic.planning.rounds import rounds_of
 from elastic.planning.schedule import Action, Kind, actions_of, units_of
-from elastic.planning.schemes import gradients_of
+from elastic.planning.schemes import gradients_of, portion_of
 
 __all__ = ["Assignment", "Outcome", "explain", "replayed", "solve"]
 
@@ -133,24 +135,22 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     """Count what `assignment` moves; `before` is the plan that it replaces, `lost_nodes` those whose
     workers are gone."""
     plan, recipes = assignment.plan, assignment.recipes
-    network = sum(fetched(list(copies_of(recipe)), node) for node, recipe in recipes)
+    network = sum(_bytes_read(plan, node, recipe, lost_nodes) for node, recipe in recipes)
     network += partial.fetched_bytes(plan, assignment.partial)
     moved = tuple(
         layer
         for layer in range(plan.n_layers if before else 0)
         if {u.node for u in plan.holders(layer)} - {u.node for u in (before or plan).holders(layer)}
     )
-    source = _state_source(assignment)
-    if source == "memory" and any(recipe.state and node in lost_nodes for node, recipe in recipes):
-        source = "shared memory"
+    source = _state_source(assignment, lost_nodes)
     replays = sum(bool(recipe.replay) for _, recipe in recipes)
-    longest = max((len(recipe.updates) for _, recipe in recipes), default=0)
+    longest = max((len(part.updates) for _, r in recipes for part in (r, *r.portions)), default=0)
     made = f" and up to {longest} updates" if longest else ""
     todo = frozenset(index for share in assignment.todo for index in share)
     gone = sorted(
         {layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers}
     )
-    built = sorted({recipe.layer for _, recipe in recipes if recipe.rebuild})
+    built = sorted({r.layer for _, r in recipes if any(part.rebuild for part in (r, *r.portions))})
     source_text = f"{source} (layers {format_indices(built)} rebuilt from parity)" if built else source
     text = (
         f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
@@ -233,14 +233,36 @@ def _begun(actions: Sequence[Action], most_finished: int) -> frozenset[int]:
     return frozenset(begun)
 
 
-def _state_source(assignment: Assignment) -> str:
+def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
     recipes = assignment.recipes
     if any(recipe.checkpoint for _, recipe in recipes):
         return "checkpoint"
-    states = [(node, recipe.state) for node, recipe in recipes if recipe.state]
-    if not states:
-        return "initial"
-    return "peer" if any(copy.node != node or copy.owner != node for node, copy in states) else "memory"
+    states = [
+        (node, copy)
+        for node, recipe in recipes
+        for copy in recipe.states
+        if node in lost_nodes or not _is_live(assignment.plan, node, recipe)
+    ]
+    if any(copy.node != node or copy.owner != node for node, copy in states):
+        return "peer"
+    if any(node in lost_nodes for node, _ in states):
+        return "shared memory"
+    return "memory" if any(recipe.states for _, recipe in recipes) else "initial"
+
+
+def _is_live(plan: Plan, node: str, recipe: Recipe) -> bool:
+    """Whether workers on `node`, if they live, have what the portions bring: theirs is among them, and the rest they
+    got after the last update (unless the fault came just then)."""
+    mine = portion_of(plan, node, recipe.layer)
+    return not recipe.replay and any(
+        copy.owner == copy.node == node and copy.portion == mine != WHOLE for copy in recipe.states
+    )
+
+
+def _bytes_read(plan: Plan, node: str, recipe: Recipe, lost_nodes: Sequence[str]) -> int:
+    """Bytes over the network that `recipe` costs `node`."""
+    live = node not in lost_nodes and _is_live(plan, node, recipe)
+    return fetched(list(copies_of(replace(recipe, portions=()) if live else recipe)), node)
 
 
 def _recipes(
@@ -254,7 +276,7 @@ def _recipes(
         for slot in ((layer, shard) for layer in stage.layers for shard in range(solver.plan.tp)):
             recipe = solver.state_recipe(node, slot, version)
             recipe = replace(recipe, gradients=tuple(sums.get((node, slot), ())))
-            if recipe.state or recipe.checkpoint or recipe.gradients:
+            if recipe.states or recipe.checkpoint or recipe.gradients:
                 recipes.append((node, recipe))
     return spread(recipes, solver.shelf)
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 from elastic.core.ledger import to_mask
 from elastic.core.parity import rebuildable
-from elastic.core.types import LOGS, PARITY, REDUCED, STATE, UPDATE, Copy, Plan
+from elastic.core.types import LOGS, PARITY, REDUCED, STATE, UPDATE, Copy, Plan, Slot
 
-Slot = tuple[int, int]
-"""(layer, TP rank)."""
 Line = tuple[str, int]
 """(owner, epoch) of copies."""
 
@@ -21,7 +19,7 @@ class Shelf:
     micro-batches than the plan's, empty gradients, and gradients of the last layer that lack a loss."""
 
     states: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
-    """((layer, TP rank), version): copies, newest epoch first."""
+    """(slot, version): copies, newest epoch first."""
     gradients: dict[tuple[Slot, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
     """((layer, TP rank), step): ledger mask: copies, newest epoch first. Copies with the same ledger are
     equal."""
@@ -30,13 +28,15 @@ class Shelf:
     """((layer, TP rank), step): gradients of layers with shared tensors as their update takes them."""
 
     updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = field(default_factory=dict)
-    """(layer, TP rank): (owner, epoch): step: what that update took."""
+    """Slot: (owner, epoch): step: what that update took."""
     rebuilds: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
-    """((layer, TP rank), version): the parity and the other states that it is rebuilt from, where no copy of it is
+    """(slot, version): the parity and the other states that it is rebuilt from, where no copy of it is
     left. `states` then has what comes out, a copy that lies nowhere (`node` is "")."""
     parities: tuple[Copy, ...] = ()
     logs: dict[tuple[str, int, int, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
     """(kind, layer, step, micro-batch): TP rank: copies of one message, newest epoch first."""
+    divisions: dict[Slot, tuple[int, ...]] = field(default_factory=dict)
+    """(layer, TP rank): into how many portions its states were divided, where they were."""
 
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
@@ -50,13 +50,15 @@ class Shelf:
         for copy in dict.fromkeys(inventory):
             if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
                 continue
+            if not 0 <= copy.portion[0] < copy.portion[1]:
+                continue
             at = (copy.layer, copy.shard), copy.step
             if copy.kind == STATE:
-                states.setdefault(at, []).append(copy)
+                states.setdefault((copy.slot, copy.step), []).append(copy)
             elif copy.kind == REDUCED:
                 reduced.setdefault(at, []).append(copy)
             elif copy.kind == UPDATE:
-                line = updates.setdefault(at[0], {}).setdefault((copy.owner, copy.epoch), {})
+                line = updates.setdefault(copy.slot, {}).setdefault((copy.owner, copy.epoch), {})
                 line[copy.step] = (*line.get(copy.step, ()), copy)
             elif copy.kind == PARITY:
                 parities.append(copy)
@@ -80,11 +82,12 @@ class Shelf:
             {at: tuple(sources) for at, (_, *sources) in rebuilds.items()},
             tuple(parities),
             {at: {s: _newest_first(c) for s, c in by.items()} for at, by in logs.items()},
+            _divisions(states),
         )
 
     def versions(self, slot: Slot) -> list[int]:
-        """Versions of which a state copy of `slot` exists, ascending."""
-        return sorted(version for at, version in self.states if at == slot)
+        """Versions of which a state copy of `slot`, or of a portion of it, exists, ascending."""
+        return sorted({version for at, version in self.states if at[: len(slot)] == slot})
 
     def equals(self, copy: Copy) -> tuple[Copy, ...]:
         """Copies of the same content, `copy` included."""
@@ -92,11 +95,11 @@ class Shelf:
             return (copy,)
         at = (copy.layer, copy.shard), copy.step
         if copy.kind == STATE:
-            return self.states[at]
+            return self.states[copy.slot, copy.step]
         if copy.kind == REDUCED:
             return self.reduced[at]
         if copy.kind == UPDATE:
-            return self.updates[at[0]][copy.owner, copy.epoch][copy.step]
+            return self.updates[copy.slot][copy.owner, copy.epoch][copy.step]
         return self.gradients[at][to_mask(copy.microbatches)]
 
     @property
@@ -114,6 +117,14 @@ def on_node(copies: Sequence[Copy], node: str) -> Copy | None:
     """Return the copy that lies on `node`, made there if possible, or None."""
     local = [copy for copy in copies if copy.node == node]
     return next((copy for copy in local if copy.owner == node), local[0] if local else None)
+
+
+def _divisions(states: Iterable[tuple[Slot, int]]) -> dict[Slot, tuple[int, ...]]:
+    found: dict[Slot, set[int]] = {}
+    for slot, _ in states:
+        if len(slot) > 2:
+            found.setdefault(slot[:2], set()).add(slot[3])
+    return {slot: tuple(sorted(numbers)) for slot, numbers in found.items()}
 
 
 def _has_losses(copy: Copy, plan: Plan) -> bool:

@@ -6,8 +6,8 @@ from elastic.core.chains import gap
 from elastic.core.ledger import format_microbatches, from_mask
 from elastic.core.packing import best_packing
 from elastic.core.parity import missing_parts
-from elastic.core.shelf import Slot
 from elastic.core.solver import Solver, union_of
+from elastic.core.types import Slot
 from elastic.planning.plan import format_indices
 
 
@@ -43,6 +43,15 @@ def _reaches(solver: Solver, slot: Slot) -> frozenset[int]:
     )
 
 
+def _portions(solver: Solver, slot: Slot, version: int) -> str:
+    """Which portions of a divided state are gone, where others are left."""
+    for number in solver.shelf.divisions.get(slot, ()):
+        gone = [i for i in range(number) if solver.line("", (*slot, i, number), version) is None]
+        if len(gone) < number:
+            return f"; portions {format_indices(gone)} of {number} of version {version} are gone"
+    return ""
+
+
 def _why(solver: Solver, slot: Slot, version: int) -> str:
     """Why no vault can bring `slot` to `version`."""
     before = version - 1
@@ -53,6 +62,7 @@ def _why(solver: Solver, slot: Slot, version: int) -> str:
         others = ", ".join(map(str, solver.shelf.versions(slot)))
         wanted = f"{before} or {version}" if before >= 0 else f"{version}"
         text = f"no copy of state {wanted} is left" + (f" (only {others})" if others else "")
+        text += _portions(solver, slot, version)
         lacks = missing_parts(solver.shelf.parities, solver.shelf.states, slot, (version, before))
         return f"{text}, and its parity lacks layers {format_indices(lacks)} too" if lacks else text
     if before not in solver.records:

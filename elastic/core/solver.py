@@ -5,12 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from elastic.core.chains import alike, chains, recipe_of
 from elastic.core.packing import best_packing, exact_cover
-from elastic.core.shelf import Shelf, Slot, on_node
-from elastic.core.types import Copy, Plan, Recipe, StepRecord
+from elastic.core.shelf import Shelf, on_node
+from elastic.core.types import Copy, Plan, Recipe, Slot, StepRecord
 from elastic.planning.balance import balance
+
+
+class Way(NamedTuple):
+    """What a version of a (layer, TP rank) can be made of."""
+
+    lines: tuple[tuple[Copy, ...], ...]
+    """Of the whole state, or of each portion: a state, and updates that lead on from it."""
+    gradients: tuple[Copy, ...] = ()
+    """Of the last step, for its update."""
 
 
 @dataclass(slots=True)
@@ -76,59 +86,78 @@ class Solver:
         base = self.base(node, slot, version)
         if base is not None and not self.nbytes(base, node):
             return self.recipe(slot, version, base, node)
-        options = [copies for copies in (base, self.replay(node, slot, version)) if copies is not None]
+        options = [way for way in (base, self.replay(node, slot, version)) if way is not None]
         if options:
-            best = min(options, key=lambda copies: self.nbytes(copies, node))
+            best = min(options, key=lambda way: self.nbytes(way, node))
             return self.recipe(slot, version, best, node)
         durable = self.checkpoint is not None and self.checkpoint[1] == version
         return Recipe(
             layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else ""
         )
 
-    def base(self, node: str, slot: Slot, version: int) -> list[Copy] | None:
+    def base(self, node: str, slot: Slot, version: int) -> Way | None:
+        """How `node` has the state of `version` without gradients, whole or all portions of it, over the network with
+        the fewest bytes; None if there is no way."""
+        whole = self.line(node, slot, version)
+        options = [Way((whole,))] if whole else []
+        for number in self.shelf.divisions.get(slot, ()):
+            lines = [self.line(node, (*slot, index, number), version) for index in range(number)]
+            found = [line for line in lines if line is not None]
+            if len(found) == number:
+                options.append(Way(tuple(found)))
+        return min(options, key=lambda way: self.nbytes(way, node), default=None)
+
+    def line(self, node: str, slot: Slot, version: int) -> tuple[Copy, ...] | None:
         """Return the state of `version`, or an older one and the updates that make `version` of it: what takes the
         fewest bytes to `node`, and of these the fewest updates. None if there is neither."""
         whole = self.shelf.states.get((slot, version), ())
         local = on_node(whole, node)
         if local:
-            return [local]
-        options = [[self.nearest(whole, node)]] if whole else []
+            return (local,)
+        options: list[tuple[Copy, ...]] = [(self.nearest(whole, node),)] if whole else []
         for links in chains(self.shelf, slot, version):
-            options.append([self.nearest(link, node) for link in links])
-        return min(options, key=lambda copies: (self.nbytes(copies, node), len(copies)), default=None)
+            options.append(tuple(self.nearest(link, node) for link in links))
+        return min(options, key=lambda line: (self.nbytes(Way((line,)), node), len(line)), default=None)
 
-    def replay(self, node: str, slot: Slot, version: int) -> list[Copy] | None:
+    def replay(self, node: str, slot: Slot, version: int) -> Way | None:
         """Return what makes version-1 and the gradients that make `version` of it, or None if that cannot be."""
         (layer, shard), before = slot, version - 1
         base = self.base(node, slot, before) if before in self.records else None
         if base is None:
             return None
-        copies = list(base)
-        if slot[0] in self.tied and (slot, before) in self.shelf.reduced:
-            return [*copies, self.nearest(self.shelf.reduced[slot, before], node)]
+        if layer in self.tied and (slot, before) in self.shelf.reduced:
+            return Way(base.lines, (self.nearest(self.shelf.reduced[slot, before], node),))
+        copies: list[Copy] = []
         for owner in (layer, *sorted(self.tied.get(layer, ()))):
             by_mask = self.shelf.gradients.get(((owner, shard), before), {})
             masks = exact_cover({mask: cost_of(held, node) for mask, held in by_mask.items()}, self.full)
             if masks is None:
                 return None
             copies += [self.nearest(by_mask[mask], node) for mask in masks]
-        return copies
+        return Way(base.lines, tuple(copies))
 
     def sources(self, state: Copy, node: str) -> tuple[Copy, ...]:
         """What `node` has to XOR to have `state`, a parity first; () if it lies somewhere as it is."""
         if state.node:
             return ()
-        parity, *others = self.shelf.rebuilds[(state.layer, state.shard), state.step]
+        parity, *others = self.shelf.rebuilds[state.slot, state.step]
         return (parity, *(self.nearest(same_bytes(self.shelf, copy), node) for copy in others))
 
-    def nbytes(self, copies: Sequence[Copy], node: str) -> int:
-        """Bytes over the network for `node` to have these, the first of which is a state."""
-        state, *others = copies
-        return fetched((*(self.sources(state, node) or (state,)), *others), node)
+    def nbytes(self, way: Way, node: str) -> int:
+        """Bytes over the network for `node` to have all that."""
+        read = [c for line in way.lines for c in (*(self.sources(line[0], node) or line[:1]), *line[1:])]
+        return fetched([*read, *way.gradients], node)
 
-    def recipe(self, slot: Slot, version: int, copies: Sequence[Copy], node: str) -> Recipe:
-        """The recipe that takes these, the first of which is a state."""
-        return replace(recipe_of(slot, version, copies), rebuild=self.sources(copies[0], node))
+    def recipe(self, slot: Slot, version: int, way: Way, node: str) -> Recipe:
+        """The recipe that takes these."""
+        layer, shard, *_ = slot
+        base = version - 1 if way.gradients else version
+        lines = [
+            replace(recipe_of(slot, base, line), rebuild=self.sources(line[0], node)) for line in way.lines
+        ]
+        if len(lines) == 1:
+            return replace(lines[0], version=version, replay=way.gradients)
+        return Recipe(layer, shard, version, replay=way.gradients, portions=tuple(lines))
 
     # ---- gradients of the running step ----
 
@@ -198,9 +227,10 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
     """Let every copy that goes over the network be sent by one of the vaults that have its equal, so that the vault
     which sends most sends as little as possible (`elastic.planning.balance`)."""
     items = [
-        {c.node: float(c.nbytes) for c in _senders(shelf, recipe, copy)}
+        {c.node: float(c.nbytes) for c in _senders(shelf, part, copy)}
         for node, recipe in recipes
-        for copy in copies_of(recipe)
+        for part in (*recipe.portions, recipe)
+        for copy in _read(part)
         if copy.node != node
     ]
     senders = iter(balance(items))
@@ -211,19 +241,25 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
         sender = next(senders)
         return next(c for c in _senders(shelf, recipe, copy) if c.node == sender)
 
-    result = []
-    for node, recipe in recipes:
+    def sources(node: str, recipe: Recipe) -> Recipe:
+        portions = tuple(sources(node, portion) for portion in recipe.portions)
         rebuild = tuple(sent(node, recipe, copy) for copy in recipe.rebuild)
         state = sent(node, recipe, recipe.state) if recipe.state and not rebuild else recipe.state
         updates, replay, gradients = (
             tuple(sent(node, recipe, copy) for copy in copies)
             for copies in (recipe.updates, recipe.replay, recipe.gradients)
         )
-        sources = replace(
-            recipe, state=state, updates=updates, replay=replay, gradients=gradients, rebuild=rebuild
+        return replace(
+            recipe,
+            state=state,
+            updates=updates,
+            replay=replay,
+            gradients=gradients,
+            rebuild=rebuild,
+            portions=portions,
         )
-        result.append((node, sources))
-    return tuple(result)
+
+    return tuple((node, sources(node, recipe)) for node, recipe in recipes)
 
 
 def _senders(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:
@@ -240,6 +276,13 @@ def same_bytes(shelf: Shelf, copy: Copy) -> list[Copy]:
 
 def copies_of(recipe: Recipe) -> Iterator[Copy]:
     """Everything that a recipe reads from vaults, in order."""
+    for portion in recipe.portions:
+        yield from _read(portion)
+    yield from _read(recipe)
+
+
+def _read(recipe: Recipe) -> Iterator[Copy]:
+    """What it reads beside its portions."""
     yield from recipe.rebuild
     if recipe.state and not recipe.rebuild:
         yield recipe.state

@@ -6,7 +6,7 @@ Everything here is a frozen dataclass of plain values, so that it can be compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,9 +15,28 @@ STATE, GRADIENT, REDUCED, UPDATE, PARITY = "state", "gradient", "reduced", "upda
 owners: what its update takes, whatever becomes of the other owners' gradients. An update is what the optimizer takes
 at last: reduced, clipped, float32; it makes version v+1 of state v without any record. A parity is the XOR of several
 nodes' states."""
+Portion = tuple[int, int]
+"""(index, of how many): which elements of every tensor of a layer's state, where holders share it (`span`)."""
+WHOLE: Portion = (0, 1)
+Slot = tuple[int, ...]
+"""What versions are of: (layer, TP rank), or with two more numbers a portion of it."""
 LOGS = ACTIVATION, COTANGENT = "activation", "cotangent"
 """Copies of what stages sent each other for one micro-batch: the input of layer `Copy.layer`, and the gradient
 with respect to it."""
+
+
+def slot_of(layer: int, shard: int, portion: Portion = WHOLE) -> Slot:
+    return (layer, shard) if portion == WHOLE else (layer, shard, *portion)
+
+
+def whole_slots(slots: Iterable[Slot]) -> set[Slot]:
+    """The (layer, TP rank)s of which `slots` has the whole, or all portions of some division."""
+    found = set(slots)
+    return {
+        slot[:2]
+        for slot in found
+        if len(slot) == 2 or all((*slot[:2], index, slot[3]) in found for index in range(slot[3]))
+    }
 
 
 class Accumulate(StrEnum):
@@ -86,7 +105,8 @@ class Plan:
     """Gradient backup scheme: stream | stream:K | reduce | reduce:K | log | recompute | none
     (`elastic.planning.schemes`)."""
     state: str = "snapshot"
-    """State backup scheme: snapshot | replica | replay | replay:N | parity | parity:K | none."""
+    """State backup scheme: snapshot | replica | replay | replay:N | parity | parity:K | none; with /sharded after it
+    the pipelines share the optimizer state."""
     reason: str = ""
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
@@ -178,6 +198,11 @@ class Part:
     shard: int
     nbytes: int
     checksum: str
+    portion: Portion = WHOLE
+
+    @property
+    def slot(self) -> Slot:
+        return slot_of(self.layer, self.shard, self.portion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +236,12 @@ class Copy:
     """Only on the way to a keeper: this state is not kept but put into the parity of that lane."""
     parts: tuple[Part, ...] = ()
     """Of a parity, whose layer is its lane's index: what it is the XOR of, each padded with zeros to its length."""
+    portion: Portion = WHOLE
+    """Of a state or update."""
+
+    @property
+    def slot(self) -> Slot:
+        return slot_of(self.layer, self.shard, self.portion)
 
     @property
     def key(self) -> str:
@@ -241,6 +272,9 @@ class Recipe:
 
     If `rebuild` is not empty, `state` lies nowhere: it is the beginning of the XOR of those, the first of which is a
     parity, and has to have the checksum that `state` says.
+
+    If `portions` is not empty, there is no `state` and there are no `updates`: the state is put together of what these
+    recipes bring, in their order, one for each portion, all of one version.
     """
 
     layer: int
@@ -252,6 +286,12 @@ class Recipe:
     checkpoint: str = ""
     updates: tuple[Copy, ...] = ()
     rebuild: tuple[Copy, ...] = ()
+    portions: tuple[Recipe, ...] = ()
+
+    @property
+    def states(self) -> tuple[Copy, ...]:
+        """The state that it begins with, or those of its portions."""
+        return tuple(r.state for r in (self, *self.portions) if r.state is not None)
 
 
 @dataclass(frozen=True, slots=True)

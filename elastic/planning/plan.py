@@ -29,7 +29,7 @@ EMPTY = "-"
 """How an empty set of indices prints."""
 
 _NODE = r"[A-Za-z0-9_.:\-]+"
-_HEADER = re.compile(r"plan epoch=(\d+) layers=(\d+) microbatches=(\d+) tp=(\d+) backup=([\w:]+)\+([\w:]+)")
+_HEADER = re.compile(r"plan epoch=(\d+) layers=(\d+) microbatches=(\d+) tp=(\d+) backup=([\w:]+)\+([\w:/]+)")
 _PIPELINE = re.compile(r"pipeline (\d+) microbatches=(\S+?)(?: schedule=([a-z0-9-]+))?:(.*)")
 _STAGE = re.compile(rf"({_NODE})(?:/(\d+))?\[(\d+):(\d+)\](\+recompute)?")
 _PEER = re.compile(rf"({_NODE})>({_NODE})")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.core.types import WHOLE, Plan, Portion
 from elastic.errors import FieldError
 
 STREAM, REDUCE, LOG, RECOMPUTE, NONE = "stream", "reduce", "log", "recompute", "none"
 SNAPSHOT, REPLICA, REPLAY, PARITY = "snapshot", "replica", "replay", "parity"
 GRADIENT_SCHEMES = (STREAM, REDUCE, LOG, RECOMPUTE, NONE)
 STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, PARITY, NONE)
+SHARDED = "/sharded"
 MOST_EVERY = 1 << 20
 REPLAY_EVERY, MOST_REPLAY = 8, 64
 """Updates between two whole states at the peer: of `replay`, and at most."""
@@ -17,7 +19,8 @@ GROUP, MOST_GROUP = 3, 256
 """Nodes of a parity group, unless said otherwise, and at most."""
 REMEDY = (
     "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), reduce, reduce:K, log or recompute, "
-    "+ snapshot, replica, replay or replay:N (whole states every N updates), parity or parity:K (groups of K nodes)"
+    "+ snapshot, replica, replay or replay:N (whole states every N updates), parity or parity:K (groups of K nodes), "
+    "with /sharded after it (not replica) where pipelines share the optimizer state"
 )
 
 
@@ -70,6 +73,9 @@ class State:
     """Updates between two whole copies of a layer at the peer; 0: none goes there."""
     group: int = 0
     """Most nodes whose states the peer keeps as one parity; 0: it keeps each as it is."""
+    sharded: bool = False
+    """Each of k holders of a layer has 1 / k of its optimizer state, makes that part of the update, and gets the other
+    parameters from the others."""
 
     @property
     def away(self) -> bool:
@@ -84,27 +90,41 @@ class State:
 
 def state_of(text: str, field: str = "state") -> State:
     """Read snapshot, replica, replay, replay:N, parity, parity:K or none. Raises FieldError naming `field`."""
-    name, colon, number = text.partition(":")
+    scheme, slash, _ = text.partition("/")
+    if slash and text != scheme + SHARDED:
+        raise FieldError(field, text, f"write {scheme}{SHARDED} where pipelines share the optimizer state")
+    name, colon, number = scheme.partition(":")
     if name not in STATE_SCHEMES:
         numbers = "replay:N sends whole states every N updates, parity:K has groups of K nodes"
         raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}; {numbers}")
+    if slash and name in (REPLICA, NONE):
+        why = "no other node has this one's part of the optimizer state"
+        raise FieldError(field, text, f"{why}: take snapshot{SHARDED}, replay{SHARDED} or parity{SHARDED}")
     if name not in (REPLAY, PARITY):
         if colon:
             raise FieldError(field, text, f"{name} takes no number; replay:N and parity:K do")
-        return State(name, int(name == SNAPSHOT))
+        return State(name, int(name == SNAPSHOT), sharded=bool(slash))
     letter, most = ("N", MOST_REPLAY) if name == REPLAY else ("K", MOST_GROUP)
     if colon and (not number.isascii() or not number.isdigit() or not 2 <= int(number) <= most):
         remedy = f"{name}:{letter} with {letter} from 2 to {most}; for whole states after every update take snapshot"
         raise FieldError(field, text, remedy)
     if name == REPLAY:
-        return State(name, int(number or REPLAY_EVERY))
-    return State(name, 1, int(number or GROUP))
+        return State(name, int(number or REPLAY_EVERY), sharded=bool(slash))
+    return State(name, 1, int(number or GROUP), bool(slash))
+
+
+def portion_of(plan: Plan, node: str, layer: int) -> Portion:
+    """What `node` has of the optimizer state of `layer`, which it holds."""
+    if not state_of(plan.state).sharded:
+        return WHOLE
+    nodes = [unit.node for unit in plan.holders(layer)]
+    return nodes.index(node), len(nodes)
 
 
 def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
     """Read GRADIENTS+STATE. Raises FieldError naming `field`."""
     gradients, plus, state = backup.partition("+")
-    if not plus or state.partition(":")[0] not in STATE_SCHEMES:
+    if not plus or state.partition("/")[0].partition(":")[0] not in STATE_SCHEMES:
         raise FieldError(field, backup, REMEDY)
     state_of(state, field)
     return gradients_of(gradients, field), state
@@ -120,6 +140,9 @@ def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None
         )
     if gradients.name == REDUCE and pipelines == "1":
         raise FieldError(field, backup, "with --pipelines 1 there is nobody to sum with: take stream")
+    if pipelines == "1" and state_of(state).sharded:
+        text = f"with --pipelines 1 nobody shares a layer: leave {SHARDED} out"
+        raise FieldError(field, backup, text)
     if state == REPLICA and pipelines == "1":
         raise FieldError(
             field, backup, "with --pipelines 1 nobody else holds a layer: take snapshot or replay"

@@ -1,8 +1,9 @@
 """Durable checkpoints: directories that are whole or do not exist.
 
     DIR/step-00000012.tmp/          parts come in, from several nodes
-        layer-0003-tp-0.safetensors     one (layer, TP rank); tensors and metadata as `elastic.core.layout`
-        names them layer-0003-tp-0.json            its size and checksum, written after it
+        layer-0003-tp-0.safetensors     one (layer, TP rank); tensors and metadata as `elastic.core.layout` names them
+        layer-0003-tp-0.json            its size and checksum, written after it
+        layer-0003-tp-0-part-1-of-2..   where holders share the state: a portion of it
     DIR/step-00000012/              the same, renamed once all parts are there, with
         manifest.json                   every file with its size and checksum
 
@@ -19,16 +20,16 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from elastic.core import codec
-from elastic.core.layout import StateHeader, plan_layout, read_header
-from elastic.core.types import JobSpec
-from elastic.errors import FieldError
+from elastic.core.layout import StateHeader, TensorEntry, join, plan_layout, read_header, span
+from elastic.core.types import WHOLE, JobSpec, Portion, Slot, slot_of, whole_slots
+from elastic.errors import FieldError, VaultError
 from elastic.store import tensorfile
 
 FORMAT, MANIFEST = "elastic-checkpoint-1", "manifest.json"
@@ -37,7 +38,7 @@ _FINAL = re.compile(r"step-(\d{8,})$")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file: one layer's state on one TP rank."""
+    """One file: one layer's state on one TP rank, or a portion of it."""
 
     name: str
     layer: int
@@ -46,6 +47,11 @@ class Part:
     checksum: str
     n_layers: int
     tp: int
+    portion: Portion = WHOLE
+
+    @property
+    def slot(self) -> Slot:
+        return slot_of(self.layer, self.shard, self.portion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,13 @@ class Manifest:
     tp: int
     parts: tuple[Part, ...]
 
-    def part(self, layer: int, shard: int) -> Part:
-        for part in self.parts:
-            if (part.layer, part.shard) == (layer, shard):
-                return part
-        raise FieldError("layer", layer, f"layers 0 to {self.n_layers - 1} of {self.tp} TP ranks are there")
+    def of(self, layer: int, shard: int) -> list[Part]:
+        """The file of a (layer, TP rank), or those of its portions. Raises FieldError."""
+        found = [part for part in self.parts if (part.layer, part.shard) == (layer, shard)]
+        if not found:
+            text = f"layers 0 to {self.n_layers - 1} of {self.tp} TP ranks are there"
+            raise FieldError("layer", layer, text)
+        return found
 
 
 def final_path(directory: Path, step: int) -> Path:
@@ -83,13 +91,15 @@ def write_part(
     if header.version != step:
         raise FieldError("step", step, f"layer {layer} has version {header.version}")
     staging = staging_path(directory, step)
-    name = f"layer-{layer:04d}-tp-{shard}.safetensors"
+    index, number = header.portion
+    portion = f"-part-{index}-of-{number}" if number > 1 else ""
+    name = f"layer-{layer:04d}-tp-{shard}{portion}.safetensors"
     fresh = staging / f"{name}.{uuid.uuid4().hex}"
     try:
         staging.mkdir(parents=True, exist_ok=True)
         nbytes, checksum = tensorfile.write(fresh, _tensors(header, run), _metadata(header))
         os.replace(fresh, staging / name)
-        part = Part(name, layer, shard, nbytes, checksum, n_layers, tp)
+        part = Part(name, layer, shard, nbytes, checksum, n_layers, tp, header.portion)
         _write_json(staging / f"{name.removesuffix('.safetensors')}.json", codec.dumps(part))
         _sync(staging)
     except OSError as error:
@@ -188,14 +198,29 @@ def read_run(
     `allocate` gives a writable buffer of the size that it is asked for. Raises FieldError if the file is
     corrupt.
     """
-    part = manifest.part(layer, shard)
+    parts = manifest.of(layer, shard)
+    if len(parts) == 1:
+        return _read_part(path, parts[0], allocate)
+    try:
+        return join([_read_part(path, part) for part in parts], allocate)
+    except VaultError as error:
+        raise FieldError("checkpoint", str(path), f"layer {layer}: {error}") from error
+
+
+def _read_part(path: Path, part: Part, allocate: Callable[[int], memoryview] | None = None) -> memoryview:
     _verify(path, part)
     metadata, tensors = tensorfile.read(path / part.name)
     found = {tensor.name: tensor for tensor in tensors}
     try:
         dims = json.loads(metadata["shard_dims"])
-        rows = [(name, found[name].dtype, found[name].shape, int(dim)) for name, dim in dims]
-        text, header, nbytes = plan_layout(int(metadata["version"]), rows, json.loads(metadata["extra"]))
+        shapes = json.loads(metadata.get("shapes", "{}"))
+        rows = [
+            (name, found[name].dtype, tuple(shapes.get(name, found[name].shape)), int(dim))
+            for name, dim in dims
+        ]
+        text, header, nbytes = plan_layout(
+            int(metadata["version"]), rows, json.loads(metadata["extra"]), part.portion
+        )
     except (KeyError, ValueError, TypeError) as error:
         raise FieldError("checkpoint", str(path / part.name), f"metadata is unusable: {error}") from error
     run = allocate(nbytes) if allocate is not None else memoryview(bytearray(nbytes))
@@ -241,17 +266,26 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _tensors(header: StateHeader, run: memoryview) -> list[tensorfile.Tensor]:
     return [
-        tensorfile.Tensor(e.name, e.dtype, e.shape, run[e.offset : e.offset + e.nbytes])
+        tensorfile.Tensor(e.name, e.dtype, _shape(e, header.portion), run[e.offset : e.offset + e.nbytes])
         for e in header.tensors
     ]
 
 
+def _shape(entry: TensorEntry, portion: Portion) -> tuple[int, ...]:
+    """Of what is in the file: a portion is flat."""
+    first, last = span(entry.shape, portion)
+    return entry.shape if portion == WHOLE or not entry.shape else (last - first,)
+
+
 def _metadata(header: StateHeader) -> dict[str, str]:
-    return {
+    metadata = {
         "version": str(header.version),
         "shard_dims": json.dumps([[entry.name, entry.shard_dim] for entry in header.tensors]),
         "extra": json.dumps(header.extra),
     }
+    if header.portion != WHOLE:
+        metadata["shapes"] = json.dumps({entry.name: entry.shape for entry in header.tensors})
+    return metadata
 
 
 def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifest:
@@ -262,15 +296,30 @@ def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifes
         remedy = f"parts of one job are needed, not of {len(shapes)}"
         raise FieldError("checkpoint", str(staging), remedy)
     n_layers, tp = shapes.pop()
-    problem = _incomplete(tuple(parts), n_layers, tp)
+    chosen = _one_division(parts)
+    problem = _incomplete(chosen, n_layers, tp)
     if problem:
         raise FieldError("checkpoint", str(staging), problem)
-    return Manifest(FORMAT, step, n_layers, tp, tuple(sorted(parts, key=lambda p: (p.layer, p.shard))))
+    return Manifest(FORMAT, step, n_layers, tp, chosen)
 
 
-def _incomplete(parts: tuple[Part, ...], n_layers: int, tp: int) -> str:
+def _one_division(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Of each (layer, TP rank) the file, or those of all portions, where a change of plan left several divisions: of
+    those that are whole the coarsest."""
+    by: dict[tuple[int, int], dict[int, list[Part]]] = {}
+    for part in sorted(parts, key=lambda p: (p.layer, p.shard, p.portion)):
+        by.setdefault((part.layer, part.shard), {}).setdefault(part.portion[1], []).append(part)
+    chosen: list[Part] = []
+    for divisions in by.values():
+        whole = [number for number, found in divisions.items() if len(found) == number]
+        chosen += divisions[min(whole, default=min(divisions))]
+    return tuple(chosen)
+
+
+def _incomplete(parts: Sequence[Part], n_layers: int, tp: int) -> str:
     wanted = {(layer, shard) for layer in range(n_layers) for shard in range(tp)}
-    missing = sorted(wanted ^ {(part.layer, part.shard) for part in parts})
+    slots = [part.slot for part in parts]
+    missing = sorted(wanted ^ (whole_slots(slots) | {slot[:2] for slot in slots if slot[:2] not in wanted}))
     return f"(layer, TP rank) {missing[:4]} are missing or too many" if missing or not parts else ""
 
 

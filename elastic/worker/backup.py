@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from elastic.core.messages import LocalCopy, Published
-from elastic.core.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, Copy
+from elastic.core.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, WHOLE, Copy, Portion
 from elastic.errors import StaleError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
 from elastic.worker.abandon import Abandon
@@ -51,6 +51,7 @@ class _Held:
     slot: Slot
     bundle: int = 0
     """What it was announced in; 0: not announced, so free to be written."""
+    step: int = -1
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class _Item:
     write: Callable[[Tensor], None]
     microbatches: frozenset[int] = frozenset()
     losses: tuple[tuple[int, float], ...] = ()
+    portion: Portion = WHOLE
 
     @property
     def ring(self) -> tuple[str, int, frozenset[int]]:
@@ -108,6 +110,9 @@ class Publisher:
         self._bundle, self._acked = 0, 0
         self._changed = threading.Condition()
         self._logs_given_up = False
+        self.keeps_final = False
+        """The last gradients of a step stay until those of the next step are the last: another holder's portion of the
+        state is made of them."""
         self.traffic = TrafficMeter()
 
     def publish_gradients(
@@ -180,6 +185,7 @@ class Publisher:
                 replica.version,
                 replica.update_nbytes,
                 partial(replica.write_update, reduced[replica.index], clip),
+                portion=replica.portion,
             )
             for replica in replicas
         ]
@@ -207,7 +213,14 @@ class Publisher:
         Returns the bundle that protects them; waits as `publish_gradients` does.
         """
         items = [
-            _Item(STATE, replica.index, replica.version, replica.state_nbytes(), replica.write_state)
+            _Item(
+                STATE,
+                replica.index,
+                replica.version,
+                replica.state_nbytes(),
+                replica.write_state,
+                portion=replica.portion,
+            )
             for replica in replicas
         ]
         away = [item for item in items if peer_layers is None or item.layer in peer_layers]
@@ -261,7 +274,8 @@ class Publisher:
             if ring.content == item.content and peer in ("", ring.peer):
                 protecting = max(protecting, ring.bundle)
                 continue
-            held = self._free(ring, item.nbytes, abandon)
+            held = self._free(ring, item, abandon)
+            held.step = item.step
             written.append((item, ring, held, self._write(item, held.slot, epoch)))
         if not written:
             return protecting
@@ -292,15 +306,18 @@ class Publisher:
             microbatches=item.microbatches,
             losses=item.losses,
             node=self._node,
+            portion=item.portion,
         )
         slot.finish(self._sequence, item.nbytes, epoch)
         self.traffic.copied(item.nbytes, time.perf_counter() - began)
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)
 
-    def _free(self, ring: _Ring, nbytes: int, abandon: Abandon | None) -> _Held:
+    def _free(self, ring: _Ring, item: _Item, abandon: Abandon | None) -> _Held:
         """A slot of the ring that may be written now, never the one announced last."""
-        oldest = min(ring.held, key=lambda held: held.bundle, default=None)
-        if oldest is None or (oldest.bundle and len(ring.held) < SLOTS_A_RING):
+        nbytes, pinned = item.nbytes, self._final(ring, item)
+        turns = [held for held in ring.held if held is not pinned]
+        oldest = min(turns, key=lambda held: held.bundle, default=None)
+        if oldest is None or (oldest.bundle and len(turns) < SLOTS_A_RING):
             return self._new(ring, nbytes)
         if oldest.bundle > self._acked:
             if abandon is None:
@@ -312,6 +329,13 @@ class Publisher:
             self._pool.give(oldest.slot)
             return self._new(ring, nbytes)
         return oldest
+
+    def _final(self, ring: _Ring, item: _Item) -> _Held | None:
+        """The last gradients of the step before that of `item`, where these are kept."""
+        if not self.keeps_final or item.kind != GRADIENT:
+            return None
+        before = [held for held in ring.held if held.bundle and held.step < item.step]
+        return max(before, key=lambda held: held.bundle, default=None)
 
     def _new(self, ring: _Ring, nbytes: int) -> _Held:
         try:

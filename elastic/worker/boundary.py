@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -59,27 +60,38 @@ def read(data: Tensor) -> Tensor:
 class BoundaryLog:
     """The log of one worker in one epoch. What is kept is written and announced at the next `flush`, all at once.
 
-    Until then tensors are only held; they do not change (`Links.send`). Where memory is short, no more is kept in this
-    epoch, and training goes on: such micro-batches run through more layers if a stage is lost.
+    Until then tensors are only held; they do not change (`Links.send`). In host memory they are held for two steps, and
+    written when the epoch ends: a worker that dies takes its own messages along, but its stage's inputs and gradients
+    are those that its neighbours sent. Where memory is short, no more is kept in this epoch, and training goes on:
+    such micro-batches run through more layers if a stage is lost.
     """
 
-    def __init__(self, publisher: Publisher, epoch: int) -> None:
-        self._publisher, self._epoch = publisher, epoch
+    def __init__(self, publisher: Publisher, epoch: int, *, held: bool = False) -> None:
+        """`held`: nothing is written before the epoch ends."""
+        self._publisher, self._epoch, self._held = publisher, epoch, held
         self._pending: list[Logged] = []
         self._full = False
 
     def keep(self, logged: Logged) -> None:
-        """Have `logged` written soon."""
+        """Have `logged` written soon, or when the epoch ends."""
+        if self._held and self._pending and self._pending[-1].step < logged.step:
+            self._pending = [other for other in self._pending if other.step >= logged.step - 1]
         if not self._full:
             self._pending.append(logged)
 
     def flush(self, abandon: Abandon | None) -> None:
-        """Write and announce what was kept; waits for slots as `Publisher` does. Raises EpochAbandoned."""
+        """Write and announce what was kept; None: the epoch has ended. Waits for slots as `Publisher` does. Raises
+        EpochAbandoned."""
+        if self._held and abandon is not None:
+            return
         pending, self._pending = self._pending, []
         if not pending:
             return
         try:
-            self._publisher.publish_logs(pending, self._epoch, abandon)
+            for _, messages in groupby(
+                pending, key=lambda logged: logged.step
+            ):  # a bundle has one of a slot's ring
+                self._publisher.publish_logs(messages, self._epoch, abandon)
         except EpochAbandoned:
             self._pending = pending
             raise

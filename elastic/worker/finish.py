@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic.core.types import STATE, Copy, JobSpec, Plan
+from torch import Tensor
+
+from elastic.core.types import STATE, Copy, JobSpec, Plan, Slot, slot_of
 from elastic.errors import VaultError
+from elastic.planning.schemes import portion_of, state_of
 from elastic.rpc.bulk import VaultClient
 from elastic.worker.abandon import Abandon
 from elastic.worker.export import params_sha256
 from elastic.worker.fetch import Fetcher
+from elastic.worker.state import as_memory, join_portions
 
 
 def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, abandon: Abandon) -> str:
@@ -17,9 +21,13 @@ def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, 
 
     Everybody's last state is in its vault. Raises VaultError if one is gone, EpochAbandoned when told to give up.
     """
-    holders = {layer: plan.holders(layer)[0].node for layer in range(plan.n_layers)}
-    copies: dict[tuple[int, int], Copy] = {}
-    for holder in dict.fromkeys(holders.values()):
+    first = None if state_of(plan.state).sharded else 1
+    holders = {
+        layer: {unit.node: portion_of(plan, unit.node, layer) for unit in plan.holders(layer)[:first]}
+        for layer in range(plan.n_layers)
+    }
+    copies: dict[Slot, Copy] = {}
+    for holder in dict.fromkeys(node for portions in holders.values() for node in portions):
         client = VaultClient(vaults[holder], node=node)
         try:
             inventory = client.inventory()
@@ -29,23 +37,31 @@ def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, 
             if (
                 copy.kind == STATE
                 and copy.step == spec.n_steps
-                and holders[copy.layer] == copy.owner == holder
+                and copy.owner == holder
+                and holders[copy.layer].get(holder) == copy.portion
             ):
-                copies[copy.layer, copy.shard] = copy
+                copies.setdefault(copy.slot, copy)
     fetcher = Fetcher(node, vaults, abandon)
 
-    def layers() -> Iterator[list[memoryview]]:
+    def layers() -> Iterator[list[Tensor]]:
         for layer in range(plan.n_layers):
-            yield [_bytes(fetcher, copies, layer, shard) for shard in range(plan.tp)]
+            number = max(number for _, number in holders[layer].values())
+            portions = [(index, number) for index in range(number)]
+            yield [
+                join_portions([_fetched(fetcher, copies, slot_of(layer, shard, p)) for p in portions])
+                for shard in range(plan.tp)
+            ]
 
     try:
-        return params_sha256(layers())
+        return params_sha256([as_memory(run) for run in runs] for runs in layers())
     finally:
         fetcher.close()
 
 
-def _bytes(fetcher: Fetcher, copies: Mapping[tuple[int, int], Copy], layer: int, shard: int) -> memoryview:
-    copy = copies.get((layer, shard))
+def _fetched(fetcher: Fetcher, copies: Mapping[Slot, Copy], slot: Slot) -> Tensor:
+    copy = copies.get(slot)
     if copy is None:
-        raise VaultError(f"the last state of layer {layer}, TP rank {shard}, is in no vault")
-    return memoryview(fetcher.fetch(copy).data.numpy().data)
+        layer, shard, *portion = slot
+        which = f", portion {portion[0]} of {portion[1]}," if portion else ""
+        raise VaultError(f"the last state of layer {layer}, TP rank {shard}{which} is in no vault")
+    return fetcher.fetch(copy).data

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elastic.core.types import REDUCED, Assignment, Copy, Recipe, StepRecord
+from elastic.core.types import REDUCED, WHOLE, Assignment, Copy, Portion, Recipe, StepRecord
 from elastic.errors import VaultError
 from elastic.planning.roster import Member
+from elastic.planning.schemes import portion_of
 from elastic.worker.checkpoint import load_layer
 from elastic.worker.fetch import Fetched, Fetcher
 from elastic.worker.layers import Tied
 from elastic.worker.partial import wanted
 from elastic.worker.rebuild import WrongParity, rebuilt
 from elastic.worker.replica import LayerReplica
+from elastic.worker.state import join_portions
 
 Fetches = dict[str, Future[Fetched]]
 
@@ -44,7 +46,7 @@ class Installer:
 
     def __init__(
         self,
-        build: Callable[[int, bool], LayerReplica],
+        build: Callable[[int, bool, Portion], LayerReplica],
         fetcher: Fetcher,
         lr: Callable[[int], float],
         reached: Callable[[], None],
@@ -57,12 +59,21 @@ class Installer:
     def install(self, assignment: Assignment, member: Member, live: dict[int, LayerReplica]) -> Installed:
         """Return the stage's replicas at the assignment's version and ledger.
 
+        Live replicas with another portion of the state than the plan gives them, or not complete, count as none.
+
         Raises VaultError when a source is gone; the caller then waits for the next epoch.
         """
         recipes = {
             recipe.layer: recipe
             for node, recipe in assignment.recipes
             if node == member.unit.node and recipe.shard == member.shard and recipe.layer in member.layers
+        }
+        plan, node = assignment.plan, member.unit.node
+        portions = {layer: portion_of(plan, node, layer) for layer in member.layers}
+        live = {
+            layer: replica
+            for layer, replica in live.items()
+            if replica.complete and replica.portion == portions.get(layer)
         }
         installed = Installed()
         with ThreadPoolExecutor(4, "elastic-fetch") as pool:
@@ -73,9 +84,11 @@ class Installer:
                 self._check()
                 recipe = recipes.get(layer)
                 if recipe is None:
-                    replica, source = self._build(layer, False), "initial"
+                    replica, source = self._build(layer, False, portions[layer]), "initial"
                 else:
-                    replica, source = self._state(recipe, live.get(layer), assignment.record, fetches)
+                    replica, source = self._state(
+                        recipe, portions[layer], live.get(layer), assignment.record, fetches
+                    )
                     _gradients(recipe, replica, replica is live.get(layer), fetches)
                 installed.replicas.append(replica)
                 installed.sources.append(source)
@@ -84,31 +97,64 @@ class Installer:
         return installed
 
     def _state(
-        self, recipe: Recipe, live: LayerReplica | None, record: StepRecord | None, fetches: Fetches
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        live: LayerReplica | None,
+        record: StepRecord | None,
+        fetches: Fetches,
     ) -> tuple[LayerReplica, str]:
-        """The replica at the recipe's version, and where it came from."""
+        """The replica at the recipe's version, with this portion of the state, and where it came from."""
         if live is not None and live.version == recipe.version:
             return live, "memory"
         if recipe.checkpoint:
-            replica = self._build(recipe.layer, True)
+            replica = self._build(recipe.layer, True, portion)
             load_layer(recipe.checkpoint, replica)
             return replica, "checkpoint"
-        if recipe.state is None:
-            return self._build(recipe.layer, False), "initial"
+        if not recipe.states:
+            return self._build(recipe.layer, False, portion), "initial"
+        shared = portion != WHOLE or bool(recipe.portions)
+        replica, source = self._brought(recipe, None if shared else live, fetches)
+        if recipe.replay:
+            self._replay(recipe, replica, record, fetches)
+        if replica.version != recipe.version:
+            raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
+        if portion != WHOLE:
+            whole, replica = replica, self._build(recipe.layer, True, portion)
+            replica.read_state(_run(whole))
+        return replica, source
+
+    def _brought(
+        self, recipe: Recipe, live: LayerReplica | None, fetches: Fetches
+    ) -> tuple[LayerReplica, str]:
+        """A replica with the whole state that the recipe begins with, or with one further on its way."""
+        if recipe.portions:
+            parts = [self._portion(part, fetches) for part in recipe.portions]
+            replica = self._build(recipe.layer, True, WHOLE)
+            replica.read_state(join_portions([run for run, _ in parts]))
+            sources = dict.fromkeys(source for _, source in parts)
+            return replica, max(sources, key=lambda source: source.startswith("peer"))
         if live is not None and _leads_on(recipe, live):
             replica, source = live, "memory"
         else:
-            replica = self._build(recipe.layer, True)
+            replica = self._build(recipe.layer, True, WHOLE)
             data, source = self._fetched(recipe, fetches)
             replica.read_state(data)
         for copy in recipe.updates:
             if copy.step >= replica.version:
                 self._update(replica, copy, fetches)
-        if recipe.replay:
-            self._replay(recipe, replica, record, fetches)
-        if replica.version != recipe.version:
-            raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
         return replica, source
+
+    def _portion(self, recipe: Recipe, fetches: Fetches) -> tuple[torch.Tensor, str]:
+        """One portion of a state as a run, and where it came from."""
+        data, source = self._fetched(recipe, fetches)
+        if not recipe.updates:
+            return data, source
+        replica = self._build(recipe.layer, True, recipe.updates[0].portion)
+        replica.read_state(data)
+        for copy in recipe.updates:
+            self._update(replica, copy, fetches)
+        return _run(replica), source
 
     def _update(self, replica: LayerReplica, copy: Copy, fetches: Fetches) -> None:
         """Make one update again from what it took."""
@@ -146,7 +192,7 @@ class Installer:
         replica.clear()
         for copy in recipe.replay:
             if copy.layer not in owners:
-                owners[copy.layer] = self._build(copy.layer, True)
+                owners[copy.layer] = self._build(copy.layer, True, WHOLE)
                 owners[copy.layer].clear()
             owners[copy.layer].add_gradient(fetches[copy.key].result().data, copy.microbatches, copy.losses)
         reduced = replica.gradient.clone()
@@ -181,7 +227,10 @@ def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterato
         replica = live.get(recipe.layer)
         have = replica.version if replica is not None else -1
         if have != recipe.version:
-            leads = replica is not None and _leads_on(recipe, replica)
+            leads = replica is not None and replica.portion == WHOLE and _leads_on(recipe, replica)
+            for part in recipe.portions:
+                yield from part.rebuild or part.states
+                gradients.update((c.key, c) for c in part.updates)
             if recipe.state is not None and not leads:
                 yield from recipe.rebuild or (recipe.state,)
             gradients.update((c.key, c) for c in recipe.updates if not (leads and c.step < have))
@@ -189,6 +238,13 @@ def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterato
         kept = have == recipe.version
         gradients.update((c.key, c) for c in recipe.gradients if not (kept and _is_live(replica, c)))
     yield from gradients.values()
+
+
+def _run(replica: LayerReplica) -> torch.Tensor:
+    """Its state as bytes."""
+    run = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
+    replica.write_state(run)
+    return run
 
 
 def _leads_on(recipe: Recipe, live: LayerReplica) -> bool:

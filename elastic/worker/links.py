@@ -222,21 +222,18 @@ class Links:
             return [tensor.clone()]
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with self.guard():
-            self.control.wait(self.control.all_gather(outputs, tensor))
+            self.control.wait(self.control.all_gather(outputs, tensor, tuple(range(self.world_size))))
         return outputs
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Sum:
         """Begin to sum `tensor` in place over `ranks` (ascending, this rank among them).
 
-        All of them must begin their common reductions in the same order.
+        All of them must begin their common reductions and gathers in the same order.
         """
         if len(ranks) == 1:
             return Sum(self.abandon.check, lambda: True)
         with self.guard():
-            if not self._sets_opened.is_set():
-                self._await_sets()
-            if self._sets_error:
-                raise RuntimeError(str(self._sets_error[0]))
+            self._need_sets()
             staged = tensor.to(self.data_device)
             work = self.data.all_reduce(staged, ranks)
 
@@ -248,12 +245,33 @@ class Links:
 
         return Sum(wait, lambda: bool(work.is_completed()))
 
-    def _await_sets(self) -> None:
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
+    ) -> Sum:
+        """Begin to fill `outputs` with the `tensor` (alike everywhere) of each of `ranks`; see `all_reduce`."""
+        with self.guard():
+            self._need_sets()
+            staged = [output.to(self.data_device) for output in outputs]
+            work = self.data.all_gather(staged, tensor.to(self.data_device), ranks)
+
+        def wait() -> None:
+            with self.guard():
+                self.data.wait(work)
+            for output, found in zip(outputs, staged, strict=True):
+                if found is not output:
+                    output.copy_(found)
+
+        return Sum(wait, lambda: bool(work.is_completed()))
+
+    def _need_sets(self) -> None:
         """Wait until the sets are open, or raise when the epoch is left."""
-        self.abandon.subscribe(self._sets_opened.set)
-        self._sets_opened.wait()
-        self.abandon.unsubscribe(self._sets_opened.set)
-        self.abandon.check()
+        if not self._sets_opened.is_set():
+            self.abandon.subscribe(self._sets_opened.set)
+            self._sets_opened.wait()
+            self.abandon.unsubscribe(self._sets_opened.set)
+            self.abandon.check()
+        if self._sets_error:
+            raise RuntimeError(str(self._sets_error[0]))
 
     def failure(self, peer: int | None, error: BaseException) -> Exception:
         """What an error of the transport means. Closes the links, so that the other ranks learn of it too."""

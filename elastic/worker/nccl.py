@@ -73,6 +73,9 @@ class NcclTransport:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         return self._group("set", ranks).allreduce([tensor])
 
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+        return self._group("set", ranks).allgather([outputs], [tensor])
+
     def open_set(self, ranks: tuple[int, ...]) -> None:
         self._open("set", ranks)
 

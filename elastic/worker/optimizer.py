@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from elastic.core.layout import span
+from elastic.core.types import WHOLE, Portion
 from elastic.errors import FieldError
+from elastic.planning.schemes import SHARDED
 
 Groups = list[dict[str, Any]]
 Schedule = Callable[[int], float]
@@ -57,6 +60,9 @@ class OptimizerSpec:
     """Global gradient norm above which gradients are scaled down; None: never."""
     master_weights: bool = False
     """Keep float32 masters of lower-precision parameters and update those."""
+    elementwise: bool = False
+    """Each element of a parameter is updated by its own gradient and state alone, as in AdamW: only such an optimizer's
+    state can be shared by the holders of a layer."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
@@ -72,15 +78,26 @@ class OptimizerSpec:
 
 
 class LayerOptimizer:
-    """The optimizer of one layer and its float32 masters."""
+    """The optimizer of one layer and its float32 masters, or a portion of these: it then updates that portion of the
+    parameters. Tensors are those of `elastic.core.layout`."""
 
     def __init__(
-        self, parameters: Sequence[tuple[str, Parameter]], spec: OptimizerSpec, *, empty: bool = False
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        spec: OptimizerSpec,
+        *,
+        empty: bool = False,
+        portion: Portion = WHOLE,
     ) -> None:
-        self.parameters = dict(parameters)
+        """Raises FieldError if a portion is asked for of an optimizer that is not elementwise."""
+        if portion != WHOLE and not spec.elementwise:
+            remedy = f"pipelines can share the state of elementwise optimizers only: leave {SHARDED} out of --backup"
+            raise FieldError("OptimizerSpec.elementwise", spec.elementwise, remedy)
+        self.portion = portion
+        self.parameters = {name: self.cut(p) for name, p in parameters}
         self.masters: dict[str, Parameter] = {}
         if spec.master_weights:
-            low = {n: p for n, p in parameters if p.dtype.itemsize < 4}
+            low = {n: self.parameters[n] for n, p in parameters if p.dtype.itemsize < 4}
             with torch.no_grad():
                 self.masters = {
                     n: Parameter(torch.empty_like(p, dtype=torch.float32)) for n, p in low.items()
@@ -88,14 +105,36 @@ class LayerOptimizer:
                 for name, master in () if empty else self.masters.items():
                     master.copy_(low[name])
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
-        self.optimizer = spec.factory(spec.groups(list(self.targets.items())))
+        self.optimizer = spec.factory(self._groups(spec, dict(parameters)))
         self._check_groups()
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
+    def cut(self, parameter: Parameter) -> Parameter:
+        """This optimizer's portion of a parameter: a flat view, or itself."""
+        return parameter if self.portion == WHOLE else Parameter(self.part(parameter.detach()))
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This optimizer's portion of a tensor of a parameter's shape: a flat view, or itself."""
+        if self.portion == WHOLE or not tensor.ndim:
+            return tensor
+        first, last = span(tensor.shape, self.portion)
+        return tensor.view(-1)[first:last]
+
+    def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> Groups:
+        """The spec's groups of whole parameters, with the targets in their places; without empty targets."""
+        if self.portion == WHOLE:
+            return spec.groups(list(self.targets.items()))
+        of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
+        groups = spec.groups(list(whole.items()))
+        unknown = [p for group in groups for p in group["params"] if id(p) not in of]
+        if unknown:
+            raise FieldError("groups", len(unknown), "it must return the parameters that it is given")
+        return [{**group, "params": [of[id(p)] for p in group["params"]]} for group in groups]
+
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """Update the parameters in place from `gradients` (float32, in parameter order)."""
+        """Update the parameters in place from `gradients` (float32, in parameter order; portions of them)."""
         for target, gradient in zip(self.targets.values(), gradients, strict=True):
-            target.grad = gradient.to(target.dtype)
+            target.grad = gradient.to(target.dtype) if target.numel() else None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step()
@@ -198,4 +237,5 @@ def adamw(
         lr=lr if callable(lr) else constant(lr),
         clip_norm=clip_norm,
         master_weights=master_weights,
+        elementwise=True,
     )

@@ -240,7 +240,7 @@ class StageRunner:
         tensor = self._outgoing.pop(action)
         self._links.send(tensor, rank, _tag(action))
         if self._keep_sent is not None:
-            self._keep_sent(Logged(kind, layer, step, action.microbatch, tensor))
+            self._keep_sent(Logged(kind, layer, step, action.microbatch, tensor.detach()))
 
     def _forward(self, chunk: Chunk, step: int, action: Action) -> None:
         m = action.microbatch

@@ -25,6 +25,7 @@ from elastic.worker.abandon import Abandon
 from elastic.worker.backup import Publisher
 from elastic.worker.boundary import BoundaryLog
 from elastic.worker.layers import Tied
+from elastic.worker.part import Part
 from elastic.worker.publishing import Summed
 from elastic.worker.rebase import Rebase
 from elastic.worker.replica import LayerReplica
@@ -65,6 +66,7 @@ class Protection:
         """Whether nothing of what the recovery brought is with one holder alone."""
         state = state_of(plan.state)
         self._states = state.name != NONE
+        publisher.keeps_final = self._sharded = state.sharded
         self._gradient_peer = peer if self._every else ""
         self._state_peer = peer if state.away else ""
         self._replays = bool(self._state_peer) and state.updates
@@ -73,8 +75,17 @@ class Protection:
         """Layer -> (step, ledger) of its newest published gradients."""
         self._versions: dict[int, int] = {}
         self._gradient_bundle = self._state_bundle = 0
-        self.log = BoundaryLog(publisher, plan.epoch) if plan.gradients == LOG else None
+        held = all(replica.device.type == "cpu" for replica in replicas)
+        """Host memory keeps what may be needed, rather than the vault, until the epoch ends."""
+        self.log = BoundaryLog(publisher, plan.epoch, held=held) if plan.gradients == LOG else None
         """Keeps what is sent to other stages."""
+        keeps = not self._every and (self._sharded or (self.log is not None and bool(self._state_peer)))
+        self._holds = keeps and held and not gradients.rounds
+        self._writes = keeps and not self._holds
+        """The last gradients of a step outlive its update: until the new state is at every peer a loss leads back to
+        the old one. They are held here, or written to the vault."""
+        self._finals: dict[int, tuple[int, Part]] = {}
+        """Layer: (step, its last gradients)."""
         self._entered = False
         self._lock = threading.Lock()
         self._acked, self._install_bundle, self._told = 0, -1, False
@@ -147,10 +158,10 @@ class Protection:
                 tied, reduced, step, self._epoch, self._gradient_peer, self._abandon
             )
             self._gradient_bundle = max(self._gradient_bundle, bundle)
-        if self.log is not None and self._state_peer:
-            # The update clears them, and until the peer has the new state a loss leads back to this one.
+        if self._writes:
+            mine = [part for replica in self._replicas for part in replica.parts]
             with contextlib.suppress(VaultFull):
-                self._publisher.publish_gradients(self._replicas, step, self._epoch, "", self._abandon)
+                self._publisher.publish_gradients(mine, step, self._epoch, "", self._abandon)
         self._publisher.wait_acked(self._gradient_bundle, self._abandon)
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 
@@ -164,6 +175,14 @@ class Protection:
                 self._replicas, reduced, clip, self._epoch, self._state_peer, self._abandon
             )
             self._state_bundle = self._rebase.sent(bundle, whole=False)
+
+    def retire(self, replica: LayerReplica) -> None:
+        """The layer's update was made: its gradients are of no more use, or kept for as long as they may be."""
+        if not self._holds:
+            replica.clear()
+            return
+        _, before = self._finals.pop(replica.index, (0, None))
+        self._finals[replica.index] = replica.version - 1, replica.set_aside(before)
 
     def after_update(self) -> None:
         if self._states:
@@ -187,6 +206,9 @@ class Protection:
             self._publisher.publish_states(states, self._epoch, "")
         for replica in self._replicas:
             replica.recall()
+            step, final = self._finals.get(replica.index, (-1, None))
+            if final is not None and final.ledger and step == replica.version - 1:
+                self._publisher.publish_gradients([final], step, self._epoch, "")
         for version in sorted({r.version for r in self._replicas}):
             mine = [r for r in self._replicas if r.version == version]
             common = [part for r in mine for part in r.parts if part is not r]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from elastic.core.types import Accumulate
+from elastic.core.types import WHOLE, Accumulate, Portion
 from elastic.errors import LedgerError, VaultError
 from elastic.worker import gradients, randomness
 from elastic.worker.gradients import Accumulator, FlatLayout
@@ -42,6 +43,9 @@ class LayerReplica:
         """Losses of the micro-batches in the ledger; on the last layer only."""
         self.common: Part | None = None
         """Under `reduce`: the sum that all holders of the layer have alike; disjoint from `gradient`."""
+        self.complete = True
+        """Every portion of the parameters is of this version; else only the optimizer's, whose state `write_state`
+        writes (`elastic.worker.shards`)."""
         self._sent: deque[Part] = deque()
         self._idle: list[Part] = []
         self.layout = accumulator.layout
@@ -89,6 +93,14 @@ class LayerReplica:
             self._retire()
         if self.common is not None:
             self.common.clear()
+
+    def set_aside(self, before: Part | None = None) -> Part:
+        """Forget the gradients as `clear`, but return them; `before` is what was set aside last, to be used again."""
+        final = Part(self.index, self._accumulator, self.ledger, self.losses)
+        fresh = before or Part(self.index, self._accumulator.sibling())
+        self._accumulator, self.ledger, self.losses = fresh.accumulator, fresh.ledger, fresh.losses
+        self.clear()
+        return final
 
     # ---- rounds of sums over the holders (elastic.worker.rounds) ----
 
@@ -199,24 +211,46 @@ class LayerReplica:
         self._step(gradients.to_flat(reduced, clip), lr)
 
     @property
+    def portion(self) -> Portion:
+        """What of the optimizer's state is here; the update changes this portion of the parameters alone."""
+        return self._optimizer.portion
+
+    @property
+    def parameters(self) -> Iterable[Parameter]:
+        """All of them, whole."""
+        return self._parameters.values()
+
+    @property
     def update_nbytes(self) -> int:
         """Bytes of what an update takes."""
-        return 4 * self.layout.numel
+        return 4 * sum(target.numel() for target in self._optimizer.targets.values())
 
     def write_update(self, reduced: Tensor, clip: float, out: Tensor) -> None:
         """Write what `update` of the same `reduced` and `clip` takes to `out`, uint8 [update_nbytes] in host memory."""
-        out.copy_(as_bytes(gradients.to_flat(reduced, clip)))
+        parts = self._parts(gradients.to_flat(reduced, clip))
+        out.copy_(as_bytes(torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0]))
 
     def apply_update(self, data: Tensor, lr: float) -> None:
         """Make the update that `write_update` wrote down elsewhere; the version goes up by one."""
         if data.numel() != self.update_nbytes:
             raise VaultError(f"layer {self.index}: update of {data.numel()} bytes, not {self.update_nbytes}")
-        whole = data.clone() if data.data_ptr() % 4 else data
-        self._step(whole.view(torch.float32).to(self.device), lr)
+        flat = (data.clone() if data.data_ptr() % 4 else data).view(torch.float32).to(self.device)
+        targets = list(self._optimizer.targets.values())
+        parts = torch.split(flat, [target.numel() for target in targets])
+        self._advance([part.view(target.shape) for part, target in zip(parts, targets, strict=True)], lr)
 
     def _step(self, flat: Tensor, lr: float) -> None:
-        self._optimizer.step(self.layout.views(flat), lr)
+        self._advance(self._parts(flat), lr)
+
+    def _advance(self, parts: Sequence[Tensor], lr: float) -> None:
+        """Update from these portions of the gradient, in parameter order."""
+        self._optimizer.step(parts, lr)
+        self.complete = self.portion == WHOLE
         self.version += 1
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """Of each parameter's gradient the optimizer's portion."""
+        return [self._optimizer.part(view) for view in self.layout.views(flat)]
 
     def optimizer_bytes(self) -> dict[str, int]:
         """Bytes of optimizer state and masters, by parameter. Most optimizers make theirs at the first update."""
@@ -237,34 +271,60 @@ class LayerReplica:
         self._planned(tensors).write(out, tensors)
 
     def read_state(self, data: Tensor) -> None:
-        """Take over a written state, version included. VaultError if it is not this layer's."""
+        """Take over a written state, version included: the whole one, of which the optimizer takes its portion, or just
+        this portion (then the parameters are not complete). VaultError if it is not this layer's."""
         header, tensors = read_state(data)
-        found = {named.name: named.tensor for named in tensors}
-        values = {f"param/{n}": p for n, p in self._parameters.items()}
-        values |= {f"master/{n}": m for n, m in self._optimizer.masters.items()}
-        moments = {n: t for n, t in found.items() if n.startswith("optim/")}
-        self._match(values, {n: t for n, t in found.items() if n not in moments})
+        if header.portion not in (WHOLE, self.portion):
+            raise VaultError(f"layer {self.index}: portion {header.portion} of a state, not {self.portion}")
+        whole = header.portion == WHOLE
+        found = {named.name: named for named in tensors}
+        values: dict[str, Tensor] = {f"param/{n}": p for n, p in self._parameters.items()}
+        if not whole:
+            values = {f"param/{n}": p for n, p in self._optimizer.parameters.items()}
+        masters = {f"master/{n}": m for n, m in self._optimizer.masters.items()}
+        moments = {n: t.tensor for n, t in found.items() if n.startswith("optim/")}
+        self._match({**values, **masters}, {n: t for n, t in found.items() if n not in moments})
+        take = self._optimizer.part if whole else _as_it_is
         with torch.no_grad():
             for name, value in values.items():
-                value.copy_(found[name])
-        self._optimizer.load({_split(n): t for n, t in moments.items()}, header.extra)
-        self.version = header.version
+                value.copy_(found[name].tensor)
+            for name, value in masters.items():
+                value.copy_(take(found[name].tensor))
+        targets = self._optimizer.targets
+        state = {_split(n): take(t) for n, t in moments.items() if targets[_split(n)[0]].numel()}
+        self._optimizer.load(state, {k: v for k, v in header.extra.items() if self._has(k)})
+        self.complete, self.version = whole, header.version
 
-    def _match(self, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    def _has(self, path: str) -> bool:
+        """Whether a text of the state belongs to this portion of it."""
+        kind, _, rest = path.partition("/")
+        return kind != "optim" or bool(self._optimizer.targets[rest.rsplit("/", 1)[0]].numel())
+
+    def _match(self, mine: Mapping[str, Tensor], theirs: Mapping[str, Named]) -> None:
         for name in sorted(mine.keys() | theirs.keys()):
             a, b = mine.get(name), theirs.get(name)
-            if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-                told = [f"{tuple(t.shape)} {t.dtype}" if t is not None else "nothing" for t in (a, b)]
+            shape = self._parameters[name.split("/", 1)[1]].shape if a is not None else ()
+            if a is None or b is None or (b.shape or b.tensor.shape) != shape or a.dtype != b.tensor.dtype:
+                told = [
+                    f"{tuple(shape)} {a.dtype}" if a is not None else "nothing",
+                    f"{tuple(b.shape or b.tensor.shape)} {b.tensor.dtype}" if b is not None else "nothing",
+                ]
                 raise VaultError(f"layer {self.index}: state of {name} is {told[1]}, not {told[0]}")
 
     def _tensors(self) -> list[Named]:
-        dims = {name: _shard_dim(parameter) for name, parameter in self._parameters.items()}
-        tensors = [Named(f"param/{n}", p, dims[n]) for n, p in self._parameters.items()]
-        tensors += [Named(f"master/{n}", m, dims[n]) for n, m in self._optimizer.masters.items()]
-        for name, key, value in self._optimizer.tensors():
-            same = value.shape == self._parameters[name].shape
-            tensors.append(Named(f"optim/{name}/{key}", value, dims[name] if same else -1))
+        optimizer = self._optimizer
+        tensors = [self._named(f"param/{n}", p, n) for n, p in optimizer.parameters.items()]
+        tensors += [self._named(f"master/{n}", m, n) for n, m in optimizer.masters.items()]
+        for name, key, value in optimizer.tensors():
+            same = value.shape == optimizer.parameters[name].shape
+            path = f"optim/{name}/{key}"
+            tensors.append(self._named(path, value, name) if same and value.ndim else Named(path, value))
         return tensors
+
+    def _named(self, path: str, value: Tensor, name: str) -> Named:
+        """`value` is of the form of parameter `name`, or of this portion of it."""
+        parameter = self._parameters[name]
+        return Named(path, value, _shard_dim(parameter), tuple(parameter.shape))
 
     def _planned(self, tensors: list[Named]) -> StatePlan:
         """The layout at this version, from that of another one where possible."""
@@ -272,7 +332,7 @@ class LayerReplica:
         if plan is not None and plan.header.version != self.version:
             plan = plan.at(self.version)
         if plan is None or not plan.fits(tensors, extra):
-            plan = plan_state(self.version, tensors, extra)
+            plan = plan_state(self.version, tensors, extra, self.portion)
         self._plan = plan
         return plan
 
@@ -287,6 +347,7 @@ def build_replica(
     device: torch.device,
     *,
     empty: bool = False,
+    portion: Portion = WHOLE,
 ) -> LayerReplica:
     """Make the replica of layer `index` at version 0; `empty`: fast, for `read_state` to fill."""
     module = (stack.build_empty if empty else stack.build)(index, device, tp)
@@ -300,7 +361,7 @@ def build_replica(
         index,
         tp.rank,
         module,
-        LayerOptimizer(parameters, optimizer, empty=empty),
+        LayerOptimizer(parameters, optimizer, empty=empty, portion=portion),
         Accumulator(layout, accumulate, device, f"layer {index}"),
         seed=seed,
         uncounted=frozenset(uncounted),
@@ -324,6 +385,10 @@ def warm_up(
 
 def _shard_dim(parameter: Tensor) -> int:
     return int(getattr(parameter, "partition_dim", -1))
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _split(name: str) -> tuple[str, str]:

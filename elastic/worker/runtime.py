@@ -20,7 +20,7 @@ import torch
 
 from elastic.core import messages as m
 from elastic.core.faults import Phase
-from elastic.core.types import Accumulate, JobSpec, Unit
+from elastic.core.types import WHOLE, Accumulate, JobSpec, Portion, Unit
 from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, VaultError
 from elastic.planning.roster import Roster, roster
 from elastic.rpc.frames import connect_unix
@@ -207,7 +207,7 @@ class Trainer:
             raise cause
         raise SystemExit(code)
 
-    def _build(self, layer: int, empty: bool) -> LayerReplica:
+    def _build(self, layer: int, empty: bool, portion: Portion = WHOLE) -> LayerReplica:
         replica = build_replica(
             self._stack,
             layer,
@@ -217,6 +217,7 @@ class Trainer:
             self._spec.seed,
             self._device,
             empty=empty,
+            portion=portion,
         )
         replica.owner = self._context.node
         return replica
@@ -266,7 +267,7 @@ class _Epoch:
         began = time.perf_counter()
         member = self.roster.members[self._rank]
         fetcher = Fetcher(t._context.node, dict(self._assignment.vaults), self._abandon)
-        recovering = any(recipe.state or recipe.checkpoint for _, recipe in self._assignment.recipes)
+        recovering = any(recipe.states or recipe.checkpoint for _, recipe in self._assignment.recipes)
 
         def reached() -> None:
             if recovering:

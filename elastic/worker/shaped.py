@@ -1,7 +1,7 @@
 """A transport whose messages to other nodes take as long as on a slower network (`elastic.rpc.shaping`).
 
 A send returns at once, as always; a thread hands the message over when its bytes would have arrived. Sums over holders
-take the time of a ring: each rank sends 2 (k - 1) / k of the data, in 2 (k - 1) turns.
+take the time of a ring: each rank sends 2 (k - 1) / k of the data, in 2 (k - 1) turns. A gather is half of one.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ class ShapedTransport:
         sent = int(2 * (k - 1) / k * tensor.nbytes)
         moment = self._shaper.reserve(sent, training=True) + 2 * (k - 1) * self._shaper.limit.latency_s
         return cast(Work, _Until(work, moment))
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+        work, turns = self._inner.all_gather(outputs, tensor, ranks), len(ranks) - 1
+        if not self._remote.intersection(ranks):
+            return work
+        moment = self._shaper.reserve(turns * tensor.nbytes, training=True)
+        return cast(Work, _Until(work, moment + turns * self._shaper.limit.latency_s))
 
     def open_set(self, ranks: tuple[int, ...]) -> None:
         self._inner.open_set(ranks)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from elastic.core.layout import ITEM_BYTES, StateHeader, TensorEntry, plan_layout, read_header
+from elastic.core.layout import ITEM_BYTES, StateHeader, TensorEntry, join, plan_layout, read_header, span
+from elastic.core.types import WHOLE, Portion
 from elastic.errors import FieldError, VaultError
 
 
@@ -23,6 +24,8 @@ class Named(NamedTuple):
     tensor: Tensor
     shard_dim: int = -1
     """Dimension along which TP ranks split the whole tensor; -1: every rank has all of it."""
+    shape: tuple[int, ...] | None = None
+    """Where `tensor` is a flat portion: that of all portions together."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class StatePlan:
 
     def fits(self, tensors: Sequence[Named], extra: dict[str, str]) -> bool:
         """Whether the plan is for just these tensors (by name and size) and texts."""
-        return extra == self.header.extra and [(n, t.nbytes) for n, t, _ in tensors] == [
+        return extra == self.header.extra and [(named.name, named.tensor.nbytes) for named in tensors] == [
             (entry.name, entry.nbytes) for entry in self.header.tensors
         ]
 
@@ -53,7 +56,7 @@ class StatePlan:
         """Write the run to the first `nbytes` of `out`, gaps zeroed."""
         out[: len(self.text)].copy_(torch.frombuffer(bytearray(self.text), dtype=torch.uint8))
         end = len(self.text)
-        for entry, (_, tensor, _) in zip(self.header.tensors, tensors, strict=True):
+        for entry, (_, tensor, *_) in zip(self.header.tensors, tensors, strict=True):
             stop = entry.offset + entry.nbytes
             out[end : entry.offset].zero_()
             out[entry.offset : stop].copy_(as_bytes(tensor))
@@ -61,19 +64,44 @@ class StatePlan:
         out[end : self.nbytes].zero_()
 
 
-def plan_state(version: int, tensors: Sequence[Named], extra: dict[str, str]) -> StatePlan:
-    """Lay out these tensors."""
-    rows = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), dim) for name, t, dim in tensors]
+def plan_state(
+    version: int, tensors: Sequence[Named], extra: dict[str, str], portion: Portion = WHOLE
+) -> StatePlan:
+    """Lay out these tensors, which are `portion` of a state."""
+    rows = [
+        (name, str(t.dtype).removeprefix("torch."), tuple(t.shape) if shape is None else shape, dim)
+        for name, t, dim, shape in tensors
+    ]
     for name, dtype, _, _ in rows:
         if dtype not in ITEM_BYTES:
             raise FieldError(name, dtype, f"state may be of {', '.join(ITEM_BYTES)}")
-    return StatePlan(*plan_layout(version, rows, extra))
+    return StatePlan(*plan_layout(version, rows, extra, portion))
 
 
 def read_state(run: Tensor) -> tuple[StateHeader, list[Named]]:
-    """Parse a run. The tensors are views of it. Raises VaultError if it is malformed or cut short."""
-    header = read_header(memoryview(cast(Any, run.numpy())))
-    return header, [Named(e.name, _view(run, e), e.shard_dim) for e in header.tensors]
+    """Parse a run. The tensors are views of it, flat ones if it is a portion. Raises VaultError if it is malformed or
+    cut short."""
+    header = read_header(as_memory(run))
+    return header, [_named(run, e, header.portion) for e in header.tensors]
+
+
+def join_portions(runs: Sequence[Tensor]) -> Tensor:
+    """The run of the whole state from those of its portions."""
+    if len(runs) == 1:
+        return runs[0]
+    found: list[Tensor] = []
+
+    def allocate(nbytes: int) -> memoryview:
+        found.append(torch.empty(nbytes, dtype=torch.uint8))
+        return as_memory(found[0])
+
+    join([as_memory(run) for run in runs], allocate)
+    return found[0]
+
+
+def as_memory(run: Tensor) -> memoryview:
+    """The bytes of a run in host memory, in place."""
+    return memoryview(cast(Any, run.numpy()))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -92,7 +120,7 @@ def merge_shards(runs: Sequence[Tensor]) -> Tensor:
                 f"TP rank {rank} does not match rank 0: version {other.version} and {header.version}"
             )
     whole = []
-    for place, (name, tensor, dim) in enumerate(first):
+    for place, (name, tensor, dim, _) in enumerate(first):
         parts = [tensors[place].tensor for _, tensors in shards]
         _refuse_private(name, parts, dim)
         whole.append(Named(name, torch.cat(parts, dim) if dim >= 0 and len(parts) > 1 else tensor, dim))
@@ -103,7 +131,7 @@ def slice_shard(run: Tensor, rank: int, size: int) -> Tensor:
     """Cut TP rank `rank`'s run of `size` out of the run of TP size 1."""
     header, tensors = read_state(run)
     part = []
-    for name, tensor, dim in tensors:
+    for name, tensor, dim, _ in tensors:
         if dim >= 0 and tensor.shape[dim] % size:
             raise FieldError(
                 "tp", size, f"must divide dimension {dim} of {name}, which is {tensor.shape[dim]}"
@@ -127,7 +155,14 @@ def _run(header: StateHeader, tensors: Sequence[Named]) -> Tensor:
     return out
 
 
-def _view(run: Tensor, entry: TensorEntry) -> Tensor:
+def _named(run: Tensor, entry: TensorEntry, portion: Portion) -> Named:
+    if portion == WHOLE or not entry.shape:
+        return Named(entry.name, _view(run, entry, entry.shape), entry.shard_dim)
+    first, last = span(entry.shape, portion)
+    return Named(entry.name, _view(run, entry, (last - first,)), entry.shard_dim, entry.shape)
+
+
+def _view(run: Tensor, entry: TensorEntry, shape: tuple[int, ...]) -> Tensor:
     stop = entry.offset + entry.nbytes
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype) or entry.offset < 0 or stop > run.numel():
@@ -136,11 +171,9 @@ def _view(run: Tensor, entry: TensorEntry) -> Tensor:
     if data.storage_offset() % 8:
         data = data.clone()
     try:
-        return data.view(dtype).view(entry.shape)
+        return data.view(dtype).view(shape)
     except RuntimeError as error:
-        raise VaultError(
-            f"{entry.name}: {entry.nbytes} bytes are no {entry.dtype} of {entry.shape}"
-        ) from error
+        raise VaultError(f"{entry.name}: {entry.nbytes} bytes are no {entry.dtype} of {shape}") from error
 
 
 def _refuse_private(name: str, parts: Sequence[Tensor], dim: int) -> None:

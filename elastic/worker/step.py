@@ -2,7 +2,8 @@
 
 Order of things that makes every later recovery possible (docs/design.md, "Versions"): gradients are published after
 each micro-batch; the commit is entered only when the final gradients and the current state (or what makes it) are
-whole at the peer; what the update takes is published before it, states right after it.
+whole at the peer; what the update takes is published before it, states right after it. Where holders shared the update,
+they exchange what they updated then.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from elastic.worker.protection import Protection
 from elastic.worker.reduction import Reduction
 from elastic.worker.replica import LayerReplica
 from elastic.worker.rounds import CommonSums
+from elastic.worker.shards import Shards
 
 UNRECEIVED_A_UNIT = 2
 """Long interleaved pipelines have as many messages under way as units, and their headers (`Links.most_unreceived`)."""
@@ -93,6 +95,7 @@ class StepRunner:
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
         links.most_unreceived = max(links.most_unreceived, UNRECEIVED_A_UNIT * n_units)
         self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
+        self._shards = Shards(replicas, links, roster, rank)
         self._tied = {layer for group in stack.tied for layer, _ in group}
         every = gradients_of(plan.gradients).rounds
         self._common = (
@@ -148,9 +151,12 @@ class StepRunner:
         self._protection.before_update(reduced, clip)
         for replica in self._replicas:
             replica.update(reduced[replica.index], clip, lr)
-            replica.clear()
+            self._protection.retire(replica)
             self._injector.reach(step, Phase.OPTIMIZER)
         self._protection.after_update()
+        self._position.at("wait", step)
+        with self.runner.agreement:
+            self._shards.gather()
         return Outcome(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
     def _run_in_part(self, step: int, covered: Mapping[int, frozenset[int]]) -> None:

@@ -41,8 +41,12 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work: ...
 
+    def all_gather(
+        self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
+    ) -> Work: ...
+
     def open_set(self, ranks: tuple[int, ...]) -> None:
-        """Prepare `all_reduce` over `ranks`; blocks until all of them do so."""
+        """Prepare `all_reduce` and `all_gather` over `ranks`; blocks until all of them do so."""
 
     def wait(self, work: Work) -> None:
         """Return when the operation is really done, seen from the host. Raises RuntimeError if it failed."""
@@ -80,11 +84,11 @@ class GlooTransport:
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         return self._mesh.recv([tensor], src, tag)
 
-    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
-        return self._mesh.allgather([outputs], [tensor])
-
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         return self._sets[ranks].allreduce([tensor])
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+        return self._sets[ranks].allgather([outputs], [tensor])
 
     def open_set(self, ranks: tuple[int, ...]) -> None:
         if ranks not in self._sets:

@@ -73,7 +73,7 @@ def parity_of(shelf: Shelf, layers: list[LayerReplica]) -> tuple[Copy, list[Copy
 
 def install(shelf: Shelf, recipe: Recipe, record: StepRecord | None = None) -> Installed:
     installer = Installer(
-        lambda layer, empty: replicas(optimizer=SPEC, empty=empty)[layer],
+        lambda layer, empty, portion: replicas(optimizer=SPEC, empty=empty)[layer],
         shelf, SPEC.lr, lambda: None, lambda: None, (),
     )  # fmt: skip
     return installer.install(

@@ -34,6 +34,9 @@ def test_gradients(text: str, expected: Gradients, share: float) -> None:
         ("parity", State("parity", 1, 3), True, False),
         ("parity:5", State("parity", 1, 5), True, False),
         ("none", State("none"), False, False),
+        ("snapshot/sharded", State("snapshot", 1, sharded=True), True, False),
+        ("replay:2/sharded", State("replay", 2, sharded=True), True, True),
+        ("parity/sharded", State("parity", 1, 3, True), True, False),
     ],
 )
 def test_states(text: str, expected: State, away: bool, updates: bool) -> None:
@@ -69,6 +72,12 @@ def test_states(text: str, expected: State, away: bool, updates: bool) -> None:
         ("stream+parity:257", "K from 2 to 256"),
         ("stream+parity:", "K from 2 to 256"),
         ("stream+parity:²", "K from 2 to 256"),
+        ("stream+replica/sharded", "no other node has this one's part"),
+        ("none+none/sharded", "no other node has this one's part"),
+        ("stream+snapshot/shared", "write snapshot/sharded"),
+        ("stream+snapshot/sharded/sharded", "write snapshot/sharded"),
+        ("stream+replay:1/sharded", "take snapshot"),
+        ("stream+/sharded", "GRADIENTS"),
     ],
 )
 def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
@@ -82,6 +91,7 @@ def test_what_is_not_understood_is_refused(text: str, why: str) -> None:
         ("stream+none", "auto", "without the state it belongs to"),
         ("recompute+none", "2", "without the state it belongs to"),
         ("stream:2+replica", "1", "nobody else holds a layer"),
+        ("stream+snapshot/sharded", "1", "leave /sharded out"),
         ("stream:2+replay:0", "auto", "N from 2 to 64"),
         ("reduce:2+none", "2", "without the state it belongs to"),
         ("reduce+snapshot", "1", "nobody to sum with"),

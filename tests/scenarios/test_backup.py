@@ -36,6 +36,12 @@ PAIRS = (
     ("reduce+snapshot", "2"),
     ("reduce:2+replay:4", "2"),
     ("reduce+parity", "2"),
+    ("stream+snapshot/sharded", "2"),
+    ("stream:2+replay:2/sharded", "2"),
+    ("recompute+snapshot/sharded", "4"),
+    ("reduce+snapshot/sharded", "2"),
+    ("log+snapshot/sharded", "2"),
+    ("stream+parity/sharded", "2"),
 )
 """(schemes, pipelines)"""
 FAULTS = {
@@ -49,6 +55,7 @@ SMALL = {
     ("stream:2+snapshot", "kill-in-microbatch"),
     ("recompute+replica", "kill-in-update"),
     ("stream+parity", "kill-in-update"),
+    ("stream+snapshot/sharded", "kill-in-update"),
 }
 
 
@@ -128,6 +135,46 @@ def test_a_parity_with_flipped_bytes_is_dropped_and_the_checkpoint_read(tmp_path
     assert "checkpoint" in [recovery["state_source"] for recovery in run.summary["recoveries"]]
     found = [event["detail"] for event in run.events if event["kind"] == "copy-corrupt"]
     assert any("parity" in detail and "dropped" in detail for detail in found)
+
+
+@pytest.mark.parametrize(
+    ("lost", "source"),
+    [
+        pytest.param((1,), "peer", id="one", marks=pytest.mark.chaos),
+        pytest.param((1, 2), "checkpoint", id="with-its-peer"),
+    ],
+)
+def test_a_shared_optimizer_state_survives_one_loss(
+    lost: tuple[int, ...], source: str, tmp_path: Path
+) -> None:
+    """Four pipelines, so a quarter of every layer's optimizer state on each node, kept by the next one."""
+    kills = [f"kill node={node} step=3 phase=reduce" for node in lost]
+    run = run_with(
+        tmp_path, "stream+snapshot/sharded", "4", *faults(*kills), script=["--checkpoint-every", "1"]
+    )
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
+    assert run.summary["ledger"] == {"double": 0, "missing": 0}
+    assert source in [recovery["state_source"] for recovery in run.summary["recoveries"]], run.summary[
+        "recoveries"
+    ]
+
+
+@pytest.mark.parametrize(
+    "before", ["3", pytest.param("4", marks=pytest.mark.chaos), pytest.param("1", marks=pytest.mark.chaos)]
+)
+def test_a_shared_state_goes_on_with_any_number_of_pipelines(before: str, tmp_path: Path) -> None:
+    """From a checkpoint that pipelines wrote together, on two nodes."""
+    flags = ["--checkpoint-dir", str(tmp_path / "kept"), "--backup", "stream+snapshot/sharded"]
+    shape = ["--nnodes", before, "--pipelines", before]
+    if before == "1":
+        flags[-1] = "stream+snapshot"
+    first = elastic_run(tmp_path / "first", exact(*shape, *flags), [*SCRIPT, "--steps", "3"])
+    assert first.code == 0, first.output
+    again = ["--nnodes", "2", "--pipelines", "2", "--resume", "auto", *flags[:-1], "stream+snapshot/sharded"]
+    second = elastic_run(tmp_path / "second", exact(*again), SCRIPT)
+    assert second.code == 0, second.output
+    assert second.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], second.output
 
 
 def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> None:

@@ -170,7 +170,12 @@ def test_the_next_epoch_goes_on_with_the_parts_that_its_recipe_names(
     fetcher = Fetcher("a", {"a": node.server.address})
     fetcher.fetch = lambda copy: fetches.append(copy)  # type: ignore[method-assign,assign,return-value,func-returns-value]
     installer = Installer(
-        lambda layer, empty: replicas()[layer], fetcher, lambda step: 0.1, lambda: None, lambda: None, ()
+        lambda layer, empty, portion: replicas()[layer],
+        fetcher,
+        lambda step: 0.1,
+        lambda: None,
+        lambda: None,
+        (),
     )
     live = {layer.index: layer for layer in worker.layers}
     installed = installer.install(Assignment(plan(2), 0, recipes=tuple(recipes)), member, live)

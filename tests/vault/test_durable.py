@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from elastic.core import codec
+from elastic.core.layout import plan_layout, read_header
 from elastic.core.types import JobSpec, LayerSpec
 from elastic.errors import FieldError, VaultError
 from elastic.store import durable, tensorfile
@@ -39,6 +40,44 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
         assert file.get_tensor("param/bias").dtype == torch.bfloat16
         assert file.get_tensor("optim/weight/step").item() == 3
         assert len(file.keys()) == 5
+
+
+def portions_of(layer: int, step: int, number: int) -> list[bytes]:
+    """A layer's state as its holders share it: of the weight's 8 elements the first has all, cut at grains."""
+    header, data = read_header(memoryview(layer_run(layer, step))), layer_run(layer, step)
+    rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in header.tensors]
+    runs = []
+    for index in range(number):
+        text, part, nbytes = plan_layout(step, rows, header.extra, (index, number))
+        run = bytearray(nbytes)
+        run[: len(text)] = text
+        for whole_entry, entry in zip(header.tensors, part.tensors, strict=True):
+            size = entry.nbytes
+            run[entry.offset : entry.offset + size] = data[whole_entry.offset : whole_entry.offset + size]
+        runs.append(bytes(run))
+    return runs
+
+
+def test_portions_are_put_together(tmp_path: Path) -> None:
+    """Holders of two plans wrote theirs: of those that are whole the coarsest is taken."""
+    for layer in range(N_LAYERS):
+        for number, left in ((2, 0), (3, 1)):
+            for run in portions_of(layer, 9, number)[left:]:
+                durable.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, memoryview(run))
+    path = durable.commit(tmp_path, 9)
+    manifest = durable.validate(path)
+    assert [part.portion for part in manifest.parts] == [(0, 2), (1, 2)] * N_LAYERS
+    for layer in range(N_LAYERS):
+        assert bytes(durable.read_run(path, manifest, layer, 0)) == layer_run(layer, 9)
+    (path / manifest.parts[-1].name).unlink()
+    assert durable.latest(tmp_path) is None
+
+
+def test_a_missing_portion_is_no_checkpoint(tmp_path: Path) -> None:
+    write_all(tmp_path, 5, skip=(2,))
+    durable.write_part(tmp_path, 5, 2, 0, N_LAYERS, 1, memoryview(portions_of(2, 5, 2)[0]))
+    with pytest.raises(FieldError, match=r"\(2, 0\)"):
+        durable.commit(tmp_path, 5)
 
 
 def test_nothing_is_a_checkpoint_before_the_commit(tmp_path: Path) -> None:

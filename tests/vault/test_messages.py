@@ -93,6 +93,16 @@ def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
     assert (ACTIVATION, 1, 0) in found(node.vault)
 
 
+def test_in_host_memory_two_steps_are_held_and_written_when_the_epoch_ends(node: MiniNode) -> None:
+    log, abandon = BoundaryLog(publisher_of(node), 1, held=True), Abandon()
+    for step in range(4):
+        log_step(log, step, abandon)
+    assert not found(node.vault) and node.acked.empty()
+    log.flush(None)
+    settle(node, 2)
+    assert found(node.vault) == everything(2) | everything(3)
+
+
 def test_what_could_not_be_written_in_time_is_when_the_epoch_ends(tmp_path: Path) -> None:
     """The slots are not acknowledged: a flush waits for them until the epoch is left, and nothing is forgotten."""
 

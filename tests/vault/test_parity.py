@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_it_is_a_copy_when_all_are_in_whatever_their_order(vault: Vault, order: 
     ]
     assert [p.checksum for p in copy.parts] == [checksum(part(owner)[1]) for owner in MEMBERS]
     assert bytes(vault.read(copy.key)) == xor(*(part(owner)[1] for owner in MEMBERS))
+
+
+def test_portions_of_shared_states_go_in_as_such(vault: Vault) -> None:
+    for index, owner in enumerate(LANE.members):
+        copy, data = part(owner)
+        put(vault, replace(copy, portion=(index, len(LANE.members))), data)
+    (copy,) = parities(vault)
+    assert [p.portion for p in copy.parts] == [(i, len(LANE.members)) for i in range(len(LANE.members))]
 
 
 def test_what_comes_twice_goes_in_once(vault: Vault) -> None:

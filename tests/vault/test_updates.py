@@ -248,7 +248,7 @@ def install(
     fetcher = Fetcher("b", dict(assignment.vaults))
     empty = made(name, Accumulate.EXACT, empty=True)
     installer = Installer(
-        lambda layer, _: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, lambda: None, ()
+        lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, lambda: None, ()
     )
     member: Member = roster(NEXT).members[0]
     try:

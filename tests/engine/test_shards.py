@@ -1,0 +1,86 @@
+"""What holders updated reaches all holders of a layer, over real links, whatever the pipelines' cuts."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from elastic.core.types import Accumulate
+from elastic.worker.abandon import LinkFailed
+from elastic.worker.optimizer import adamw
+from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.shards import Shards
+from tests.engine.models import stack
+from tests.engine.plans import roster_of
+from tests.engine.ranks import Rank, Ranks, run_ranks
+from tests.model.toys import ALONE, CPU
+
+N_LAYERS = 4
+CUTS = [
+    [[0], [0]],
+    [[0, 2], [0, 1]],
+    [[0, 3], [0], [0, 1, 2]],
+    [[0, 2]],
+]
+
+
+def layer(index: int, portion: tuple[int, int]) -> LayerReplica:
+    return build_replica(
+        stack(N_LAYERS), index, ALONE, adamw(0.01), Accumulate.EXACT, 7, CPU, portion=portion
+    )
+
+
+def reduced(replica: LayerReplica, step: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(100 * step + replica.index)
+    return torch.randint(-(2**40), 2**40, (replica.gradient.numel(),), generator=seeded)
+
+
+def update_and_gather(rank: Rank, cuts: list[list[int]]) -> dict[int, list[torch.Tensor]]:
+    roster = roster_of(cuts, N_LAYERS, [(p,) for p in range(len(cuts))])
+    me = roster.members[rank.rank]
+    links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
+    layers = [layer(index, (me.pipeline, len(cuts))) for index in me.layers]
+    shards = Shards(layers, links, roster, rank.rank)
+    for step in range(2):
+        for replica in layers:
+            replica.update(reduced(replica, step), 0.5, 0.01)
+            assert replica.complete == (len(cuts) == 1)
+        shards.gather()
+        assert all(replica.complete for replica in layers)
+    return {r.index: [p.detach().clone() for p in r.parameters] for r in layers}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_all_holders_have_what_one_worker_would_have(cuts: list[list[int]]) -> None:
+    expected = [layer(index, (0, 1)) for index in range(N_LAYERS)]
+    for step in range(2):
+        for replica in expected:
+            replica.update(reduced(replica, step), 0.5, 0.01)
+    for found in run_ranks(update_and_gather, sum(map(len, cuts)), cuts):
+        for index, values in found.items():
+            assert all(torch.equal(a, b) for a, b in zip(values, expected[index].parameters, strict=True))
+
+
+def gather_and_lose(rank: Rank) -> tuple[bool, int]:
+    roster = roster_of([[0], [0]], N_LAYERS, [(0,), (1,)])
+    links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
+    layers = [layer(index, (rank.rank, 2)) for index in range(N_LAYERS)]
+    shards = Shards(layers, links, roster, rank.rank)
+    shards.gather()
+    for replica in layers:
+        replica.update(reduced(replica, 0), 0.5, 0.01)
+    rank.report("updated")
+    rank.await_word()
+    with pytest.raises(LinkFailed):
+        shards.gather()
+    return any(replica.complete for replica in layers), layers[0].version
+
+
+def test_layers_whose_holder_was_lost_meanwhile_are_not_complete() -> None:
+    with Ranks(gather_and_lose, 2) as ranks:
+        assert ranks.reports() == ["updated", "updated"]
+        ranks.signal(1, signal.SIGKILL)
+        ranks.tell("go", 0)
+        assert ranks.reports(0) == [(False, 1)]
