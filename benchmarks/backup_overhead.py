@@ -34,7 +34,7 @@ from benchmarks.results import Row, save
 
 BLOCK = 4
 """Steps of a block; the first is not counted."""
-SEQUENCE, NODES = 128, 4
+NODES = 4
 TARGET = 1.02
 WEIGHED = 80
 """Steps in which `auto` has looked at its pairs."""
@@ -124,8 +124,9 @@ def n_steps(pairs: int) -> int:
 
 def script_flags(steps: int, sizes: argparse.Namespace) -> list[str]:
     flags = {
-        "layers": sizes.layers, "hidden": sizes.hidden, "heads": 4, "seq-len": SEQUENCE,
-        "micro-batch-size": sizes.tokens[0] // SEQUENCE, "num-microbatches": 8, "steps": steps,
+        "layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads, "seq-len": sizes.sequence,
+        "micro-batch-size": sizes.tokens[0] // sizes.sequence, "num-microbatches": 8, "steps": steps,
+        "dtype": sizes.dtype,
     }  # fmt: skip
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
@@ -144,12 +145,14 @@ class Measured:
     """In a step, of the worker that copies and waits most."""
 
 
-def run(backup: str, pipelines: int, script: Sequence[str], scratch: str) -> tuple[Path, dict[str, Any]]:
+def run(
+    backup: str, pipelines: int, script: Sequence[str], scratch: str, flags: Sequence[str] = ()
+) -> tuple[Path, dict[str, Any]]:
     """Run one job; return its directory and summary. Raises RuntimeError with its output if it fails."""
     run_dir = Path(tempfile.mkdtemp(dir=scratch)) / "run"
     command = [
         sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(NODES),
-        "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *script,
+        "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *flags, *script,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
@@ -158,14 +161,17 @@ def run(backup: str, pipelines: int, script: Sequence[str], scratch: str) -> tup
     return run_dir, json.loads((run_dir / "summary.json").read_text())
 
 
-def measure(backup: str, pipelines: int, pairs: int, sizes: argparse.Namespace) -> Measured:
-    """Run one job and compare its blocks."""
+def measure(
+    backup: str, pipelines: int, pairs: int, sizes: argparse.Namespace, flags: Sequence[str] = ()
+) -> Measured:
+    """Run one job, with these flags of `elastic run` besides, and compare its blocks."""
     script = [
         "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers", str(sizes.layers),
-        "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]),
+        "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]), "--heads", str(sizes.heads),
+        "--sequence", str(sizes.sequence), "--dtype", sizes.dtype,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        run_dir, summary = run(backup, pipelines, script, scratch)
+        run_dir, summary = run(backup, pipelines, script, scratch, flags)
         told = [json.loads(path.read_text()) for path in run_dir.glob("node-*.json")]
     on, off = halves(summary["step_s"])
     totals = [sum(used) for used in zip(*(node["cpu_s"] for node in told), strict=True)]
@@ -209,12 +215,20 @@ def rows_of(name: str, where: str, found: Measured, target: float | None) -> lis
     return rows
 
 
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
+    """Flags of the model that is trained."""
+    for name in ("layers", "hidden", "heads", "sequence"):
+        parser.add_argument(f"--{name}", type=int, default=defaults[name])
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default=defaults["dtype"])
+    parser.add_argument(
+        "--tokens", type=int, nargs=1, default=[defaults["tokens"]], help="tokens a micro-batch"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_overhead")
     parser.add_argument("--pairs", type=int, default=12, help="of blocks, for auto; half as many for others")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--tokens", type=int, nargs=1, default=[512], help="tokens a micro-batch")
+    add_sizes(parser, layers=4, hidden=128, heads=4, sequence=128, tokens=512, dtype="fp32")
     parser.add_argument(
         "--quick", action="store_true", help="one pair of schemes, two of blocks; writes nothing"
     )

@@ -24,12 +24,13 @@ from benchmarks.results import Row, save
 from elastic.core.compression import MARGIN
 from elastic.core.types import Accumulate
 from elastic.rpc.blocks import BLOCK_BYTES
+from elastic.worker.build import build_replica
 from elastic.worker.corpus import ByteCorpus
 from elastic.worker.data import ByteDataset
 from elastic.worker.gpt import GPTConfig
 from elastic.worker.megatron import GPTStack
 from elastic.worker.optimizer import adamw, cosine
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 
 Bytes = npt.NDArray[np.uint8]
 CHOSEN = "blosc bit shuffle lz4"

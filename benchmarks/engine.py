@@ -29,11 +29,12 @@ from elastic.core.types import Accumulate, Pipeline, Plan, Stage, Unit
 from elastic.planning.roster import roster
 from elastic.planning.schedule import Action, one_f_one_b
 from elastic.worker.abandon import Abandon
+from elastic.worker.build import build_replica
 from elastic.worker.layers import ListStack, Microbatch, TensorParallel
 from elastic.worker.links import Links, host_store
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.pipeline import StageRunner
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 from elastic.worker.step import chunks_of
 
 VOCAB, SEQ = 256, 128

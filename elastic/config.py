@@ -104,8 +104,8 @@ class JobConfig:
     """auto, 1f1b, interleaved or zero-bubble."""
     vault_memory_bytes: int = 0
     """Most bytes of other nodes' copies that a node keeps; 0: what shared memory there is."""
-    node_memory_bytes: int = 0
-    """Memory of a node that the plan may use; 0: unlimited."""
+    node_memories_bytes: tuple[int, ...] = ()
+    """Memory of each local node that the plan may use, in order; one entry: of all; empty: unlimited."""
     resume: str = ""
     """Checkpoint directory to start from; "": start anew."""
     max_restarts: int = 0
@@ -173,6 +173,12 @@ class JobConfig:
             return ""
         return self.devices[index % len(self.devices)]
 
+    def node_memory_bytes(self, index: int) -> int:
+        """Memory of local node `index` that the plan may use; 0: unlimited."""
+        return (
+            self.node_memories_bytes[index % len(self.node_memories_bytes)] if self.node_memories_bytes else 0
+        )
+
     def lifetime_s(self, index: int) -> float:
         """Seconds that local node `index` is expected to stay; 0: unknown."""
         return self.lifetimes_s[index % len(self.lifetimes_s)] if self.lifetimes_s else 0.0
@@ -226,8 +232,12 @@ def _check_size(config: JobConfig) -> None:
         raise FieldError("--nproc-per-node", config.nproc_per_node, "from 1 to 1024 workers a node")
     if config.max_restarts < 0:
         raise FieldError("--max-restarts", config.max_restarts, "a whole number from 0 up")
-    if config.node_memory_bytes < 0:
-        raise FieldError("--node-memory", config.node_memory_bytes, "bytes, or a size as 16GiB")
+    memories = config.node_memories_bytes
+    if any(memory < 1 for memory in memories):
+        raise FieldError("--node-memory", ",".join(map(str, memories)), "bytes, or a size as 16GiB")
+    if config.standalone and len(memories) not in (0, 1, config.max_nodes):
+        remedy = f"one size, or one for each of the {config.max_nodes} nodes"
+        raise FieldError("--node-memory", ",".join(map(str, memories)), remedy)
     if not 0 <= config.master_port <= 65535:
         raise FieldError("--master-port", config.master_port, "a port from 1 to 65535")
     if config.standalone and len(config.domains) not in (0, 1, config.max_nodes):

@@ -368,6 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--device", default="")
     parser.add_argument("--lifetime", type=float, default=0.0)
+    parser.add_argument("--memory", type=int, default=0)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
@@ -381,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
             vault="",
             domain=args.domain,
             workers=config.nproc_per_node,
-            memory_bytes=config.node_memory_bytes,
+            memory_bytes=args.memory,
             host=args.host,
             device=args.device,
             lifetime_s=args.lifetime,

@@ -81,7 +81,11 @@ OURS = (
     Flag("--accumulate", "fast", "fast, or exact: bit-identical whatever fails"),
     Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),
     Flag("--schedule", "auto", "auto, 1f1b, interleaved or zero-bubble"),
-    Flag("--node-memory", None, "memory of a node that the plan may use, as 16GiB"),
+    Flag(
+        "--node-memory",
+        "",
+        "memory of this node that the plan may use, as 16GiB; with --standalone one for each, comma-separated",
+    ),
     Flag(
         "--vault-memory",
         None,

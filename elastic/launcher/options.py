@@ -92,7 +92,9 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         accumulate=_accumulate(args.accumulate),
         pipelines=args.pipelines,
         schedule=args.schedule,
-        node_memory_bytes=size("--node-memory", args.node_memory) if args.node_memory else 0,
+        node_memories_bytes=tuple(
+            size("--node-memory", text) for text in _domains("--node-memory", args.node_memory, standalone)
+        ),
         vault_memory_bytes=size("--vault-memory", args.vault_memory) if args.vault_memory else 0,
         compress=args.compress,
         resume=_resume(args.resume, checkpoints),
@@ -225,9 +227,9 @@ def _conf(text: str) -> dict[str, str]:
 def _domains(flag: str, text: str, standalone: bool) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     if any(not name for name in names):
-        raise FieldError(flag, text, "a name, or names separated by commas, none of them empty")
+        raise FieldError(flag, text, "one value, or several separated by commas, none of them empty")
     if len(names) > 1 and not standalone:
-        raise FieldError(flag, text, "one name for this node; several go with --standalone")
+        raise FieldError(flag, text, "one value for this node; several go with --standalone")
     return names
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,15 @@ import torch
 from torch import Tensor
 
 from elastic.core.messages import LocalCopy, Published
-from elastic.core.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, WHOLE, Copy, Portion
+from elastic.core.types import GRADIENT, LOGS, Copy
 from elastic.errors import StaleError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
+from elastic.worker import items
 from elastic.worker.abandon import Abandon
+from elastic.worker.copier import Copier
+from elastic.worker.items import Item, RingKey
 from elastic.worker.publishing import Message, Sender, Summed
 from elastic.worker.replica import LayerReplica
-from elastic.worker.state import as_bytes
 from elastic.worker.traffic import TrafficMeter
 
 SLOTS_A_RING = 2
@@ -52,29 +54,6 @@ class _Held:
     bundle: int = 0
     """What it was announced in; 0: not announced, so free to be written."""
     step: int = -1
-
-
-@dataclass(slots=True)
-class _Item:
-    """One copy to be made."""
-
-    kind: str
-    layer: int
-    step: int
-    nbytes: int
-    write: Callable[[Tensor], None]
-    microbatches: frozenset[int] = frozenset()
-    losses: tuple[tuple[int, float], ...] = ()
-    portion: Portion = WHOLE
-
-    @property
-    def ring(self) -> tuple[str, int, frozenset[int]]:
-        """Which ring of slots it takes turns in."""
-        return self.kind, self.layer, self.microbatches if self.kind in LOGS else frozenset()
-
-    @property
-    def content(self) -> tuple[int, frozenset[int]]:
-        return self.step, self.microbatches
 
 
 @dataclass(slots=True)
@@ -98,17 +77,21 @@ class Publisher:
         shard: int = 0,
         *,
         fallback: Path | None = None,
+        beside: torch.device | None = None,
     ) -> None:
-        """`directory` is the job's in shared memory; `shard` the TP rank of this worker's layers."""
+        """`directory` is the job's in shared memory; `shard` the TP rank of this worker's layers; `beside`: copies are
+        made from this device while the main thread goes on."""
         self._channel, self._node, self._shard = channel, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()), fallback)
-        self._rings: dict[tuple[str, int, frozenset[int]], _Ring] = {}
+        self._rings: dict[RingKey, _Ring] = {}
         self._aside: list[Slot] = []
         self._epoch = 0
         self._sequence = time.monotonic_ns() // 1000
         """Starts above that of any earlier worker of this node."""
         self._bundle, self._acked = 0, 0
         self._changed = threading.Condition()
+        self._copier = Copier(beside, self._on_failed) if beside is not None else None
+        self._failed: BaseException | None = None
         self._logs_given_up = False
         self.keeps_final = False
         """The last gradients of a step stay until those of the next step are the last: another holder's portion of the
@@ -117,7 +100,7 @@ class Publisher:
 
     def publish_gradients(
         self,
-        replicas: Iterable[Summed],
+        sums: Iterable[Summed],
         step: int,
         epoch: int,
         peer: str,
@@ -128,20 +111,7 @@ class Publisher:
         Returns the bundle that protects them (0: there was nothing ever). Waits for a free slot until
         `abandon` is set (EpochAbandoned); without `abandon` it never waits but takes more memory.
         """
-        items = [
-            _Item(
-                GRADIENT,
-                replica.index,
-                step,
-                replica.gradient_nbytes,
-                replica.write_gradient,
-                frozenset(replica.ledger),
-                tuple(sorted(replica.losses.items())),
-            )
-            for replica in replicas
-            if replica.ledger
-        ]
-        return self._publish(items, epoch, peer, abandon)
+        return self._publish(items.gradients(sums, step), epoch, peer, abandon)
 
     def publish_reduced(
         self,
@@ -153,20 +123,8 @@ class Publisher:
         abandon: Abandon | None = None,
     ) -> int:
         """Publish `reduced`, layer -> the flat gradient that its update takes; waits as the others do."""
-        items = []
-        for replica in replicas:
-            source = reduced[replica.index]
-            items.append(
-                _Item(
-                    REDUCED,
-                    replica.index,
-                    step,
-                    source.nbytes,
-                    partial(_copy_bytes, source),
-                    frozenset(index for part in replica.parts for index in part.ledger),
-                )
-            )
-        return self._publish(items, epoch, peer, abandon)
+        found = items.reduced_gradients(replicas, reduced, step)
+        return self._publish(found, epoch, peer, abandon)
 
     def publish_updates(
         self,
@@ -178,27 +136,14 @@ class Publisher:
         abandon: Abandon | None = None,
     ) -> int:
         """Publish what the update of `clip` times `reduced` (layer -> flat gradient) takes; waits as the others do."""
-        items = [
-            _Item(
-                UPDATE,
-                replica.index,
-                replica.version,
-                replica.update_nbytes,
-                partial(replica.write_update, reduced[replica.index], clip),
-                portion=replica.portion,
-            )
-            for replica in replicas
-        ]
-        return self._publish(items, epoch, peer, abandon)
+        found = items.updates(replicas, reduced, clip, at_once=self._copier is not None)
+        return self._publish(found, epoch, peer, abandon)
 
     def publish_logs(self, messages: Iterable[Message], epoch: int, abandon: Abandon | None) -> int:
         """Publish messages to other stages, locally; waits as `publish_gradients` does. Raises VaultFull."""
         if self._logs_given_up:
             raise VaultFull("logged messages made room for other copies")
-        items = [
-            _Item(m.kind, m.layer, m.step, m.nbytes, m.write, frozenset((m.microbatch,))) for m in messages
-        ]
-        return self._publish(items, epoch, "", abandon)
+        return self._publish(items.messages(messages), epoch, "", abandon)
 
     def publish_states(
         self,
@@ -212,19 +157,7 @@ class Publisher:
 
         Returns the bundle that protects them; waits as `publish_gradients` does.
         """
-        items = [
-            _Item(
-                STATE,
-                replica.index,
-                replica.version,
-                replica.state_nbytes(),
-                replica.write_state,
-                portion=replica.portion,
-            )
-            for replica in replicas
-        ]
-        away = [item for item in items if peer_layers is None or item.layer in peer_layers]
-        here = [item for item in items if item not in away]
+        away, here = items.among(items.states(replicas), peer_layers)
         local = self._publish(here, epoch, "", abandon)
         return max(local, self._publish(away, epoch, peer, abandon))
 
@@ -243,11 +176,15 @@ class Publisher:
         abandon.subscribe(self._wake)
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._acked >= bundle or abandon.is_set())
+                self._changed.wait_for(
+                    lambda: self._acked >= bundle or abandon.is_set() or self._failed is not None
+                )
         finally:
             abandon.unsubscribe(self._wake)
             self.traffic.waited(time.perf_counter() - began)
         if self._acked < bundle:
+            if self._failed is not None:
+                raise self._failed
             abandon.check()
 
     @property
@@ -257,42 +194,66 @@ class Publisher:
 
     def close(self) -> None:
         """Remove the files of slots that hold nothing; the others are the vault's."""
+        if self._copier is not None:
+            self._copier.close()
         self._pool.close()
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _publish(self, items: list[_Item], epoch: int, peer: str, abandon: Abandon | None) -> int:
-        """Write and announce those of `items` that are new, as one bundle."""
+    def settle(self) -> None:
+        """Wait until all that was published is written and announced. Raises what went wrong."""
+        if self._copier is not None:
+            self._copier.settle()
+
+    def _on_failed(self, error: BaseException) -> None:
+        with self._changed:
+            self._failed = error
+            self._changed.notify_all()
+
+    def _publish(self, found: list[Item], epoch: int, peer: str, abandon: Abandon | None) -> int:
+        """Write and announce those that are new, as one bundle; beside, if there is a copier."""
         self._enter(epoch)
         self._reclaim()
-        written: list[tuple[_Item, _Ring, _Held, LocalCopy]] = []
+        fresh: list[tuple[Item, _Ring, _Held, int]] = []
         protecting = 0
-        for item in items:
+        for item in found:
             ring = self._rings.setdefault(item.ring, _Ring())
             if ring.content == item.content and peer in ("", ring.peer):
                 protecting = max(protecting, ring.bundle)
                 continue
             held = self._free(ring, item, abandon)
             held.step = item.step
-            written.append((item, ring, held, self._write(item, held.slot, epoch)))
-        if not written:
+            self._sequence += 1
+            fresh.append((item, ring, held, self._sequence))
+        if not fresh:
             return protecting
+        writes = [partial(self._write, item, held.slot, epoch, number) for item, _, held, number in fresh]
+        written = [] if self._copier else [write() for write in writes]
         self._bundle += 1
-        for item, ring, held, _ in written:
+        for item, ring, held, _ in fresh:
             held.bundle = ring.bundle = self._bundle
             ring.content, ring.peer = item.content, peer
         if peer:
-            self.traffic.announced(self._bundle, sum(item.nbytes for item, *_ in written))
-        self._channel.send(Published(self._bundle, tuple(local for *_, local in written), peer))
+            self.traffic.announced(self._bundle, sum(item.nbytes for item, *_ in fresh))
+        announce = partial(self._announce, self._bundle, peer)
+        if self._copier is None:
+            announce(written)
+            return self._bundle
+        copying = self._copier.start(writes, announce)
+        for item, *_ in fresh:
+            if item.source is not None:
+                item.source.copying = copying
         return self._bundle
 
-    def _write(self, item: _Item, slot: Slot, epoch: int) -> LocalCopy:
+    def _announce(self, bundle: int, peer: str, written: list[LocalCopy]) -> None:
+        self._channel.send(Published(bundle, tuple(written), peer))
+
+    def _write(self, item: Item, slot: Slot, epoch: int, sequence: int) -> LocalCopy:
         began, view = time.perf_counter(), slot.view(item.nbytes)
         slot.begin()
         item.write(torch.frombuffer(view, dtype=torch.uint8))
-        self._sequence += 1
         copy = Copy(
             kind=item.kind,
             layer=item.layer,
@@ -300,7 +261,7 @@ class Publisher:
             step=item.step,
             epoch=epoch,
             owner=self._node,
-            sequence=self._sequence,
+            sequence=sequence,
             nbytes=item.nbytes,
             checksum=checksum(view),
             microbatches=item.microbatches,
@@ -308,11 +269,11 @@ class Publisher:
             node=self._node,
             portion=item.portion,
         )
-        slot.finish(self._sequence, item.nbytes, epoch)
-        self.traffic.copied(item.nbytes, time.perf_counter() - began)
+        slot.finish(sequence, item.nbytes, epoch)
+        self.traffic.copied(item.nbytes, 0.0 if self._copier else time.perf_counter() - began)
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)
 
-    def _free(self, ring: _Ring, item: _Item, abandon: Abandon | None) -> _Held:
+    def _free(self, ring: _Ring, item: Item, abandon: Abandon | None) -> _Held:
         """A slot of the ring that may be written now, never the one announced last."""
         nbytes, pinned = item.nbytes, self._final(ring, item)
         turns = [held for held in ring.held if held is not pinned]
@@ -330,7 +291,7 @@ class Publisher:
             return self._new(ring, nbytes)
         return oldest
 
-    def _final(self, ring: _Ring, item: _Item) -> _Held | None:
+    def _final(self, ring: _Ring, item: Item) -> _Held | None:
         """The last gradients of the step before that of `item`, where these are kept."""
         if not self.keeps_final or item.kind != GRADIENT:
             return None
@@ -384,8 +345,3 @@ class Publisher:
         self._logs_given_up = False
         self.traffic.forget()
         self._epoch = epoch
-
-
-def _copy_bytes(source: Tensor, out: Tensor) -> None:
-    """Copy `source` to `out`, uint8 [nbytes] in host memory."""
-    out.copy_(as_bytes(source))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from elastic.worker.gradients import Accumulator
+from elastic.worker.publishing import Waiting
 from elastic.worker.state import as_bytes
 
 
@@ -20,6 +21,7 @@ class Part:
     accumulator: Accumulator
     ledger: set[int] = field(default_factory=set)
     losses: dict[int, float] = field(default_factory=dict)
+    copying: Waiting | None = None
 
     @property
     def gradient(self) -> Tensor:
@@ -37,11 +39,19 @@ class Part:
 
     def add(self, total: Tensor, ledger: set[int], losses: Mapping[int, float]) -> None:
         """Sum in a flat gradient of micro-batches that are not in the ledger yet."""
+        self.settle()
         self.accumulator.merge(total)
         self.ledger |= ledger
         self.losses.update(losses)
 
+    def settle(self) -> None:
+        """Wait for a copy that is being written: the sum is about to change."""
+        copying, self.copying = self.copying, None
+        if copying is not None:
+            copying.wait()
+
     def clear(self) -> None:
+        self.settle()
         self.accumulator.clear()
         self.ledger.clear()
         self.losses.clear()

@@ -23,12 +23,13 @@ from elastic.core.types import Accumulate, JobSpec, LayerSpec
 from elastic.errors import FieldError
 from elastic.planning.measurement import Measurement, Order
 from elastic.planning.profile import Device, LayerTimes
+from elastic.worker.build import build_replica
 from elastic.worker.control import WorkerContext
 from elastic.worker.device import choose_device
 from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.memory import activation_bytes
 from elastic.worker.optimizer import OptimizerSpec
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 from elastic.worker.split import WeightPart, backward_input
 
 

@@ -199,6 +199,7 @@ class Protection:
             self._flush()
         except VaultFull as error:
             log.warning("what this worker holds does not fit into its vault: %s", error)
+        self._publisher.settle()
 
     def _flush(self) -> None:
         states = [r for r in self._replicas if self._versions.get(r.index) != r.version]

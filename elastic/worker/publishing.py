@@ -30,7 +30,20 @@ class Message(Protocol):
     def write(self, out: Tensor) -> None: ...
 
 
-class Summed(Protocol):
+class Waiting(Protocol):
+    """Something under way (`elastic.worker.copier.Copying`)."""
+
+    def wait(self) -> None: ...
+
+
+class Readable(Protocol):
+    """What copies are made of."""
+
+    copying: Waiting | None
+    """A copy that is being written; whoever changes what it reads waits for it first."""
+
+
+class Summed(Readable, Protocol):
     """A gradient sum to be published: a layer's own (`LayerReplica`) or another (`Part`)."""
 
     index: int

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from elastic.core.types import WHOLE, Accumulate, Portion
+from elastic.core.types import WHOLE, Portion
 from elastic.errors import LedgerError, VaultError
 from elastic.worker import gradients, randomness
-from elastic.worker.gradients import Accumulator, FlatLayout
-from elastic.worker.layers import LayerStack, Microbatch, TensorParallel
-from elastic.worker.optimizer import LayerOptimizer, OptimizerSpec
+from elastic.worker.gradients import Accumulator
+from elastic.worker.layers import Microbatch
+from elastic.worker.optimizer import LayerOptimizer
 from elastic.worker.part import Part
+from elastic.worker.publishing import Waiting
 from elastic.worker.state import Named, StatePlan, as_bytes, plan_state, read_state
 
 
@@ -46,6 +47,8 @@ class LayerReplica:
         self.complete = True
         """Every portion of the parameters is of this version; else only the optimizer's, whose state `write_state`
         writes (`elastic.worker.shards`)."""
+        self.copying: Waiting | None = None
+        """A copy of the state or of the gradients that is being written."""
         self._sent: deque[Part] = deque()
         self._idle: list[Part] = []
         self.layout = accumulator.layout
@@ -81,11 +84,13 @@ class LayerReplica:
         if skip:
             return
         self._refuse_doubled({index})
+        self._settle()
         self._accumulator.add(found)
         self.ledger.add(index)
 
     def clear(self) -> None:
         """Forget all gradients, ledgers and losses: a step begins."""
+        self._settle()
         self._accumulator.clear()
         self.ledger.clear()
         self.losses.clear()
@@ -96,6 +101,7 @@ class LayerReplica:
 
     def set_aside(self, before: Part | None = None) -> Part:
         """Forget the gradients as `clear`, but return them; `before` is what was set aside last, to be used again."""
+        self._settle()
         final = Part(self.index, self._accumulator, self.ledger, self.losses)
         fresh = before or Part(self.index, self._accumulator.sibling())
         self._accumulator, self.ledger, self.losses = fresh.accumulator, fresh.ledger, fresh.losses
@@ -106,6 +112,7 @@ class LayerReplica:
 
     def hand_over(self) -> Part:
         """Set aside what this holder has on its own, to be summed with that of the others; it begins anew."""
+        self._settle()
         self._accumulator.check()
         sent = Part(self.index, self._accumulator, self.ledger, self.losses)
         fresh = self._idle.pop() if self._idle else Part(self.index, self._accumulator.sibling())
@@ -129,6 +136,7 @@ class LayerReplica:
 
     def recall(self) -> None:
         """Take back what was handed over and is not with all holders: the epoch is over."""
+        self._settle()
         while self._sent:
             sent = self._sent[0]
             self._accumulator.absorb(sent.accumulator)
@@ -153,6 +161,12 @@ class LayerReplica:
         """The sums that are not empty: what all holders have, and what this one has on its own."""
         found = (self.common, self) if self.common is not None else (self,)
         return tuple(part for part in found if part.ledger)
+
+    def _settle(self) -> None:
+        """Wait for a copy that is being written: what it reads is about to change."""
+        copying, self.copying = self.copying, None
+        if copying is not None:
+            copying.wait()
 
     def _retire(self) -> None:
         part = self._sent.popleft()
@@ -184,6 +198,7 @@ class LayerReplica:
                 f"layer {self.index}: gradient of {data.numel()} bytes, not {self.gradient_nbytes}"
             )
         whole = data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data
+        self._settle()
         self._accumulator.merge(whole.view(self.gradient.dtype))
         self.ledger |= added
         self.losses.update(losses)
@@ -223,18 +238,27 @@ class LayerReplica:
     @property
     def update_nbytes(self) -> int:
         """Bytes of what an update takes."""
+        if self.portion == WHOLE:
+            return 4 * self.layout.numel
         return 4 * sum(target.numel() for target in self._optimizer.targets.values())
 
     def write_update(self, reduced: Tensor, clip: float, out: Tensor) -> None:
         """Write what `update` of the same `reduced` and `clip` takes to `out`, uint8 [update_nbytes] in host memory."""
-        parts = self._parts(gradients.to_flat(reduced, clip))
-        out.copy_(as_bytes(torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0]))
+        out.copy_(as_bytes(self.update_taken(reduced, clip)))
+
+    def update_taken(self, reduced: Tensor, clip: float) -> Tensor:
+        """The same as a new flat tensor."""
+        flat = gradients.to_flat(reduced, clip)
+        return flat if self.portion == WHOLE else torch.cat([part.reshape(-1) for part in self._parts(flat)])
 
     def apply_update(self, data: Tensor, lr: float) -> None:
         """Make the update that `write_update` wrote down elsewhere; the version goes up by one."""
         if data.numel() != self.update_nbytes:
             raise VaultError(f"layer {self.index}: update of {data.numel()} bytes, not {self.update_nbytes}")
         flat = (data.clone() if data.data_ptr() % 4 else data).view(torch.float32).to(self.device)
+        if self.portion == WHOLE:
+            self._step(flat, lr)
+            return
         targets = list(self._optimizer.targets.values())
         parts = torch.split(flat, [target.numel() for target in targets])
         self._advance([part.view(target.shape) for part, target in zip(parts, targets, strict=True)], lr)
@@ -244,6 +268,7 @@ class LayerReplica:
 
     def _advance(self, parts: Sequence[Tensor], lr: float) -> None:
         """Update from these portions of the gradient, in parameter order."""
+        self._settle()
         self._optimizer.step(parts, lr)
         self.complete = self.portion == WHOLE
         self.version += 1
@@ -273,6 +298,7 @@ class LayerReplica:
     def read_state(self, data: Tensor) -> None:
         """Take over a written state, version included: the whole one, of which the optimizer takes its portion, or just
         this portion (then the parameters are not complete). VaultError if it is not this layer's."""
+        self._settle()
         header, tensors = read_state(data)
         if header.portion not in (WHOLE, self.portion):
             raise VaultError(f"layer {self.index}: portion {header.portion} of a state, not {self.portion}")
@@ -324,7 +350,7 @@ class LayerReplica:
     def _named(self, path: str, value: Tensor, name: str) -> Named:
         """`value` is of the form of parameter `name`, or of this portion of it."""
         parameter = self._parameters[name]
-        return Named(path, value, _shard_dim(parameter), tuple(parameter.shape))
+        return Named(path, value, shard_dim(parameter), tuple(parameter.shape))
 
     def _planned(self, tensors: list[Named]) -> StatePlan:
         """The layout at this version, from that of another one where possible."""
@@ -337,53 +363,7 @@ class LayerReplica:
         return plan
 
 
-def build_replica(
-    stack: LayerStack,
-    index: int,
-    tp: TensorParallel,
-    optimizer: OptimizerSpec,
-    accumulate: Accumulate,
-    seed: int,
-    device: torch.device,
-    *,
-    empty: bool = False,
-    portion: Portion = WHOLE,
-) -> LayerReplica:
-    """Make the replica of layer `index` at version 0; `empty`: fast, for `read_state` to fill."""
-    module = (stack.build_empty if empty else stack.build)(index, device, tp)
-    module.train()
-    parameters = list(module.named_parameters())
-    layout = FlatLayout.of(parameters)
-    uncounted = {name for group in stack.tied for layer, name in group[1:] if layer == index}
-    if tp.rank > 0:
-        uncounted |= {name for name, parameter in parameters if _shard_dim(parameter) < 0}
-    return LayerReplica(
-        index,
-        tp.rank,
-        module,
-        LayerOptimizer(parameters, optimizer, empty=empty, portion=portion),
-        Accumulator(layout, accumulate, device, f"layer {index}"),
-        seed=seed,
-        uncounted=frozenset(uncounted),
-    )
-
-
-def warm_up(
-    stack: LayerStack,
-    tp: TensorParallel,
-    optimizer: OptimizerSpec,
-    accumulate: Accumulate,
-    device: torch.device,
-) -> None:
-    """Build a layer of each end and of the middle and drop them, so that no import is left for a recovery."""
-    for index in sorted({0, stack.n_layers // 2, stack.n_layers - 1}):
-        replica = build_replica(stack, index, tp, optimizer, accumulate, 0, device, empty=True)
-        run = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
-        replica.write_state(run)
-        replica.read_state(run)
-
-
-def _shard_dim(parameter: Tensor) -> int:
+def shard_dim(parameter: Tensor) -> int:
     return int(getattr(parameter, "partition_dim", -1))
 
 

@@ -27,7 +27,9 @@ from elastic.rpc.frames import connect_unix
 from elastic.rpc.shaping import shaper_of
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.backup import Publisher
+from elastic.worker.build import build_replica, warm_up
 from elastic.worker.control import Control, WorkerContext
+from elastic.worker.copier import beside
 from elastic.worker.device import choose_device
 from elastic.worker.fetch import Fetcher
 from elastic.worker.finish import job_sha256
@@ -40,7 +42,7 @@ from elastic.worker.partial import PartialRunner
 from elastic.worker.profiled import EMULATE, check_fit, stack_of
 from elastic.worker.profiling import measure_job
 from elastic.worker.protection import Protection
-from elastic.worker.replica import LayerReplica, build_replica, warm_up
+from elastic.worker.replica import LayerReplica
 from elastic.worker.step import Outcome, StepRunner
 from elastic.worker.tensor_parallel import tp_sync
 
@@ -153,9 +155,8 @@ class Trainer:
         warm_up(self._stack, self._tp, self._optimizer, self._accumulate, self._device)
         self._store, address = host_store(context.host)
         self._control = Control(context.agent, self._on_acked)
-        self._publisher = Publisher(
-            self._control, Path(context.memory_dir) / context.node, context.node, shard
-        )
+        memory = Path(context.memory_dir) / context.node
+        self._publisher = Publisher(self._control, memory, context.node, shard, beside=beside(self._device))
         self._injector = Injector(context, self._control.send)
         self._control.send(m.Attach(context.local_rank, os.getpid(), self._spec, address))
         self._control.start()

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from elastic.core.types import Accumulate
 from elastic.planning.schedule import Action, one_f_one_b
 from elastic.worker.abandon import Abandon
+from elastic.worker.build import build_replica
 from elastic.worker.chunk import Chunk
 from elastic.worker.layers import LayerStack, ListStack, Microbatch, TensorParallel
 from elastic.worker.links import Links
 from elastic.worker.optimizer import OptimizerSpec
 from elastic.worker.pipeline import StageRunner
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 from tests.engine.ranks import Rank
 
 WIDTH, BATCH = 16, 3

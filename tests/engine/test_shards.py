@@ -9,8 +9,9 @@ import torch
 
 from elastic.core.types import Accumulate
 from elastic.worker.abandon import LinkFailed
+from elastic.worker.build import build_replica
 from elastic.worker.optimizer import adamw
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 from elastic.worker.shards import Shards
 from tests.engine.models import stack
 from tests.engine.plans import roster_of

@@ -104,6 +104,8 @@ WRONG_FLAGS = [
     (["--schedule", "gpipe"], "--schedule"),
     (["--node-memory", "lots"], "--node-memory"),
     (["--node-memory", "0"], "--node-memory"),
+    (["--node-memory", "1GiB,,2GiB"], "--node-memory"),
+    (["--nnodes", "3", "--node-memory", "1GiB,2GiB"], "--node-memory"),
     (["--checkpoint-dir", "script.py"], "--checkpoint-dir"),
     (["--resume", "nowhere"], "--resume"),
     (["--resume", "pack"], "--resume"),
@@ -271,7 +273,7 @@ def test_configuration_reads_back(place: Path) -> None:
     Path(config.run_dir).mkdir()
     config.save()
     assert load_config(config.run_dir) == config
-    assert config.node_memory_bytes == 3 << 29
+    assert config.node_memory_bytes(1) == config.node_memory_bytes(3) == 3 << 29
     assert [config.domain(i) for i in range(4)] == ["a", "a", "b", "b"]
     (place / "out" / "config.json").write_text('{"job_id": 1}')
     with pytest.raises(FieldError, match="JobConfig"):

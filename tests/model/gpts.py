@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from elastic.core.types import Accumulate
+from elastic.worker.build import build_replica
 from elastic.worker.gpt import GPTConfig
 from elastic.worker.layers import Microbatch, TensorParallel
 from elastic.worker.megatron import GPTStack
 from elastic.worker.optimizer import OptimizerSpec, adamw
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 from elastic.worker.split import backward_input
 from tests.model.toys import CPU
 

@@ -12,9 +12,10 @@ import torch
 from elastic.core.types import Accumulate, LayerSpec
 from elastic.errors import FieldError
 from elastic.planning.profile import Device, LayerTimes, Profile
+from elastic.worker.build import build_replica
 from elastic.worker.emulated import EmulatedStack, Waiter
 from elastic.worker.layers import Microbatch, TensorParallel
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 from elastic.worker.split import backward_input
 from tests.model.toys import CPU, sgd
 

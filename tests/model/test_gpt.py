@@ -12,11 +12,11 @@ import torch
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError
 from elastic.worker import randomness
+from elastic.worker.build import build_replica, warm_up
 from elastic.worker.gpt import GPTConfig
 from elastic.worker.layers import TensorParallel
 from elastic.worker.megatron import EMBEDDING_WEIGHT, HEAD_WEIGHT, GPTStack, init_tensor_parallel
 from elastic.worker.optimizer import adamw
-from elastic.worker.replica import build_replica, warm_up
 from elastic.worker.state import read_state
 from tests.model.gpts import MICROBATCHES, build, config, microbatch, run, state_of, train
 from tests.model.toys import CPU, same, values

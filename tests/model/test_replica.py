@@ -8,10 +8,11 @@ import torch
 
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, LedgerError, VaultError
+from elastic.worker.build import warm_up
 from elastic.worker.gradients import to_float
 from elastic.worker.layers import ListStack, TensorParallel
 from elastic.worker.optimizer import OptimizerSpec, adamw, constant
-from elastic.worker.replica import LayerReplica, warm_up
+from elastic.worker.replica import LayerReplica
 from tests.model.toys import (
     ALONE,
     CPU,

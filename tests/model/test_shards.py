@@ -28,10 +28,11 @@ from elastic.core.types import (
 )
 from elastic.errors import FieldError, VaultError
 from elastic.planning.roster import roster
+from elastic.worker.build import build_replica
 from elastic.worker.install import Installed, Installer
 from elastic.worker.layers import ListStack, Microbatch
 from elastic.worker.optimizer import OptimizerSpec, adamw
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 from elastic.worker.state import join_portions, read_state
 from tests.model.test_install import Shelf
 from tests.model.toys import ALONE, CPU, sgd, state_of

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from elastic.core.types import Accumulate
+from elastic.worker.build import build_replica
 from elastic.worker.layers import ListStack, Microbatch, TensorParallel
 from elastic.worker.optimizer import OptimizerSpec, constant
-from elastic.worker.replica import LayerReplica, build_replica
+from elastic.worker.replica import LayerReplica
 
 CPU = torch.device("cpu")
 ALONE = TensorParallel()

@@ -32,8 +32,17 @@ def pair(tmp_path: Path) -> Iterator[list[MiniNode]]:
         yield made
 
 
+BESIDE: list[torch.device | None] = [None]
+"""Where publishers make copies from beside the main thread."""
+
+
+@pytest.fixture(params=[None, torch.device("cpu")], ids=["main-thread", "beside"], autouse=True)
+def either_way(request: pytest.FixtureRequest) -> None:
+    BESIDE[0] = request.param
+
+
 def publisher_of(node: MiniNode) -> Publisher:
-    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name)
+    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name, beside=BESIDE[0])
     node.on_acked = publisher.on_acked
     return publisher
 
