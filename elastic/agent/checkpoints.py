@@ -36,7 +36,8 @@ class CheckpointWriter:
         """The last checkpoint is queued or written here."""
         self._node = ""
         self._plan: Plan | None = None
-        self._last: set[tuple[int, int, int]] = set()
+        self._last: set[tuple[int, ...]] = set()
+        """(step, *slot) of what is queued or written here."""
         self._queue: queue.Queue[tuple[Plan, list[tuple[Copy, memoryview]]] | Callable[[], None] | None]
         self._queue = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
@@ -57,7 +58,7 @@ class CheckpointWriter:
             due = copy.step > 0 and (copy.step % self.every == 0 or copy.step == self.steps)
             writes = copy.portion != WHOLE or plan.holders(copy.layer)[0].node == self._node
             mine = due and copy.kind == STATE and writes
-            part = (copy.step, copy.layer, copy.shard)
+            part = (copy.step, *copy.slot)
             if mine and part not in self._last:
                 try:
                     runs.append((copy, self._vault.read(copy.key)))

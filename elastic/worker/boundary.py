@@ -88,9 +88,10 @@ class BoundaryLog:
         if not pending:
             return
         try:
-            for _, messages in groupby(
-                pending, key=lambda logged: logged.step
-            ):  # a bundle has one of a slot's ring
+            steps = [list(messages) for _, messages in groupby(pending, key=lambda logged: logged.step)]
+            for messages in reversed(
+                steps
+            ):  # the running step first; a bundle has at most one of a ring of slots
                 self._publisher.publish_logs(messages, self._epoch, abandon)
         except EpochAbandoned:
             self._pending = pending

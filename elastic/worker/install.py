@@ -56,10 +56,19 @@ class Installer:
         self._build, self._fetcher, self._lr = build, fetcher, lr
         self._reached, self._check, self._tied = reached, check, tied
 
+    @staticmethod
+    def usable(
+        assignment: Assignment, member: Member, live: dict[int, LayerReplica]
+    ) -> dict[int, LayerReplica]:
+        """Live replicas of layers that `member` has in the new plan, with the same portion of the state; the memory of
+        others is wanted for new ones."""
+        portions = _portions(assignment, member)
+        return {layer: replica for layer, replica in live.items() if replica.portion == portions.get(layer)}
+
     def install(self, assignment: Assignment, member: Member, live: dict[int, LayerReplica]) -> Installed:
         """Return the stage's replicas at the assignment's version and ledger.
 
-        Live replicas with another portion of the state than the plan gives them, or not complete, count as none.
+        `live`: see `usable`. Those that are not complete are made so.
 
         Raises VaultError when a source is gone; the caller then waits for the next epoch.
         """
@@ -68,13 +77,9 @@ class Installer:
             for node, recipe in assignment.recipes
             if node == member.unit.node and recipe.shard == member.shard and recipe.layer in member.layers
         }
-        plan, node = assignment.plan, member.unit.node
-        portions = {layer: portion_of(plan, node, layer) for layer in member.layers}
-        live = {
-            layer: replica
-            for layer, replica in live.items()
-            if replica.complete and replica.portion == portions.get(layer)
-        }
+        portions = _portions(assignment, member)
+        torn = {layer: replica for layer, replica in live.items() if not replica.complete}
+        live = {layer: replica for layer, replica in live.items() if replica.complete}
         installed = Installed()
         with ThreadPoolExecutor(4, "elastic-fetch") as pool:
             recipes_want = {c.key: c for c in _wanted(recipes.values(), live)}
@@ -87,7 +92,12 @@ class Installer:
                     replica, source = self._build(layer, False, portions[layer]), "initial"
                 else:
                     replica, source = self._state(
-                        recipe, portions[layer], live.get(layer), assignment.record, fetches
+                        recipe,
+                        portions[layer],
+                        live.get(layer),
+                        assignment.record,
+                        fetches,
+                        torn.pop(layer, None),
                     )
                     _gradients(recipe, replica, replica is live.get(layer), fetches)
                 installed.replicas.append(replica)
@@ -103,8 +113,10 @@ class Installer:
         live: LayerReplica | None,
         record: StepRecord | None,
         fetches: Fetches,
+        torn: LayerReplica | None = None,
     ) -> tuple[LayerReplica, str]:
-        """The replica at the recipe's version, with this portion of the state, and where it came from."""
+        """The replica at the recipe's version, with this portion of the state, and where it came from. `torn`: one with
+        this portion to be filled."""
         if live is not None and live.version == recipe.version:
             return live, "memory"
         if recipe.checkpoint:
@@ -114,26 +126,39 @@ class Installer:
         if not recipe.states:
             return self._build(recipe.layer, False, portion), "initial"
         shared = portion != WHOLE or bool(recipe.portions)
+        if shared and not recipe.replay and not recipe.updates:
+            run, source = self._joined(recipe, fetches)
+            replica = torn or self._build(recipe.layer, True, portion)
+            replica.read_state(run)
+            return replica, source
         replica, source = self._brought(recipe, None if shared else live, fetches)
         if recipe.replay:
             self._replay(recipe, replica, record, fetches)
         if replica.version != recipe.version:
             raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
         if portion != WHOLE:
-            whole, replica = replica, self._build(recipe.layer, True, portion)
+            whole, replica = replica, torn or self._build(recipe.layer, True, portion)
             replica.read_state(_run(whole))
         return replica, source
+
+    def _joined(self, recipe: Recipe, fetches: Fetches) -> tuple[torch.Tensor, str]:
+        """The run of the whole state that the recipe begins with, and where it, or most of it, came from."""
+        if not recipe.portions:
+            data, source = self._fetched(recipe, fetches)
+            return data, source
+        parts = [self._portion(part, fetches) for part in recipe.portions]
+        source = max((source for _, source in parts), key=lambda source: source.startswith("peer"))
+        return join_portions([run for run, _ in parts]), source
 
     def _brought(
         self, recipe: Recipe, live: LayerReplica | None, fetches: Fetches
     ) -> tuple[LayerReplica, str]:
         """A replica with the whole state that the recipe begins with, or with one further on its way."""
         if recipe.portions:
-            parts = [self._portion(part, fetches) for part in recipe.portions]
+            run, source = self._joined(recipe, fetches)
             replica = self._build(recipe.layer, True, WHOLE)
-            replica.read_state(join_portions([run for run, _ in parts]))
-            sources = dict.fromkeys(source for _, source in parts)
-            return replica, max(sources, key=lambda source: source.startswith("peer"))
+            replica.read_state(run)
+            return replica, source
         if live is not None and _leads_on(recipe, live):
             replica, source = live, "memory"
         else:
@@ -218,6 +243,11 @@ class Installer:
         for layer, name in group:
             if layer == mine:
                 reduced[owners[mine].gradient_slice(name)] = total
+
+
+def _portions(assignment: Assignment, member: Member) -> dict[int, Portion]:
+    """What `member` has of the state of each of its layers."""
+    return {layer: portion_of(assignment.plan, member.unit.node, layer) for layer in member.layers}
 
 
 def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterator[Copy]:

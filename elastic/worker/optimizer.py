@@ -68,6 +68,12 @@ class OptimizerSpec:
         if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
             raise FieldError("clip_norm", self.clip_norm, "a positive number, or None for no clipping")
 
+    def check(self, *, shared: bool) -> None:
+        """Raise FieldError if holders are to share the state and cannot."""
+        if shared and not self.elementwise:
+            why = f"pipelines can share the state of elementwise optimizers only: leave {SHARDED} out of --backup"
+            raise FieldError("OptimizerSpec.elementwise", self.elementwise, why)
+
     def state_bytes_per_element(self, dtype: torch.dtype) -> int:
         """Bytes kept per element of a parameter of `dtype` besides itself, found by updating a tiny layer."""
         parameter = Parameter(torch.zeros(4, 4, dtype=dtype))
@@ -90,9 +96,7 @@ class LayerOptimizer:
         portion: Portion = WHOLE,
     ) -> None:
         """Raises FieldError if a portion is asked for of an optimizer that is not elementwise."""
-        if portion != WHOLE and not spec.elementwise:
-            remedy = f"pipelines can share the state of elementwise optimizers only: leave {SHARDED} out of --backup"
-            raise FieldError("OptimizerSpec.elementwise", spec.elementwise, remedy)
+        spec.check(shared=portion != WHOLE)
         self.portion = portion
         self.parameters = {name: self.cut(p) for name, p in parameters}
         self.masters: dict[str, Parameter] = {}

@@ -190,6 +190,11 @@ class Protection:
         self._updates += 1
         self.on_acked(0)
 
+    def release(self, kept: Collection[int]) -> None:
+        """After `flush`: only layers in `kept` are still held here."""
+        self._replicas = [replica for replica in self._replicas if replica.index in kept]
+        self._finals.clear()
+
     def flush(self) -> None:
         """Put everything into the local vault that is not there yet: the epoch is over. What finds no room there is not
         kept: training goes back, or runs micro-batches again."""
@@ -210,6 +215,7 @@ class Protection:
             step, final = self._finals.get(replica.index, (-1, None))
             if final is not None and final.ledger and step == replica.version - 1:
                 self._publisher.publish_gradients([final], step, self._epoch, "")
+                del self._finals[replica.index]
         for version in sorted({r.version for r in self._replicas}):
             mine = [r for r in self._replicas if r.version == version]
             common = [part for r in mine for part in r.parts if part is not r]

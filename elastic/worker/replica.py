@@ -240,7 +240,7 @@ class LayerReplica:
         """Bytes of what an update takes."""
         if self.portion == WHOLE:
             return 4 * self.layout.numel
-        return 4 * sum(target.numel() for target in self._optimizer.targets.values())
+        return 4 * max(self._taken, 1)
 
     def write_update(self, reduced: Tensor, clip: float, out: Tensor) -> None:
         """Write what `update` of the same `reduced` and `clip` takes to `out`, uint8 [update_nbytes] in host memory."""
@@ -249,7 +249,15 @@ class LayerReplica:
     def update_taken(self, reduced: Tensor, clip: float) -> Tensor:
         """The same as a new flat tensor."""
         flat = gradients.to_flat(reduced, clip)
-        return flat if self.portion == WHOLE else torch.cat([part.reshape(-1) for part in self._parts(flat)])
+        if self.portion == WHOLE:
+            return flat
+        parts = [part.reshape(-1) for part in self._parts(flat)]
+        return torch.cat(parts) if self._taken else flat.new_zeros(1)  # a copy has a byte at least
+
+    @property
+    def _taken(self) -> int:
+        """Elements that an update of this portion takes."""
+        return sum(target.numel() for target in self._optimizer.targets.values())
 
     def apply_update(self, data: Tensor, lr: float) -> None:
         """Make the update that `write_update` wrote down elsewhere; the version goes up by one."""
@@ -260,7 +268,7 @@ class LayerReplica:
             self._step(flat, lr)
             return
         targets = list(self._optimizer.targets.values())
-        parts = torch.split(flat, [target.numel() for target in targets])
+        parts = torch.split(flat[: self._taken], [target.numel() for target in targets])
         self._advance([part.view(target.shape) for part, target in zip(parts, targets, strict=True)], lr)
 
     def _step(self, flat: Tensor, lr: float) -> None:

@@ -23,6 +23,7 @@ from elastic.core.faults import Phase
 from elastic.core.types import WHOLE, Accumulate, JobSpec, Portion, Unit
 from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, VaultError
 from elastic.planning.roster import Roster, roster
+from elastic.planning.schemes import state_of
 from elastic.rpc.frames import connect_unix
 from elastic.rpc.shaping import shaper_of
 from elastic.worker.abandon import Abandon, EpochAbandoned
@@ -48,7 +49,6 @@ from elastic.worker.tensor_parallel import tp_sync
 
 LINK_TIMEOUT_S = 1800.0
 """Last resort of the transport; hangs are found by progress, long before."""
-
 
 SIBLING_S = 5.0
 """How long a worker whose TP collective failed waits to be ended, or told, before it takes the error for its own."""
@@ -268,6 +268,7 @@ class _Epoch:
         began = time.perf_counter()
         member = self.roster.members[self._rank]
         fetcher = Fetcher(t._context.node, dict(self._assignment.vaults), self._abandon)
+        t._optimizer.check(shared=state_of(self.plan.state).sharded)
         recovering = any(recipe.states or recipe.checkpoint for _, recipe in self._assignment.recipes)
 
         def reached() -> None:
@@ -275,9 +276,11 @@ class _Epoch:
                 t._injector.reach(self._assignment.step, Phase.RECOVERY)
 
         try:
-            installer = Installer(
-                t._build, fetcher, t._optimizer.lr, reached, self._abandon.check, t._stack.tied
-            )
+            check, tied = self._abandon.check, t._stack.tied
+            installer = Installer(t._build, fetcher, t._optimizer.lr, reached, check, tied)
+            t._live = installer.usable(self._assignment, member, t._live)
+            if t._protection is not None:
+                t._protection.release(t._live)
             installed = installer.install(self._assignment, member, t._live)
         finally:
             fetcher.close()

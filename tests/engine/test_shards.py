@@ -7,10 +7,13 @@ import signal
 import pytest
 import torch
 
-from elastic.core.types import Accumulate
+from elastic.core.types import Accumulate, Pipeline, Plan, Stage, Unit
+from elastic.planning.roster import Roster, roster
+from elastic.worker import shards as shards_module
 from elastic.worker.abandon import LinkFailed
 from elastic.worker.build import build_replica
 from elastic.worker.optimizer import adamw
+from elastic.worker.reduction import BUCKET_BYTES
 from elastic.worker.replica import LayerReplica
 from elastic.worker.shards import Shards
 from tests.engine.models import stack
@@ -39,11 +42,11 @@ def reduced(replica: LayerReplica, step: int) -> torch.Tensor:
 
 
 def update_and_gather(rank: Rank, cuts: list[list[int]]) -> dict[int, list[torch.Tensor]]:
-    roster = roster_of(cuts, N_LAYERS, [(p,) for p in range(len(cuts))])
-    me = roster.members[rank.rank]
-    links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
+    made = roster_of(cuts, N_LAYERS, [(p,) for p in range(len(cuts))])
+    me = made.members[rank.rank]
+    links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [layer(index, (me.pipeline, len(cuts))) for index in me.layers]
-    shards = Shards(layers, links, roster, rank.rank)
+    shards = Shards(layers, links, made, rank.rank)
     for step in range(2):
         for replica in layers:
             replica.update(reduced(replica, step), 0.5, 0.01)
@@ -51,6 +54,42 @@ def update_and_gather(rank: Rank, cuts: list[list[int]]) -> dict[int, list[torch
         shards.gather()
         assert all(replica.complete for replica in layers)
     return {r.index: [p.detach().clone() for p in r.parameters] for r in layers}
+
+
+def interleaved() -> Roster:
+    """The first pipeline's units come round twice, the second pipeline has one unit, the third cuts elsewhere."""
+    stages = [Stage(Unit("ab"[s % 2]), s, s + 1) for s in range(4)]
+    pipelines = (
+        Pipeline(tuple(stages), (0, 1), "interleaved"),
+        Pipeline((Stage(Unit("c"), 0, 4),), (2,)),
+        Pipeline((Stage(Unit("d"), 0, 3), Stage(Unit("e"), 3, 4)), (3,)),
+    )
+    return roster(Plan(1, N_LAYERS, 4, 1, pipelines))
+
+
+def gather_interleaved(rank: Rank, most: int) -> dict[int, list[torch.Tensor]]:
+    shards_module.BUCKET_BYTES = most
+    made = interleaved()
+    me = made.members[rank.rank]
+    links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
+    layers = [layer(index, (me.pipeline, 3)) for index in me.layers]
+    shards = Shards(layers, links, made, rank.rank)
+    for step in range(2):
+        for replica in layers:
+            replica.update(reduced(replica, step), 0.5, 0.01)
+        shards.gather()
+    return {r.index: [p.detach().clone() for p in r.parameters] for r in layers}
+
+
+@pytest.mark.parametrize("most", [BUCKET_BYTES, 1])
+def test_units_with_several_stages_meet_the_others_in_the_same_gathers(most: int) -> None:
+    expected = [layer(index, (0, 1)) for index in range(N_LAYERS)]
+    for step in range(2):
+        for replica in expected:
+            replica.update(reduced(replica, step), 0.5, 0.01)
+    for found in run_ranks(gather_interleaved, 5, most):
+        for index, values in found.items():
+            assert all(torch.equal(a, b) for a, b in zip(values, expected[index].parameters, strict=True))
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -65,10 +104,10 @@ def test_all_holders_have_what_one_worker_would_have(cuts: list[list[int]]) -> N
 
 
 def gather_and_lose(rank: Rank) -> tuple[bool, int]:
-    roster = roster_of([[0], [0]], N_LAYERS, [(0,), (1,)])
-    links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
+    made = roster_of([[0], [0]], N_LAYERS, [(0,), (1,)])
+    links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [layer(index, (rank.rank, 2)) for index in range(N_LAYERS)]
-    shards = Shards(layers, links, roster, rank.rank)
+    shards = Shards(layers, links, made, rank.rank)
     shards.gather()
     for replica in layers:
         replica.update(reduced(replica, 0), 0.5, 0.01)

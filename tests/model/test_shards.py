@@ -157,6 +157,34 @@ def test_what_an_update_took_makes_the_portion_again() -> None:
         assert bytes(state_of(other).numpy()) == bytes(state_of(holder).numpy())
 
 
+class Norm(nn.Module):
+    """All of its elements are in the first portion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(GRAIN))
+
+
+def test_a_portion_may_be_empty() -> None:
+    stack = ListStack([Norm], 3)
+    holders = [
+        build_replica(stack, 0, ALONE, adamw(0.01), Accumulate.EXACT, 7, CPU, portion=(index, 2))
+        for index in range(2)
+    ]
+    for holder in holders:
+        before, reduced = state_of(holder), flat(holder, 1)
+        taken = torch.empty(holder.update_nbytes, dtype=torch.uint8)
+        assert taken.numel() > 0
+        holder.write_update(reduced, 0.25, taken)
+        holder.update(reduced, 0.25, 0.01)
+        other = build_replica(stack, 0, ALONE, adamw(0.01), Accumulate.EXACT, 7, CPU, portion=holder.portion)
+        other.read_state(before)
+        other.apply_update(taken, 0.01)
+        assert bytes(state_of(other).numpy()) == bytes(state_of(holder).numpy())
+    whole = join_portions([state_of(holder) for holder in holders])
+    assert read_state(whole)[0].version == 1
+
+
 def test_portions_that_make_no_whole_are_refused() -> None:
     _, holders = trained(3, 1)
     runs = [state_of(holder) for holder in holders]
@@ -203,7 +231,9 @@ def install(
         shelf, spec.lr, lambda: None, lambda: None, (),
     )  # fmt: skip
     assignment = Assignment(plan, recipe.version, (("x", recipe),), record=record)
-    return installer.install(assignment, roster(plan).members[0], {0: live} if live else {})
+    member = roster(plan).members[0]
+    usable = installer.usable(assignment, member, {0: live} if live else {})
+    return installer.install(assignment, member, usable)
 
 
 def recipe_for(shelf: Shelf, holders: list[LayerReplica], version: int) -> Recipe:
@@ -240,7 +270,7 @@ def test_a_holder_that_stays_reads_nothing_unless_it_is_incomplete() -> None:
     shelf.read.clear()
     mine.complete = False
     again = install(shelf, TWO, recipe, mine).replicas[0]
-    assert again is not mine and len(shelf.read) == 2
+    assert again is mine and mine.complete and len(shelf.read) == 2
     assert all(torch.equal(a, b) for a, b in zip(again.parameters, whole.parameters, strict=True))
 
 

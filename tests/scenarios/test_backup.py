@@ -161,6 +161,24 @@ def test_a_shared_optimizer_state_survives_one_loss(
 
 
 @pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(("--nnodes", "3", "--pipelines", "2+1", "--schedule", "interleaved"), id="interleaved"),
+        pytest.param(
+            ("--nnodes", "4", "--pipelines", "3+1", "--schedule", "zero-bubble"),
+            id="uneven",
+            marks=pytest.mark.chaos,
+        ),
+    ],
+)
+def test_pipelines_of_other_cuts_share_a_state(shape: tuple[str, ...], tmp_path: Path) -> None:
+    flags = ["--backup", "stream+snapshot/sharded", *faults("kill node=1 step=3 phase=optimizer")]
+    run = elastic_run(tmp_path / "run", exact(*shape, *flags), SCRIPT)
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
+
+
+@pytest.mark.parametrize(
     "before", ["3", pytest.param("4", marks=pytest.mark.chaos), pytest.param("1", marks=pytest.mark.chaos)]
 )
 def test_a_shared_state_goes_on_with_any_number_of_pipelines(before: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from elastic.agent.checkpoints import CheckpointWriter
 from elastic.agent.vault import Vault
+from elastic.core.layout import plan_layout, read_header
 from elastic.core.messages import CheckpointPart, Published
 from elastic.core.types import Pipeline, Plan, Stage, Unit
 from elastic.store import durable
@@ -155,3 +156,20 @@ def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
     node.announce(4, 0, 1)
     node.writer.close()
     assert [node.parts.get_nowait().step for _ in range(2)] == [2, 4]
+
+
+def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: Node) -> None:
+    """A holder wrote its portion; the other was lost before it wrote its own, and the first has the whole state now."""
+    run = memoryview(layer_run(0, 2))
+    header = read_header(run)
+    rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in header.tensors]
+    text, _, nbytes = plan_layout(2, rows, header.extra, (1, 2))
+    part = bytearray(nbytes)
+    part[: len(text)] = text
+    local = node.workers.write(90, make(bytes(part), layer=0, step=2, portion=(1, 2)), bytes(part))
+    node.vault.publish(local)
+    node.writer.offer(Published(1, (local,), ""))
+    assert node.written() == [(2, ((0, 0, 1, 2),))]
+    node.writer.enter("a", plan())
+    node.announce(2, 0)
+    assert node.written() == [(2, ((0, 0),))]
