@@ -1,6 +1,6 @@
 """What backups cost without failures: step time with each pair of schemes over step time without.
 
-    python -m benchmarks.backup_overhead [--pairs 12] [--tokens 512]
+    python -m benchmarks.backup_overhead [--pairs 30] [--tokens 512]
 
 Four nodes in one pipeline and in two. One job trains throughout; its backup is switched on and off in blocks of steps,
 so that both sides share processes, memory and whatever else the machine does. The first step of a block is not counted:
@@ -227,7 +227,8 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_overhead")
-    parser.add_argument("--pairs", type=int, default=12, help="of blocks, for auto; half as many for others")
+    parser.add_argument("--pairs", type=int, default=30, help="of blocks, for auto")
+    parser.add_argument("--others", type=int, default=6, help="of blocks, for other pairs of schemes")
     add_sizes(parser, layers=4, hidden=128, heads=4, sequence=128, tokens=512, dtype="fp32")
     parser.add_argument(
         "--quick", action="store_true", help="one pair of schemes, two of blocks; writes nothing"
@@ -247,7 +248,7 @@ def main() -> int:
         auto = f"{backup['gradients']}+{backup['state']}"
         found += rows_of(f"auto ({auto})", where, measure(auto, pipelines, args.pairs, args), TARGET)
         for pair in pairs:
-            found += rows_of(pair, where, measure(pair, pipelines, max(args.pairs // 2, 2), args), None)
+            found += rows_of(pair, where, measure(pair, pipelines, args.others, args), None)
     found.append(reduced(args))
     save("backup_overhead", found)
     return 0
