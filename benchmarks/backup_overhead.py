@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.results import Row, save
+from benchmarks.results import Row, load, save
 
 BLOCK = 4
 """Steps of a block; the first is not counted."""
@@ -228,7 +228,12 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_overhead")
     parser.add_argument("--pairs", type=int, default=30, help="of blocks, for auto")
-    parser.add_argument("--others", type=int, default=6, help="of blocks, for other pairs of schemes")
+    parser.add_argument(
+        "--others",
+        type=int,
+        default=6,
+        help="of blocks, for other pairs of schemes; 0: their rows stay as they are",
+    )
     add_sizes(parser, layers=4, hidden=128, heads=4, sequence=128, tokens=512, dtype="fp32")
     parser.add_argument(
         "--quick", action="store_true", help="one pair of schemes, two of blocks; writes nothing"
@@ -247,9 +252,12 @@ def main() -> int:
         backup = train_alone("auto", pipelines, WEIGHED, args)["backup"]
         auto = f"{backup['gradients']}+{backup['state']}"
         found += rows_of(f"auto ({auto})", where, measure(auto, pipelines, args.pairs, args), TARGET)
-        for pair in pairs:
+        for pair in pairs if args.others else ():
             found += rows_of(pair, where, measure(pair, pipelines, args.others, args), None)
-    found.append(reduced(args))
+    if args.others:
+        found.append(reduced(args))
+    else:
+        found += [row for row in load("backup_overhead") if "auto (" not in row.metric]
     save("backup_overhead", found)
     return 0
 

@@ -35,6 +35,11 @@ def machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {python}"
 
 
+def load(name: str) -> list[Row]:
+    """The rows of an earlier run."""
+    return [Row(**row) for row in json.loads((DIRECTORY / f"{name}.json").read_text())["rows"]]
+
+
 def save(name: str, rows: list[Row]) -> Path:
     """Print `rows` and write them to the results directory. Return the file."""
     width = max(len(row.metric) for row in rows)
