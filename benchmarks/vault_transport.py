@@ -3,7 +3,9 @@
 Both go to a second process over loopback with the same socket options. The vault's way is the real one: `VaultClient`,
 `VaultServer`, checksums, slots in shared memory, one acknowledgement a copy. The plain way is `sendall`, `recv_into` a
 buffer that is there already, and one byte back; nothing is checked. They take turns, the first of each pair
-alternating; the ratio is the median over pairs.
+alternating; the ratio is the median over pairs. The smallest copies go in bundles too, as a worker's layers do: one
+acknowledgement for all. And a state is read as a worker does that crashed on a healthy node, from its own node's vault
+through shared memory, against reading it from a peer's.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from elastic.agent.vault_server import VaultServer
 from elastic.core.types import Copy
 from elastic.rpc.bulk import VaultClient, tune
 from elastic.store.slots import Slot
+from elastic.worker.fetch import Fetcher
 
 TARGET = 0.8
 WARM = 4
@@ -38,6 +41,8 @@ class Setting:
     turns: int = 21
     turn_bytes: int = 32 * MIB
     """Sent in a turn at least: several small copies, one after the other."""
+    bundle: int = 16
+    """Copies of the smallest size that go together."""
 
 
 QUICK = Setting(sizes=(MIB // 4, MIB), turns=2, turn_bytes=MIB)
@@ -58,29 +63,32 @@ def serve(directory: str, largest: int, pipe: Connection) -> None:
         sock.sendall(b"k")
 
 
-def put_all(client: VaultClient, copies: list[Copy], data: memoryview) -> None:
-    for copy in copies:
-        client.put([(copy, data)])
+def put_all(client: VaultClient, copies: list[Copy], data: memoryview, bundle: int = 1) -> None:
+    for start in range(0, len(copies), bundle):
+        client.put([(copy, data) for copy in copies[start : start + bundle]])
 
 
-def send_all(sock: socket.socket, times: int, data: memoryview) -> None:
-    for _ in range(times):
-        sock.sendall(data.nbytes.to_bytes(8, "little"))
-        sock.sendall(data)
+def send_all(sock: socket.socket, times: int, data: memoryview, bundle: int = 1) -> None:
+    for _ in range(times // bundle):
+        sock.sendall((bundle * data.nbytes).to_bytes(8, "little"))
+        for _ in range(bundle):
+            sock.sendall(data)
         sock.recv(1)
 
 
-def measure(client: VaultClient, plain: socket.socket, data: memoryview, setting: Setting) -> list[Row]:
-    """Rows for copies of the size of `data`."""
-    times = max(1, setting.turn_bytes // data.nbytes)
+def measure(
+    client: VaultClient, plain: socket.socket, data: memoryview, setting: Setting, bundle: int = 1
+) -> list[Row]:
+    """Rows for copies of the size of `data`, `bundle` of them together."""
+    times = max(bundle, setting.turn_bytes // data.nbytes // bundle * bundle)
     first = describe(data, 1)
     pairs: list[tuple[float, float]] = []
     for turn in range(WARM + setting.turns):
         numbers = range(1 + turn * times, 1 + (turn + 1) * times)
-        copies = [_next(first, number) for number in numbers]
+        copies = [_next(first, number, layer=number % bundle) for number in numbers]
         ways: list[Callable[[], None]] = [
-            lambda c=copies: put_all(client, c, data),  # type: ignore[misc]
-            lambda: send_all(plain, times, data),
+            lambda c=copies: put_all(client, c, data, bundle),  # type: ignore[misc]
+            lambda: send_all(plain, times, data, bundle),
         ]
         if turn % 2:
             bare, ours = timed(ways[1]), timed(ways[0])
@@ -88,7 +96,8 @@ def measure(client: VaultClient, plain: socket.socket, data: memoryview, setting
             ours, bare = timed(ways[0]), timed(ways[1])
         if turn >= WARM:
             pairs.append((ours, bare))
-    name, sent = f"copies of {data.nbytes / MIB:g} MiB", times * data.nbytes / MIB
+    together = f", {bundle} together" if bundle > 1 else ""
+    name, sent = f"copies of {data.nbytes / MIB:g} MiB{together}", times * data.nbytes / MIB
     return [
         Row(f"{name}: vault", sent / median(o for o, _ in pairs), "MiB/s", None, "higher"),
         Row(f"{name}: plain socket", sent / median(b for _, b in pairs), "MiB/s", None, "higher"),
@@ -96,9 +105,30 @@ def measure(client: VaultClient, plain: socket.socket, data: memoryview, setting
     ]
 
 
-def _next(copy: Copy, sequence: int) -> Copy:
+def _next(copy: Copy, sequence: int, layer: int = 0) -> Copy:
     """The same bytes as a newer copy: the older ones give way, and their slots are used again."""
-    return replace(copy, sequence=sequence, step=sequence)
+    return replace(copy, sequence=sequence, step=sequence, layer=layer)
+
+
+def fetches(client: VaultClient, address: str, data: memoryview, setting: Setting) -> list[Row]:
+    """A state read by a worker on the node of the vault that has it, and by one on another node."""
+    kept = replace(describe(data, 1, "b"), layer=99)
+    client.put([(kept, data)])
+    here, there = (Fetcher(node, {"b": address}) for node in ("b", "a"))
+    pairs = [
+        (timed(lambda: here.fetch(kept)), timed(lambda: there.fetch(kept)))
+        for _ in range(WARM + setting.turns)
+    ][WARM:]
+    assert here.fetch(kept).source == "shared-memory" and there.fetch(kept).source == "peer:b"
+    here.close()
+    there.close()
+    name = f"a state of {data.nbytes / MIB:g} MiB read"
+    own, peer = (1e3 * median(times) for times in zip(*pairs, strict=True))
+    return [
+        Row(f"{name}: through shared memory", own, "ms", None, "lower"),
+        Row(f"{name}: from a peer", peer, "ms", None, "lower"),
+        Row(f"{name}: shared memory / peer", median(a / b for a, b in pairs), "x", 1.0, "lower"),
+    ]
 
 
 def rows(setting: Setting) -> list[Row]:
@@ -106,7 +136,9 @@ def rows(setting: Setting) -> list[Row]:
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
     process = context.Process(
-        target=serve, args=(str(directory / "b"), max(setting.sizes), there), daemon=True
+        target=serve,
+        args=(str(directory / "b"), max(*setting.sizes, setting.bundle * setting.sizes[0]), there),
+        daemon=True,
     )
     process.start()
     try:
@@ -118,6 +150,10 @@ def rows(setting: Setting) -> list[Row]:
             slot = Slot(directory / f"worker-{layer}.slot", size)
             slot.view(size)[:] = os.urandom(size)
             out += measure(client, plain, slot.view(size), setting)
+            if not layer:
+                out += measure(client, plain, slot.view(size), setting, setting.bundle)
+            if size == setting.sizes[1]:
+                out += fetches(client, address, slot.view(size), setting)
         plain.sendall(bytes(8))
         plain.close()
         client.close()
