@@ -1,0 +1,292 @@
+"""Traces: which nodes are there when.
+
+Our format is CSV with this header and one row an event, times ascending:
+
+    # where it comes from; lines that begin with # are comments, kept at the top
+    seconds,event,node,zone,type,notice
+    0,add,node1,us-east-1a,p3.2xlarge,
+    3600,remove,node1,us-east-1a,p3.2xlarge,120
+    39600,end,,,,
+
+`add`: the node is there; `remove`: it is gone, of which it was told `notice` seconds before (empty or 0: it was not);
+`end`: the trace ends, in its last row. Zone and type may be empty. A file without `end` was cut short.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elastic.errors import FieldError
+
+ADD, REMOVE, END = "add", "remove", "end"
+HEADER = ("seconds", "event", "node", "zone", "type", "notice")
+MOST_BYTES = 1 << 30
+"""Of a file: some ten million events."""
+MOST_SECONDS = 100 * 365 * 86400.0
+LIKELY_SECONDS = 60 * 86400.0
+"""Traces longer than this whose times are all whole thousands are taken for milliseconds."""
+_NAME = re.compile(r"[A-Za-z0-9_.:\-/]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A node comes or goes."""
+
+    seconds: float
+    kind: str
+    """add | remove"""
+    node: str
+    zone: str = ""
+    type: str = ""
+    notice_s: float = 0.0
+    """Of a removal: how long before the node was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Events in order, from second 0 to `end_s`."""
+
+    events: tuple[Event, ...]
+    end_s: float
+    origin: str = ""
+    """Where it comes from, in a few words; may have several lines."""
+
+    def at_start(self) -> tuple[Event, ...]:
+        """Nodes that are there from the beginning."""
+        return tuple(e for e in self.events if e.kind == ADD and e.seconds == 0)
+
+    def steps(self) -> Iterator[tuple[float, tuple[Event, ...]]]:
+        """All events of one moment together, moments ascending."""
+        at, found = 0.0, list[Event]()
+        for event in self.events:
+            if event.seconds != at and found:
+                yield at, tuple(found)
+                found = []
+            at = event.seconds
+            found.append(event)
+        if found:
+            yield at, tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """What was done to a row that could not be used."""
+
+    line: int
+    text: str
+
+
+def check(events: Iterable[Event], end_s: float, origin: str = "", where: str = "event") -> Trace:
+    """The trace of these events. Raises FieldError naming the first (counted from 1) that makes no sense."""
+    kept, present, last = [], dict[str, None](), 0.0
+    for number, event in enumerate(events, 1):
+        problem = _problem(event, last, present, end_s)
+        if problem is not None:
+            raise FieldError(f"{where} {number}", _told(event), problem)
+        kept.append(event)
+        last = event.seconds
+    if not (math.isfinite(end_s) and 0 < end_s <= MOST_SECONDS):
+        raise FieldError(f"{where}: end", end_s, "seconds above 0, at most a hundred years")
+    return Trace(tuple(kept), end_s, origin)
+
+
+def _problem(event: Event, last: float, present: dict[str, None], end_s: float) -> str | None:
+    """What is wrong with an event after those before it, which left these nodes; takes note of it if nothing is."""
+    if not math.isfinite(event.seconds) or event.seconds < 0:
+        return "a time in seconds from 0 up"
+    if event.seconds > end_s:
+        return f"the trace ends at {end_s:g} s: no event after that"
+    if event.seconds < last:
+        return f"times must ascend; the row before is at {last:g} s"
+    for text in (event.node, event.zone, event.type):
+        if text and not _NAME.fullmatch(text):
+            return "names of letters, digits and . : _ - /, at most 128"
+    if not event.node:
+        return "a node must be named"
+    if not math.isfinite(event.notice_s) or event.notice_s < 0:
+        return "a notice is seconds from 0 up"
+    if event.kind == ADD:
+        if event.node in present:
+            return f"{event.node} is there already"
+        present[event.node] = None
+    elif event.kind == REMOVE:
+        if event.node not in present:
+            return f"{event.node} is not there: it was never added, or removed before"
+        del present[event.node]
+    else:
+        return "add, remove or end"
+    return None
+
+
+def read(path: Path | str, *, repair: bool = False) -> tuple[Trace, tuple[Repair, ...]]:
+    """Read a file of our format. Raises FieldError with the line that is wrong.
+
+    With `repair` rows that cannot be used are dropped, rows out of order are sorted, and a missing end is put at the
+    last event; what was done is returned.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise FieldError("trace", str(path), f"{size} bytes are too many: at most {MOST_BYTES}; split it")
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FieldError("trace", str(path), f"a readable text file is needed: {error}") from error
+    return parse(text, str(path), repair=repair)
+
+
+def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trace, tuple[Repair, ...]]:
+    """Read the text of a file; see `read`."""
+    origin, rows = _rows(text, name)
+    repairs: list[Repair] = []
+    events, end_s, ended = list[tuple[int, Event]](), 0.0, False
+    for line, fields in rows:
+        try:
+            if ended:
+                raise FieldError(f"{name}, line {line}", ",".join(fields), "nothing may follow `end`")
+            event = _event(fields, f"{name}, line {line}")
+        except FieldError as error:
+            if not repair:
+                raise
+            repairs.append(Repair(line, f"dropped: {error.remedy}"))
+            continue
+        if event.kind == END:
+            end_s, ended = event.seconds, True
+        else:
+            events.append((line, event))
+    if not ended:
+        last = max((e.seconds for _, e in events), default=0.0)
+        if not repair:
+            remedy = f"the file is cut short: its last row must be {last:g},end,,,, or later"
+            raise FieldError(f"{name}, last line", "", remedy)
+        repairs.append(Repair(0, f"no end: taken as {last:g} s"))
+        end_s = last
+    _refuse_milliseconds(name, [e.seconds for _, e in events], end_s)
+    if repair:
+        events = _in_order(events, end_s, repairs)
+    return _checked(events, end_s, origin, name), tuple(repairs)
+
+
+def _checked(events: list[tuple[int, Event]], end_s: float, origin: str, name: str) -> Trace:
+    present, last = dict[str, None](), 0.0
+    for line, event in events:
+        problem = _problem(event, last, present, end_s)
+        if problem is not None:
+            raise FieldError(f"{name}, line {line}", _told(event), problem)
+        last = event.seconds
+    return check((event for _, event in events), end_s, origin, name)
+
+
+def _in_order(
+    events: list[tuple[int, Event]], end_s: float, repairs: list[Repair]
+) -> list[tuple[int, Event]]:
+    ordered = sorted(events, key=lambda pair: pair[1].seconds)
+    repairs += [
+        Repair(line, "sorted by time") for (line, _), (now, _) in zip(events, ordered, strict=True) if line != now
+    ]
+    kept, present, last = list[tuple[int, Event]](), dict[str, None](), 0.0
+    for line, event in ordered:
+        problem = _problem(event, last, present, end_s)
+        if problem is not None:
+            repairs.append(Repair(line, f"dropped: {problem}"))
+            continue
+        kept.append((line, event))
+        last = event.seconds
+    return kept
+
+
+def _rows(text: str, name: str) -> tuple[str, list[tuple[int, list[str]]]]:
+    """The comments at the top, and all rows with their line numbers."""
+    lines, comments, first = text.splitlines(), list[str](), 0
+    for first, line in enumerate(lines):
+        if not line.startswith("#"):
+            break
+        comments.append(line.lstrip("#").strip())
+    header = tuple(word.strip() for word in lines[first].split(",")) if first < len(lines) else ()
+    if header != HEADER:
+        remedy = f"the first line must be {','.join(HEADER)}; `elastic-sim traces import` reads other formats"
+        raise FieldError(f"{name}, line {first + 1}", ",".join(header)[:80], remedy)
+    rows = list[tuple[int, list[str]]]()
+    reader = csv.reader(io.StringIO("\n".join(lines[first + 1 :])))
+    try:
+        for fields in reader:
+            if fields and not fields[0].startswith("#"):
+                rows.append((first + 1 + reader.line_num, [field.strip() for field in fields]))
+    except csv.Error as error:
+        raise FieldError(f"{name}, line {first + 1 + reader.line_num}", "", f"not CSV: {error}") from error
+    return "\n".join(comments), rows
+
+
+def _event(fields: list[str], where: str) -> Event:
+    text = ",".join(fields)
+    if len(fields) != len(HEADER):
+        raise FieldError(where, text[:200], f"{len(HEADER)} fields are needed: {','.join(HEADER)}")
+    seconds, kind, node, zone, machine, notice = fields
+    if kind not in (ADD, REMOVE, END):
+        raise FieldError(where, kind[:80], "add, remove or end")
+    at = _number(seconds, where, "a time in seconds from 0 up")
+    if kind == END and (node or zone or machine or notice):
+        raise FieldError(where, text[:200], "the end has a time alone")
+    told = _number(notice, where, "a notice is seconds from 0 up, or empty") if notice else 0.0
+    return Event(at, kind, node, zone, machine, told)
+
+
+def _number(text: str, where: str, remedy: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise FieldError(where, text[:80], remedy) from None
+    if not math.isfinite(value) or value < 0:
+        raise FieldError(where, text[:80], remedy)
+    return value
+
+
+def _refuse_milliseconds(name: str, times: list[float], end_s: float) -> None:
+    long = end_s > LIKELY_SECONDS and len(times) > 1
+    if long and all(at % 1000 == 0 for at in (*times, end_s)):
+        remedy = "all times are whole thousands: if they are milliseconds, divide them by 1000"
+        raise FieldError(f"{name}: end", end_s, remedy)
+
+
+def _told(event: Event) -> str:
+    return f"{event.seconds:g},{event.kind},{event.node}"[:200]
+
+
+def format_trace(trace: Trace) -> str:
+    """The text of a file; `parse` reads it back, the same."""
+    out = io.StringIO()
+    for line in trace.origin.splitlines():
+        out.write(f"# {line}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(HEADER)
+    for event in trace.events:
+        notice = _plain(event.notice_s) if event.notice_s else ""
+        writer.writerow((_plain(event.seconds), event.kind, event.node, event.zone, event.type, notice))
+    writer.writerow((_plain(trace.end_s), END, "", "", "", ""))
+    return out.getvalue()
+
+
+def _plain(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def window(trace: Trace, first_s: float, last_s: float) -> Trace:
+    """What happens from `first_s` to `last_s`; nodes that are there at its beginning are added at 0."""
+    present: dict[str, Event] = {}
+    inside = list[Event]()
+    for event in trace.events:
+        if event.seconds > first_s:
+            if event.seconds <= last_s:
+                inside.append(replace(event, seconds=event.seconds - first_s))
+        elif event.kind == ADD:
+            present[event.node] = event
+        else:
+            present.pop(event.node, None)
+    start = [replace(event, seconds=0.0) for event in present.values()]
+    return check((*start, *inside), last_s - first_s, trace.origin)
