@@ -5,6 +5,7 @@ All randomness comes from one seed, in one order: the same seed, the same trace.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -47,7 +48,12 @@ class Market:
             ("shape", self.shape, 0.1 <= self.shape <= 10, "from 0.1 to 10"),
             ("diurnal", self.diurnal, 0 <= self.diurnal <= 1, "from 0 to 1"),
             ("zones", self.zones, len(self.zones) > 0, "at least one zone"),
-            ("bulk", self.bulk, bool(self.bulk) and all(n >= 1 and w > 0 for n, w in self.bulk), "sizes from 1 up"),
+            (
+                "bulk",
+                self.bulk,
+                bool(self.bulk) and all(n >= 1 and w > 0 for n, w in self.bulk),
+                "sizes from 1 up",
+            ),
         )
         for name, value, good, remedy in problems:
             if not good:
@@ -146,7 +152,7 @@ def fitted(trace: Trace, *, zones: tuple[str, ...] = ("a",)) -> Market:
 
 def _gaps(trace: Trace) -> list[float]:
     times = sorted({event.seconds for event in trace.events if event.kind == REMOVE})
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
 def _weibull_shape(gaps: list[float]) -> float:
@@ -166,8 +172,8 @@ def _weibull_shape(gaps: list[float]) -> float:
 def shared_with_inference(
     nodes: int, end_s: float, *, least: int, seed: int = 0, notice_s: float = 30.0, noise: float = 0.05
 ) -> Trace:
-    """A cluster that inference takes nodes back from as its load rises by day: every five minutes it has between `least`
-    (in the afternoon) and `nodes` (at night) for training."""
+    """A cluster that inference takes nodes back from as its load rises by day: looked at every five minutes, training
+    has between `least` nodes (at noon) and all `nodes` (at midnight)."""
     if not 0 <= least <= nodes or nodes < 1:
         raise FieldError("least", least, f"from 0 to the {nodes} nodes")
     draw, cluster = random.Random(seed), _Cluster(("a",), "")
@@ -182,5 +188,7 @@ def shared_with_inference(
         while len(cluster.present) < wanted:
             cluster.add(at)
         at += 300.0
-    origin = f"generated, not recorded: inference takes up to {nodes - least} of {nodes} nodes by day, seed {seed}"
+    origin = (
+        f"generated, not recorded: inference takes up to {nodes - least} of {nodes} nodes by day, seed {seed}"
+    )
     return check(cluster.events, end_s, origin)

@@ -24,8 +24,8 @@ def bamboo(text: str, name: str) -> Trace:
 
 
 def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
-    """seconds (or hours), instances: as pairs of rows, before and after a change. Nodes are numbered; who came last goes
-    first, since the file does not say who went."""
+    """seconds (or hours), instances: as pairs of rows, before and after a change. Nodes are numbered; who came last
+    goes first, since the file does not say who went."""
     events, present, number, last = list[Event](), list[str](), 0, 0.0
     for line, fields in _csv(text, name, 2):
         at = _number(fields[0], f"{name}, line {line}") * unit_s
@@ -55,7 +55,9 @@ def parcae(text: str, name: str) -> Trace:
             nodes, lasting = more["nodes"], float(more["duration"])
             at = float(at) / 1000
         except (TypeError, ValueError, KeyError):
-            raise FieldError(where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]') from None
+            raise FieldError(
+                where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]'
+            ) from None
         if kind not in (ADD, REMOVE, "no-op") or not all(isinstance(node, str) for node in nodes):
             raise FieldError(where, str(kind)[:80], "add, remove or no-op, and names of nodes")
         events += [Event(at, kind, node) for node in nodes if kind != "no-op"]
@@ -74,7 +76,12 @@ def spot_prices(text: str, name: str, bid: float, nodes: int = 1) -> Trace:
         where = f"{name}: SpotPriceHistory[{index}]"
         try:
             prices.append(
-                (_when(row["Timestamp"], where), row["AvailabilityZone"], row["InstanceType"], float(row["SpotPrice"]))
+                (
+                    _when(row["Timestamp"], where),
+                    row["AvailabilityZone"],
+                    row["InstanceType"],
+                    float(row["SpotPrice"]),
+                )
             )
         except (TypeError, ValueError, KeyError):
             remedy = "Timestamp, AvailabilityZone, InstanceType and SpotPrice are needed"
@@ -87,9 +94,7 @@ def spot_prices(text: str, name: str, bid: float, nodes: int = 1) -> Trace:
         if (price <= bid) != (market in there):
             what = ADD if price <= bid else REMOVE
             (there.add if what == ADD else there.discard)(market)
-            events += [
-                Event(at - start, what, f"{zone}-{kind}-{i}", zone, kind) for i in range(1, nodes + 1)
-            ]
+            events += [Event(at - start, what, f"{zone}-{kind}-{i}", zone, kind) for i in range(1, nodes + 1)]
     return _trace(events, prices[-1][0] - start, f"imported from {name}, bid {bid:g}", name)
 
 
@@ -126,8 +131,8 @@ def scaling_activities(text: str, name: str) -> Trace:
 
 
 def skypilot(text: str, name: str) -> Trace:
-    """Availability of one or several instances at fixed intervals: {"metadata": {"gap_seconds": S}, "data": [0, 1, ...]},
-    where the data say how many there are (SkyPilot's spot traces)."""
+    """{"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}: how many instances there are at fixed intervals (SkyPilot's
+    spot traces)."""
     found = _json(text, name)
     try:
         gap, data = float(found["metadata"]["gap_seconds"]), [int(n) for n in found["data"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from statistics import mean, median
@@ -51,7 +52,7 @@ def statistics(trace: Trace) -> Statistics:
             lifetimes.append(event.seconds - came.pop(event.node))
             bulks[event.seconds] += 1
             notices += event.notice_s > 0
-    node_s = sum(n * (until - at) for (at, n), (until, _) in zip(steps, steps[1:], strict=False))
+    node_s = sum(n * (until - at) for (at, n), (until, _) in itertools.pairwise(steps))
     moments = sorted(bulks)
     sizes = [n for _, n in steps]
     while sizes and not sizes[0]:

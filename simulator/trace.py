@@ -188,7 +188,9 @@ def _in_order(
 ) -> list[tuple[int, Event]]:
     ordered = sorted(events, key=lambda pair: pair[1].seconds)
     repairs += [
-        Repair(line, "sorted by time") for (line, _), (now, _) in zip(events, ordered, strict=True) if line != now
+        Repair(line, "sorted by time")
+        for (line, _), (now, _) in zip(events, ordered, strict=True)
+        if line != now
     ]
     kept, present, last = list[tuple[int, Event]](), dict[str, None](), 0.0
     for line, event in ordered:
@@ -203,11 +205,12 @@ def _in_order(
 
 def _rows(text: str, name: str) -> tuple[str, list[tuple[int, list[str]]]]:
     """The comments at the top, and all rows with their line numbers."""
-    lines, comments, first = text.splitlines(), list[str](), 0
-    for first, line in enumerate(lines):
+    lines, comments = text.splitlines(), list[str]()
+    for line in lines:
         if not line.startswith("#"):
             break
         comments.append(line.lstrip("#").strip())
+    first = len(comments)
     header = tuple(word.strip() for word in lines[first].split(",")) if first < len(lines) else ()
     if header != HEADER:
         remedy = f"the first line must be {','.join(HEADER)}; `elastic-sim traces import` reads other formats"
