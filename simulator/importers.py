@@ -131,8 +131,8 @@ def scaling_activities(text: str, name: str) -> Trace:
 
 
 def skypilot(text: str, name: str) -> Trace:
-    """{"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}: how many instances there are at fixed intervals (SkyPilot's
-    spot traces)."""
+    """SkyPilot's spot traces: {"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}, how many instances there are at
+    fixed intervals."""
     found = _json(text, name)
     try:
         gap, data = float(found["metadata"]["gap_seconds"]), [int(n) for n in found["data"]]

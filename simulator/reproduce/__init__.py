@@ -1,0 +1,1 @@
+"""Published tables, from the published rules and constants of each system."""
