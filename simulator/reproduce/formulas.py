@@ -1,5 +1,5 @@
-"""Published formulas for single figures: per-step discard (torchft), effective training time (Meta), checkpoints in peer
-memory (Gemini), and the checkpoint interval of Young and Daly."""
+"""Published formulas for single figures: per-step discard (torchft), effective training time (Meta), checkpoints in
+peer memory (Gemini), and the checkpoint interval of Young and Daly."""
 
 from __future__ import annotations
 
