@@ -1,1 +1,135 @@
 """Published tables, from the published rules and constants of each system."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic.errors import FieldError
+from simulator.importers import bamboo
+from simulator.reproduce import artifact, formulas
+
+Row = dict[str, Any]
+"""model, system, trace, value, published (None: not published)."""
+
+OOBLECK_TRACES = {
+    "6h": "6h.csv",
+    "3h": "3h.csv",
+    "1h": "1h.csv",
+    "30m": "30m.csv",
+    "10m": "10m.csv",
+    "scaled-p3": "scale_p3-trace.csv",
+    "scaled-g4dn": "scale_gcp-trace.csv",
+}
+OOBLECK_PUBLISHED = {
+    ("6h", "bert-large"): (77.04, 260.11, 287.10),
+    ("6h", "gpt2"): (17.47, 86.51, 85.59),
+    ("6h", "gpt3-6.7b"): (0.0, 4.14, 4.33),
+    ("1h", "bert-large"): (75.60, 246.03, 286.28),
+    ("1h", "gpt2"): (17.13, 85.17, 85.42),
+    ("1h", "gpt3-6.7b"): (0.0, 2.69, 4.22),
+    ("10m", "bert-large"): (69.84, 173.52, 282.11),
+    ("10m", "gpt2"): (16.01, 76.39, 84.81),
+    ("10m", "gpt3-6.7b"): (0.0, 0.26, 3.55),
+    ("scaled-p3", "bert-large"): (63.6, 187.7, 221.4),
+    ("scaled-p3", "gpt2"): (14.3, 64.6, 66.8),
+    ("scaled-p3", "gpt3-6.7b"): (0.0, 0.00, 2.68),
+}
+"""Samples/s of Bamboo, Varuna and Oobleck, as the authors' program prints them (0: out of memory)."""
+
+
+def data_directory(given: Path | None) -> Path:
+    """Where recorded traces lie. Raises FieldError if there are none."""
+    places = [given] if given else [Path(p) for p in (os.environ.get("ELASTIC_DATA"), "../shared/data") if p]
+    for place in places:
+        if (place / "traces").is_dir():
+            return place
+    remedy = "a directory with traces/ and reference/ is needed: --data DIR, or ELASTIC_DATA"
+    raise FieldError("--data", str(places[0]), remedy)
+
+
+def oobleck(data: Path) -> list[Row]:
+    """Five models, seven traces, three systems, as in the artifact of Oobleck."""
+    tables = artifact.throughputs(_read(data / "reference/oobleck_throughput.json"))
+    rows = []
+    for name, file in OOBLECK_TRACES.items():
+        trace = bamboo(_read(data / "traces/oobleck" / file), file)
+        for model in artifact.MODELS:
+            published = OOBLECK_PUBLISHED.get((name, model.name), (None, None, None))
+            for system, value in zip(("bamboo", "varuna", "oobleck"), published, strict=True):
+                found = artifact.simulate(system, model, trace, tables, recorded=name.startswith("scaled"))
+                rows.append(_row(model.name, system, name, found, value))
+    return rows
+
+
+def torchft(data: Path) -> list[Row]:
+    """Of 300 GPUs in 30 groups with a failure a minute: percent of steps committed, and of work done."""
+    committed = 100 * formulas.discarded(1100 * 60 / 6249, 60)
+    return [
+        _row("llama3-300-l40s", "torchft", "a failure a minute: steps committed, %", committed, 82.3),
+        _row("llama3-300-l40s", "torchft", "times 29.6 of 30 groups, %", committed * 29.6 / 30, 81.2),
+    ]
+
+
+def meta(data: Path) -> list[Row]:
+    """Mean time to failure by size of a job, hours; expected share of time that trains, percent."""
+    rows = []
+    for cluster, rate in (("rsc-1", 6.50), ("rsc-2", 2.34)):
+        for gpus in (1024, 16_384, 131_072):
+            hours = formulas.mttf_hours(gpus / 8, rate)
+            published = {("rsc-1", 1024): None, ("rsc-1", 16_384): 1.8, ("rsc-1", 131_072): 0.23}
+            rows.append(_row(f"{gpus} GPUs", cluster, "MTTF, hours", hours, published.get((cluster, gpus))))
+            ettr = formulas.expected_ettr(
+                gpus / 8, rate / 1000, restart_days=5 / 1440, interval_days=60 / 1440
+            )
+            rows.append(_row(f"{gpus} GPUs", cluster, "E[ETTR], hourly checkpoints, %", 100 * ettr, None))
+    return rows
+
+
+def gemini(data: Path) -> list[Row]:
+    """Seconds a failure costs with a checkpoint in peers' memory in every iteration of 65 s, fetched in 2.5 s."""
+    found = formulas.wasted_s(0.0, 1 / 65, 2.5)
+    return [_row("gpt-100b", "gemini", "wasted time of a failure, s", found, 65 / 2 + 2.5)]
+
+
+TABLES: dict[str, Callable[[Path], list[Row]]] = {
+    "oobleck": oobleck,
+    "torchft": torchft,
+    "meta": meta,
+    "gemini": gemini,
+}
+
+
+RECORDED = ("oobleck",)
+"""Those that need recorded traces."""
+
+
+def describe(rows: Sequence[Row]) -> str:
+    """A table for the terminal."""
+    lines = [f"{'model':<16} {'system':<10} {'trace':<40} {'value':>10} {'published':>10} {'off by':>8}"]
+    for row in rows:
+        value, published = row["value"], row["published"]
+        told = "" if published is None else f"{published:>10.2f} {_off(value, published):>8}"
+        lines.append(
+            f"{row['model']:<16} {row['system']:<10} {row['trace']:<40} {value:>10.2f} {told}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _off(value: float, published: float) -> str:
+    if not published:
+        return "0.00 %" if abs(value) < 0.005 else "-"
+    return f"{100 * (value / published - 1):+.2f} %"
+
+
+def _row(model: str, system: str, trace: str, value: float, published: float | None) -> Row:
+    return {"model": model, "system": system, "trace": trace, "value": value, "published": published}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise FieldError("--data", str(path), f"this file is needed: {error}") from error

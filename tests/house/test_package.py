@@ -14,7 +14,7 @@ import elastic
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path
-    for folder in ("elastic", "examples", "benchmarks", "tests")
+    for folder in ("elastic", "simulator", "examples", "benchmarks", "tests")
     for path in (ROOT / folder).rglob("*.py")
     if "_pb2" not in path.name
 )

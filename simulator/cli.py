@@ -1,0 +1,243 @@
+"""The `elastic-sim` command."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic.errors import ElasticError, FieldError
+from simulator import reproduce as tables
+from simulator import trace as traces
+from simulator.fetch import HOST, ORIGINALS, fetch
+from simulator.generate import Market, fitted, generate, shared_with_inference
+from simulator.importers import FORMATS
+from simulator.statistics import Statistics, statistics
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Seconds(click.ParamType):
+    """A time as 30s, 10m, 6h or 2d."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
+        try:
+            seconds = float(number) * unit
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds < math.inf:
+            self.fail(f"{text!r} is no time: write 30s, 10m, 6h or 2d", param, ctx)
+        return seconds
+
+
+SECONDS = Seconds()
+FILE = click.Path(path_type=Path)
+
+
+def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Users' mistakes are one line on standard error and exit code 2."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except ElasticError as error:
+            click.echo(f"elastic-sim: {error}", err=True)
+            sys.exit(error.exit_code)
+
+    return run
+
+
+@click.group()
+def main() -> None:
+    """Replay spot markets: traces, and what was published about others."""
+
+
+@main.group("traces")
+def traces_group() -> None:
+    """Read, convert, make and fetch traces."""
+
+
+@traces_group.command("stats")
+@click.argument("file", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="as JSON")
+@clear_errors
+def stats(file: Path, as_json: bool) -> None:
+    """Nodes, losses, lifetimes of a trace."""
+    found, _ = traces.read(file)
+    click.echo(json.dumps(asdict(statistics(found))) if as_json else _told(statistics(found)))
+
+
+@traces_group.command("import")
+@click.argument("kind", type=click.Choice(sorted(FORMATS)))
+@click.argument("source", type=FILE)
+@click.argument("out", type=FILE)
+@click.option("--bid", type=float, help="spot-prices: a zone's nodes are there up to this price")
+@click.option("--nodes", type=int, default=1, show_default=True, help="spot-prices: nodes of a zone")
+@click.option("--hours", is_flag=True, help="counts: times are hours, not seconds")
+@clear_errors
+def import_(kind: str, source: Path, out: Path, bid: float | None, nodes: int, hours: bool) -> None:
+    """Convert a file of another form into a trace."""
+    more: dict[str, Any] = {}
+    if kind == "spot-prices":
+        if bid is None:
+            raise FieldError("--bid", None, "spot prices need a bid, in dollars an hour")
+        more = {"bid": bid, "nodes": nodes}
+    elif kind == "counts" and hours:
+        more = {"unit_s": 3600.0}
+    _write(FORMATS[kind](_text(source), source.name, **more), out)
+
+
+@traces_group.command("convert")
+@click.argument("source", type=FILE)
+@click.argument("out", type=FILE)
+@click.option("--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did")
+@click.option("--from", "first", type=SECONDS, default=0.0, help="begin here")
+@click.option("--to", "last", type=SECONDS, help="end here")
+@clear_errors
+def convert(source: Path, out: Path, repair: bool, first: float, last: float | None) -> None:
+    """Repair a trace, or cut a window out of it."""
+    found, repairs = traces.read(source, repair=repair)
+    for done in repairs:
+        click.echo(f"line {done.line}: {done.text}" if done.line else done.text, err=True)
+    if first or last is not None:
+        end = found.end_s if last is None else last
+        if not first < end <= found.end_s:
+            raise FieldError("--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s")
+        found = traces.window(found, first, end)
+    _write(found, out)
+
+
+@traces_group.command("generate")
+@click.argument("out", type=FILE)
+@click.option("--nodes", type=int, default=32, show_default=True, help="wanted at any time")
+@click.option("--duration", type=SECONDS, default=86400.0, help="of the trace [24h]")
+@click.option("--mtbf", type=SECONDS, default=3600.0, help="of the cluster: between two losses [1h]")
+@click.option("--repair", type=SECONDS, default=1200.0, help="until a lost node is replaced; 0: never [20m]")
+@click.option("--notice", type=SECONDS, default=0.0, help="how long before a node is told [0s]")
+@click.option(
+    "--bulk", default="1", show_default=True, help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)"
+)
+@click.option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1 [0]")
+@click.option("--zones", default="a", show_default=True, help="zones, comma-separated")
+@click.option(
+    "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
+)
+@click.option(
+    "--inference", type=int, help="shared with inference, which leaves at least so many nodes by day"
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@clear_errors
+def generate_(
+    out: Path,
+    nodes: int,
+    duration: float,
+    mtbf: float,
+    repair: float,
+    notice: float,
+    bulk: str,
+    diurnal: float,
+    zones: str,
+    like: Path | None,
+    inference: int | None,
+    seed: int,
+) -> None:
+    """Make a trace up, labelled so."""
+    names = tuple(name.strip() for name in zones.split(","))
+    if inference is not None:
+        made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice)
+    else:
+        market = (
+            fitted(traces.read(like)[0], zones=names)
+            if like is not None
+            else Market(
+                nodes=nodes,
+                mtbf_s=mtbf,
+                bulk=_bulk(bulk),
+                repair_s=repair,
+                notice_s=notice,
+                diurnal=diurnal,
+                zones=names,
+            )
+        )
+        made = generate(market, duration, seed)
+    _write(made, out)
+
+
+@traces_group.command("fetch")
+@click.argument("names", nargs=-1)
+@click.option("--to", "directory", type=FILE, default=Path("traces/originals"), show_default=True)
+@click.option("--host", default=HOST, show_default=True, help="a mirror of the authors' repositories")
+@clear_errors
+def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
+    """Download recorded traces (all, or those named) and check them."""
+    unknown = [name for name in names if name not in ORIGINALS]
+    if unknown:
+        raise FieldError("trace", unknown[0], f"one of {', '.join(ORIGINALS)}")
+    for name in names or ORIGINALS:
+        click.echo(f"{name}: {fetch(ORIGINALS[name], directory, host)} ({ORIGINALS[name].format})")
+
+
+@main.command("reproduce")
+@click.argument("what", type=click.Choice(sorted(tables.TABLES)))
+@click.option(
+    "--data", type=FILE, help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)"
+)
+@click.option("--json", "out", type=FILE, help="write the rows there, too")
+@clear_errors
+def reproduce(what: str, data: Path | None, out: Path | None) -> None:
+    """Published values of others, from their own rules and constants."""
+    rows = tables.TABLES[what](tables.data_directory(data) if what in tables.RECORDED else Path())
+    click.echo(tables.describe(rows))
+    if out is not None:
+        _store(out, json.dumps({"rows": rows}, indent=2) + "\n")
+
+
+def _told(found: Statistics) -> str:
+    rows = asdict(found)
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value:>12.4g}" for name, value in rows.items())
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FieldError("file", str(path), f"a readable text file is needed: {error}") from error
+
+
+def _write(found: traces.Trace, out: Path) -> None:
+    _store(out, traces.format_trace(found))
+    click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h")
+
+
+def _store(out: Path, text: str) -> None:
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise FieldError("output", str(out), f"it must be writable: {error}") from error
+
+
+def _bulk(text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(pair[0]), float(pair[1]) if len(pair) > 1 else 1.0) for pair in pairs)
+    except ValueError:
+        raise FieldError("--bulk", text, "sizes, with weights if several: 1, or 1:3,4:1") from None
+
+
+if __name__ == "__main__":
+    main()
