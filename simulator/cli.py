@@ -24,7 +24,7 @@ from simulator.statistics import Statistics, statistics
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class Seconds(click.ParamType):
+class Seconds(click.ParamType):  # type: ignore[type-arg]
     """A time as 30s, 10m, 6h or 2d."""
 
     name = "time"

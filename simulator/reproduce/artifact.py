@@ -137,11 +137,11 @@ class Simulation:
             Kind.CHECKPOINT: lambda event: None,
         }
         while self.events:
-            event = heapq.heappop(self.events)
-            if event.at >= end:
+            next_one = heapq.heappop(self.events)
+            if next_one.at >= end:
                 break
-            self.now = event.at
-            act[event.kind](event)
+            self.now = next_one.at
+            act[next_one.kind](next_one)
         span = self.steps[-1].ended - (self.began or 0) if self.steps else 0
         return sum(step.samples for step in self.steps) / span * 1000 if span > 0 else 0.0
 
