@@ -9,7 +9,9 @@ from typing import Any
 
 from elastic.errors import FieldError
 from simulator.importers import bamboo
-from simulator.reproduce import artifact, formulas
+from simulator.importers import parcae as parcae_trace
+from simulator.reproduce import artifact, formulas, parcae_models
+from simulator.reproduce.parcae import forecasting, ideal, reactive
 
 Row = dict[str, Any]
 """model, system, trace, value, published (None: not published)."""
@@ -64,6 +66,34 @@ def oobleck(data: Path) -> list[Row]:
     return rows
 
 
+PARCAE_TRACES = {
+    "hadp": "trace_hh_55_65.txt",
+    "hasp": "trace_hl_15_25.txt",
+    "ladp": "trace_lh_80_90.txt",
+    "lasp": "trace_ll_10_11.txt",
+}
+PARCAE_PUBLISHED = {
+    ("gpt-1.5b", "hadp"): (39.87, 29.87, 37.41),
+    ("gpt-1.5b", "hasp"): (41.53, 34.49, 39.53),
+    ("gpt-1.5b", "ladp"): (30.12, 20.35, 27.87),
+    ("gpt-1.5b", "lasp"): (28.83, 27.45, 28.30),
+}
+"""Samples/s: ideal, reactive, Parcae with a perfect forecast, as the authors' program prints them."""
+
+
+def parcae(data: Path) -> list[Row]:
+    """Four hours of p3: the ideal, a reactive system, and Parcae when it knows what comes."""
+    rows = []
+    for name, file in PARCAE_TRACES.items():
+        trace = parcae_trace(_read(data / "traces/parcae" / file), file)
+        for model in parcae_models.MODELS:
+            published = PARCAE_PUBLISHED.get((model.name, name), (None, None, None))
+            ways = {"ideal": ideal, "reactive": reactive, "parcae": forecasting}
+            for (system, way), value in zip(ways.items(), published, strict=True):
+                rows.append(_row(model.name, system, name, way(model, trace), value))
+    return rows
+
+
 def torchft(data: Path) -> list[Row]:
     """Of 300 GPUs in 30 groups with a failure a minute: percent of steps committed, and of work done."""
     committed = 100 * formulas.discarded(1100 * 60 / 6249, 60)
@@ -96,13 +126,14 @@ def gemini(data: Path) -> list[Row]:
 
 TABLES: dict[str, Callable[[Path], list[Row]]] = {
     "oobleck": oobleck,
+    "parcae": parcae,
     "torchft": torchft,
     "meta": meta,
     "gemini": gemini,
 }
 
 
-RECORDED = ("oobleck",)
+RECORDED = ("oobleck", "parcae")
 """Those that need recorded traces."""
 
 
