@@ -255,14 +255,29 @@ class Varuna(Simulation):
         """When the last checkpoint was complete."""
         self._after_loss = False
         self._done = 0
+        self._rates: list[float] = []
+        """Two for each step, samples a millisecond; 0: it was lost. As in the artifact's program, a checkpoint that
+        fails before the tenth step makes this list longer than that of steps, and rates those of earlier ones."""
 
     def lost(self, node: str) -> None:
         self._after_loss = True
         if self._rollback:
-            for step in self.steps:
-                if self._written is None or step.began >= self._written:
-                    step.samples = 0.0
+            self._forget(0 if self._written is None else self._place(self._written) + 1)
         self.meet(Kind.GLOBAL)
+
+    def _place(self, at: int) -> int:
+        """Of the first beginning or end of a step at `at`, among all; else the last."""
+        ends = [end for step in self.steps for end in (step.began, step.ended)]
+        return ends.index(at) if at in ends else len(ends) - 1
+
+    def _forget(self, first: int) -> None:
+        """Nothing from `first` on counts."""
+        self._rates[first:] = [0.0] * len(self._rates[first:])
+        self._mark()
+
+    def _mark(self) -> None:
+        for step, rate in zip(self.steps, self._rates[1::2], strict=False):
+            step.samples = (step.ended - step.began) * rate
 
     def meeting_ms(self, kind: Kind) -> int:
         return self._restart_ms - (self.model.checkpoint_ms if kind is Kind.GLOBAL else 0)
@@ -274,18 +289,21 @@ class Varuna(Simulation):
 
     def after_step(self) -> int:
         self._done += 1
+        took = self.steps[-1].ended - self.steps[-1].began
+        self._rates += [self.model.samples_per_step / took] * 2
+        self._mark()
         if self._done % CHECKPOINT_STEPS and not self._after_loss:
             return 0
         self._after_loss = False
-        took = self.model.checkpoint_ms
-        self.push(2 * took, Kind.CHECKPOINT)
+        writing = self.model.checkpoint_ms
+        self.push(2 * writing, Kind.CHECKPOINT)
         if self._rollback and self._interrupted():
             self._done = max(0, self._done - CHECKPOINT_STEPS)
-            for step in self.steps[-CHECKPOINT_STEPS:]:
-                step.samples = 0.0
+            self._rates[-2 * CHECKPOINT_STEPS :] = [0.0] * (2 * CHECKPOINT_STEPS)
+            self._mark()
         else:
-            self._written = self.now + took
-        return took
+            self._written = self.now + writing
+        return writing
 
     def _interrupted(self) -> bool:
         """Whether a loss lies before the checkpoint in the artifact's queue of events: a heap, as it is in memory."""
