@@ -42,7 +42,11 @@ def encode(value: Any) -> Any:
 
 def decode(kind: type[T], data: Any, path: str = "") -> T:
     """Return `data` as a `kind`. Raises FieldError naming the path of the first value that does not fit."""
-    return typing.cast(T, _decode(kind, data, path or getattr(kind, "__name__", "value")))
+    path = path or getattr(kind, "__name__", "value")
+    try:
+        return typing.cast(T, _decode(kind, data, path))
+    except RecursionError:
+        raise FieldError(path, "...", "it is nested too deeply") from None
 
 
 def dumps(value: Any) -> str:

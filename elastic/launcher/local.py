@@ -110,7 +110,8 @@ class Supervisor:
         args = ["--run-dir", str(self._path), "--node", node, "--coordinator", self._address]
         args += ["--host", self._host, *(["--domain", domain] if domain else [])]
         args += ["--device", device] if device else []
-        args += ["--memory", str(self._config.node_memory_bytes(index))]
+        memory = self._config.node_memory_bytes(index)
+        args += ["--memory", str(memory)] if memory else []
         lifetime_s = self._config.lifetime_s(index)
         args += ["--lifetime", f"{lifetime_s:g}"] if lifetime_s else []
         console = self._view.output if isinstance(self._view, Bar) else None

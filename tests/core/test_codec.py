@@ -172,3 +172,11 @@ def test_assignments_travel(what: tuple[tuple[str, types.Recipe], ...]) -> None:
     assert codec.loads(messages.Install, text) == install
     assert codec.dumps(codec.loads(messages.Install, text)) == text
     json.loads(text)
+
+
+def test_endless_nesting_is_refused() -> None:
+    nested = codec.encode(types.Recipe(0, 0, 1))
+    for _ in range(2000):
+        nested = {**codec.encode(types.Recipe(0, 0, 1)), "portions": [nested]}
+    with pytest.raises(FieldError, match="nested too deeply"):
+        codec.decode(types.Recipe, nested)

@@ -24,18 +24,20 @@ from elastic.rpc.envelope import KINDS, Envelope, Rejected, from_proto, pack, to
 ROOT = Path(__file__).parents[2]
 
 
-def sample(kind: Any) -> Any:
-    """Some value of an annotation, every field filled."""
+def sample(kind: Any, inside: tuple[Any, ...] = ()) -> Any:
+    """Some value of an annotation, every field filled; `inside`: the classes around it, each at most twice."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
-        return (sample(args[0]),) if args[-1] is Ellipsis else tuple(sample(arg) for arg in args)
+        if args[-1] is Ellipsis:
+            return (sample(args[0], inside),) if inside.count(args[0]) < 2 else ()
+        return tuple(sample(arg, inside) for arg in args)
     if origin is frozenset:
-        return frozenset({sample(args[0])})
+        return frozenset({sample(args[0], inside)})
     if origin is not None:
-        return sample(next(arg for arg in args if arg is not type(None)))
+        return sample(next(arg for arg in args if arg is not type(None)), inside)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{f.name: sample(hints[f.name]) for f in dataclasses.fields(kind)})
+        return kind(**{f.name: sample(hints[f.name], (*inside, kind)) for f in dataclasses.fields(kind)})
     if issubclass(kind, Enum):
         return list(kind)[-1]
     return {int: 3, float: 0.1, str: "ä", bool: True}[kind]
