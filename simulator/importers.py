@@ -67,12 +67,8 @@ def parcae(text: str, name: str) -> Trace:
 
 def spot_prices(text: str, name: str, bid: float, nodes: int = 1) -> Trace:
     """`aws ec2 describe-spot-price-history`: a zone's nodes are there while its price is at most `bid`."""
-    found = _json(text, name)
-    rows = found.get("SpotPriceHistory") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or not rows:
-        raise FieldError(name, type(found).__name__, 'an object with a list "SpotPriceHistory" is needed')
     prices = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(_listed(text, name, "SpotPriceHistory")):
         where = f"{name}: SpotPriceHistory[{index}]"
         try:
             prices.append(
@@ -100,12 +96,8 @@ def spot_prices(text: str, name: str, bid: float, nodes: int = 1) -> Trace:
 
 def scaling_activities(text: str, name: str) -> Trace:
     """`aws autoscaling describe-scaling-activities`: launches and terminations, by their end and start."""
-    found = _json(text, name)
-    rows = found.get("Activities") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or not rows:
-        raise FieldError(name, type(found).__name__, 'an object with a list "Activities" is needed')
     told = []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(_listed(text, name, "Activities")):
         where = f"{name}: Activities[{index}]"
         try:
             words, status = row["Description"].split(), row.get("StatusCode", "Successful")
@@ -193,6 +185,15 @@ def _csv(text: str, name: str, fields: int) -> Iterator[tuple[int, list[str]]]:
             yield reader.line_num, [field.strip() for field in row]
     except csv.Error as error:
         raise FieldError(f"{name}, line {reader.line_num}", "", f"not CSV: {error}") from error
+
+
+def _listed(text: str, name: str, key: str) -> list[Any]:
+    """The list under `key`, not empty."""
+    found = _json(text, name)
+    rows = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not rows:
+        raise FieldError(name, type(found).__name__, f'an object with a list "{key}" is needed')
+    return rows
 
 
 def _json(text: str, where: str) -> Any:

@@ -84,15 +84,22 @@ class Repair:
 
 def check(events: Iterable[Event], end_s: float, origin: str = "", where: str = "event") -> Trace:
     """The trace of these events. Raises FieldError naming the first (counted from 1) that makes no sense."""
-    kept, present, last = [], dict[str, None](), 0.0
-    for number, event in enumerate(events, 1):
+    return _checked(
+        ((f"{where} {number}", event) for number, event in enumerate(events, 1)), end_s, origin, where
+    )
+
+
+def _checked(events: Iterable[tuple[str, Event]], end_s: float, origin: str, name: str) -> Trace:
+    """`events`: each with where it stands."""
+    kept, present, last = list[Event](), dict[str, None](), 0.0
+    for where, event in events:
         problem = _problem(event, last, present, end_s)
         if problem is not None:
-            raise FieldError(f"{where} {number}", _told(event), problem)
+            raise FieldError(where, _told(event), problem)
         kept.append(event)
         last = event.seconds
     if not (math.isfinite(end_s) and 0 < end_s <= MOST_SECONDS):
-        raise FieldError(f"{where}: end", end_s, "seconds above 0, at most a hundred years")
+        raise FieldError(f"{name}: end", end_s, "seconds above 0, at most a hundred years")
     return Trace(tuple(kept), end_s, origin)
 
 
@@ -170,17 +177,8 @@ def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trac
     _refuse_milliseconds(name, [e.seconds for _, e in events], end_s)
     if repair:
         events = _in_order(events, end_s, repairs)
-    return _checked(events, end_s, origin, name), tuple(repairs)
-
-
-def _checked(events: list[tuple[int, Event]], end_s: float, origin: str, name: str) -> Trace:
-    present, last = dict[str, None](), 0.0
-    for line, event in events:
-        problem = _problem(event, last, present, end_s)
-        if problem is not None:
-            raise FieldError(f"{name}, line {line}", _told(event), problem)
-        last = event.seconds
-    return check((event for _, event in events), end_s, origin, name)
+    placed = ((f"{name}, line {line}", event) for line, event in events)
+    return _checked(placed, end_s, origin, name), tuple(repairs)
 
 
 def _in_order(

@@ -130,15 +130,15 @@ class Installer:
             run, source = self._joined(recipe, fetches)
             replica = torn or self._build(recipe.layer, True, portion)
             replica.read_state(run)
-            return replica, source
-        replica, source = self._brought(recipe, None if shared else live, fetches)
-        if recipe.replay:
-            self._replay(recipe, replica, record, fetches)
+        else:
+            replica, source = self._brought(recipe, None if shared else live, fetches)
+            if recipe.replay:
+                self._replay(recipe, replica, record, fetches)
+            if portion != WHOLE:
+                whole, replica = replica, torn or self._build(recipe.layer, True, portion)
+                replica.read_state(_run(whole))
         if replica.version != recipe.version:
             raise VaultError(f"layer {recipe.layer}: version {replica.version} instead of {recipe.version}")
-        if portion != WHOLE:
-            whole, replica = replica, torn or self._build(recipe.layer, True, portion)
-            replica.read_state(_run(whole))
         return replica, source
 
     def _joined(self, recipe: Recipe, fetches: Fetches) -> tuple[torch.Tensor, str]:

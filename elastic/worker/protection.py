@@ -1,8 +1,8 @@
 """When a worker's gradients and states are published, and what must be whole before a commit.
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
-last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages in the
-local vault, nor of `reduce`: other holders of the layer have the sums (`elastic.worker.rounds`). State: `snapshot` and
+last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages on its own
+node, nor of `reduce`: other holders of the layer have the sums (`elastic.worker.rounds`). State: `snapshot` and
 `parity` go to the peer after every update (what that makes of them: `elastic.agent.parity`), `replica` stays in the
 local vault (another pipeline holds the layer); with `replay` the peer gets what every update takes, and whole states
 now and then (`rebase`). What was not published is when the epoch ends, for those who will need it.
