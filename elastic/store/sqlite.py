@@ -137,7 +137,7 @@ class SqliteStore:
 
     def _prepare(self) -> None:
         """Make the tables in a new file; check an old one."""
-        self._db.execute("PRAGMA journal_mode=WAL")
+        self._use_write_ahead_log()
         with self._transaction():
             (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if not tables:
@@ -156,6 +156,19 @@ class SqliteStore:
         (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(verdict)
+
+    def _use_write_ahead_log(self) -> None:
+        """SQLite does not wait by itself when two processes turn a new file's log on together."""
+        end = time.monotonic() + self._busy_s
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() > end:
+                    raise
+            time.sleep(0.005)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -45,6 +45,15 @@ def lead(path: str, rounds: int) -> None:
     print(*tokens, flush=True)
 
 
+def open_new(path: str, times: int) -> None:
+    """Open one store after the other, each of them new, as early as everybody else."""
+    print("ready", flush=True)
+    for number in range(times):
+        sys.stdin.readline()
+        SqliteStore(f"{path}.{number}").close()
+        print("opened", flush=True)
+
+
 def write_forever(path: str, _: int) -> None:
     """Write 64 KiB values without end; reports each committed number."""
     store = SqliteStore(path)
@@ -58,4 +67,6 @@ def write_forever(path: str, _: int) -> None:
 
 
 if __name__ == "__main__":
-    {"count": count, "lead": lead, "write": write_forever}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    {"count": count, "lead": lead, "open": open_new, "write": write_forever}[sys.argv[1]](
+        sys.argv[2], int(sys.argv[3])
+    )

@@ -65,6 +65,23 @@ def test_processes_race_for_a_counter(tmp_path: Path) -> None:
     store.close()
 
 
+def test_processes_open_a_new_store_together(tmp_path: Path) -> None:
+    """SQLite refuses, without waiting, whoever turns on the log while another does."""
+    processes = [start("open", tmp_path / "store.db", 40) for _ in range(4)]
+    for round_ in range(41):
+        for process in processes:
+            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout.readline() == ("opened\n" if round_ else "ready\n")
+        for process in processes:
+            assert process.stdin is not None
+            if round_ < 40:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+
+
 def test_processes_race_for_a_lease(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     outputs = race([start("lead", path, 25, name) for name in ("a", "b")])
