@@ -14,6 +14,9 @@ from elastic.planning.schedule import SCHEDULES
 from elastic.planning.schemes import schemes_of
 from elastic.planning.shapes import parse_shape
 
+MANY_NODES = 128
+"""Above this shapes are searched once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
@@ -57,9 +60,18 @@ class PlanRequest:
         return self.tp or self.spec.tp
 
     @property
-    def streams(self) -> float:
-        """Of a gradient's bytes, what goes to a peer a micro-batch."""
-        return 1.0 if self.backup == "auto" else schemes_of(self.backup)[0].share
+    def shares(self) -> tuple[float, ...]:
+        """Of a gradient's bytes, what may go to a peer a micro-batch: shapes are searched for each of these.
+
+        Which schemes are best depends on the shape, and which shape on the schemes. Shapes found for another share can
+        be better for the right one, too, since a search by closed forms is not exact.
+        """
+        fixed = () if self.backup == "auto" else (schemes_of(self.backup)[0].share,)
+        if self.profile is None or not self.profile.link.bytes_per_s:
+            return fixed or (1.0,)
+        if len(self.nodes) > MANY_NODES:
+            return fixed or (0.0,)
+        return tuple(dict.fromkeys((*fixed, 1.0, 0.0)))
 
     def schemes_by(self) -> Weighing | None:
         """What `auto` chooses by; None: links are unknown, or the schemes are fixed."""

@@ -14,6 +14,7 @@ from math import inf
 from elastic.core.types import Pipeline, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning import building, exact, figures, forced, pool, pricing, scale
+from elastic.planning.backups import estimate
 from elastic.planning.building import build, protect
 from elastic.planning.kinds import Kinds, alike, kinds_of
 from elastic.planning.model import CostModel, cost_model
@@ -95,15 +96,30 @@ def problem_of(request: PlanRequest) -> Problem:
     active, _ = pick(request)
     profile = request.model()
     kinds = kinds_of(active, profile, request.workers, dict(request.slow), typed=request.profile is not None)
-    return _problem(request, kinds, cost_model(profile, kinds.kinds, request.workers, request.streams))
+    return _problem(request, kinds, cost_model(profile, kinds.kinds, request.workers, request.shares[0]))
 
 
 def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
+    """The best of the plans for each share of a gradient that may be streamed."""
     check(request)
+    found = [_planned(request, share) for share in request.shares]
+    plan, others = min(found, key=lambda one: _expected(request, one[0])) if len(found) > 1 else found[0]
+    return staying(request, plan), others
+
+
+def _expected(request: PlanRequest, plan: Plan) -> float:
+    """Seconds of a step with the plan's own schemes; losses and their cost counted where schemes are weighed."""
+    by = request.schemes_by()
+    if by is not None:
+        return estimate(plan, f"{plan.gradients}+{plan.state}", by, request.nodes).expected_s
+    return predict(plan, request.model(), request.nodes, request.slow).step_s
+
+
+def _planned(request: PlanRequest, share: float) -> tuple[Plan, tuple[tuple[str, float], ...]]:
     active, spares = pick(request)
     profile, tp = request.model(), request.workers
     kinds = kinds_of(active, profile, tp, dict(request.slow), typed=request.profile is not None)
-    found = _search(request, profile, kinds)
+    found = _search(request, profile, kinds, share)
     pipelines = build(request, found.solution, found.kinds, found.model, active, found.kept)
     pipelines = refine(request, profile, pipelines, found.model.limited)
     used = {stage.unit.node for pipeline in pipelines for stage in pipeline.stages}
@@ -118,8 +134,7 @@ def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
     )
     plan, why = protect(plan, request.nodes, request.backup, request.schemes_by())
     told, others = _compare(request, profile, found, plan)
-    plan = replace(plan, reason="; ".join(text for text in (found.note, told, why) if text))
-    return staying(request, plan), others
+    return replace(plan, reason="; ".join(text for text in (found.note, told, why) if text)), others
 
 
 def _problem(request: PlanRequest, kinds: Kinds, model: CostModel) -> Problem:
@@ -139,15 +154,15 @@ def _problem(request: PlanRequest, kinds: Kinds, model: CostModel) -> Problem:
     )
 
 
-def _search(request: PlanRequest, profile: Profile, kinds: Kinds) -> _Found:
-    model = cost_model(profile, kinds.kinds, request.workers, request.streams)
+def _search(request: PlanRequest, profile: Profile, kinds: Kinds, share: float) -> _Found:
+    model = cost_model(profile, kinds.kinds, request.workers, share)
     problem = _problem(request, kinds, model)
     if request.shape != "auto":
-        return _forced(request, profile, kinds, problem)
+        return _forced(request, profile, kinds, problem, share)
     small = exact.size(problem) <= EXACT_SIZE and problem.microbatches <= EXACT_MICROBATCHES
     if not small and len(kinds.kinds) > MOST_KINDS:
         kinds = kinds.merged(MOST_KINDS, profile)
-        model = cost_model(profile, kinds.kinds, request.workers, request.streams)
+        model = cost_model(profile, kinds.kinds, request.workers, share)
         problem = _problem(request, kinds, model)
     if not small:
         repaired = repair(request, problem, kinds)
@@ -180,7 +195,7 @@ def _exactly(problem: Problem) -> tuple[list[Solution], tuple[tuple[str, float],
     return [solution for solution in (whole, near) if solution is not None], told
 
 
-def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Problem) -> _Found:
+def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Problem, share: float) -> _Found:
     """The best plan of the shape that was asked for, or of the nearest that fits."""
     room = Room(
         nodes=sum(problem.counts),
@@ -191,7 +206,7 @@ def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Probl
     large = exact.size(problem) > EXACT_SIZE or problem.microbatches > EXACT_MICROBATCHES
     if large:
         kinds = alike(kinds, profile)
-        problem = _problem(request, kinds, cost_model(profile, kinds.kinds, request.workers, request.streams))
+        problem = _problem(request, kinds, cost_model(profile, kinds.kinds, request.workers, share))
     for shapes, note in candidates(request.shape, room):
         for depths in shapes:
             asked = replace(problem, depths=depths)

@@ -49,11 +49,15 @@ def _whole(request: PlanRequest, current: Plan) -> Plan | None:
     profile = request.profile
 
     def cost(pipeline: Pipeline) -> Cost:
+        """Run against the clock for a few micro-batches; each further one takes as long as those before."""
+
         def seconds(microbatches: int) -> float:
             run = replace(pipeline, microbatches=tuple(range(microbatches)))
             return pipeline_seconds(run, profile, request.nodes, request.slow, current.tp)
 
-        return seconds
+        few = 2 * len(pipeline.stages)
+        base, pace = seconds(few), (seconds(2 * few) - seconds(few)) / few
+        return lambda m: seconds(m) if m < few else base + (m - few) * pace
 
     counts = allot(request.spec.n_microbatches, [cost(pipeline) for pipeline in whole])
     shares = deal(range(request.spec.n_microbatches), counts)
