@@ -4,7 +4,7 @@
 
 - Speed: median seconds of `make_plan` in a warm process.
 - Quality: step time over a proven lower bound (`elastic.planning.bound`) on random clusters of two or three types.
-- Rivals: models of Oobleck's and Varuna's planners (`benchmarks.rivals`), every plan priced by the same cost model, for
+- Rivals: models of Oobleck's and Varuna's planners (`simulator.rivals`), every plan priced by the same cost model, for
   2 to 64 nodes on five models. The table goes to benchmarks/results/planner-rivals.csv.
 
 `--quick` runs a small part of each and writes nothing.
@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.results import DIRECTORY, Row, save
-from benchmarks.rivals import Equal, oobleck, varuna
+from simulator.rivals import Equal, oobleck, varuna
 from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning.bound import lower_bound

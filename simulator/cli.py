@@ -3,62 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic.errors import ElasticError, FieldError
+from elastic.errors import FieldError
 from simulator import reproduce as tables
 from simulator import trace as traces
+from simulator.commands import policies, replay
 from simulator.fetch import HOST, ORIGINALS, fetch
 from simulator.generate import Market, fitted, generate, shared_with_inference
 from simulator.importers import FORMATS
+from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored
 from simulator.statistics import Statistics, statistics
-
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-class Seconds(click.ParamType):  # type: ignore[type-arg]
-    """A time as 30s, 10m, 6h or 2d."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        text = str(value)
-        number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
-        try:
-            seconds = float(number) * unit
-        except ValueError:
-            seconds = math.nan
-        if not 0 <= seconds < math.inf:
-            self.fail(f"{text!r} is no time: write 30s, 10m, 6h or 2d", param, ctx)
-        return seconds
-
-
-SECONDS = Seconds()
-FILE = click.Path(path_type=Path)
-
-
-def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Users' mistakes are one line on standard error and exit code 2."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except ElasticError as error:
-            click.echo(f"elastic-sim: {error}", err=True)
-            sys.exit(error.exit_code)
-
-    return run
 
 
 @click.group()
@@ -166,7 +125,7 @@ def generate_(
             else Market(
                 nodes=nodes,
                 mtbf_s=mtbf,
-                bulk=_bulk(bulk),
+                bulk=sizes_of(bulk),
                 repair_s=repair,
                 notice_s=notice,
                 diurnal=diurnal,
@@ -203,7 +162,7 @@ def reproduce(what: str, data: Path | None, out: Path | None) -> None:
     rows = tables.TABLES[what](tables.data_directory(data) if what in tables.RECORDED else Path())
     click.echo(tables.describe(rows))
     if out is not None:
-        _store(out, json.dumps({"rows": rows}, indent=2) + "\n")
+        stored(out, json.dumps({"rows": rows}, indent=2) + "\n")
 
 
 def _told(found: Statistics) -> str:
@@ -220,23 +179,12 @@ def _text(path: Path) -> str:
 
 
 def _write(found: traces.Trace, out: Path) -> None:
-    _store(out, traces.format_trace(found))
+    stored(out, traces.format_trace(found))
     click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h")
 
 
-def _store(out: Path, text: str) -> None:
-    try:
-        out.write_text(text)
-    except OSError as error:
-        raise FieldError("output", str(out), f"it must be writable: {error}") from error
-
-
-def _bulk(text: str) -> tuple[tuple[int, float], ...]:
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((int(pair[0]), float(pair[1]) if len(pair) > 1 else 1.0) for pair in pairs)
-    except ValueError:
-        raise FieldError("--bulk", text, "sizes, with weights if several: 1, or 1:3,4:1") from None
+for command in (replay, policies):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

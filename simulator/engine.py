@@ -9,12 +9,15 @@ give the same outcome.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from simulator.account import Account, Use
 from simulator.trace import ADD, Event, Trace
+
+Noise = Callable[[int], float]
+"""How much longer than it should the n-th step begun takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +59,35 @@ class Job:
     """Done and not taken back."""
     progress_ms: int = 0
     """Useful time in the running step."""
+    length_ms: int = 1
+    """Of the running step, as it really takes."""
+    slow: dict[str, float] = field(default_factory=dict)
+    """Nodes that compute slower than they should, and how much."""
     setup: Setup | None = None
     paused: bool = False
     """Pauses of the last change are not over."""
+
+    @property
+    def fraction(self) -> float:
+        """Of the running step, what is done."""
+        return self.progress_ms / self.length_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """A node computes slower for a while, whoever uses it."""
+
+    at: int
+    until: int
+    node: str
+    factor: float
 
 
 class Policy(Protocol):
     """How a system answers to what happens. None: it goes on as it is."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def begin(self, job: Job) -> Change: ...
 
@@ -73,6 +96,9 @@ class Policy(Protocol):
 
     def told(self, job: Job, going: Sequence[Event]) -> Change | None:
         """Nodes were told that they go; `Event.seconds` says when."""
+
+    def slowed(self, job: Job) -> Change | None:
+        """A node turned slow, or is as quick as it should again (`job.slow`)."""
 
     def stepped(self, job: Job) -> Change | None:
         """A step is done."""
@@ -112,18 +138,26 @@ class Outcome:
 class Simulation:
     """One policy on one trace."""
 
-    def __init__(self, trace: Trace, policy: Policy) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        policy: Policy,
+        noise: Noise | None = None,
+        slowdowns: Sequence[Slowdown] = (),
+    ) -> None:
         self._trace, self._policy = trace, policy
+        self._noise, self._slowdowns = noise, slowdowns
         self._job, self._account = Job(), Account()
         self._pauses: list[tuple[Use, int]] = []
-        self._step_ms = 1
-        """Of the setup that ran last."""
+        self._begun = 0
+        """Steps, those done again counted again."""
+        self._samples = 0
         self._spent = 0
         """Useful milliseconds in the running step as they were; `Job.progress_ms` follows the setup."""
         self._done: list[tuple[int, int]] = []
         """(samples, useful milliseconds) of each step, oldest first: to go back over."""
-        self._queue: list[tuple[int, int, int, str, tuple[Event, ...]]] = []
-        """(at, rank, number, what, events)."""
+        self._queue: list[tuple[int, int, int, str, Any]] = []
+        """(at, rank, number, what, events or what else it is about)."""
         self._number = 0
         self._decisions: list[Decision] = []
         self._progress: list[tuple[int, int]] = []
@@ -136,6 +170,9 @@ class Simulation:
             for event in told:
                 moment = max(0, round((event.seconds - event.notice_s) * 1000))
                 self._push(moment, 1, "told", (event,))
+        for slow in self._slowdowns:
+            self._push(slow.at, 1, "slow", (slow.node, slow.factor))
+            self._push(slow.until, 1, "slow", (slow.node, 1.0))
         self._events_of_the_start()
         self._take(self._policy.begin(self._job))
         while self._queue and self._queue[0][0] <= end:
@@ -146,16 +183,17 @@ class Simulation:
             elif what == "told":
                 going = [event for event in events if event.node in self._job.alive]
                 self._take(self._policy.told(self._job, going) if going else None)
+            elif what == "slow":
+                self._slow(*events)
             else:
                 self._take(self._policy.rang(self._job, what))
         self._until(end)
         self._note()
-        samples = sum(samples for samples, _ in self._done)
         return Outcome(
             self._policy.name,
             end,
             self._job.steps,
-            samples,
+            self._samples,
             self._account,
             tuple(self._decisions),
             tuple(self._progress),
@@ -185,15 +223,32 @@ class Simulation:
         """Useful time up to `at`, or the end of a step after which the policy changes something."""
         job, setup = self._job, self._job.setup
         assert setup is not None
-        passed = min(setup.step_ms - job.progress_ms, at - job.now)
+        passed = min(job.length_ms - job.progress_ms, at - job.now)
         self._spend(passed, setup.nodes, Use.USEFUL, setup.redundant)
         job.progress_ms += passed
         self._spent += passed
-        if job.progress_ms >= setup.step_ms:
+        if job.progress_ms >= job.length_ms:
             self._done.append((setup.samples, self._spent))
+            self._samples += setup.samples
             job.progress_ms = self._spent = 0
             job.steps += 1
+            self._begun += 1
+            job.length_ms = self._length(setup)
             self._take(self._policy.stepped(job))
+
+    def _length(self, setup: Setup) -> int:
+        """Of the running step."""
+        return max(1, round(setup.step_ms * self._noise(self._begun))) if self._noise else setup.step_ms
+
+    def _slow(self, node: str, factor: float) -> None:
+        slow = self._job.slow
+        if node not in self._job.alive or slow.get(node, 1.0) == factor:
+            return
+        if factor > 1.0:
+            slow[node] = factor
+        else:
+            del slow[node]
+        self._take(self._policy.slowed(self._job))
 
     def _spend(self, passed: int, used: int, use: Use, redundant: float = 0.0) -> None:
         self._job.now += passed
@@ -219,6 +274,7 @@ class Simulation:
                 self._job.alive[event.node] = event
             else:
                 self._job.alive.pop(event.node, None)
+                self._job.slow.pop(event.node, None)
         came = [e for n, e in self._job.alive.items() if before.get(n) is not e]
         gone = [e for e in events if e.kind != ADD and e.node in before]
         return came, gone
@@ -235,9 +291,9 @@ class Simulation:
                 self._spent -= lost
                 job.progress_ms = max(0, job.progress_ms - lost) if self._spent else 0
             if change.setup is not None:  # the same part of the step is done, whatever a step takes now
-                if job.progress_ms:
-                    job.progress_ms = job.progress_ms * change.setup.step_ms // self._step_ms
-                self._step_ms = change.setup.step_ms
+                length = self._length(change.setup)
+                job.progress_ms = job.progress_ms * length // job.length_ms
+                job.length_ms = length
             self._pauses = [pause for pause in change.pauses if pause[1] > 0]
             job.setup, job.paused = change.setup, bool(self._pauses)
             self._decisions.append(Decision(job.now, len(job.alive), change))
@@ -249,14 +305,16 @@ class Simulation:
         job = self._job
         lost = self._spent
         while job.steps > steps:
-            lost += self._done.pop()[1]
+            samples, spent = self._done.pop()
+            lost += spent
+            self._samples -= samples
             job.steps -= 1
         job.progress_ms = self._spent = 0
         self._account.lose(lost)
 
-    def _push(self, at: int, rank: int, what: str, events: tuple[Event, ...]) -> None:
+    def _push(self, at: int, rank: int, what: str, events: Any) -> None:
         self._number += 1
         heapq.heappush(self._queue, (at, rank, self._number, what, events))
 
     def _note(self) -> None:
-        self._progress.append((self._job.now, sum(samples for samples, _ in self._done)))
+        self._progress.append((self._job.now, self._samples))

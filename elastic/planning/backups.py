@@ -16,6 +16,7 @@ Formulas and what was measured: docs/backup.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -111,32 +112,53 @@ class _Load:
 
 def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> Estimate:
     """The figures of `pair` under `plan`, whose peers count and whose own schemes do not."""
-    gradients, _, state = pair.partition("+")
-    scheme, kept, profile = gradients_of(gradients), state_of(state), by.profile
-    bare = predict(replace(plan, gradients=NONE), profile, nodes, by.slow)
-    loads = _loads(plan, profile, bare)
-    copied = predict(replace(plan, gradients=gradients), profile, nodes, by.slow)
-    tail_s = max(_tail_s(load, scheme, kept, profile, copied.step_s) for load in loads)
-    exposed = copied.step_s - bare.step_s + tail_s
-    n = len(plan.pipelines)
-    lost = sum(_lost_s(load, scheme, kept, profile, bare.step_s, n) for load in loads) / len(loads)
-    hazard = by.hazard_per_s or hazard_per_s(0, 0.0)
-    return Estimate(
-        gradients=gradients,
-        state=state,
-        exposed_s=exposed,
-        sent_bytes=max(_state_bytes(load, kept) + load.gradient * _sent(load, scheme) for load in loads),
-        memory_bytes=max(_memory(load, scheme, kept) for load in loads),
-        lost_s=lost,
-        expected_s=(bare.step_s + exposed) * (1 + hazard * len(loads) * (by.pause_s + lost)),
-    )
+    return _Scales(plan, by, nodes).estimate(pair)
 
 
 def estimates(plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> list[Estimate]:
     """All pairs that `auto` may take."""
-    return [
-        estimate(plan, pair, by, nodes) for pair in options(plan, replicated=is_replicated(plan, nodes)[0])
-    ]
+    scales = _Scales(plan, by, nodes)
+    return [scales.estimate(pair) for pair in options(plan, replicated=is_replicated(plan, nodes)[0])]
+
+
+class _Scales:
+    """Weighs pairs for one plan. What pairs have in common is worked out once: the plan without backups, its step with
+    a share of the gradients sent, and what nodes carry, alike ones once."""
+
+    def __init__(self, plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> None:
+        self.plan, self.by, self.nodes = plan, by, nodes
+        self.bare = predict(replace(plan, gradients=NONE), by.profile, nodes, by.slow)
+        self._steps = {0.0: self.bare.step_s}
+        loads = _loads(plan, by.profile, self.bare)
+        self._n = len(loads)
+        self._loads = Counter(loads)
+
+    def step_s(self, gradients: str) -> float:
+        share = gradients_of(gradients).share
+        if share not in self._steps:
+            plan = replace(self.plan, gradients=gradients)
+            self._steps[share] = predict(plan, self.by.profile, self.nodes, self.by.slow).step_s
+        return self._steps[share]
+
+    def estimate(self, pair: str) -> Estimate:
+        gradients, _, state = pair.partition("+")
+        scheme, kept, profile = gradients_of(gradients), state_of(state), self.by.profile
+        bare_s, copied_s, loads = self.bare.step_s, self.step_s(gradients), self._loads
+        tail_s = max(_tail_s(load, scheme, kept, profile, copied_s) for load in loads)
+        exposed = copied_s - bare_s + tail_s
+        pipelines = len(self.plan.pipelines)
+        losses = [n * _lost_s(load, scheme, kept, profile, bare_s, pipelines) for load, n in loads.items()]
+        lost = sum(losses) / self._n
+        hazard = self.by.hazard_per_s or hazard_per_s(0, 0.0)
+        return Estimate(
+            gradients=gradients,
+            state=state,
+            exposed_s=exposed,
+            sent_bytes=max(_state_bytes(load, kept) + load.gradient * _sent(load, scheme) for load in loads),
+            memory_bytes=max(_memory(load, scheme, kept) for load in loads),
+            lost_s=lost,
+            expected_s=(bare_s + exposed) * (1 + hazard * self._n * (self.by.pause_s + lost)),
+        )
 
 
 def is_replicated(plan: Plan, nodes: Sequence[NodeInfo]) -> tuple[bool, str]:

@@ -88,6 +88,7 @@ MODELS = (
     _gpt("gpt3-6.7b", 32, 4096, 2048, _GPT3),
     _llama("llama3-8b", 32, 4096, 14336),
     _llama("llama3-70b", 80, 8192, 28672),
+    _llama("llama3-405b", 126, 16384, 53248),
 )
 
 _V100 = "39 Tflop/s, 30 %: Shoeybi et al. 2019, abstract"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.profile import Link, Profile
@@ -17,6 +18,8 @@ from elastic.planning.schedule import INTERLEAVED, ZERO_BUBBLE, lists, units_of
 from elastic.planning.schemes import gradients_of
 from elastic.planning.timeline import StageTimes, simulate
 
+PROFILES = 16
+"""Whose sums are remembered."""
 MOST_ACTIONS = 20_000
 """Micro-batches times stages of a pipeline above which the closed form is used."""
 
@@ -34,6 +37,52 @@ class Prediction:
     """Per pipeline, the times of each stage for one micro-batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Of a run of layers on a type of device: seconds, bytes."""
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    update_s: float
+    gradient_bytes: int
+
+
+class _Sums:
+    """Sums over layers, each worked out once for a profile: plans are compared by the thousand."""
+
+    remembered: ClassVar[dict[int, _Sums]] = {}
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._found: dict[tuple[str, int, int], _Sum] = {}
+
+    @classmethod
+    def of(cls, profile: Profile) -> _Sums:
+        found = cls.remembered.get(id(profile))
+        if found is None:  # what is kept here holds its profile, so that no other one can have the same id
+            if len(cls.remembered) >= PROFILES:
+                cls.remembered.clear()
+            found = cls.remembered[id(profile)] = cls(profile)
+        return found
+
+    def sum(self, device: str, first: int, last: int) -> _Sum:
+        key = (device, first, last)
+        found = self._found.get(key)
+        if found is None:
+            times = self.profile.device(device).layers[first:last]
+            found = self._found[key] = _Sum(
+                forward_s=sum(t.forward_s for t in times),
+                backward_s=sum(t.backward_s for t in times),
+                backward_input_s=sum(t.backward_input_s for t in times),
+                backward_weight_s=sum(t.backward_weight_s for t in times),
+                update_s=sum(t.update_s for t in times),
+                gradient_bytes=sum(layer.gradient_bytes for layer in self.profile.layers[first:last]),
+            )
+        return found
+
+
 class _Places:
     """Where stages lie, and what lies between them."""
 
@@ -41,6 +90,7 @@ class _Places:
         self, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]]
     ) -> None:
         self.profile, self.slow = profile, dict(slow)
+        self.sums = _Sums.of(profile)
         self.nodes = {info.node: info for info in nodes}
 
     def factor(self, unit: Unit) -> float:
@@ -93,18 +143,18 @@ def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: flo
     to what that takes."""
     stage, profile = pipeline.stages[number], places.profile
     factor = places.factor(stage.unit)
-    layers = profile.device(places.device(stage.unit)).layers[stage.first : stage.last]
-    forward = factor * sum(t.forward_s for t in layers)
+    whole = places.sums.sum(places.device(stage.unit), stage.first, stage.last)
+    forward = factor * whole.forward_s
     again = forward if stage.recompute else 0.0
-    backward = factor * sum(t.backward_s for t in layers) + again
-    entry = factor * sum(t.backward_input_s for t in layers) + again
-    weight = factor * sum(t.backward_weight_s for t in layers)
+    backward = factor * whole.backward_s + again
+    entry = factor * whole.backward_input_s + again
+    weight = factor * whole.backward_weight_s
     if share:
-        sent = share * sum(profile.layers[i].gradient_bytes for i in stage.layers) / tp
+        sent = share * whole.gradient_bytes / tp
         x = profile.link.seconds(sent) - profile.link.latency_s
         copying = sent / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
-        whole = entry + weight if pipeline.schedule == ZERO_BUBBLE else backward
-        more = max(profile.contention * x + copying, x - forward - whole)
+        parts = entry + weight if pipeline.schedule == ZERO_BUBBLE else backward
+        more = max(profile.contention * x + copying, x - forward - parts)
         backward, weight = backward + more, weight + more
     hop = 0.0
     if number + 1 < len(pipeline.stages):
@@ -151,6 +201,5 @@ def _tail(plan: Plan, places: _Places) -> float:
 
 
 def _stage_tail(stage: Stage, tp: int, per_byte: float, places: _Places) -> float:
-    times = places.profile.device(places.device(stage.unit)).layers
-    update = places.factor(stage.unit) * sum(times[i].update_s for i in stage.layers)
-    return update + per_byte * sum(places.profile.layers[i].gradient_bytes for i in stage.layers) / tp
+    whole = places.sums.sum(places.device(stage.unit), stage.first, stage.last)
+    return places.factor(stage.unit) * whole.update_s + per_byte * whole.gradient_bytes / tp

@@ -102,9 +102,16 @@ def problem_of(request: PlanRequest) -> Problem:
 def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
     """The best of the plans for each share of a gradient that may be streamed."""
     check(request)
-    found = [_planned(request, share) for share in request.shares]
+    shares = request.shares
+    if request.backup != "auto" and _small(problem_of(request)):  # found exactly
+        shares = shares[:1]
+    found = [_planned(request, share) for share in shares]
     plan, others = min(found, key=lambda one: _expected(request, one[0])) if len(found) > 1 else found[0]
     return staying(request, plan), others
+
+
+def _small(problem: Problem) -> bool:
+    return exact.size(problem) <= EXACT_SIZE and problem.microbatches <= EXACT_MICROBATCHES
 
 
 def _expected(request: PlanRequest, plan: Plan) -> float:
@@ -159,7 +166,7 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds, share: float) 
     problem = _problem(request, kinds, model)
     if request.shape != "auto":
         return _forced(request, profile, kinds, problem, share)
-    small = exact.size(problem) <= EXACT_SIZE and problem.microbatches <= EXACT_MICROBATCHES
+    small = _small(problem)
     if not small and len(kinds.kinds) > MOST_KINDS:
         kinds = kinds.merged(MOST_KINDS, profile)
         model = cost_model(profile, kinds.kinds, request.workers, share)
@@ -203,7 +210,7 @@ def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Probl
         n_layers=request.spec.n_layers,
         n_microbatches=problem.microbatches,
     )
-    large = exact.size(problem) > EXACT_SIZE or problem.microbatches > EXACT_MICROBATCHES
+    large = not _small(problem)
     if large:
         kinds = alike(kinds, profile)
         problem = _problem(request, kinds, cost_model(profile, kinds.kinds, request.workers, share))

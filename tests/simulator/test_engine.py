@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.account import Account, Use
-from simulator.engine import Change, Job, Outcome, Setup, Simulation
+from simulator.engine import Change, Job, Outcome, Setup, Simulation, Slowdown
 from simulator.generate import Market, generate
 from simulator.trace import ADD, REMOVE, Event, Trace, check
 
@@ -40,6 +40,9 @@ class Fixed:
     def stepped(self, job: Job) -> None:
         if self._every and job.steps % self._every == 0:
             self._saved = job.steps
+
+    def slowed(self, job: Job) -> None:
+        return None
 
     def rang(self, job: Job, name: str) -> None:
         return None
@@ -129,6 +132,10 @@ class Wild:
     def told(self, job: Job, going: Sequence[Event]) -> Change | None:
         return self.any(job) if self._draw.random() < 0.5 else None
 
+    def slowed(self, job: Job) -> Change | None:
+        assert all(factor > 1 and node in job.alive for node, factor in job.slow.items())
+        return self.any(job) if self._draw.random() < 0.5 else None
+
     def stepped(self, job: Job) -> Change | None:
         return self.any(job) if self._draw.random() < 0.1 else None
 
@@ -147,7 +154,10 @@ def test_whatever_a_policy_does_every_node_millisecond_is_in_one_use(
 ) -> None:
     market = Market(nodes=5, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (3, 1)))
     trace = generate(market, 600.0, seed)
-    first, again = (Simulation(trace, Wild(seed)).run() for _ in range(2))
+    noise = random.Random(seed + 1)
+    factors = [noise.uniform(0.7, 1.5) for _ in range(1 << 16)]
+    slow = [Slowdown(at * 20_000, at * 25_000 + 1, f"node{at % 7}", 1.0 + at) for at in range(1, 20)]
+    first, again = (Simulation(trace, Wild(seed), factors.__getitem__, slow).run() for _ in range(2))
     totals = first.account.totals()
     assert sum(totals.values()) == first.account.node_ms == _node_ms(trace)
     assert all(amount >= 0 for amount in totals.values())

@@ -119,6 +119,15 @@ def varuna(cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds) -> Plan 
     return _best(cluster, nodes, seconds, _grids(cluster, len(nodes)))
 
 
+def grid(cluster: Equal, nodes: Sequence[NodeInfo], depth: int) -> Plan | None:
+    """As many equal pipelines of this depth as fit, with recomputation only where memory asks for it; or None."""
+    found = list(_grids(cluster, len(nodes), depth))
+    if not found:
+        return None
+    shape = min(found, key=lambda made: made[0].seconds)
+    return _plan(cluster, nodes, shape, _deal(cluster, shape))
+
+
 def _best(
     cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds, shapes: Iterable[list[Template]]
 ) -> Plan | None:
@@ -140,10 +149,10 @@ def _closed_form(cluster: Equal, shape: Sequence[Template], counts: Sequence[int
     return max(ends) + max(tails)
 
 
-def _grids(cluster: Equal, nodes: int) -> Iterator[list[Template]]:
-    """D equal pipelines of depth P, for every P; embedding and head stay with the blocks beside them."""
+def _grids(cluster: Equal, nodes: int, only: int = 0) -> Iterator[list[Template]]:
+    """D equal pipelines of depth P, for every P (or one); embedding and head stay with the blocks beside them."""
     blocks = cluster.n_layers - 2
-    for depth in range(1, min(nodes, blocks) + 1):
+    for depth in range(only or 1, min(nodes, blocks, only or blocks) + 1):
         inner = [1 + round(i * blocks / depth) for i in range(1, depth)]
         cuts = (0, *inner, cluster.n_layers)
         pipelines = min(nodes // depth, cluster.microbatches)

@@ -1,0 +1,113 @@
+"""The commands that run policies: `replay` and `policies`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic.errors import FieldError
+from simulator import policies as known
+from simulator import show
+from simulator.generate import Market
+from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored, writable
+from simulator.replay import replay as run
+from simulator.scenario import Scenario
+
+DEFAULT = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
+
+_OPTIONS = (
+    click.option("--model", default="gpt3-6.7b", show_default=True, help="a name, or the file of a profile"),
+    click.option("--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"),
+    click.option("--nodes-of", default="a40", show_default=True, help="node types, comma-separated"),
+    click.option("--mtbf", type=SECONDS, help="no trace: the cluster loses nodes so often"),
+    click.option("--nodes", type=int, default=32, show_default=True, help="with --mtbf: wanted at any time"),
+    click.option("--duration", type=SECONDS, default=43200.0, help="with --mtbf [12h]"),
+    click.option(
+        "--repair", type=SECONDS, default=1200.0, help="with --mtbf: until a node is replaced [20m]"
+    ),
+    click.option(
+        "--bulk", default="1", show_default=True, help="with --mtbf: nodes lost at once, as 1:3,4:1"
+    ),
+    click.option("--notice", type=SECONDS, help="every loss is announced so long before"),
+    click.option("--from", "first", type=SECONDS, default=0.0, help="of a trace: begin here"),
+    click.option("--to", "last", type=SECONDS, default=0.0, help="of a trace: end here"),
+    click.option("--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator.md"),
+)
+
+
+def scenario_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What is simulated."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def scenario_of(trace: Path | None, told: dict[str, Any]) -> Scenario:
+    """From the options above, which are taken out of `told`. Raises FieldError."""
+    values = {name: told.pop(name) for name in
+              ("model", "microbatches", "nodes_of", "mtbf", "nodes", "duration", "repair", "bulk", "notice", "first",
+               "last", "physics")}  # fmt: skip
+    if (trace is None) == (values["mtbf"] is None):
+        given = "both" if trace is not None else "neither"
+        raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
+    market = None
+    if trace is None:
+        market = Market(
+            nodes=values["nodes"],
+            mtbf_s=values["mtbf"],
+            bulk=sizes_of(values["bulk"]),
+            repair_s=values["repair"],
+        )
+    return Scenario(
+        trace=str(trace) if trace is not None else "",
+        first_s=values["first"],
+        last_s=values["last"],
+        market=market,
+        duration_s=values["duration"],
+        model=values["model"],
+        microbatches=values["microbatches"],
+        nodes_of=tuple(name.strip() for name in values["nodes_of"].split(",")),
+        notice_s=-1.0 if values["notice"] is None else values["notice"],
+        physics=tuple(values["physics"]),
+    )
+
+
+def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
+    """--policy, repeated or comma-separated; all: every one. Raises FieldError."""
+    names = [name.strip() for text in told for name in text.split(",") if name.strip()] or list(DEFAULT)
+    if names == ["all"]:
+        names = list(known.makers())
+    for name in names:
+        known.maker_of(name)
+    return tuple(dict.fromkeys(names))
+
+
+@click.command()
+@click.argument("trace", type=FILE, required=False)
+@click.option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; all: every one")
+@click.option(
+    "--seeds", type=click.IntRange(1, 10_000), default=1, show_default=True, help="runs of each policy"
+)
+@click.option("--json", "out", type=FILE, help="write the figures there")
+@scenario_options
+@clear_errors
+def replay(trace: Path | None, wanted: tuple[str, ...], seeds: int, out: Path | None, **told: Any) -> None:
+    """What each policy delivers and costs on a trace, or at a failure rate."""
+    scenario, names = scenario_of(trace, told), policies_of(wanted)
+    writable(out)
+    found = run(scenario.world(), scenario.trace_of, names, range(seeds))
+    click.echo(show.table(found))
+    if out is not None:
+        told = show.as_json(scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps()))
+        stored(out, json.dumps(told, indent=2) + "\n")
+
+
+@click.command()
+@clear_errors
+def policies() -> None:
+    """What each policy does, and where its rules and constants come from."""
+    click.echo(show.policies(known.abouts()))

@@ -1,0 +1,79 @@
+"""What the commands of `elastic-sim` have in common: types of options, errors, writing files."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic.errors import ElasticError, FieldError
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Seconds(click.ParamType):  # type: ignore[type-arg]
+    """A time as 30s, 10m, 6h or 2d."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
+        try:
+            seconds = float(number) * unit
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds < math.inf:
+            self.fail(f"{text!r} is no time: write 30s, 10m, 6h or 2d", param, ctx)
+        return seconds
+
+
+SECONDS = Seconds()
+FILE = click.Path(path_type=Path)
+
+
+def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Users' mistakes are one line on standard error and exit code 2."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except ElasticError as error:
+            click.echo(f"elastic-sim: {error}", err=True)
+            sys.exit(error.exit_code)
+
+    return run
+
+
+def sizes_of(text: str) -> tuple[tuple[int, float], ...]:
+    """(nodes lost at once, weight) from 1 or 1:3,4:1. Raises FieldError."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(pair[0]), float(pair[1]) if len(pair) > 1 else 1.0) for pair in pairs)
+    except ValueError:
+        raise FieldError("--bulk", text, "sizes, with weights if several: 1, or 1:3,4:1") from None
+
+
+def stored(out: Path, text: str) -> None:
+    """Write a file. Raises FieldError."""
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise FieldError("output", str(out), f"it must be writable: {error}") from error
+
+
+def writable(*paths: Path | None) -> None:
+    """Say at once, and not after hours, that a file cannot be written. Raises FieldError."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise FieldError("output", str(path), f"the folder {path.parent} does not exist; make it first")
+        if path is not None and path.is_dir():
+            raise FieldError("output", str(path), "it is a folder; name a file")

@@ -1,0 +1,205 @@
+"""Systems that stop everybody and start again from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, sqrt
+
+from simulator.account import Use
+from simulator.engine import Change, Job, Setup
+from simulator.policies.base import About, Base, pauses
+from simulator.trace import Event
+from simulator.world import Running
+
+
+class Restarting(Base):
+    """A checkpoint now and then; after a loss everybody starts again, with the best grid for who is there."""
+
+    about = About(
+        name="checkpoint",
+        what="restart from a durable checkpoint, grid chosen anew",
+        source="torchrun with Megatron: a node is missed after 15 s; interval sqrt(2 C M), Young 1974; restart times "
+        "as ByteRobust's and Varuna's",
+    )
+    detect_s = 15.0
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.saved = 0
+        """Steps in the newest complete checkpoint."""
+        self._writing: tuple[int, int] | None = None
+        """(step, when it will be complete)."""
+        self._losses, self._last_at = 0, 0
+        self._nodes = 0
+        """That the running grid was chosen for."""
+
+    # ---- the rules ----
+
+    def plan(self, nodes: int) -> Running | None:
+        return self.world.varuna(nodes)
+
+    def interval_s(self, job: Job) -> float:
+        """Young's interval from the losses seen so far, one being expected an hour at first."""
+        mtbf_s = (job.now / 1000 + 3600.0) / (self._losses + 1)
+        return sqrt(2 * self.world.checkpoint_s(len(job.alive)) * mtbf_s)
+
+    def due(self, job: Job) -> bool:
+        return job.now - self._last_at >= 1000 * self.interval_s(job)
+
+    def write_s(self, job: Job) -> float:
+        """How long training stands still for a checkpoint."""
+        return self.world.checkpoint_s(len(job.alive))
+
+    def read_s(self, job: Job) -> float:
+        return self.world.checkpoint_s(len(job.alive))
+
+    def worth_growing(self, job: Job) -> bool:
+        """Whether nodes that came are worth a restart: after the next checkpoint, if it pays until the next loss."""
+        now, then = self._plain, self.plan(len(job.alive))
+        if now is None or then is None or len(job.alive) <= self._nodes:
+            return False
+        mtbf_s = (job.now / 1000 + 3600.0) / (self._losses + 1)
+        pause_s = self.physics.restart_s(self.world.devices(len(job.alive))) + self.read_s(job)
+        gain = 1 - 1000 * then.step_s / now.step_ms
+        return gain * mtbf_s > pause_s
+
+    # ---- answers ----
+
+    def begin(self, job: Job) -> Change:
+        return Change(setup=self._start(job))
+
+    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
+        self._complete(job)
+        if gone:
+            self._losses += 1
+            return self.restart(job, f"{len(gone)} lost")
+        return self.restart(job, "nodes came", detect_s=0.0) if job.setup is None else None
+
+    def stepped(self, job: Job) -> Change | None:
+        self._complete(job)
+        if not self.due(job):
+            return None
+        if self.worth_growing(job):
+            write = self.write_s(job)
+            self.saved = job.steps
+            return self.restart(job, "nodes came", detect_s=0.0, write_s=write)
+        return self.write(job)
+
+    # ---- parts ----
+
+    def write(self, job: Job, reason: str = "checkpoint") -> Change:
+        seconds = self.write_s(job)
+        self._writing = (job.steps, job.now + round(1000 * seconds))
+        self._last_at = self._writing[1]
+        return Change(pauses((Use.TRANSFER, seconds)), self.paced(job), reason=reason)
+
+    def restart(
+        self, job: Job, reason: str, *, detect_s: float | None = None, write_s: float = 0.0
+    ) -> Change:
+        """All processes anew, from the newest complete checkpoint."""
+        self._writing, self._last_at = None, job.now
+        setup = self._start(job)
+        starting = self.physics.restart_s(self.world.devices(len(job.alive)))
+        parts = pauses(
+            (Use.DETECT, self.detect_s if detect_s is None else detect_s),
+            (Use.TRANSFER, write_s),
+            (Use.PLAN, starting),
+            (Use.TRANSFER, self.read_s(job)),
+        )
+        self._last_at = job.now + sum(length for _, length in parts)
+        return Change(parts if setup else parts[:1], setup, back_to=self.back_to(job), reason=reason)
+
+    def back_to(self, job: Job) -> int:
+        return min(self.saved, job.steps)
+
+    def _start(self, job: Job) -> Setup | None:
+        self._nodes = len(job.alive)
+        return self.use(job, self.plan(len(job.alive)))
+
+    def _complete(self, job: Job) -> None:
+        if self._writing is not None and job.now >= self._writing[1]:
+            self.saved, self._writing = self._writing[0], None
+
+
+class Varuna(Restarting):
+    about = About(
+        name="varuna",
+        what="restart at a new (P, D) from the last checkpoint, every 10 steps; checkpoint first when told",
+        source="Athlur et al., EuroSys 2022; every 10 steps as in Oobleck's artifact; notices polled "
+        "every 5 s",
+    )
+    detect_s = 5.0
+
+    def due(self, job: Job) -> bool:
+        return job.steps % 10 == 0
+
+    def told(self, job: Job, going: Sequence[Event]) -> Change | None:
+        """A checkpoint of the running step's start cannot be had: the last finished step is written."""
+        self._complete(job)
+        left_s = min(event.seconds for event in going) - job.now / 1000
+        if job.paused or job.setup is None or self.saved == job.steps or left_s < self.write_s(job):
+            return None
+        return self.write(job, "told of a loss: checkpoint")
+
+
+class VarunaKept(Varuna):
+    about = About(
+        name="varuna-no-rollback",
+        what="as varuna, and nothing is lost by going back",
+        source="as varuna; Oobleck's authors switch the rollback off on the real traces for three models",
+    )
+
+    def back_to(self, job: Job) -> int:
+        return job.steps
+
+
+class Gemini(Restarting):
+    about = About(
+        name="gemini",
+        what="checkpoint in a peer's memory at every step; restart from it",
+        source="Wang et al., SOSP 2023: T_wasted = t_ckpt + 1/(2f) + t_retrieve, f once a step, t_ckpt hidden; restart "
+        "as checkpoint's",
+    )
+    detect_s = 15.0
+
+    def due(self, job: Job) -> bool:
+        return False
+
+    def stepped(self, job: Job) -> Change | None:
+        self.saved = job.steps
+        return self.restart(job, "nodes came", detect_s=0.0) if self.worth_growing(job) else None
+
+    def read_s(self, job: Job) -> float:
+        """Everybody from a peer's memory."""
+        return self.moving_s(self.world.state_bytes / max(1, len(job.alive)))
+
+
+class Spares(Restarting):
+    about = About(
+        name="spares",
+        what="a fixed grid on 9 nodes of 10, the others wait; restart with a spare in place of who was lost",
+        source="static over-provisioning (10 % spares: assumed); checkpoints and restarts as checkpoint's",
+    )
+    SHARE = 0.1
+
+    def begin(self, job: Job) -> Change:
+        n = len(job.alive)
+        self._fixed = self.world.varuna(n - ceil(self.SHARE * n))
+        return super().begin(job)
+
+    def plan(self, nodes: int) -> Running | None:
+        fixed = self._fixed
+        return fixed if fixed is not None and nodes >= fixed.nodes else None
+
+    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
+        """A loss among the spares disturbs nobody; they are a share of the nodes, and losses hit anyone."""
+        self._complete(job)
+        if gone and self._plain is not None:
+            n, used = len(job.alive) + len(gone), self._plain.nodes
+            if all(self.draw.random() >= used / n for _ in gone):
+                self._losses += 1
+                return None if len(job.alive) >= used else super().changed(job, came, gone)
+        return super().changed(job, came, gone)
+
+    def worth_growing(self, job: Job) -> bool:
+        return False

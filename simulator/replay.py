@@ -1,0 +1,163 @@
+"""Policies on a trace: what each delivers, costs, and where the nodes' time went, over several seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, stdev
+
+from scipy.stats import t as student
+
+from simulator.account import Use
+from simulator.engine import Outcome, Simulation
+from simulator.physics import noise_of, prepared, slowdowns_of
+from simulator.policies import maker_of
+from simulator.policies.parcae import Parcae
+from simulator.trace import ADD, Trace
+from simulator.world import World
+
+ORACLE = "oracle"
+TraceOf = Callable[[int], Trace]
+"""The trace of a seed: always the same recorded one, or each time another generated one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Over seeds, with half the width of its 95 % confidence interval (Student's t; 0 with one seed)."""
+
+    value: float
+    margin: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}" + (f" ± {self.margin:.2g}" if self.margin else "")
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    n = len(values)
+    if n < 2 or not all(map(math.isfinite, values)):
+        return Mean(mean(values))
+    return Mean(mean(values), float(student.ppf(0.975, n - 1)) * stdev(values) / math.sqrt(n))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy, one seed."""
+
+    policy: str
+    seed: int
+    samples: int
+    samples_per_s: float
+    goodput: float
+    """Samples over those of the feasible oracle on the same trace; 0 if it made none."""
+    cost: float
+    """Dollars for all nodes while they were there."""
+    time: dict[str, float]
+    """Node-seconds by use."""
+    changes: int
+    outcome: Outcome | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One policy over all seeds."""
+
+    policy: str
+    samples_per_s: Mean
+    goodput: Mean
+    cost: Mean
+    cost_per_million: Mean
+    """Dollars a million samples; inf where none was made."""
+    time: dict[str, float]
+    """Shares of all node-seconds, by use."""
+    runs: tuple[Run, ...]
+
+
+def run_one(world: World, trace: Trace, policy: str, seed: int, *, keep: bool = False) -> Run:
+    """Simulate one policy; `keep`: its whole outcome, too. Goodput is filled in by `replay`."""
+    made = maker_of(policy)(world, seed)
+    seen = prepared(trace, world.physics, seed)
+    if isinstance(made, Parcae):
+        made.know(seen)
+    outcome = Simulation(
+        seen, made, noise_of(world.physics, seed), slowdowns_of(world.physics, seen, seed)
+    ).run()
+    totals = outcome.account.totals()
+    return Run(
+        policy=policy,
+        seed=seed,
+        samples=outcome.samples,
+        samples_per_s=outcome.samples_per_s,
+        goodput=0.0,
+        cost=cost_of(world, trace),
+        time={use.value: totals[use] / 1000 for use in Use},
+        changes=len(outcome.decisions),
+        outcome=outcome if keep else None,
+    )
+
+
+def replay(
+    world: World,
+    trace_of: TraceOf,
+    policies: Sequence[str],
+    seeds: Sequence[int] = (0,),
+    *,
+    keep: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> list[Summary]:
+    """All policies, in the order given. The oracle runs in any case, to measure goodput. Raises FieldError."""
+    oracles = {seed: run_one(world, trace_of(seed), ORACLE, seed, keep=keep) for seed in seeds}
+    found = []
+    for policy in dict.fromkeys(policies):
+        runs = []
+        for seed in seeds:
+            run = (
+                oracles[seed] if policy == ORACLE else run_one(world, trace_of(seed), policy, seed, keep=keep)
+            )
+            runs.append(with_goodput(run, oracles[seed]))
+        found.append(summary(runs))
+        if progress:
+            progress(policy)
+    return found
+
+
+def with_goodput(run: Run, oracle: Run) -> Run:
+    share = run.samples / oracle.samples if oracle.samples else 0.0
+    return Run(
+        run.policy,
+        run.seed,
+        run.samples,
+        run.samples_per_s,
+        share,
+        run.cost,
+        run.time,
+        run.changes,
+        run.outcome,
+    )
+
+
+def summary(runs: Sequence[Run]) -> Summary:
+    """Of one policy."""
+    whole = sum(sum(run.time.values()) for run in runs) or 1.0
+    return Summary(
+        policy=runs[0].policy,
+        samples_per_s=mean_of([run.samples_per_s for run in runs]),
+        goodput=mean_of([run.goodput for run in runs]),
+        cost=mean_of([run.cost for run in runs]),
+        cost_per_million=mean_of([1e6 * run.cost / run.samples if run.samples else math.inf for run in runs]),
+        time={use.value: sum(run.time[use.value] for run in runs) / whole for use in Use},
+        runs=tuple(runs),
+    )
+
+
+def cost_of(world: World, trace: Trace) -> float:
+    """Dollars at spot prices for all nodes of the trace, booting included."""
+    came: dict[str, tuple[float, float]] = {}
+    total = 0.0
+    for event in trace.events:
+        if event.kind == ADD:
+            came[event.node] = event.seconds, world.type_of(event).spot
+        else:
+            began, price = came.pop(event.node)
+            total += price * (event.seconds - began) / 3600
+    return total + sum(price * (trace.end_s - began) / 3600 for began, price in came.values())
