@@ -60,8 +60,8 @@ class Physics:
 
     def restart_s(self, devices: int) -> float:
         """All processes are started again: launch, imports, contexts, groups; state not counted. 50 s at 16 devices,
-        58 s more for each doubling: through Varuna's 49 to 112 s at 15 to 30 (Oobleck's artifact) and ByteRobust's 454 s
-        at 2,048, 545 s at 4,096."""
+        58 s more for each doubling: through Varuna's 49 to 112 s at 15 to 30 (Oobleck's artifact) and ByteRobust's
+        454 s at 2,048, 545 s at 4,096."""
         return 50.0 + 58.0 * max(0.0, log2(max(devices, 1) / 16))
 
     def storage_s(self, nbytes: float, devices: int) -> float:

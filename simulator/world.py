@@ -37,15 +37,10 @@ class Running:
     pace_s: float
     """A micro-batch through the slowest stage."""
     fill_s: float
-    """A micro-batch through all stages of the deepest pipeline, forth and back."""
-
-    @property
-    def pipelines(self) -> int:
-        return len(self.plan.pipelines)
-
-    @property
-    def depth(self) -> int:
-        return max(len(pipeline.stages) for pipeline in self.plan.pipelines)
+    """A micro-batch through all stages of the slowest pipeline, forth and back."""
+    pipelines: int
+    depth: int
+    """Stages of the deepest."""
 
 
 @dataclass(eq=False)
@@ -60,6 +55,8 @@ class World:
     physics: Physics = field(default_factory=Physics)
     profile: Profile = None  # type: ignore[assignment]
     spec: JobSpec = field(init=False)
+    state_bytes: int = field(init=False)
+    """Parameters and optimizer state of the whole model."""
     _cluster: rivals.Equal = field(init=False)
     _found: dict[tuple[str, int, int], Running | None] = field(default_factory=dict, init=False)
 
@@ -87,6 +84,7 @@ class World:
             tp=self.profile.tp,
             tokens_per_microbatch=self.profile.tokens_per_microbatch,
         )
+        self.state_bytes = sum(layer.param_bytes + layer.state_bytes for layer in self.profile.layers)
         memory = self.profile.devices[0].memory_bytes or 1 << 60
         self._cluster = rivals.Equal(self.profile, self.spec.n_microbatches, memory)
 
@@ -96,11 +94,6 @@ class World:
     def samples(self) -> int:
         """Of a step."""
         return self.training.microbatches * self.training.microbatch
-
-    @property
-    def state_bytes(self) -> int:
-        """Parameters and optimizer state of the whole model."""
-        return sum(layer.param_bytes + layer.state_bytes for layer in self.profile.layers)
 
     def checkpoint_s(self, nodes: int) -> float:
         """Writing a durable checkpoint, or reading one."""
@@ -138,7 +131,10 @@ class World:
         found = predict(replace(plan, gradients="none", state="none"), self.profile, nodes, slow)
         paces = [max(t.forward_s + t.backward_s + 2 * t.hop_s for t in times) for times in found.stages]
         fills = [sum(t.forward_s + t.backward_s + 2 * t.hop_s for t in times) for times in found.stages]
-        return Running(plan, found.step_s, len(plan.nodes()), max(paces), max(fills))
+        depth = max(len(pipeline.stages) for pipeline in plan.pipelines)
+        return Running(
+            plan, found.step_s, len(plan.nodes()), max(paces), max(fills), len(plan.pipelines), depth
+        )
 
     def best(self, nodes: int) -> Running | None:
         """The fastest plan known for so many equal nodes, whoever found it."""

@@ -30,6 +30,8 @@ from elastic.planning.schedule import ZERO_BUBBLE
 from elastic.planning.unwinding import shape_of
 
 IMPOSSIBLE = -(1 << 40)
+FEW_LAYERS = 8
+"""With so many, limits on the tail cost little; their number grows with the layers."""
 
 
 @dataclass
@@ -230,4 +232,5 @@ def size(problem: Problem) -> int:
     layers = problem.model.n_layers
     states = prod(n + 1 for n in problem.counts)
     units = max(min(kind.units, layers) for kind in problem.model.kinds)
-    return states * sum(problem.counts) * units * layers * layers
+    limits = 1 if problem.model.tailless else max(1, layers // FEW_LAYERS)
+    return states * sum(problem.counts) * units * layers * layers * limits

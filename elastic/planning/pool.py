@@ -96,7 +96,7 @@ def pool(
     return tables(model, schedules, deepest, most, tail, low, high, pipelines)
 
 
-@lru_cache(maxsize=24)
+@lru_cache(maxsize=48)
 def tables(
     model: CostModel,
     schedules: tuple[str, ...],

@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from elastic.core.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.profile import Link, Profile
-from elastic.planning.schedule import INTERLEAVED, ZERO_BUBBLE, lists, units_of
+from elastic.planning.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
 from elastic.planning.schemes import gradients_of
-from elastic.planning.timeline import StageTimes, simulate
+from elastic.planning.timeline import StageTimes, makespan
 
 PROFILES = 16
 """Whose sums are remembered."""
@@ -174,7 +174,7 @@ def _finish(pipeline: Pipeline, times: tuple[StageTimes, ...]) -> float:
 @lru_cache(maxsize=1024)
 def _makespan(schedule: str, units: int, microbatches: int, times: tuple[StageTimes, ...]) -> float:
     """Pipelines that are alike are run once."""
-    return simulate(lists(schedule, units, len(times), tuple(range(microbatches))), times).makespan_s
+    return makespan(schedule, units, microbatches, times)
 
 
 def closed_form(schedule: str, times: Sequence[StageTimes], microbatches: int) -> float:

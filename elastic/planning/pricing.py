@@ -17,8 +17,8 @@ from elastic.planning.figures import largest_tail, shape_seconds
 from elastic.planning.model import CostModel, pipeline_seconds
 from elastic.planning.predict import MOST_ACTIONS
 from elastic.planning.problem import Shape, Solution
-from elastic.planning.schedule import ONE_F_ONE_B, lists
-from elastic.planning.timeline import StageTimes, simulate
+from elastic.planning.schedule import ONE_F_ONE_B
+from elastic.planning.timeline import StageTimes, makespan
 
 FEW, QUICK_ACTIONS, ROUNDS = 8, 3000, 6
 """Pipelines, micro-batches times stages, and rounds up to which cuts are polished."""
@@ -37,8 +37,7 @@ def simulated(model: CostModel, shape: Shape) -> float:
         return shape_seconds(model, shape)
     if shape.depth == 1:
         return shape_seconds(model, shape) if shape.schedule == ONE_F_ONE_B else _alone(model, shape)
-    order = lists(shape.schedule, shape.depth, shape.depth, tuple(range(shape.microbatches)))
-    return simulate(order, _times(model, shape)).makespan_s
+    return makespan(shape.schedule, shape.depth, shape.microbatches, _times(model, shape))
 
 
 def _alone(model: CostModel, shape: Shape) -> float:

@@ -65,7 +65,7 @@ def candidates(problem: Problem) -> list[Solution]:
     return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def remembered(problem: Problem) -> tuple[Solution, ...]:
     found: list[Solution] = []
     for most in _loads(problem):

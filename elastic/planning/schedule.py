@@ -109,12 +109,19 @@ def lists(schedule: str, n_units: int, n_stages: int, microbatches: tuple[int, .
 
     Raises FieldError if the schedule is unknown or does not fit the numbers.
     """
+    return _connect(computing(schedule, n_units, n_stages, microbatches), n_stages)
+
+
+def computing(
+    schedule: str, n_units: int, n_stages: int, microbatches: Sequence[int]
+) -> list[Iterator[Action]]:
+    """What each unit computes, in order, without its messages. Raises FieldError as `lists` does."""
     check_stages(schedule, n_units, n_stages)
     if schedule == INTERLEAVED:
         chunks = n_stages // n_units
-        return _connect([_interleaved(u, n_units, chunks, microbatches) for u in range(n_units)], n_stages)
+        return [_interleaved(u, n_units, chunks, microbatches) for u in range(n_units)]
     order = _one_f_one_b if schedule == ONE_F_ONE_B else _zero_bubble
-    return _connect([order(s, n_stages, microbatches) for s in range(n_stages)], n_stages)
+    return [order(s, n_stages, microbatches) for s in range(n_stages)]
 
 
 def check_stages(schedule: str, n_units: int, n_stages: int) -> None:

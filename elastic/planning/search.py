@@ -9,6 +9,7 @@ request always gives the same plan."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 
 from elastic.core.types import Pipeline, Plan
@@ -34,19 +35,9 @@ __all__ = ["Decision", "PlanRequest", "decide", "forget", "make_plan", "problem_
 
 EXACT_SIZE, EXACT_MICROBATCHES = 40_000, 512
 """Problems (`exact.size`) that are searched exactly."""
+HURRY = 16
 MOST_KINDS = 4
 """Kinds of nodes that a large problem may have; more are merged."""
-
-
-REMEMBERED = (
-    cost_model,
-    pool.tables,
-    scale.remembered,
-    figures.worked_out,
-    forced.cut,
-    pricing.simulated,
-    building.recomputing,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +102,10 @@ def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
 
 
 def _small(problem: Problem) -> bool:
-    return exact.size(problem) <= EXACT_SIZE and problem.microbatches <= EXACT_MICROBATCHES
+    """Whether it is searched exactly. Where memory is short, each number of micro-batches in flight is a search of its
+    own: nobody waits for that while training stands still."""
+    most = EXACT_SIZE if problem.thorough or not problem.model.limited else EXACT_SIZE // HURRY
+    return exact.size(problem) <= most and problem.microbatches <= EXACT_MICROBATCHES
 
 
 def _expected(request: PlanRequest, plan: Plan) -> float:
@@ -193,6 +187,7 @@ def _search(request: PlanRequest, profile: Profile, kinds: Kinds, share: float) 
     return _Found(best, kinds, model, others=tuple(sorted(others.items(), key=lambda other: other[1])))
 
 
+@lru_cache(maxsize=512)
 def _exactly(problem: Problem) -> tuple[list[Solution], tuple[tuple[str, float], ...]]:
     """The best solution, and what other numbers of pipelines take. A near-best one shortens the search."""
     hard = not problem.model.tailless or problem.model.limited
@@ -200,6 +195,18 @@ def _exactly(problem: Problem) -> tuple[list[Solution], tuple[tuple[str, float],
     whole, seconds = exact.solve(replace(problem, above=near.seconds if near else inf))
     told = tuple((_pipelines(k), s) for k, s in seconds.items() if s < inf)
     return [solution for solution in (whole, near) if solution is not None], told
+
+
+REMEMBERED = (
+    cost_model,
+    _exactly,
+    pool.tables,
+    scale.remembered,
+    figures.worked_out,
+    forced.cut,
+    pricing.simulated,
+    building.recomputing,
+)
 
 
 def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Problem, share: float) -> _Found:

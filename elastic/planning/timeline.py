@@ -7,12 +7,14 @@ prediction that the planner has.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from elastic.errors import FieldError
-from elastic.planning.schedule import Action, Kind
+from elastic.planning.schedule import Action, Kind, computing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,69 @@ def simulate(lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> 
         raise FieldError("schedule", f"stuck at {run.position}", "its units wait for each other for ever")
     spans = sorted((span for row in run.spans for span in row), key=lambda s: (s.start_s, s.stage))
     return Timeline(tuple(spans), max(run.clock, default=0.0), tuple(run.busy), tuple(run.clock))
+
+
+def makespan(schedule: str, n_units: int, microbatches: int, times: Sequence[StageTimes]) -> float:
+    """`simulate(...).makespan_s` of a schedule's own lists, to the last bit, without the rest: for comparing plans."""
+    hops = [stage.hop_s for stage in times] + [0.0]
+    seconds = [stage.of(kind) for stage in times for kind in _COMPUTE]
+    program = _program(schedule, n_units, len(times), microbatches)
+    clock, ends = [0.0] * n_units, [0.0] * (len(program.unit) + 1)
+    for i, (unit, slot, before, hop) in enumerate(
+        zip(program.unit, program.slot, program.before, program.hop, strict=True)
+    ):
+        start, there = clock[unit], ends[before] + hops[hop]
+        ends[i] = clock[unit] = (start if start >= there else there) + seconds[slot]
+    return max(clock, default=0.0)
+
+
+_COMPUTE = (Kind.F, Kind.B, Kind.INPUT, Kind.WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """Compute actions of a pipeline in an order in which all that one waits for comes before it."""
+
+    unit: array[int]
+    slot: array[int]
+    """Stage and kind: which seconds it takes."""
+    before: array[int]
+    """The action whose message it waits for; the last entry, which never runs: none."""
+    hop: array[int]
+    """Whose `hop_s` the message takes; the last entry, which is 0: none."""
+
+
+@lru_cache(maxsize=512)
+def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _Program:
+    """Follow the lists; what is received earlier than it is needed costs no time."""
+    lists = [list(row) for row in computing(schedule, n_units, n_stages, range(microbatches))]
+    total = sum(map(len, lists))
+    made = _Program(array("i"), array("i"), array("i"), array("i"))
+    done: dict[tuple[int, bool, int], int] = {}
+    position = [0] * n_units
+    ready = deque(range(n_units))
+    while ready:
+        unit = ready.popleft()
+        told = set[int]()
+        while position[unit] < len(lists[unit]):
+            action = lists[unit][position[unit]]
+            stage = unit if action.stage < 0 else action.stage
+            forward = action.kind is Kind.F
+            source = stage - 1 if forward else stage + 1
+            waits = action.kind is not Kind.WEIGHT and 0 <= source < n_stages
+            before = done.get((source, forward, action.microbatch), -1) if waits else total
+            if before < 0:
+                break
+            if action.kind is not Kind.WEIGHT:
+                done[stage, forward, action.microbatch] = len(made.unit)
+                told.add((stage + 1 if forward else stage - 1) % n_units)
+            made.unit.append(unit)
+            made.slot.append(stage * len(_COMPUTE) + _COMPUTE.index(action.kind))
+            made.before.append(before)
+            made.hop.append(min(stage, source) if waits else n_stages)
+            position[unit] += 1
+        ready.extend(other for other in told if other != unit and position[other] < len(lists[other]))
+    return made
 
 
 class _Run:

@@ -26,8 +26,9 @@ from elastic.planning.schemes import schemes_of
 from elastic.planning.transition import CHECKPOINT, Move, Transition, links_of, transition
 from simulator.account import Use
 from simulator.engine import Change, Job, Setup
-from simulator.policies import protection
 from simulator.policies.base import About, Base, ms, pauses
+from simulator.policies.protection import Loss
+from simulator.policies.protection import lost as lost_work
 from simulator.trace import Event
 from simulator.world import Running, World
 
@@ -56,6 +57,8 @@ class Ours(Base):
         """Step of the newest durable checkpoint, and when the last one was begun."""
         self._writing: int | None = None
         """Step of the one that is being written."""
+        self._hosts: dict[str, Event] = {}
+        """Nodes of the running plan, by their coming."""
         self._drains: set[str] = set()
         self._pulled = False
         """Nodes that are to join have their layers."""
@@ -89,7 +92,7 @@ class Ours(Base):
         self._meet(job, came, gone)
         lost = tuple(event.node for event in gone if event.node in held)
         if self._plain is None and job.alive:
-            return self._replan(job, (), "nodes came", boundary=False)
+            return self._replan(job, (), "nodes came" if came else "nodes went", boundary=False)
         if lost:
             return self._replan(job, lost, f"{' '.join(lost)} lost", boundary=False)
         self._consider(job)
@@ -178,17 +181,22 @@ class Ours(Base):
         state = self.state.of(epoch=self.state.epoch + 1, ticked=now, change=None)
         detect_s = 0.0 if boundary or known or not lost else self.detect_s
         joining, self._pulled = self.state.joining, False
+        loss = Loss()
+        if not boundary and self._plain is not None and self._running is not None:
+            loss = lost_work(self.world, self._running, lost, job.fraction, self.draw)
+        back_to = job.steps - 1 if loss.whole_step and job.steps else -1
         try:
             if not epoch_change.candidates(state):
                 raise InfeasiblePlan("no node can take a stage at present")
             choice = stay.lasting(state, epoch_change.request(state, state.epoch), now)
         except InfeasiblePlan as error:
             self.state, self._plain = state.of(joining=()), None
-            return Change(pauses((Use.DETECT, detect_s)), None, reason=f"{cause}; paused: {error}")
+            parts = pauses((Use.DETECT, detect_s))
+            return Change(parts, None, ms(loss.seconds), back_to, f"{cause}; paused: {error}")
         plan = choice.plan
         assert plan is not None
         infos = tuple(mb.report.info for mb in state.members.values())
-        dead = self._dead(old, job.alive)
+        dead = self._dead(old, job)
         moved = transition(
             old,
             plan,
@@ -199,8 +207,8 @@ class Ours(Base):
         )
         considered = tuple(stay.key(mb) for mb in state.members.values())
         self.state = state.of(plan=plan, joining=(), considered=considered, look_again=0.0)
-        before, running_before, paced = self._plain, self._running, job.setup is not None
-        setup = self._run(job, plan)
+        self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
+        paced, setup = job.setup is not None, self._run(job, plan)
         running = self._running
         assert running is not None
         work_s = self.physics.decide_s + self.physics.groups_s(running.pipelines, running.depth)
@@ -214,10 +222,6 @@ class Ours(Base):
         if paced:
             lasted = sum(length for _, length in parts) / 1000
             self.state = self.state.of(pauses=(*self.state.pauses, lasted)[-stay.PAUSES :])
-        if boundary or before is None or running_before is None:
-            return Change(parts, setup, reason=reason)
-        loss = protection.lost(self.world, running_before, lost, job.fraction, self.draw)
-        back_to = job.steps - 1 if loss.whole_step and job.steps else -1
         return Change(parts, setup, ms(loss.seconds), back_to, reason)
 
     def _fall_back(
@@ -229,11 +233,11 @@ class Ours(Base):
         back_to = min(self._saved, job.steps)
         return Change(parts, setup, back_to=back_to, reason=f"{reason}; back to the checkpoint")
 
-    def _dead(self, old: Plan | None, alive: Collection[str]) -> set[str]:
+    def _dead(self, old: Plan | None, job: Job) -> set[str]:
         """Nodes of the old plan that have nothing any more: gone, or come anew under the same name."""
         if old is None:
             return set()
-        return {node for node in (*old.nodes(), *old.spares) if node not in alive}
+        return {node for node in self._hosts if job.alive.get(node) is not self._hosts[node]}
 
     def _consider(self, job: Job) -> None:
         """Whether nodes that came are worth a change; if so they pull their layers first."""

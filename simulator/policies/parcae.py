@@ -20,7 +20,8 @@ class Parcae(Base):
         name="parcae",
         what="grid by expected progress over 12 minutes, perfect forecast; live migration before losses",
         source="Duan et al., NSDI 2024, github.com/JF-D/Parcae: minutes, twelve ahead; groups and state over the "
-        "link as in physics (rendezvous 6.6 s when nodes are added); losses are known before they happen, so no step is lost",
+        "link as in physics (rendezvous 6.6 s when nodes are added); losses are known before they happen, so no step "
+        "is lost",
     )
     RENDEZVOUS_S = 6.6
 

@@ -26,9 +26,9 @@ from simulator.world import Running, World
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    seconds: float
+    seconds: float = 0.0
     """Of the running step's time, what is done again."""
-    whole_step: bool
+    whole_step: bool = False
     """The last finished step, too."""
     microbatches: float = 0.0
     """Run again for want of a saved gradient, all pipelines together."""

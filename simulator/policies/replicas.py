@@ -99,8 +99,6 @@ class Bamboo(Base):
         self._depth, self._slower = 0, False
 
     def begin(self, job: Job) -> Change:
-        plain = self.world.varuna(len(job.alive))
-        self._depth = min(ceil(self.DEEPER * plain.depth), self.world.spec.n_layers - 2) if plain else 0
         return Change(setup=self._grid(job))
 
     def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
@@ -152,6 +150,8 @@ class Bamboo(Base):
 
     def _grid(self, job: Job) -> Setup | None:
         self._slower = False
+        if not self._depth and (plain := self.world.varuna(len(job.alive))):
+            self._depth = min(ceil(self.DEEPER * plain.depth), self.world.spec.n_layers - 2)
         running = self.world.grid(len(job.alive), self._depth) if self._depth else None
         setup = self.use(job, running)
         if setup is None or running is None or self._too_large(running):
@@ -183,8 +183,8 @@ class ReCycle(Base):
         name="recycle",
         what="micro-batches of lost workers go to peers of the same stage",
         source="Gandhi et al., SOSP 2024, modelled from the abstract: with d of D peers of a stage lost a step takes "
-        "at least max(m + p - 1, m D / (D - d)) t; a stage without peers: restart from a checkpoint as old as an hour at "
-        "most; detection assumed",
+        "at least max(m + p - 1, m D / (D - d)) t; a stage without peers: restart from a checkpoint as old as an "
+        "hour at most; detection assumed",
     )
     detect_s = 5.0
 

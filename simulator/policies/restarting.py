@@ -9,7 +9,7 @@ from simulator.account import Use
 from simulator.engine import Change, Job, Setup
 from simulator.policies.base import About, Base, pauses
 from simulator.trace import Event
-from simulator.world import Running
+from simulator.world import Running, World
 
 
 class Restarting(Base):
@@ -23,8 +23,8 @@ class Restarting(Base):
     )
     detect_s = 15.0
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, world: World, seed: int = 0) -> None:
+        super().__init__(world, seed)
         self.saved = 0
         """Steps in the newest complete checkpoint."""
         self._writing: tuple[int, int] | None = None
@@ -134,10 +134,14 @@ class Varuna(Restarting):
         return job.steps % 10 == 0
 
     def told(self, job: Job, going: Sequence[Event]) -> Change | None:
-        """A checkpoint of the running step's start cannot be had: the last finished step is written."""
-        self._complete(job)
+        """As late as it can be whole in time, the last finished step is written."""
         left_s = min(event.seconds for event in going) - job.now / 1000
-        if job.paused or job.setup is None or self.saved == job.steps or left_s < self.write_s(job):
+        self.ask(max(0.0, left_s - self.write_s(job) - 0.5), "notice")
+        return None
+
+    def rang(self, job: Job, name: str) -> Change | None:
+        self._complete(job)
+        if job.paused or job.setup is None or self.saved == job.steps:
             return None
         return self.write(job, "told of a loss: checkpoint")
 
@@ -182,12 +186,14 @@ class Spares(Restarting):
     )
     SHARE = 0.1
 
-    def begin(self, job: Job) -> Change:
-        n = len(job.alive)
-        self._fixed = self.world.varuna(n - ceil(self.SHARE * n))
-        return super().begin(job)
+    def __init__(self, world: World, seed: int = 0) -> None:
+        super().__init__(world, seed)
+        self._fixed: Running | None = None
 
     def plan(self, nodes: int) -> Running | None:
+        """Chosen once, for the nodes of the start."""
+        if self._fixed is None:
+            self._fixed = self.world.varuna(nodes - ceil(self.SHARE * nodes))
         fixed = self._fixed
         return fixed if fixed is not None and nodes >= fixed.nodes else None
 

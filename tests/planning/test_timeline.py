@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import FieldError
+from elastic.planning import timeline
 from elastic.planning.schedule import lists, parse_actions
 from elastic.planning.timeline import StageTimes, simulate
 
@@ -22,7 +23,11 @@ def times(f: float, bi: float, bw: float, hop: float = 0.0) -> StageTimes:
 
 
 def makespan(schedule: str, units: int, stages: list[StageTimes], n: int) -> float:
-    return simulate(lists(schedule, units, len(stages), tuple(range(n))), stages).makespan_s
+    found = simulate(lists(schedule, units, len(stages), tuple(range(n))), stages).makespan_s
+    assert timeline.makespan(schedule, units, n, stages) == found, (
+        "the short way gives the same, to the last bit"
+    )
+    return found
 
 
 @given(depth=st.integers(1, 8), n=counts, f=seconds, b=seconds)
@@ -88,6 +93,19 @@ def test_spans_follow_each_other(stages: list[StageTimes], n: int) -> None:
         assert timeline.finish_s[unit] == spans[-1].end_s
     assert timeline.makespan_s == max(timeline.finish_s)
     assert timeline.bubble_s == timeline.makespan_s - max(timeline.busy_s)
+
+
+@given(
+    schedule=st.sampled_from(["1f1b", "zero-bubble", "interleaved"]),
+    units=st.integers(2, 5),
+    n=counts,
+    data=st.data(),
+)
+def test_the_short_way_on_uneven_stages(schedule: str, units: int, n: int, data: st.DataObject) -> None:
+    stage = st.builds(times, *[st.floats(0, 3)] * 4)
+    chunks = data.draw(st.sampled_from([2, 3])) if schedule == "interleaved" else 1
+    stages = data.draw(st.lists(stage, min_size=units * chunks, max_size=units * chunks))
+    makespan(schedule, units, stages, n)
 
 
 def test_messages_take_their_time() -> None:

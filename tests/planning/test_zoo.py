@@ -19,6 +19,7 @@ PUBLISHED = {
     "gpt3-6.7b": 6.7e9,
     "llama3-8b": 8.03e9,
     "llama3-70b": 70.55e9,
+    "llama3-405b": 405e9,
 }
 """Parameters; for all but the Llamas the table of the vocabulary counts once, as it is tied."""
 
