@@ -28,7 +28,6 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.results import DIRECTORY, Row, save
-from simulator.rivals import Equal, oobleck, varuna
 from elastic.core.types import JobSpec, NodeInfo, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning.bound import lower_bound
@@ -36,6 +35,7 @@ from elastic.planning.predict import closed_form, predict
 from elastic.planning.profile import Device, Link, Profile
 from elastic.planning.search import PlanRequest, forget, make_plan, problem_of
 from elastic.planning.zoo import zoo_profile
+from simulator.rivals import Equal, oobleck, varuna
 
 NETWORK = Link(12.5e9, 10e-6)
 """Between nodes: 100 Gbit/s, 10 us."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from elastic.core.types import NodeInfo, Plan
 from elastic.planning.peers import domain_of
@@ -204,22 +205,46 @@ def choose(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate
 
 
 def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
-    found: dict[str, _Load] = {}
-    for p, s, stage in plan.stages():
-        layers = profile.layers[stage.first : stage.last]
-        times, m = bare.stages[p], len(plan.pipelines[p].microbatches)
-        compute = times[s].forward_s + times[s].backward_s
-        sent = [boundary - 1 for boundary in (stage.first, stage.last) if 0 < boundary < plan.n_layers]
-        old = found.get(stage.unit.node, _Load(0.0, 0.0, m, 0.0, 0.0, 0.0))
-        found[stage.unit.node] = _Load(
-            state=old.state + sum(la.param_bytes + la.state_bytes for la in layers),
-            gradient=old.gradient + sum(la.gradient_bytes for la in layers),
-            microbatches=m,
-            pace_s=max(t.forward_s + t.backward_s + 2 * t.hop_s for t in times),
-            compute_s=old.compute_s + compute,
-            messages=old.messages + sum(profile.layers[layer].output_bytes for layer in sent),
+    """Of every node. Stages and pipelines that are alike are worked out once."""
+
+    @cache
+    def sizes(first: int, last: int) -> tuple[float, float, float]:
+        """(state, gradient, messages) of a stage."""
+        layers = profile.layers[first:last]
+        ends = [boundary - 1 for boundary in (first, last) if 0 < boundary < plan.n_layers]
+        return (
+            sum(la.param_bytes + la.state_bytes for la in layers),
+            sum(la.gradient_bytes for la in layers),
+            sum(profile.layers[layer].output_bytes for layer in ends),
         )
+
+    found: dict[str, _Load] = {}
+    paces: dict[int, float] = {}
+    alone: dict[tuple[int, int, int, int], _Load] = {}
+    for p, pipeline in enumerate(plan.pipelines):
+        times, m = bare.stages[p], len(pipeline.microbatches)
+        if id(times) not in paces:
+            paces[id(times)] = max(t.forward_s + t.backward_s + 2 * t.hop_s for t in times)
+        for s, stage in enumerate(pipeline.stages):
+            key = (id(times), m, stage.first, stage.last)
+            if key not in alone:
+                compute = times[s].forward_s + times[s].backward_s
+                state, gradient, messages = sizes(stage.first, stage.last)
+                alone[key] = _Load(state, gradient, m, paces[id(times)], compute, messages)
+            old = found.get(stage.unit.node)
+            found[stage.unit.node] = alone[key] if old is None else _both(old, alone[key])
     return list(found.values())
+
+
+def _both(a: _Load, b: _Load) -> _Load:
+    """A node that holds both stages; in several pipelines, the last one's pace counts."""
+    return replace(
+        b,
+        state=a.state + b.state,
+        gradient=a.gradient + b.gradient,
+        compute_s=a.compute_s + b.compute_s,
+        messages=a.messages + b.messages,
+    )
 
 
 def _copies(load: _Load, scheme: Gradients) -> int:

@@ -91,6 +91,8 @@ class _Places:
     ) -> None:
         self.profile, self.slow = profile, dict(slow)
         self.sums = _Sums.of(profile)
+        self.alike = not self.slow and len(profile.devices) == 1 and profile.across in (Link(), profile.link)
+        """Nodes and links do not matter."""
         self.nodes = {info.node: info for info in nodes}
 
     def factor(self, unit: Unit) -> float:
@@ -117,13 +119,41 @@ def predict(
     """Predict a step of `plan` on `nodes` (all that hold stages must be there); `slow`: (node, factor)."""
     places = _Places(profile, nodes, slow)
     share = gradients_of(plan.gradients).share if plan.peers else 0.0
-    stages = tuple(
-        tuple(_times(pipeline, s, plan.tp, places, share) for s in range(len(pipeline.stages)))
-        for pipeline in plan.pipelines
-    )
-    finish = tuple(_finish(p, times) for p, times in zip(plan.pipelines, stages, strict=True))
-    tail = _tail(plan, places)
-    return Prediction(max(finish) + tail, finish, tail, stages)
+    per_byte = _reduction(len(plan.pipelines), profile.link)
+    known: dict[object, _Run] = {}
+    runs = []
+    for number, pipeline in enumerate(plan.pipelines):
+        key = _likeness(pipeline) if places.alike else number
+        if key not in known:
+            known[key] = _run(pipeline, plan.tp, places, share, per_byte)
+        runs.append(known[key])
+    tail = max(run.tail_s for run in runs)
+    finish = tuple(run.finish_s for run in runs)
+    return Prediction(max(finish) + tail, finish, tail, tuple(run.times for run in runs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one pipeline takes."""
+
+    times: tuple[StageTimes, ...]
+    finish_s: float
+    tail_s: float
+    """Of its slowest unit."""
+
+
+def _likeness(pipeline: Pipeline) -> object:
+    """The same for pipelines that take the same time where all nodes are alike."""
+    stages = tuple((stage.first, stage.last, stage.recompute) for stage in pipeline.stages)
+    return pipeline.schedule, len(pipeline.microbatches), stages
+
+
+def _run(pipeline: Pipeline, tp: int, places: _Places, share: float, per_byte: float) -> _Run:
+    times = tuple(_times(pipeline, s, tp, places, share) for s in range(len(pipeline.stages)))
+    tails: dict[Unit, float] = {}
+    for stage in pipeline.stages:
+        tails[stage.unit] = tails.get(stage.unit, 0.0) + _stage_tail(stage, tp, per_byte, places)
+    return _Run(times, _finish(pipeline, times), max(tails.values(), default=0.0))
 
 
 def pipeline_seconds(
@@ -191,13 +221,9 @@ def closed_form(schedule: str, times: Sequence[StageTimes], microbatches: int) -
     return sum(taus) + (microbatches - 1) * max(taus)
 
 
-def _tail(plan: Plan, places: _Places) -> float:
-    k, profile = len(plan.pipelines), places.profile
-    per_byte = 2 * (k - 1) / k / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
-    tails: dict[Unit, float] = {}
-    for _, _, stage in plan.stages():
-        tails[stage.unit] = tails.get(stage.unit, 0.0) + _stage_tail(stage, plan.tp, per_byte, places)
-    return max(tails.values(), default=0.0)
+def _reduction(pipelines: int, link: Link) -> float:
+    """Seconds a byte in a ring over so many."""
+    return 2 * (pipelines - 1) / pipelines / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
 
 
 def _stage_tail(stage: Stage, tp: int, per_byte: float, places: _Places) -> float:

@@ -59,6 +59,8 @@ class Ours(Base):
         """Step of the one that is being written."""
         self._hosts: dict[str, Event] = {}
         """Nodes of the running plan, by their coming."""
+        self._needed_by: Plan | None = None
+        self._nodes: set[str] = set()
         self._drains: set[str] = set()
         self._pulled = False
         """Nodes that are to join have their layers."""
@@ -129,7 +131,7 @@ class Ours(Base):
 
     def stepped(self, job: Job) -> Change | None:
         self._checkpoint(job)
-        if self._drains & self._needed():
+        if self._drains and self._drains & self._needed():
             return self._replan(job, (), "drain", boundary=True)
         if self._pulled and self.state.joining:
             return self._replan(job, (), f"join {' '.join(self.state.joining)}", boundary=True)
@@ -154,7 +156,10 @@ class Ours(Base):
     def _needed(self) -> set[str]:
         """Nodes without which the running plan cannot go on."""
         plan = self.state.plan
-        return {*plan.nodes(), *(peer for _, peer in plan.peers)} if plan is not None else set()
+        if plan is not self._needed_by:
+            self._needed_by = plan
+            self._nodes = {*plan.nodes(), *(peer for _, peer in plan.peers)} if plan is not None else set()
+        return self._nodes
 
     def _meet(self, job: Job, came: Collection[Event], gone: Sequence[Event]) -> None:
         now = job.now / 1000

@@ -7,10 +7,10 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from simulator.rivals import Equal, Seconds, oobleck, template, varuna
 from elastic.core.types import LayerSpec, NodeInfo, Plan
 from elastic.planning.plan import validate_plan
 from elastic.planning.profile import Device, LayerTimes, Link, Profile
+from simulator.rivals import Equal, Seconds, oobleck, template, varuna
 
 UNLIMITED = float(1 << 62)
 

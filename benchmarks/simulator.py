@@ -1,0 +1,126 @@
+"""How fast the simulator is, and how it grows with nodes and events.
+
+    python -m benchmarks.simulator [--quick]
+
+11 hours of 32 nodes with every policy (a trace like AWS p3's: 0.6 losses per node-hour), and a month of 1,000 nodes with
+ours (traces/month-1000.csv: 6.5 losses per 1,000 node-days, as Meta's RSC-1). Tables of plans are made first and
+remembered; both times are given: of the first run in a process, and of the next seed. Each is seconds of processor time
+and of the clock; they differ where the machine does other things, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.results import Row, save
+from simulator.generate import Market
+from simulator.policies import makers
+from simulator.replay import run_one
+from simulator.scenario import Scenario
+
+HOURS, NODES = 11, 32
+DAY_S = 86400.0
+ROOT = Path(__file__).parents[1]
+EVERY = tuple(name for name in makers() if not name.startswith("ours:"))
+
+
+@dataclass(frozen=True)
+class Took:
+    wall_s: float
+    cpu_s: float
+
+
+def timed(work: Callable[[], object]) -> Took:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Took(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def like_p3(nodes: int, hours: float, model: str) -> Scenario:
+    """Losses of AWS p3 in proportion to the nodes: 0.61 per node-hour, 2.1 at once."""
+    market = Market(
+        nodes=nodes,
+        mtbf_s=3600 * 2.1 / (0.61 * nodes),
+        bulk=((1, 5.0), (2, 2.0), (3, 2.0), (6, 1.0)),
+        repair_s=1800.0,
+    )
+    return Scenario(market=market, duration_s=hours * 3600, model=model)
+
+
+def every_policy(model: str, hours: float) -> list[Row]:
+    scenario = like_p3(NODES, hours, model)
+    world = scenario.world()
+    rows = []
+    for seed, when in ((0, "first"), (1, "next seed")):
+        trace = scenario.trace_of(seed)
+        parts = {name: timed(lambda name=name: run_one(world, trace, name, seed)) for name in EVERY}  # type: ignore[misc]
+        what = f"{hours:g} h x {NODES} nodes, {len(EVERY)} policies, {model}, {when}"
+        rows.append(Row(what, sum(p.wall_s for p in parts.values()), "s", 2.0, "lower"))
+        rows.append(Row(f"{what}: processor", sum(p.cpu_s for p in parts.values()), "s", None, "lower"))
+        rows.append(Row(f"{what}: ours, processor", parts["ours"].cpu_s, "s", None, "lower"))
+    return rows
+
+
+def month(days: float) -> list[Row]:
+    scenario = Scenario(trace=str(ROOT / "traces/month-1000.csv"), last_s=days * DAY_S, model="gpt3-6.7b")
+    world, trace = scenario.world(), scenario.trace_of(0)
+    took = timed(lambda: run_one(world, trace, "ours", 0))
+    what = f"{days:g} days x 1,000 nodes, {len(trace.events) - 1000} events, ours"
+    return [
+        Row(what, took.wall_s, "s", 60.0, "lower"),
+        Row(f"{what}: processor", took.cpu_s, "s", None, "lower"),
+    ]
+
+
+def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
+    """Milliseconds of processor time an event, ours, all plans new."""
+    rows = []
+    for nodes in sizes:
+        scenario = like_p3(nodes, hours * NODES / nodes, "gpt3-6.7b")
+        world, trace = scenario.world(), scenario.trace_of(0)
+        took = timed(lambda world=world, trace=trace: run_one(world, trace, "ours", 0))  # type: ignore[misc]
+        events = max(1, len(trace.events) - nodes)
+        rows.append(
+            Row(f"ours, {nodes} nodes, {events} events: an event", 1000 * took.cpu_s / events, "ms", None, "lower")
+        )
+    return rows
+
+
+def imports(times: int) -> list[Row]:
+    """A process that imports the simulator and its command line; none may load torch."""
+    code = "import sys, simulator.cli; sys.exit('torch' in sys.modules)"
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        found.append(time.perf_counter() - began)
+    return [Row("import simulator.cli, without torch", statistics.median(found), "s", None, "lower")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator")
+    parser.add_argument("--quick", action="store_true", help="an hour, a day; writes nothing")
+    args = parser.parse_args()
+    rows = [
+        *every_policy("bert-large", 1.0 if args.quick else HOURS),
+        *([] if args.quick else every_policy("gpt3-6.7b", HOURS)),
+        *month(1.0 if args.quick else 30.0),
+        *growth((32, 128) if args.quick else (32, 128, 512), 1.0 if args.quick else 6.0),
+        *imports(1 if args.quick else 5),
+    ]
+    for row in rows:
+        print(f"{row.metric}: {row.value:.4g} {row.unit}")
+    if not args.quick:
+        save("simulator", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
