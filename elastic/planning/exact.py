@@ -31,7 +31,7 @@ from elastic.planning.unwinding import shape_of
 
 IMPOSSIBLE = -(1 << 40)
 FEW_LAYERS = 8
-"""With so many, limits on the tail cost little; their number grows with the layers."""
+"""With so many, limits on the tail cost little; with several kinds of nodes their number grows with the layers."""
 
 
 @dataclass
@@ -232,5 +232,6 @@ def size(problem: Problem) -> int:
     layers = problem.model.n_layers
     states = prod(n + 1 for n in problem.counts)
     units = max(min(kind.units, layers) for kind in problem.model.kinds)
-    limits = 1 if problem.model.tailless else max(1, layers // FEW_LAYERS)
+    alike = problem.model.tailless or len(problem.counts) == 1
+    limits = 1 if alike else max(1, layers // FEW_LAYERS)
     return states * sum(problem.counts) * units * layers * layers * limits
