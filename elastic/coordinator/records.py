@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.summary import plan_entry, recovery_entry, summarize
+from elastic.coordinator.summary import plan_entry, summarize
 from elastic.core import messages as m
+from elastic.core.figures import recovery_entry
 from elastic.core.job import JobState, Recovered
 from elastic.core.types import Plan
 from elastic.telemetry import EventLog, read_events
