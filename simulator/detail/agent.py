@@ -43,9 +43,9 @@ class Link:
 
 
 class Agent:
-    def __init__(self, world: World, info: NodeInfo, first: bool) -> None:
-        """`first`: of the job's first nodes, whose workers start all at once."""
-        self.world, self.name, self._first = world, info.node, first
+    def __init__(self, world: World, info: NodeInfo, start_s: float) -> None:
+        """`start_s`: of its first worker; later ones take as long as `Physics` says."""
+        self.world, self.name, self._first_s = world, info.node, start_s
         self.info = info
         profile, physics = world.profile, world.physics
         rate = physics.bytes_per_s or profile.link.bytes_per_s
@@ -195,8 +195,7 @@ class Agent:
                 self.report()
 
     def _start_s(self) -> float:
-        first = self._first and self._generation == 1
-        return self.world.physics.start_s if first else self.world.physics.spawn_s
+        return self._first_s if self._generation == 1 else self.world.physics.spawn_s
 
     def _fence(self, epoch: int) -> None:
         if epoch > self.fence:

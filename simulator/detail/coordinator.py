@@ -74,7 +74,10 @@ class Boss:
 
     def _apply(self, event: Any) -> None:
         clock = self._world.clock
-        self.state, actions, _ = transition(self.state, event, clock.now)
+        before = self.state
+        self.state, actions, reason = transition(before, event, clock.now)
+        if reason and (actions or self.state.phase is not before.phase):
+            self._world.meter.decided(reason)
         if any(isinstance(a, job.Send) and isinstance(a.message, m.Install) for a in actions):
             planning_s = clock.vary(self._world.physics.plan_s)
             self._busy_until = self.sent_at = clock.now + planning_s

@@ -42,8 +42,8 @@ class Outcome:
     """(milliseconds, micro-batches until then) at every step; going back shows."""
     recoveries: tuple[dict[str, Any], ...]
     """As `recoveries` in summary.json."""
-    plans: tuple[tuple[int, str], ...]
-    """(milliseconds, reason) of every plan."""
+    events: tuple[dict[str, Any], ...]
+    """As events.jsonl has them; `at` is seconds since the beginning of the trace."""
     account: Account
 
     @property
@@ -63,7 +63,7 @@ class Meter:
         self.steps: list[Step] = []
         self.progress: list[tuple[int, int]] = []
         self.recoveries: list[dict[str, Any]] = []
-        self.plans: list[tuple[int, str]] = []
+        self.events: list[dict[str, Any]] = []
         self.fetched = 0
         """Bytes that installations took from other nodes."""
         self._faults: list[float] = []
@@ -80,19 +80,27 @@ class Meter:
         self.look()
         self.steps.append(Step(step, self._world.clock.now - BEGIN_S, seconds))
         self._marks.append(self._useful)
+        self._log("step", {"step": step, "seconds": round(seconds, 5)})
         self._note()
 
     def recovered(self, event: Recovered) -> None:
         recent = [at for at in self._faults if self._last_recovery_s < at <= event.change.began]
         self.recoveries.append(recovery_entry(event, min(recent, default=None)))
         self._last_recovery_s = event.resumed_at
+        self._log("recovery", self.recoveries[-1])
 
     def noted(self, kind: str, data: dict[str, Any]) -> None:
+        self._log(kind, data)
         if kind == "plan":
-            self.plans.append((self._world.clock.ms, f"{data['plan']}; {data['reason']}"))
             self._lose_microbatches()
         elif kind == "lost-steps":
             self._go_back(data["from_step"])
+
+    def decided(self, reason: str) -> None:
+        self._log("decision", {"reason": reason})
+
+    def _log(self, kind: str, data: dict[str, Any]) -> None:
+        self.events.append({"at": round(self._world.clock.now - BEGIN_S, 6), "kind": kind, **data})
 
     def _lose_microbatches(self) -> None:
         """Of the useful time of the running step, the share of micro-batches that are run again."""

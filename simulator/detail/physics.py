@@ -44,6 +44,8 @@ class Physics:
     """Of a worker started later."""
     prefetch_s: float = 0.05
     """Of a newcomer's background transfer, besides the bytes that it moves."""
+    resume_s: float = 0.0
+    """Of the first micro-batch of an epoch on a worker, besides computing."""
     hop_s: float = 0.0
     """Of a message between stages, besides what the profile's link takes."""
     step_s: float = 0.0

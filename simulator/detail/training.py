@@ -105,6 +105,7 @@ class Training:
         self._lists: list[tuple[Span, tuple[Action, ...]]] = []
         self._at, self._inbox = 0, set[tuple[Span, Action]]()
         self.arrived, self._stuck, self._resumed, self.over = False, False, False, False
+        self._warm = False
         self.step = -1
         self.started, self.sent = set[int](), set[int]()
         self._finished: dict[int, int] = {}
@@ -170,6 +171,9 @@ class Training:
         seconds = self._times(stage).of(action.kind) * self._share(span, stage)
         busy = worker.agent.wire.busy_s
         seconds += self._world.profile.contention * min(seconds, busy)
+        if not self._warm:
+            self._warm = True
+            seconds += self._world.clock.vary(self._world.physics.resume_s)
         worker.later(seconds * worker.slowness, lambda: self._computed_action(span, action, stage))
 
     def _times(self, stage: int) -> StageTimes:

@@ -60,6 +60,8 @@ class Anchored:
     event: Event
     step: int
     after_s: float
+    ready: bool = False
+    """Of a node that comes: its worker has started already."""
 
 
 class World:
@@ -111,25 +113,26 @@ class World:
         """Put the trace's events, and those that follow steps, into the calendar."""
         for at, events in trace.steps():
             for event in events:
-                self._put(at, event)
+                self._put(at, event, self.physics.spawn_s if at else self.physics.start_s)
         for one in anchored:
             self._anchored.setdefault(one.step, []).append(one)
 
-    def _put(self, seconds: float, event: Event) -> None:
+    def _put(self, seconds: float, event: Event, start_s: float) -> None:
+        """`start_s`: of the node's worker, if one comes."""
         if event.kind == ADD:
-            self.clock.after(seconds, lambda: self._add(event, first=seconds == 0))
+            self.clock.after(seconds, lambda: self._add(event, start_s))
             return
         if event.notice_s > 0:
             told = max(0.0, seconds - event.notice_s)
             self.clock.after(told, lambda: self._tell(event, seconds - told))
         self.clock.after(seconds, lambda: self._remove(event))
 
-    def _add(self, event: Event, *, first: bool) -> None:
+    def _add(self, event: Event, start_s: float) -> None:
         known = {device.name for device in self.profile.devices}
         device = event.type if event.type in known else ""
         info = NodeInfo(event.node, "", "", domain=event.zone, device=device)
         self.present[event.node] = event
-        self.agents[event.node] = Agent(self, info, first)
+        self.agents[event.node] = Agent(self, info, start_s)
         self.meter.look()
 
     def _tell(self, event: Event, deadline_s: float) -> None:
@@ -168,7 +171,7 @@ class World:
     def reach(self, step: int) -> None:
         for at in range(self._reached + 1, step + 1):
             for one in self._anchored.pop(at, []):
-                self._put(max(0.0, one.after_s), one.event)
+                self._put(max(0.0, one.after_s), one.event, 0.0 if one.ready else self.physics.spawn_s)
         self._reached = max(self._reached, step)
 
     def outcome(self, end_s: float) -> Outcome:
@@ -184,7 +187,7 @@ class World:
             tokens=len(meter.steps) * self.tokens,
             progress=tuple(meter.progress),
             recoveries=tuple(meter.recoveries),
-            plans=tuple(meter.plans),
+            events=tuple(meter.events),
             account=meter.account,
         )
 
