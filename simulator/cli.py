@@ -220,7 +220,9 @@ def validate_(run_dir: Path, physics: Path | None, out: Path | None, as_json: Pa
     """Compare an emulated run with its simulation: throughput, and each phase of its recoveries."""
     if out is not None:
         if physics is not None or as_json is not None:
-            raise FieldError("--calibrate", str(out), "give --physics and --json to another call: this one measures")
+            raise FieldError(
+                "--calibrate", str(out), "give --physics and --json to another call: this one measures"
+            )
         click.echo(f"{out}: {measure(run_dir, out)}")
         return
     report = validate(run_dir, read_physics(physics) if physics is not None else Physics())

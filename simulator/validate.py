@@ -62,7 +62,9 @@ def compare(run: Recorded, physics: Physics) -> Report:
     )
     figures = [rate]
     if run.story.starts:
-        figures.append(Figure("start of a later node, median", "s", median(run.story.starts), physics.spawn_s))
+        figures.append(
+            Figure("start of a later node, median", "s", median(run.story.starts), physics.spawn_s)
+        )
     for what, chosen in (("losses", False), ("planned changes", True)):
         names = PHASES if not chosen else (*PHASES[1:], "pause_s")
         for name in names:
@@ -86,7 +88,10 @@ def _phase(
     short = name.removesuffix("_s")
     return [
         Figure(
-            f"{what}: {short}, {text}", "s", over(measured, fold), median(over(story, fold) for story in stories)
+            f"{what}: {short}, {text}",
+            "s",
+            over(measured, fold),
+            median(over(story, fold) for story in stories),
         )
         for text, fold in folds
     ]
@@ -102,7 +107,9 @@ def told(report: Report) -> str:
     ]
     lines += ["", "each recovery (measured / predicted, seconds)"]
     for one, other in report.recoveries:
-        phases = "  ".join(f"{n.removesuffix('_s')} {one[n]:.3f}/{other[n]:.3f}" for n in (*PHASES, "pause_s"))
+        phases = "  ".join(
+            f"{n.removesuffix('_s')} {one[n]:.3f}/{other[n]:.3f}" for n in (*PHASES, "pause_s")
+        )
         lost = f"micro-batches lost {one['microbatches_lost']}/{other['microbatches_lost']}"
         lines.append(f"step {one['step']}: {one['cause']}: {phases}  {lost}")
     if any(report.unmatched):

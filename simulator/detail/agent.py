@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.core import messages as m
 from elastic.core import node as core
 from elastic.core.messages import NodePhase
-from elastic.core.types import STATE, Copy, NodeInfo
+from elastic.core.types import Copy, NodeInfo
 from simulator.detail.clock import Wire
 from simulator.detail.vault import Vault
 from simulator.detail.worker import Worker
@@ -60,7 +60,9 @@ class Agent:
         self._beat()
 
     def _begin(self) -> None:
-        self.info = replace(self.info, incarnation=f"{self.name}.{self.world.number()}", vault=f"{self.name}:1")
+        self.info = replace(
+            self.info, incarnation=f"{self.name}.{self.world.number()}", vault=f"{self.name}:1"
+        )
         self.state = core.NodeState(self.info)
         self.vault, self.fence = Vault(self.name), 0
         self.worker: Worker | None = None

@@ -33,8 +33,9 @@ def calibrate(run: Recorded) -> Physics:
     """Measure `run`. What does not occur in it keeps its default."""
     physics = Physics(hop_s=0.0, step_s=0.0, resume_s=0.0)
     measured = run.story
-    if measured.plannings:
-        physics = replace(physics, plan_s=max(0.0, median(measured.plannings)))
+    for name, joins in (("plan_s", False), ("replan_s", True)):
+        if took := measured.planning_s(joins):
+            physics = replace(physics, **{name: max(0.0, median(took))})
     if measured.starts:
         physics = replace(physics, spawn_s=median(measured.starts))
     for _ in range(ROUNDS):

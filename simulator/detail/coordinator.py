@@ -79,12 +79,17 @@ class Boss:
         if reason and (actions or self.state.phase is not before.phase):
             self._world.meter.decided(reason)
         if any(isinstance(a, job.Send) and isinstance(a.message, m.Install) for a in actions):
-            planning_s = clock.vary(self._world.physics.plan_s)
+            planning_s = clock.vary(self._planning_s())
             self._busy_until = self.sent_at = clock.now + planning_s
             clock.after(planning_s, lambda: self._act(actions))
             clock.after(planning_s, self._wake)
         else:
             self._act(actions)
+
+    def _planning_s(self) -> float:
+        change, physics = self.state.change, self._world.physics
+        joining = change is not None and change.boundary and change.cause.startswith("join ")
+        return physics.replan_s if joining else physics.plan_s
 
     def _act(self, actions: tuple[job.Action, ...]) -> None:
         for action in actions:

@@ -122,7 +122,9 @@ class Copies:
     @property
     def full(self) -> bool:
         """The next copy of gradients would have to wait."""
-        return self._unacked[GRADIENT] >= MOST_UNACKED and bool(self._every) and self._fresh + 1 >= self._every
+        return (
+            self._unacked[GRADIENT] >= MOST_UNACKED and bool(self._every) and self._fresh + 1 >= self._every
+        )
 
     @property
     def clear(self) -> bool:

@@ -90,11 +90,11 @@ class Meter:
         self._log("recovery", self.recoveries[-1])
 
     def noted(self, kind: str, data: dict[str, Any]) -> None:
-        self._log(kind, data)
+        if kind != "step":  # steps are counted where they are made, told or not
+            self._log(kind, data)
         if kind == "plan":
+            self._go_back(data["step"])
             self._lose_microbatches()
-        elif kind == "lost-steps":
-            self._go_back(data["from_step"])
 
     def decided(self, reason: str) -> None:
         self._log("decision", {"reason": reason})

@@ -34,6 +34,8 @@ class Physics:
     """The same after the last step of an epoch, for a planned change."""
     plan_s: float = 0.1
     """Planner and recipes: from everybody's having halted to the plan's going out."""
+    replan_s: float = 0.1
+    """The same for nodes that join: the plan was made already, when they were considered."""
     install_s: float = 0.03
     """Of an installation, besides the bytes that it moves."""
     group_s: float = 0.1

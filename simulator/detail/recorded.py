@@ -72,7 +72,7 @@ def read(run_dir: Path) -> Recorded:
     if not _object(run_dir / "summary.json").get("step_s"):
         raise FieldError(f"{run_dir / 'summary.json'}: step_s", None, "a run that finished some steps")
     events = _events(run_dir / "events.jsonl")
-    faults = decode(tuple[FaultSpec, ...], config.get("faults", []), "config.json: faults")  # type: ignore[arg-type]
+    faults = decode(tuple[FaultSpec, ...], config.get("faults", []), "config.json: faults")
     trace, anchored = _trace(events, faults, config, run_dir / "events.jsonl")
     link = decode(Link, config.get("link", {"bytes_per_s": 0.0, "latency_s": 0.0}), "config.json: link")
     return Recorded(_job(config, events, run_dir), known, link, trace, anchored, tell(events))
@@ -113,7 +113,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
 def _job(config: dict[str, Any], events: list[dict[str, Any]], run_dir: Path) -> Job:
     told = next((event for event in events if event["kind"] == "job"), None)
     if told is None:
-        raise FieldError(f"{run_dir / 'events.jsonl'}: job", None, "a run of this version, which writes that event")
+        raise FieldError(
+            f"{run_dir / 'events.jsonl'}: job", None, "a run of this version, which writes that event"
+        )
     try:
         return Job(
             microbatches=int(told["microbatches"]),
@@ -181,9 +183,7 @@ def _kills(events: list[dict[str, Any]], faults: tuple[FaultSpec, ...]) -> dict[
     return killed
 
 
-def _anchored(
-    at: float, event: Event, begin: float, ended: list[tuple[float, int]], ready: bool
-) -> Anchored:
+def _anchored(at: float, event: Event, begin: float, ended: list[tuple[float, int]], ready: bool) -> Anchored:
     told = at - event.notice_s
     before = bisect_right(ended, (told, 1 << 60)) - 1
     since, step = ended[before] if before >= 0 else (begin, -1)

@@ -16,8 +16,8 @@ class Story:
     steps: tuple[tuple[int, float, float, int], ...]
     """(step, when it was done, its seconds, epoch), those that count, in order."""
     recoveries: tuple[dict[str, Any], ...]
-    plannings: tuple[float, ...]
-    """Seconds from everybody's having halted to the plan's going out, per recovery whose entry is there."""
+    plannings: tuple[tuple[str, float], ...]
+    """(cause, seconds from everybody's having halted to the plan's going out) of every recovery."""
     starts: tuple[float, ...]
     """Seconds from a later node's joining until it pulled state."""
     prefetches: tuple[float, ...]
@@ -31,6 +31,10 @@ class Story:
     @property
     def steps_per_s(self) -> float:
         return (len(self.steps) - 1) / self.seconds if self.seconds > 0 else 0.0
+
+    def planning_s(self, joins: bool) -> list[float]:
+        """Of plans for nodes that joined, or of all others."""
+        return [seconds for cause, seconds in self.plannings if cause.startswith("join ") is joins]
 
     def undisturbed(self) -> Iterator[tuple[int, float]]:
         """(step, its seconds) of those in whose epoch `WARM` others came before, and after which it went on."""
@@ -67,7 +71,7 @@ def tell(events: Sequence[dict[str, Any]]) -> Story:
                 if event["node"] in pulled:
                     starts.append(pulled[event["node"]] - at)
     plannings = [
-        plans[r["epoch"]] - halts[r["epoch"]] - r["decide_s"]
+        (str(r["cause"]), plans[r["epoch"]] - halts[r["epoch"]] - r["decide_s"])
         for r in recoveries
         if r["epoch"] in plans and "; then " not in r["cause"]
     ]

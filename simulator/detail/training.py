@@ -18,8 +18,8 @@ from elastic.planning.timeline import StageTimes
 from simulator.detail.copies import Copies
 
 if TYPE_CHECKING:
-    from simulator.detail.world import World
     from simulator.detail.worker import Worker
+    from simulator.detail.world import World
 
 Span = tuple[int, int]
 
@@ -277,10 +277,11 @@ class Training:
     def _summed(self, layer: int, version: int, union: frozenset[int]) -> None:
         for worker in self._run.present.values():
             training = worker.training
-            if training is not None and training.run is self._run and not training.over and worker.alive:
-                if layer in worker.parts and worker.version == version:
-                    worker.common(layer, union)
-                    training.settle()
+            if training is None or training.run is not self._run or training.over or not worker.alive:
+                continue
+            if layer in worker.parts and worker.version == version:
+                worker.common(layer, union)
+                training.settle()
 
     def settle(self) -> None:
         if not self.copies.settled and all(not self._worker.brought(la) for la in self._worker.parts):

@@ -44,7 +44,9 @@ class Vault:
         most = KEPT_GRADIENTS if first.kind == GRADIENT else 1
         kept = list[Copy]()
         for step in steps[-KEPT_STEPS:]:
-            mine = sorted((c for c in group if c.step == step), key=lambda c: (len(c.microbatches), c.sequence))
+            mine = sorted(
+                (c for c in group if c.step == step), key=lambda c: (len(c.microbatches), c.sequence)
+            )
             kept += mine[-most:]
         return kept
 

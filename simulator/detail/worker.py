@@ -167,7 +167,9 @@ class Worker:
         portions = {la: portion_of(plan, node, la) for la in layers}
         live = {la for la in self.parts if portions.get(la) == self._portions.get(la)}
         wanted = [c for la in layers if la in recipes for c in self._wanted(recipes[la], la in live)]
-        messages = [c for run in assignment.partial for c in self._messages(run.inputs, run.gradients, layers)]
+        messages = [
+            c for run in assignment.partial for c in self._messages(run.inputs, run.gradients, layers)
+        ]
         disk = sum(self.world.state_bytes(la) for la in layers if la in recipes and recipes[la].checkpoint)
         seconds = self.world.clock.vary(self.world.physics.install_s)
         sources = dict.fromkeys((*wanted, *messages))
@@ -183,7 +185,9 @@ class Worker:
                 self._source_gone()
                 return
             self._given = {
-                la: frozenset(i for c in recipes[la].gradients for i in c.microbatches) if la in recipes else NOTHING
+                la: frozenset(i for c in recipes[la].gradients for i in c.microbatches)
+                if la in recipes
+                else NOTHING
                 for la in layers
             }
             self.parts = {la: (given, NOTHING) for la, given in self._given.items()}
@@ -192,7 +196,9 @@ class Worker:
 
         self.later(seconds, done)
 
-    def _messages(self, inputs: Sequence[Copy], gradients: Sequence[Copy], layers: list[int]) -> Iterator[Copy]:
+    def _messages(
+        self, inputs: Sequence[Copy], gradients: Sequence[Copy], layers: list[int]
+    ) -> Iterator[Copy]:
         for copy in inputs:
             if copy.layer in layers:
                 yield copy

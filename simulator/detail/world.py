@@ -49,7 +49,7 @@ class Job:
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise FieldError(f"Job.{name}", getattr(self, name), f"a whole number from {lowest} up")
-        if self.backup not in ("auto", "none"):
+        if self.backup != "auto":
             refuse_useless(self.backup, self.pipelines, "Job.backup")
 
 
