@@ -24,6 +24,8 @@ from simulator.validate import Figure, Report, measure, told, validate
 
 LINK, BYTES_PER_S = "80Mbit", 10e6
 COPY_BYTES_PER_S = 1e9
+TAKEN, ATTEMPTS = "is not usable", 3
+"""What a run says when another process was faster to take the coordinator's port, and how often that is borne."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,15 @@ def real(case: Case, faults: tuple[str, ...], folder: Path) -> Path:
     flags = ["--nnodes", str(case.nodes), "--backup", "stream:4+snapshot", "--compress", "off", *shaped(LINK)]
     for fault in faults:
         flags += ["--fault", fault]
-    run(profile, flags, case.microbatches, case.steps, folder)
-    return folder / "run"
+    for attempt in range(ATTEMPTS):
+        try:
+            run(profile, flags, case.microbatches, case.steps, folder / str(attempt))
+        except RuntimeError as error:
+            if TAKEN not in str(error):
+                raise
+        else:
+            return folder / str(attempt) / "run"
+    raise RuntimeError(f"{folder}: the coordinator found no free port, {ATTEMPTS} times")
 
 
 def once(case: Case, folder: Path) -> Report:

@@ -33,9 +33,10 @@ def calibrate(run: Recorded) -> Physics:
     """Measure `run`. What does not occur in it keeps its default."""
     physics = Physics(hop_s=0.0, step_s=0.0, resume_s=0.0)
     measured = run.story
-    for name, joins in (("plan_s", False), ("replan_s", True)):
-        if took := measured.planning_s(joins):
-            physics = replace(physics, **{name: max(0.0, median(took))})
+    if took := measured.planning_s(joins=False):
+        physics = replace(physics, plan_s=max(0.0, median(took)))
+    if took := measured.planning_s(joins=True):
+        physics = replace(physics, replan_s=max(0.0, median(took)))
     if measured.starts:
         physics = replace(physics, spawn_s=median(measured.starts))
     for _ in range(ROUNDS):
