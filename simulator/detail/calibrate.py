@@ -77,10 +77,13 @@ def _without_outliers(
 def _recoveries(measured: Story, simulated: Story, physics: Physics) -> Physics:
     both = pairs(measured, simulated)
     lost = [pair for pair in both if not pair[0]["planned"]]
+    stores = [pair for pair in lost if measured.store_lost(pair[0])]
+    others = [pair for pair in lost if pair not in stores]
     planned = [pair for pair in both if pair[0]["planned"]]
     found = {
         "closed_s": _gap(lost, lambda r: r["detect_s"]),
-        "leave_s": _gap(lost, lambda r: r["halt_s"]),
+        "leave_s": _gap(others, lambda r: r["halt_s"]),
+        "store_s": _gap(stores, lambda r: r["halt_s"]),
         "stop_s": _gap(planned, lambda r: r["halt_s"] + r["pause_s"] - r["total_s"]),
         "install_s": _gap(both, lambda r: r["transfer_s"]),
         "group_s": _gap(both, lambda r: r["rebuild_s"]),

@@ -38,7 +38,7 @@ class Copies:
         self._fresh, self._entered, self._told, self.settled = 0, False, False, not self._rounds
         self._unacked = {GRADIENT: 0, STATE: 0}
         self._install = 0
-        """Bundles of what the epoch began with that have not arrived."""
+        """Bundles up to those of what the epoch began with that have not arrived."""
         self._published: dict[int, set[tuple[int, Ledger]]] = {}
         self._versions: dict[int, int] = {}
         self._finals: dict[int, tuple[int, Ledger]] = {}
@@ -52,12 +52,11 @@ class Copies:
         if self._entered:
             return
         self._entered = True
-        before = sum(self._unacked.values())
         if self._state.name != NONE:
             self._publish_states()
         if self._every and any(self._worker.parts.values()):
             self._publish_gradients()
-        self._install = sum(self._unacked.values()) - before
+        self._install = sum(self._unacked.values())
         self.tell()
 
     def tell(self) -> None:
@@ -153,10 +152,10 @@ class Copies:
             self._copy(GRADIENT, layer, worker.version, part)
             for layer, parts in worker.parts.items()
             for part in parts
-            if part
+            if part and (worker.version, part) not in self._published.get(layer, ())
         ]
-        for copy in copies:
-            self._published[copy.layer] = {(copy.step, copy.microbatches)}
+        for layer, parts in worker.parts.items():
+            self._published[layer] = {(worker.version, part) for part in parts}
         self._fresh = 0
         return self._publish(copies, GRADIENT)
 

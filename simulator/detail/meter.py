@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.core.figures import recovery_entry
 from elastic.core.job import JobPhase, Recovered
+from elastic.planning.plan import format_plan
 from simulator.account import Account, Use
 from simulator.detail.clock import BEGIN_S
 
@@ -91,7 +92,9 @@ class Meter:
 
     def noted(self, kind: str, data: dict[str, Any]) -> None:
         if kind != "step":  # steps are counted where they are made, told or not
-            self._log(kind, data)
+            plan = self._world.boss.state.plan
+            text = {"text": format_plan(plan)} if kind == "plan" and plan is not None else {}
+            self._log(kind, {**data, **text})
         if kind == "plan":
             self._go_back(data["step"])
             self._lose_microbatches()

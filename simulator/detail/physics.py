@@ -30,6 +30,9 @@ class Physics:
     """From a node's end to the moment at which those it was connected with see their connections closed."""
     leave_s: float = 0.05
     """A worker leaves all communication at once, and puts what it has into the vault."""
+    store_s: float = 0.1
+    """More, for workers that lost contact with the one that hosted the meeting's store: they ask there, in vain, whose
+    connection broke first."""
     stop_s: float = 0.05
     """The same after the last step of an epoch, for a planned change."""
     plan_s: float = 0.1

@@ -28,7 +28,7 @@ ACTED = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.JOIN)
 NEEDED = {
     "step": ("step", "seconds"),
     "halt": ("epoch", "cause"),
-    "plan": ("epoch",),
+    "plan": ("epoch", "text"),
     "joined": ("node",),
     "lost": ("node",),
     "drain": ("node", "deadline_s"),

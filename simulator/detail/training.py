@@ -47,6 +47,11 @@ class Run:
         return self.assignment.plan
 
     @property
+    def store(self) -> str:
+        """The node whose worker hosts the meeting's store."""
+        return self.plan.units()[0].node
+
+    @property
     def whole(self) -> bool:
         """Everybody of the plan is there and can be reached."""
         return set(self.plan.nodes()) == self.present.keys() and all(w.here for w in self.present.values())
@@ -141,6 +146,8 @@ class Training:
     def advance(self) -> None:
         """Go on with the list until there is something to wait for."""
         self._stuck = False
+        if self._worker.interrupted():
+            return
         while self._lists and not self.over:
             span, actions = self._lists[0]
             if self._at >= len(actions):
@@ -174,6 +181,7 @@ class Training:
         if not self._warm:
             self._warm = True
             seconds += self._world.clock.vary(self._world.physics.resume_s)
+        worker.busy_until = self._world.clock.now + seconds * worker.slowness
         worker.later(seconds * worker.slowness, lambda: self._computed_action(span, action, stage))
 
     def _times(self, stage: int) -> StageTimes:

@@ -35,7 +35,11 @@ class Worker:
         self.record: StepRecord | None = None
         self.training: Training | None = None
         self.activity, self.counter, self.microbatch = "idle", 0, 0
+        self.busy_until = 0.0
+        """When the action that it computes ends."""
+        self._pending: Callable[[], None] | None = None
         self._token = 0
+        self._asks_until = 0.0
         self.world.clock.about(seconds, self._attach)
 
     # ---- plumbing -------------------------------------------------------------------------------
@@ -55,6 +59,21 @@ class Worker:
         self.world.clock.after(
             seconds, lambda: action() if token == self._token and self.alive and not self.stopped else None
         )
+
+    def between_actions(self, action: Callable[[], None]) -> None:
+        """Do it when what is being computed is done; of several things, the first."""
+        if self.world.clock.now >= self.busy_until:
+            action()
+        elif self._pending is None:
+            self._pending = action
+
+    def interrupted(self) -> bool:
+        """An action is done: do what came up meanwhile, if anything did."""
+        if self._pending is None:
+            return False
+        action, self._pending = self._pending, None
+        action()
+        return True
 
     def say(self, message: Any) -> None:
         if self.alive and not self.stopped:
@@ -91,12 +110,14 @@ class Worker:
                 self.world.clock.about(seconds, other.lost_contact(run, self.agent.name))
 
     def lost_contact(self, run: Run, node: str) -> Callable[[], None]:
+        asking_s = self.world.physics.store_s if node == run.store else 0.0
+
         def act() -> None:
             if self.here and self.training is not None and self.training.run is run:
                 self.say(m.CommFailed(self.epoch, (node,), "link"))
-                self.leave()
+                self.leave(asking_s=asking_s)
 
-        return act
+        return lambda: self.between_actions(act)
 
     # ---- orders ---------------------------------------------------------------------------------
 
@@ -113,15 +134,16 @@ class Worker:
                 if self._awaits_halt:
                     self._halted_after(self.world.physics.leave_s)
                 elif not self.left and not message.boundary and message.epoch > self.epoch:
-                    self.leave()
+                    self.between_actions(self.leave)
             case m.Install() if message.epoch > self.left_epoch:
                 self._enter(message)
             case m.Stop():
                 self.alive = False
 
-    def leave(self, *, planned: bool = False) -> None:
-        """Leave all communication; report once a newer epoch is known."""
+    def leave(self, *, planned: bool = False, asking_s: float = 0.0) -> None:
+        """Leave all communication; report once a newer epoch is known, and no earlier than `asking_s` from now."""
         self._token += 1
+        self._pending, self._asks_until = None, self.world.clock.now + self.world.clock.vary(asking_s)
         if self.training is not None:
             self.training.over = self.training.copies.over = True
         self.left, self.left_epoch, self._awaits_halt, self.activity = True, self.epoch, True, "wait"
@@ -133,8 +155,9 @@ class Worker:
 
     def _halted_after(self, seconds: float) -> None:
         self._awaits_halt = False
-        token = self._token
-        self.world.clock.about(seconds, lambda: self._halted() if token == self._token else None)
+        token, clock = self._token, self.world.clock
+        wait_s = max(0.0, self._asks_until - clock.now)
+        clock.after(wait_s + clock.vary(seconds), lambda: self._halted() if token == self._token else None)
 
     def _halted(self) -> None:
         if not self.alive or self.stopped:
@@ -153,6 +176,7 @@ class Worker:
         self._token += 1
         self.epoch, self.left, self._awaits_halt = order.epoch, False, False
         self.training, self.activity = None, "install"
+        self._pending, self.busy_until = None, 0.0
         if self.newest.epoch > self.epoch and not self.newest.boundary:
             self.leave()
             return

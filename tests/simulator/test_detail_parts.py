@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.types import ACTIVATION, GRADIENT, PARITY, STATE, UPDATE, Copy, Lane
+from elastic.core.types import (
+    ACTIVATION,
+    GRADIENT,
+    PARITY,
+    STATE,
+    UPDATE,
+    Copy,
+    Lane,
+)
 from elastic.errors import FieldError
+from elastic.planning.plan import format_plan
 from simulator.detail import physics as files
 from simulator.detail.clock import BEGIN_S, Clock, Wire
 from simulator.detail.physics import Physics
@@ -126,6 +135,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         files.read(tmp_path / "none.json")
 
 
+PLAN = format_plan(Plan(1, 1, 1, 1, (Pipeline((Stage(Unit("x"), 0, 1),), (0,)),)))
 ENTRY = {
     "kind": "recovery",
     "cause": "x lost",
@@ -138,10 +148,10 @@ ENTRY = {
 
 def test_a_story_is_told_from_events() -> None:
     events = [
-        {"at": 1.0, "kind": "plan", "epoch": 1},
+        {"at": 1.0, "kind": "plan", "epoch": 1, "text": PLAN},
         *({"at": 2.0 + s, "kind": "step", "step": s, "seconds": 1.0} for s in range(5)),
         {"at": 7.0, "kind": "halt", "epoch": 2, "cause": "x lost"},
-        {"at": 7.5, "kind": "plan", "epoch": 2},
+        {"at": 7.5, "kind": "plan", "epoch": 2, "text": PLAN},
         {"at": 8.0, **ENTRY, "epoch": 2},
         {"at": 9.0, "kind": "joined", "node": "y"},
         {"at": 12.0, "kind": "decision", "reason": "y: idle; y pull state; z stay spare"},
@@ -151,6 +161,7 @@ def test_a_story_is_told_from_events() -> None:
     story = tell(events)
     assert story.steps_per_s == pytest.approx(5 / 11)
     assert story.planning_s(False) == [pytest.approx(0.3)] and story.planning_s(True) == []
+    assert story.stores == ("x",) and story.store_lost(story.recoveries[0])
     assert story.starts == (3.0,) and story.prefetches == (0.5,)
     assert [step for step, _ in story.undisturbed()] == [2, 3]
     assert [
@@ -159,7 +170,7 @@ def test_a_story_is_told_from_events() -> None:
 
 
 def test_recoveries_of_one_kind_are_paired_in_order() -> None:
-    plan = {"at": 1.0, "kind": "plan", "epoch": 1}
+    plan = {"at": 1.0, "kind": "plan", "epoch": 1, "text": PLAN}
     other = {**ENTRY, "nodes_after": 1}
     one = tell([plan, *({"at": 2.0, "epoch": 9, **e} for e in (ENTRY, other, ENTRY))])
     two = tell([plan, *({"at": 2.0, "epoch": 9, **e} for e in (ENTRY, ENTRY))])
