@@ -81,7 +81,7 @@ def _recoveries(measured: Story, simulated: Story, physics: Physics) -> Physics:
     others = [pair for pair in lost if pair not in stores]
     planned = [pair for pair in both if pair[0]["planned"]]
     found = {
-        "closed_s": _gap(lost, lambda r: r["detect_s"]),
+        "closed_s": _gap(others or lost, lambda r: r["detect_s"]),
         "leave_s": _gap(others, lambda r: r["halt_s"]),
         "store_s": _gap(stores, lambda r: r["halt_s"]),
         "stop_s": _gap(planned, lambda r: r["halt_s"] + r["pause_s"] - r["total_s"]),

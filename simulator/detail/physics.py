@@ -31,8 +31,8 @@ class Physics:
     leave_s: float = 0.05
     """A worker leaves all communication at once, and puts what it has into the vault."""
     store_s: float = 0.1
-    """More, for workers that lost contact with the one that hosted the meeting's store: they ask there, in vain, whose
-    connection broke first."""
+    """At most, until a worker that lost contact says so, where the one that hosted the meeting's store was lost: it
+    asks there, in vain, whose connection broke first. Any time up to this is as likely."""
     stop_s: float = 0.05
     """The same after the last step of an epoch, for a planned change."""
     plan_s: float = 0.1

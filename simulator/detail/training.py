@@ -199,21 +199,27 @@ class Training:
         return inside / total if total else 0.0
 
     def _computed_action(self, span: Span, action: Action, stage: int) -> None:
-        if self.over:
-            return
-        seconds = 0.0
         if action.kind.finishes:
-            if self.copies.full:  # the ring has no free slot
-                self._worker.activity = "wait"
-                self.copies.wait(lambda: self._computed_action(span, action, stage))
-                return
             layers = self._pipeline.stages[stage].layers
             self._worker.add(action.microbatch, [i for i in layers if span[0] <= i < span[1]], self._covered)
             self._finished[stage] = self._finished.get(stage, 0) + 1
             self._resume()
             if self._rounds is not None:
                 self._join_rounds()
-            seconds = self.copies.after_microbatch()
+            self._publish()
+        else:
+            self._at += 1
+            self.advance()
+
+    def _publish(self) -> None:
+        """A micro-batch is finished: its gradient is copied, once there is room for another copy."""
+        if self.over:
+            return
+        if self.copies.full:
+            self._worker.activity = "wait"
+            self.copies.wait(self._publish)
+            return
+        seconds = self.copies.after_microbatch()
         self._at += 1
         if seconds:
             self._worker.later(seconds, self.advance)

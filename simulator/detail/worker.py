@@ -39,7 +39,6 @@ class Worker:
         """When the action that it computes ends."""
         self._pending: Callable[[], None] | None = None
         self._token = 0
-        self._asks_until = 0.0
         self.world.clock.about(seconds, self._attach)
 
     # ---- plumbing -------------------------------------------------------------------------------
@@ -110,12 +109,23 @@ class Worker:
                 self.world.clock.about(seconds, other.lost_contact(run, self.agent.name))
 
     def lost_contact(self, run: Run, node: str) -> Callable[[], None]:
-        asking_s = self.world.physics.store_s if node == run.store else 0.0
+        store = self.world.agents[run.store].worker
+        asking_s = 0.0 if store is not None and store.alive else self.world.physics.store_s
+
+        def leave() -> None:
+            self.say(m.CommFailed(self.epoch, (node,), "link"))
+            self.leave()
 
         def act() -> None:
-            if self.here and self.training is not None and self.training.run is run:
-                self.say(m.CommFailed(self.epoch, (node,), "link"))
-                self.leave(asking_s=asking_s)
+            if not self.here or self.training is None or self.training.run is not run:
+                return
+            if not asking_s:
+                leave()
+                return
+            self._token += 1
+            seconds = self.world.clock.within(asking_s)
+            self.busy_until = self.world.clock.now + seconds
+            self.later(seconds, leave)
 
         return lambda: self.between_actions(act)
 
@@ -140,10 +150,10 @@ class Worker:
             case m.Stop():
                 self.alive = False
 
-    def leave(self, *, planned: bool = False, asking_s: float = 0.0) -> None:
-        """Leave all communication; report once a newer epoch is known, and no earlier than `asking_s` from now."""
+    def leave(self, *, planned: bool = False) -> None:
+        """Leave all communication; report once a newer epoch is known."""
         self._token += 1
-        self._pending, self._asks_until = None, self.world.clock.now + self.world.clock.vary(asking_s)
+        self._pending = None
         if self.training is not None:
             self.training.over = self.training.copies.over = True
         self.left, self.left_epoch, self._awaits_halt, self.activity = True, self.epoch, True, "wait"
@@ -155,9 +165,8 @@ class Worker:
 
     def _halted_after(self, seconds: float) -> None:
         self._awaits_halt = False
-        token, clock = self._token, self.world.clock
-        wait_s = max(0.0, self._asks_until - clock.now)
-        clock.after(wait_s + clock.vary(seconds), lambda: self._halted() if token == self._token else None)
+        token = self._token
+        self.world.clock.about(seconds, lambda: self._halted() if token == self._token else None)
 
     def _halted(self) -> None:
         if not self.alive or self.stopped:

@@ -17,6 +17,10 @@ from elastic.core.types import (
     UPDATE,
     Copy,
     Lane,
+    Pipeline,
+    Plan,
+    Stage,
+    Unit,
 )
 from elastic.errors import FieldError
 from elastic.planning.plan import format_plan
