@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.2
 """Between two looks at the worker."""
-RETRY_S = 0.1
+COPIES = "copies"
+"""The stream of what a node backs up."""
 RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
 
 
@@ -103,14 +104,13 @@ class Agent:
 
     def _prefetch(self, order: m.Prefetch) -> None:
         """Pull states into the own vault while training goes on."""
-        incarnation, seconds = self.info.incarnation, 0.0
-        copies = list[Copy]()
-        for layer, _, node in order.sources:
-            source = self.world.agents.get(node)
-            if source is not None and source.reachable:
-                mine = [c for c in source.vault.newest_state(layer) if c.owner == node]
-                copies += mine
-                seconds = max([seconds, *(source.wire.send(c.nbytes) for c in mine)])
+        incarnation, copies, left = self.info.incarnation, list[Copy](), 1
+
+        def pulled() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.world.clock.about(self.world.physics.prefetch_s, done)
 
         def done() -> None:
             if self.alive and self.info.incarnation == incarnation:
@@ -119,7 +119,15 @@ class Agent:
                         self.vault.add(copy)
                 self.apply(core.PrefetchDone(order.epoch))
 
-        self.world.clock.after(seconds + self.world.clock.vary(self.world.physics.prefetch_s), done)
+        for layer, _, node in order.sources:
+            source = self.world.agents.get(node)
+            if source is not None and source.reachable:
+                mine = [copy for copy in source.vault.newest_state(layer) if copy.owner == node]
+                copies += mine
+                left += len(mine)
+                for copy in mine:
+                    source.wire.send(f"{self.name}, in advance", copy.nbytes, pulled)
+        pulled()
 
     # ---- events ---------------------------------------------------------------------------------
 
@@ -202,7 +210,7 @@ class Agent:
     def _fence(self, epoch: int) -> None:
         if epoch > self.fence:
             self.fence = epoch
-            self.wire.clear()
+            self.wire.drop(COPIES)
 
     def report(self) -> None:
         report = core.report(self.state)
@@ -214,24 +222,23 @@ class Agent:
 
     def replicate(self, copies: list[Copy], peer: str, acked: Callable[[], None]) -> None:
         """Bring copies to the peer's vault, behind those before. If it refuses, there is no acknowledgement."""
-        epoch, told = copies[0].epoch, False
-        seconds = self.wire.send(sum(copy.nbytes for copy in copies))
+        epoch = copies[0].epoch
 
         def arrive() -> None:
-            nonlocal told
             if not self.alive or self.fence > epoch:
                 return
             target = self.world.agents.get(peer)
             if target is None or not target.alive:
-                if not told:
-                    told = True
-                    self.held(peer)
+                self.held(peer)
             elif target.fence <= epoch:
                 for copy in copies:
                     target.vault.add(copy)
                 acked()
 
-        self.world.clock.after(seconds + self.world.clock.vary(2 * self.world.physics.local_s), arrive)
+        def gone() -> None:
+            self.world.clock.about(2 * self.world.physics.local_s, arrive)
+
+        self.wire.send(COPIES, sum(copy.nbytes for copy in copies), gone)
 
     # ---- faults ---------------------------------------------------------------------------------
 

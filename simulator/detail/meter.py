@@ -65,8 +65,6 @@ class Meter:
         self.progress: list[tuple[int, int]] = []
         self.recoveries: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
-        self.fetched = 0
-        """Bytes that installations took from other nodes."""
         self._faults: list[float] = []
         self._last_recovery_s = 0.0
         self._useful, self._marks = 0, [0]

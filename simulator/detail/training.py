@@ -213,7 +213,7 @@ class Training:
 
     def _publish(self) -> None:
         """A micro-batch is finished: its gradient is copied, once there is room for another copy."""
-        if self.over:
+        if self.over or (self.copies.full and self._worker.interrupted()):
             return
         if self.copies.full:
             self._worker.activity = "wait"

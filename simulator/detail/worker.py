@@ -37,6 +37,8 @@ class Worker:
         self.activity, self.counter, self.microbatch = "idle", 0, 0
         self.busy_until = 0.0
         """When the action that it computes ends."""
+        self._sources: tuple[str, ...] = ()
+        """Nodes that it fetches from."""
         self._pending: Callable[[], None] | None = None
         self._token = 0
         self.world.clock.about(seconds, self._attach)
@@ -154,6 +156,8 @@ class Worker:
         """Leave all communication; report once a newer epoch is known."""
         self._token += 1
         self._pending = None
+        for node in self._sources:
+            self.world.agents[node].wire.drop(self.agent.name)
         if self.training is not None:
             self.training.over = self.training.copies.over = True
         self.left, self.left_epoch, self._awaits_halt, self.activity = True, self.epoch, True, "wait"
@@ -204,14 +208,12 @@ class Worker:
             c for run in assignment.partial for c in self._messages(run.inputs, run.gradients, layers)
         ]
         disk = sum(self.world.state_bytes(la) for la in layers if la in recipes and recipes[la].checkpoint)
-        seconds = self.world.clock.vary(self.world.physics.install_s)
+        rate = self.world.physics.disk_bytes_per_s
+        seconds = self.world.clock.vary(self.world.physics.install_s) + (disk / rate if rate > 0 else 0.0)
         sources = dict.fromkeys((*wanted, *messages))
         if not all(self._has(copy) for copy in sources):
             self.later(seconds, self._source_gone)
             return
-        seconds += self._fetch_s(list(sources))
-        rate = self.world.physics.disk_bytes_per_s
-        seconds += disk / rate if rate > 0 else 0.0
 
         def done() -> None:
             if not all(self._has(copy) for copy in sources):
@@ -227,7 +229,7 @@ class Worker:
             self.version, self._portions = assignment.step, portions
             self._meet(assignment)
 
-        self.later(seconds, done)
+        self._fetch(list(sources), lambda: self.later(seconds, done))
 
     def _messages(
         self, inputs: Sequence[Copy], gradients: Sequence[Copy], layers: list[int]
@@ -261,22 +263,32 @@ class Worker:
         agent = self.world.agents.get(copy.node)
         return agent is not None and copy in agent.vault and (agent is self.agent or agent.reachable)
 
-    def _fetch_s(self, copies: list[Copy]) -> float:
-        """Seconds until all are here: from every node over its own wire, from this one as fast as memory is copied."""
-        here = sum(c.nbytes for c in copies if c.node == self.agent.name)
-        rate = self.world.profile.copy_bytes_per_s
-        seconds = here / rate if rate > 0 else 0.0
+    def _fetch(self, copies: list[Copy], done: Callable[[], None]) -> None:
+        """From every node over its own wire, all at once; from this one as fast as memory is copied."""
+        elsewhere: dict[str, int] = {}
         for copy in copies:
             if copy.node != self.agent.name:
-                seconds = max(seconds, self.world.agents[copy.node].wire.send(copy.nbytes))
-                self.world.meter.fetched += copy.nbytes
-        return seconds
+                elsewhere[copy.node] = elsewhere.get(copy.node, 0) + copy.nbytes
+        here = sum(copy.nbytes for copy in copies if copy.node == self.agent.name)
+        rate, left, token = self.world.profile.copy_bytes_per_s, 1 + len(elsewhere), self._token
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if not left and token == self._token:
+                done()
+
+        self._sources = tuple(elsewhere)
+        for node, nbytes in elsewhere.items():
+            self.world.agents[node].wire.send(self.agent.name, nbytes, arrived)
+        self.later(here / rate if rate > 0 else 0.0, arrived)
 
     def _source_gone(self) -> None:
         self.say(m.CommFailed(self.epoch, (), "a source is gone"))
         self.leave()
 
     def _meet(self, assignment: Assignment) -> None:
+        self._sources = ()
         self._transferred = self.world.clock.now
         run = self.world.run_of(assignment)
         run.present[self.agent.name] = self

@@ -75,6 +75,26 @@ def test_a_lost_node_costs_its_phases_and_no_step() -> None:
     samples_once(outcome)
 
 
+def test_who_asks_a_lost_store_halts_later() -> None:
+    job, physics = replace(JOB, pipelines="1"), replace(EXACT, store_s=0.6)
+    host, other = (
+        simulate(steady(4, 120.0, lost(9.0, node)), profile(), job, physics).recoveries[0] for node in (0, 2)
+    )
+    assert host["cause"] == "node0 lost" and other["cause"] == "node2 lost"
+    assert host["halt_s"] > other["halt_s"] + 0.1
+    assert host["detect_s"] <= EXACT.closed_s + 0.15 + 0.06  # the coordinator's own grace, and a tick
+
+
+def test_halting_waits_for_the_action_that_is_computed() -> None:
+    job = replace(JOB, pipelines="1", steps=4)
+    halts = [
+        simulate(steady(4, 200.0, lost(at, 3)), profile(seconds=0.6), job, EXACT).recoveries[0]["halt_s"]
+        for at in (20.0, 20.3, 20.6, 20.9)
+    ]
+    action_s = 3 * 0.4  # three of eight layers backward, at most
+    assert EXACT.leave_s + 0.1 < max(halts) < EXACT.leave_s + action_s + 0.1
+
+
 def test_finished_microbatches_are_not_run_again_where_their_gradients_are_kept() -> None:
     again = {}
     for backup in ("stream+snapshot", "recompute+snapshot"):

@@ -50,14 +50,27 @@ def test_jitter_stays_in_its_bounds(seed: int, jitter: float, seconds: float) ->
     assert seconds * (1 - jitter) - 1e-9 <= varied <= seconds * (1 + jitter) + 1e-9
 
 
-def test_a_wire_sends_one_after_the_other() -> None:
-    clock = Clock(0, 0.0)
+def test_streams_share_a_wire_evenly_and_each_keeps_its_order() -> None:
+    clock, there = Clock(0, 0.0), list[tuple[str, int]]()
     wire = Wire(clock, 100.0, 0.5)
-    assert [wire.send(100), wire.send(200)] == [1.5, 3.5]
-    assert wire.busy_s == 3.0
-    wire.clear()
-    assert wire.busy_s == 0.0 and wire.send(100) == 1.5
-    assert Wire(clock, 0.0, 0.5).send(1e12) == 0.5
+    for name, stream, nbytes in (("a1", "a", 100), ("a2", "a", 100), ("b1", "b", 50)):
+        wire.send(stream, nbytes, lambda name=name: there.append((name, clock.ms)))  # type: ignore[misc]
+    assert wire.busy_s == 2.5
+    clock.run(10.0, lambda: False)
+    assert there == [("b1", 1500), ("a1", 2000), ("a2", 3000)] and wire.busy_s == 0.0
+
+
+def test_what_is_dropped_makes_room() -> None:
+    clock, there = Clock(0, 0.0), list[int]()
+    wire = Wire(clock, 100.0, 0.0)
+    wire.send("a", 100, lambda: there.append(clock.ms))
+    wire.send("b", 100, lambda: there.append(-1))
+    clock.after(1.0, lambda: wire.drop("b"))
+    clock.run(10.0, lambda: False)
+    assert there == [1500]
+    Wire(clock, 0.0, 0.5).send("a", 1e12, lambda: there.append(clock.ms))
+    clock.run(12.0, lambda: False)
+    assert there == [1500, 10500]
 
 
 def test_a_vault_keeps_two_steps_and_of_gradients_two_ledgers() -> None:
