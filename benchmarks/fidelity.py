@@ -1,6 +1,6 @@
 """The simulator's micro-batch level against the real engine, out of sample: throughput and each phase of recoveries.
 
-    python -m benchmarks.fidelity [--quick] [--repeat 1] [--keep DIR]
+    python -m benchmarks.fidelity [--quick] [--repeat 3] [--keep DIR]
 
 Two runs of `elastic run --emulate`, on local nodes: one process a worker, real messages, copies, planner and
 recoveries; workers wait a profile's times instead of computing, so that two cores do not distort it. From the first
@@ -160,7 +160,7 @@ def rows_of(reports: list[Report]) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="three nodes, a loss and a join; writes nothing")
-    parser.add_argument("--repeat", type=int, default=1, help="pairs of runs")
+    parser.add_argument("--repeat", type=int, default=3, help="pairs of runs")
     parser.add_argument(
         "--keep", type=Path, help="directory for the runs; those that are there are not made again"
     )
@@ -168,7 +168,7 @@ def main() -> int:
     case = QUICK if args.quick else FULL
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch)
-        reports = [once(case, folder / str(number)) for number in range(args.repeat)]
+        reports = [once(case, folder / str(number)) for number in range(1 if args.quick else args.repeat)]
     rows = rows_of(reports)
     if not args.quick:
         print(f"written to {save('fidelity', rows)}")
