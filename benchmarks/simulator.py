@@ -88,7 +88,13 @@ def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
         took = timed(lambda world=world, trace=trace: run_one(world, trace, "ours", 0))  # type: ignore[misc]
         events = max(1, len(trace.events) - nodes)
         rows.append(
-            Row(f"ours, {nodes} nodes, {events} events: an event", 1000 * took.cpu_s / events, "ms", None, "lower")
+            Row(
+                f"ours, {nodes} nodes, {events} events: an event",
+                1000 * took.cpu_s / events,
+                "ms",
+                None,
+                "lower",
+            )
         )
     return rows
 

@@ -13,11 +13,15 @@ from elastic.errors import FieldError
 from simulator import reproduce as tables
 from simulator import trace as traces
 from simulator.commands import policies, replay
+from simulator.detail.physics import Physics
+from simulator.detail.physics import read as read_physics
 from simulator.fetch import HOST, ORIGINALS, fetch
 from simulator.generate import Market, fitted, generate, shared_with_inference
 from simulator.importers import FORMATS
 from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored
 from simulator.statistics import Statistics, statistics
+from simulator.validate import as_json as report_json
+from simulator.validate import measure, told, validate
 
 
 @click.group()
@@ -163,6 +167,27 @@ def reproduce(what: str, data: Path | None, out: Path | None) -> None:
     click.echo(tables.describe(rows))
     if out is not None:
         stored(out, json.dumps({"rows": rows}, indent=2) + "\n")
+
+
+@main.command("validate")
+@click.argument("run_dir", type=FILE)
+@click.option("--physics", type=FILE, help="what a machine's messages, processes and links take [defaults]")
+@click.option("--calibrate", "out", type=FILE, help="measure that in this run, and write it there, instead")
+@click.option("--json", "as_json", type=FILE, help="write the figures there, too")
+@clear_errors
+def validate_(run_dir: Path, physics: Path | None, out: Path | None, as_json: Path | None) -> None:
+    """Compare an emulated run with its simulation: throughput, and each phase of its recoveries."""
+    if out is not None:
+        if physics is not None or as_json is not None:
+            raise FieldError(
+                "--calibrate", str(out), "give --physics and --json to another call: this one measures"
+            )
+        click.echo(f"{out}: {measure(run_dir, out)}")
+        return
+    report = validate(run_dir, read_physics(physics) if physics is not None else Physics())
+    click.echo(told(report))
+    if as_json is not None:
+        stored(as_json, json.dumps(report_json(report), indent=1) + "\n")
 
 
 def _told(found: Statistics) -> str:

@@ -152,7 +152,7 @@ def elastic_events(text: str, name: str) -> Trace:
         if row.get("kind") == "joined" and node not in there:
             there.add(node)
             events.append(Event(at - start, ADD, node, str(row.get("domain", ""))))
-        elif row.get("kind") in ("lost", "released") and node in there:
+        elif row.get("kind") in ("lost", "drained") and node in there:
             there.discard(node)
             events.append(Event(at - start, REMOVE, node))
     return _trace(events, end, f"imported from {name}", name)

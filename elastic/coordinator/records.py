@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.summary import plan_entry, recovery_entry, summarize
+from elastic.coordinator.summary import plan_entry, summarize
 from elastic.core import messages as m
+from elastic.core.figures import recovery_entry
 from elastic.core.job import JobState, Recovered
-from elastic.core.types import Plan
+from elastic.core.types import JobSpec, Plan
 from elastic.telemetry import EventLog, read_events
 
 TOLD = ("step", "reason", "todo", "partial")
@@ -75,6 +76,18 @@ class Records:
             }
         self._progress.append("progress", entry)
 
+    def job(self, spec: JobSpec) -> None:
+        """What is trained, once a worker has told it."""
+        entry = {
+            "steps": spec.n_steps,
+            "microbatches": spec.n_microbatches,
+            "tokens_per_microbatch": spec.tokens_per_microbatch,
+            "tp": spec.tp,
+            "tied": spec.tied,
+            "checkpoint_every": spec.checkpoint_every,
+        }
+        self.event("job", entry)
+
     def beat(self, state: JobState) -> None:
         """Progress between steps, as heartbeats tell it; at most once a micro-batch."""
         reports = [mb.report for mb in state.members.values()]
@@ -96,6 +109,8 @@ class Records:
 
     def end(self, code: int, reason: str, params_sha256: str) -> None:
         """The job is over: write the summary, then the exit record that the launcher waits for."""
+        for fired in sorted((self.run_dir / "faults").glob("*.fired"), key=lambda p: int(p.stem)):
+            self._events.append("fault", {"number": int(fired.stem)}, at=fired.stat().st_mtime)
         self.event("end", {"code": code, "reason": reason, "params_sha256": params_sha256})
         summary = summarize(read_events(self.run_dir / "events.jsonl"))
         _replace(self.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")

@@ -194,6 +194,8 @@ class Coordinator:
         """One transition: decide, save, act."""
         before = self._state
         self._state, actions, reason = transition(before, event, self._clock.now())
+        if before.spec is None and self._state.spec is not None:
+            self._records.job(self._state.spec)
         if not isinstance(event, (job.Beat, job.Tick)) or actions:
             self._save()
         if reason and (actions or self._state.phase is not before.phase):

@@ -14,8 +14,9 @@ from types import ModuleType
 
 import pytest
 
-from elastic.coordinator.summary import recovery_entry, summarize
+from elastic.coordinator.summary import summarize
 from elastic.core.faults import FaultKind, parse_fault
+from elastic.core.figures import recovery_entry
 from elastic.core.job import Change, Recovered
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -97,10 +97,12 @@ def test_our_own_events() -> None:
         {"kind": "joined", "at": 101.5, "node": "node1", "domain": ""},
         {"kind": "lost", "at": 110.0, "node": "node1", "why": "silent"},
         {"kind": "joined", "at": 120.0, "node": "node1"},
+        {"kind": "drained", "at": 125.0, "node": "node0"},
         {"kind": "step", "at": 130.0, "step": 3},
     ]
     trace = importers.elastic_events("\n".join(map(json.dumps, rows)) + "\n", "events.jsonl")
-    assert told(trace) == [(1, ADD, "node0"), (1.5, ADD, "node1"), (10, REMOVE, "node1"), (20, ADD, "node1")]
+    came = [(1, ADD, "node0"), (1.5, ADD, "node1"), (10, REMOVE, "node1"), (20, ADD, "node1")]
+    assert told(trace) == [*came, (25, REMOVE, "node0")]
     assert trace.events[0].zone == "a" and trace.end_s == 30
 
 

@@ -1,0 +1,179 @@
+"""The simulator's micro-batch level against the real engine, out of sample: throughput and each phase of recoveries.
+
+    python -m benchmarks.fidelity [--quick] [--repeat 3] [--keep DIR]
+
+Two runs of `elastic run --emulate`, on local nodes: one process a worker, real messages, copies, planner and
+recoveries; workers wait a profile's times instead of computing, so that two cores do not distort it. From the first
+run, with its own faults, come the constants of this machine (`elastic-sim validate --calibrate`). The second one has
+other faults (losses of other nodes at other moments, two losses close to each other, nodes that come in pairs) and is
+compared with its simulation (`elastic-sim validate --physics`). Nothing is fitted on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks.emulated import equal_layers, run, shaped
+from benchmarks.results import Row, save
+from simulator.validate import Figure, Report, measure, told, validate
+
+LINK, BYTES_PER_S = "80Mbit", 10e6
+COPY_BYTES_PER_S = 1e9
+TAKEN, ATTEMPTS = "is not usable", 3
+"""What a run says when another process was faster to take the coordinator's port, and how often that is borne."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job and the faults of both of its runs."""
+
+    nodes: int
+    layers: int
+    parameters: int
+    """Of a layer."""
+    layer_s: float
+    microbatches: int
+    steps: int
+    calibration: tuple[str, ...]
+    validation: tuple[str, ...]
+
+
+FULL = Case(
+    nodes=8,
+    layers=16,
+    parameters=1 << 16,
+    layer_s=0.03,
+    microbatches=16,
+    steps=68,
+    calibration=(
+        "kill node=3 step=5 microbatch=5",
+        "join step=6",
+        "kill node=5 step=16 microbatch=3",
+        "join step=17",
+        "drain node=2 step=27",
+        "join step=28",
+        "kill node=0 step=38 microbatch=9",
+        "join step=39",
+        "kill node=8 step=49 microbatch=12",
+        "join step=50",
+        "kill node=1 step=60 microbatch=7",
+    ),
+    validation=(
+        "kill node=2 step=4 microbatch=8",
+        "join step=5",
+        "drain node=4 step=15",
+        "join step=16",
+        "kill node=0 step=26 microbatch=2",
+        "join step=27",
+        "kill node=7 step=37 microbatch=13",
+        "kill node=8 step=40 microbatch=5",
+        "join step=41",
+        "join step=42",
+        "kill node=1 step=54 microbatch=6",
+        "kill node=9 step=58 microbatch=3",
+    ),
+)
+QUICK = Case(
+    nodes=3,
+    layers=6,
+    parameters=1 << 14,
+    layer_s=0.01,
+    microbatches=6,
+    steps=45,
+    calibration=("kill node=1 step=4 microbatch=3", "join step=5"),
+    validation=("kill node=2 step=3 microbatch=4", "join step=4"),
+)
+PHASES = (
+    *(f"losses: {phase}, median" for phase in ("detect", "decide", "transfer", "rebuild", "total")),
+    *(f"planned changes: {phase}, median" for phase in ("decide", "transfer", "rebuild", "total", "pause")),
+    *(f"all: {phase}, sum" for phase in ("detect", "decide", "transfer", "rebuild", "total")),
+)
+THROUGHPUT_TARGET, PHASE_TARGET = 5.0, 20.0
+
+
+def real(case: Case, faults: tuple[str, ...], folder: Path) -> Path:
+    """Make one run, unless it is there; its run directory. Raises RuntimeError if it fails."""
+    profile = equal_layers(case.layers, case.parameters, case.layer_s, BYTES_PER_S, COPY_BYTES_PER_S)
+    flags = ["--nnodes", str(case.nodes), "--backup", "stream:4+snapshot", "--compress", "off", *shaped(LINK)]
+    for fault in faults:
+        flags += ["--fault", fault]
+    for attempt in range(ATTEMPTS):
+        if (folder / str(attempt) / "run" / "summary.json").exists():
+            return folder / str(attempt) / "run"
+        try:
+            run(profile, flags, case.microbatches, case.steps, folder / str(attempt))
+        except RuntimeError as error:
+            if TAKEN not in str(error):
+                raise
+        else:
+            return folder / str(attempt) / "run"
+    raise RuntimeError(f"{folder}: the coordinator found no free port, {ATTEMPTS} times")
+
+
+def once(case: Case, folder: Path) -> Report:
+    physics = measure(real(case, case.calibration, folder / "calibration"), folder / "physics.json")
+    report = validate(real(case, case.validation, folder / "validation"), physics)
+    print(f"{physics}\n{told(report)}\n", flush=True)
+    return report
+
+
+def error(figure: Figure) -> float:
+    """Percent."""
+    return abs(figure.ratio - 1) * 100
+
+
+def rows_of(reports: list[Report]) -> list[Row]:
+    """Of every figure the medians over the pairs of runs, the error of these, and that of the worst pair."""
+
+    def errors(name: str, target: float) -> list[Row]:
+        found = [one.figure(name) for one in reports if any(f.name == name for f in one.figures)]
+        if not found:
+            return []
+        middle = replace(
+            found[0],
+            measured=median(one.measured for one in found),
+            predicted=median(one.predicted for one in found),
+        )
+        return [
+            Row(f"{name}: error", error(middle), "%", target, "lower"),
+            Row(f"{name}: error, worst pair of runs", max(map(error, found)), "%", None, "lower"),
+            Row(f"{name}: measured", middle.measured, middle.unit, None, "lower"),
+            Row(f"{name}: predicted", middle.predicted, middle.unit, None, "lower"),
+        ]
+
+    rows = errors("throughput", THROUGHPUT_TARGET)
+    for name in PHASES:
+        rows += errors(name, PHASE_TARGET)
+    counted = sum(len(one.recoveries) for one in reports)
+    left = sum(sum(one.unmatched) for one in reports)
+    rows.append(Row("pairs of runs", len(reports), "", None, "higher"))
+    rows.append(Row("recoveries compared", counted, "", None, "higher"))
+    rows.append(Row("recoveries that only one of both has", left, "", 0, "lower"))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="three nodes, a loss and a join; writes nothing")
+    parser.add_argument("--repeat", type=int, default=3, help="pairs of runs")
+    parser.add_argument(
+        "--keep", type=Path, help="directory for the runs; those that are there are not made again"
+    )
+    args = parser.parse_args()
+    case = QUICK if args.quick else FULL
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.keep or Path(scratch)
+        reports = [once(case, folder / str(number)) for number in range(1 if args.quick else args.repeat)]
+    rows = rows_of(reports)
+    if not args.quick:
+        print(f"written to {save('fidelity', rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

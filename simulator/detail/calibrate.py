@@ -1,0 +1,108 @@
+"""The physics of a machine, measured in one run, for the prediction of others.
+
+What events tell by themselves is taken as it is (planning, starting). For the rest the run is simulated, and each
+constant changed by the median difference between what was measured and what came out; twice, since they act on each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from simulator.detail.physics import Physics
+from simulator.detail.recorded import Recorded
+from simulator.detail.story import Story, pairs, tell
+from simulator.detail.world import simulate
+
+ROUNDS = 2
+PROBE_S = 0.002
+"""Added to every message between stages, to see what that does to a step."""
+Figure = Callable[[dict[str, Any]], float]
+
+
+def predicted(run: Recorded, physics: Physics, seed: int = 0) -> Story:
+    """What the simulator says of a run."""
+    outcome = simulate(run.trace, run.profile, run.job, run.physics(physics), seed, run.anchored)
+    return tell(outcome.events)
+
+
+def calibrate(run: Recorded) -> Physics:
+    """Measure `run`. What does not occur in it keeps its default."""
+    physics = Physics(hop_s=0.0, step_s=0.0, resume_s=0.0)
+    measured = run.story
+    if took := measured.planning_s(joins=False):
+        physics = replace(physics, plan_s=max(0.0, median(took)))
+    if took := measured.planning_s(joins=True):
+        physics = replace(physics, replan_s=max(0.0, median(took)))
+    if measured.starts:
+        physics = replace(physics, spawn_s=median(measured.starts))
+    for _ in range(ROUNDS):
+        physics = _steps(run, physics)
+        physics = _recoveries(measured, predicted(run, physics), physics)
+    return physics
+
+
+def _steps(run: Recorded, physics: Physics) -> Physics:
+    """What a step, and a message, take besides: least squares over undisturbed steps, neither below zero."""
+    from scipy.optimize import nnls
+
+    bare = replace(physics, hop_s=0.0, step_s=0.0)
+    base = dict(predicted(run, bare).undisturbed())
+    probed = dict(predicted(run, replace(bare, hop_s=PROBE_S)).undisturbed())
+    rows, gaps = list[tuple[float, float]](), list[float]()
+    for step, seconds in run.story.undisturbed():
+        if step in base and step in probed:
+            rows.append((1.0, max(0.0, probed[step] - base[step]) / PROBE_S))
+            gaps.append(seconds - base[step])
+    if not rows:
+        return physics
+    kept = _without_outliers(rows, gaps)
+    (step_s, hop_s), _ = nnls([row for row, _ in kept], [gap for _, gap in kept])
+    return replace(physics, step_s=float(step_s), hop_s=float(hop_s))
+
+
+def _without_outliers(
+    rows: Sequence[tuple[float, float]], gaps: Sequence[float]
+) -> list[tuple[tuple[float, float], float]]:
+    """Without those further from the median than three times the median distance."""
+    middle = median(gaps)
+    spread = median(abs(gap - middle) for gap in gaps)
+    found = zip(rows, gaps, strict=True)
+    return [(row, gap) for row, gap in found if abs(gap - middle) <= 3 * spread + 1e-9]
+
+
+def _recoveries(measured: Story, simulated: Story, physics: Physics) -> Physics:
+    both = pairs(measured, simulated)
+    lost = [pair for pair in both if not pair[0]["planned"]]
+    stores = [pair for pair in lost if measured.store_lost(pair[0])]
+    others = [pair for pair in lost if pair not in stores]
+    planned = [pair for pair in both if pair[0]["planned"]]
+    found = {
+        "closed_s": _gap(others or lost, lambda r: r["detect_s"]),
+        "leave_s": _gap(others, lambda r: r["halt_s"]),
+        "store_s": _gap(stores, lambda r: r["halt_s"]),
+        "stop_s": _gap(planned, lambda r: r["halt_s"] + r["pause_s"] - r["total_s"]),
+        "install_s": _gap(both, lambda r: r["transfer_s"]),
+        "group_s": _gap(both, lambda r: r["rebuild_s"]),
+        "resume_s": _gap(both, _rest),
+        "prefetch_s": _middle(measured.prefetches) - _middle(simulated.prefetches),
+    }
+    changed = {name: max(0.0, getattr(physics, name) + gap) for name, gap in found.items()}
+    return replace(physics, **changed)
+
+
+def _rest(recovery: dict[str, Any]) -> float:
+    """Of the total, what is in no phase."""
+    phases = ("detect_s", "decide_s", "transfer_s", "rebuild_s")
+    return float(recovery["total_s"]) - sum(float(recovery[phase]) for phase in phases)
+
+
+def _gap(both: Sequence[tuple[dict[str, Any], dict[str, Any]]], figure: Figure) -> float:
+    return median(figure(one) - figure(other) for one, other in both) if both else 0.0
+
+
+def _middle(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,50 @@
+"""The benchmark of fidelity: its rows, and (slow) both of its runs, as small as they go."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fidelity import FULL, QUICK, Case, once, rows_of
+from elastic.core.faults import FaultKind, parse_fault
+from simulator.validate import Figure, Report
+
+
+def report(measured: float, predicted: float) -> Report:
+    figures = (
+        Figure("throughput", "samples/s", measured, predicted),
+        Figure("losses: total, median", "s", 1.0, 1.1),
+    )
+    return Report(figures, (({}, {}),), (0, 1))
+
+
+def test_errors_are_those_of_the_medians_and_the_worst_is_told() -> None:
+    rows = {row.metric: row for row in rows_of([report(10.0, 10.2), report(8.0, 10.0), report(10.0, 9.9)])}
+    assert rows["throughput: error"].value == pytest.approx(0.0) and rows["throughput: error"].met == "met"
+    assert rows["throughput: error, worst pair of runs"].value == pytest.approx(25.0)
+    assert rows["losses: total, median: error"].value == pytest.approx(10.0)
+    assert rows["recoveries compared"].value == 3
+    assert rows["recoveries that only one of both has"].met == "missed"
+    assert "losses: detect, median: error" not in rows
+
+
+@pytest.mark.parametrize("case", [FULL, QUICK])
+def test_runs_have_faults_of_their_own_in_steps_that_come(case: Case) -> None:
+    both = [{parse_fault(text) for text in faults} for faults in (case.calibration, case.validation)]
+    for faults in both:
+        assert all(fault.step < case.steps for fault in faults)
+    kills = [{f for f in faults if f.kind is FaultKind.KILL} for faults in both]
+    assert not kills[0] & kills[1]
+    if case is FULL:
+        assert len(case.validation) >= 10
+        assert {fault.kind for fault in both[1]} == {FaultKind.KILL, FaultKind.DRAIN, FaultKind.JOIN}
+
+
+@pytest.mark.slow
+def test_a_small_pair_of_real_runs(tmp_path: Path) -> None:
+    found = once(QUICK, tmp_path)
+    assert found.recoveries and all(math.isfinite(f.measured) and f.predicted >= 0 for f in found.figures)
+    assert found.figure("throughput").predicted > 0
+    assert once(QUICK, tmp_path) == found  # runs that are there are not made again
