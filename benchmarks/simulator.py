@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulator [--quick]
 
-11 hours of 32 nodes with every policy (a trace like AWS p3's: 0.6 losses per node-hour), and a month of 1,000 nodes with
-ours (traces/month-1000.csv: 6.5 losses per 1,000 node-days, as Meta's RSC-1). Tables of plans are made first and
-remembered; both times are given: of the first run in a process, and of the next seed. Each is seconds of processor time
-and of the clock; they differ where the machine does other things, too.
+11 hours of 32 nodes with every policy (losses as on AWS p3: 0.6 per node-hour), and a month of 1,000 nodes with ours
+(traces/month-1000.csv: 7 losses per 1,000 node-days, about Meta's RSC-1). Tables of plans are remembered, so both times
+are given: of the first run in a process, and of the next seed. Each is seconds of processor time and of the clock,
+which differ where the machine does other things, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.results import Row, save
@@ -60,7 +61,7 @@ def every_policy(model: str, hours: float) -> list[Row]:
     rows = []
     for seed, when in ((0, "first"), (1, "next seed")):
         trace = scenario.trace_of(seed)
-        parts = {name: timed(lambda name=name: run_one(world, trace, name, seed)) for name in EVERY}  # type: ignore[misc]
+        parts = {name: timed(partial(run_one, world, trace, name, seed)) for name in EVERY}
         what = f"{hours:g} h x {NODES} nodes, {len(EVERY)} policies, {model}, {when}"
         rows.append(Row(what, sum(p.wall_s for p in parts.values()), "s", 2.0, "lower"))
         rows.append(Row(f"{what}: processor", sum(p.cpu_s for p in parts.values()), "s", None, "lower"))
@@ -71,7 +72,7 @@ def every_policy(model: str, hours: float) -> list[Row]:
 def month(days: float) -> list[Row]:
     scenario = Scenario(trace=str(ROOT / "traces/month-1000.csv"), last_s=days * DAY_S, model="gpt3-6.7b")
     world, trace = scenario.world(), scenario.trace_of(0)
-    took = timed(lambda: run_one(world, trace, "ours", 0))
+    took = timed(partial(run_one, world, trace, "ours", 0))
     what = f"{days:g} days x 1,000 nodes, {len(trace.events) - 1000} events, ours"
     return [
         Row(what, took.wall_s, "s", 60.0, "lower"),
@@ -85,7 +86,7 @@ def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
     for nodes in sizes:
         scenario = like_p3(nodes, hours * NODES / nodes, "gpt3-6.7b")
         world, trace = scenario.world(), scenario.trace_of(0)
-        took = timed(lambda world=world, trace=trace: run_one(world, trace, "ours", 0))  # type: ignore[misc]
+        took = timed(partial(run_one, world, trace, "ours", 0))
         events = max(1, len(trace.events) - nodes)
         rows.append(
             Row(

@@ -12,7 +12,7 @@ import click
 from elastic.errors import FieldError
 from simulator import reproduce as tables
 from simulator import trace as traces
-from simulator.commands import policies, replay
+from simulator.commands import advise, policies, replay
 from simulator.detail.physics import Physics
 from simulator.detail.physics import read as read_physics
 from simulator.fetch import HOST, ORIGINALS, fetch
@@ -208,7 +208,7 @@ def _write(found: traces.Trace, out: Path) -> None:
     click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h")
 
 
-for command in (replay, policies):
+for command in (replay, policies, advise):
     main.add_command(command)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from elastic.errors import FieldError
+from simulator import advise as advice
 from simulator import policies as known
 from simulator import show
 from simulator.generate import Market
@@ -111,3 +113,56 @@ def replay(trace: Path | None, wanted: tuple[str, ...], seeds: int, out: Path | 
 def policies() -> None:
     """What each policy does, and where its rules and constants come from."""
     click.echo(show.policies(known.abouts()))
+
+
+@click.command()
+@click.argument("trace", type=FILE, required=False)
+@click.option(
+    "--buy", default="32", show_default=True, help="nodes in all, spares included; several as 28,32,36"
+)
+@click.option(
+    "--mixes",
+    "steps",
+    type=click.IntRange(1, 100),
+    default=4,
+    show_default=True,
+    help="of spot and on-demand",
+)
+@click.option("--budget", type=float, default=math.inf, help="dollars an hour [none]")
+@click.option(
+    "--policy", "wanted", multiple=True, default=("ours",), show_default=True, help="ours:PAIR for a backup"
+)
+@click.option("--seeds", type=click.IntRange(1, 10_000), default=3, show_default=True, help="runs of each")
+@click.option("--json", "out", type=FILE, help="write the figures there")
+@scenario_options
+@clear_errors
+def advise(
+    trace: Path | None,
+    buy: str,
+    steps: int,
+    budget: float,
+    wanted: tuple[str, ...],
+    seeds: int,
+    out: Path | None,
+    **told: Any,
+) -> None:
+    """Which mix of spot and on-demand nodes to rent, and what to expect of it."""
+    if not budget > 0:
+        raise FieldError("--budget", budget, "dollars an hour, above 0")
+    scenario, names = scenario_of(trace, told), policies_of(wanted)
+    writable(out)
+    found = advice.offers(scenario, advice.mixes(_sizes(buy), steps), names, range(seeds), budget)
+    click.echo(show.advice(found, budget))
+    if out is not None:
+        told = {"trace": scenario.name(), "model": scenario.model, "offers": show.offers_json(found)}
+        stored(out, json.dumps(told, indent=2) + "\n")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < n <= 100_000 for n in found):
+        raise FieldError("--buy", text, "numbers of nodes from 1 up, as 32 or 28,32,36")
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simulator.account import Use
+from simulator.advise import Offer
 from simulator.policies.base import About
 from simulator.replay import Mean, Summary
 
@@ -86,3 +87,58 @@ def policies(found: Sequence[About]) -> str:
         mark = "" if about.ours or about.name in ("oracle", "ceiling") else " (a model of it)"
         lines += [f"{about.name}{mark}", f"    {about.what}", f"    {about.source}"]
     return "\n".join(lines)
+
+
+def advice(found: Sequence[Offer], budget: float) -> str:
+    """The best offer in words, and all in a table. `found`: best first."""
+    head = ["mix", "policy", "samples/s", "goodput", "$/h", "$/M samples", "$/M tokens", "idle %", ""]
+    rows = [
+        [
+            str(one.mix),
+            one.policy,
+            str(one.samples_per_s),
+            _three(one.goodput),
+            str(one.dollars_per_h),
+            str(one.per_million),
+            str(one.per_million_tokens),
+            f"{100 * one.idle:.1f}",
+            "" if one.within else "over the budget",
+        ]
+        for one in found
+    ]
+    best = found[0]
+    if not best.within:
+        least = min(found, key=lambda one: one.dollars_per_h.value)
+        said = f"Nothing fits {budget:g} dollars an hour: the cheapest, {least.mix}, takes {least.dollars_per_h}."
+    elif math.isinf(best.per_million.value):
+        said = "None of these mixes ever has enough nodes for the model."
+    else:
+        said = (
+            f"Rent {best.mix}, with {best.policy}: {best.samples_per_s} samples/s for {best.dollars_per_h} dollars an "
+            f"hour, {best.per_million_tokens} dollars a million tokens (± 95 % over seeds)."
+        )
+    return f"{said}\n\n{aligned([head, *rows])}"
+
+
+def offers_json(found: Sequence[Offer]) -> list[dict[str, Any]]:
+    """As `advice` has them."""
+    return [
+        {
+            "on_demand": one.mix.on_demand,
+            "spot": one.mix.spot,
+            "policy": one.policy,
+            "within_budget": one.within,
+            "idle": one.idle,
+            **{
+                name: {"value": finite(mean.value), "margin": finite(mean.margin)}
+                for name, mean in (
+                    ("samples_per_s", one.samples_per_s),
+                    ("goodput", one.goodput),
+                    ("dollars_per_h", one.dollars_per_h),
+                    ("per_million_samples", one.per_million),
+                    ("per_million_tokens", one.per_million_tokens),
+                )
+            },
+        }
+        for one in found
+    ]

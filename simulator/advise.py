@@ -1,0 +1,192 @@
+"""The buyer's question: for this model and budget, which nodes, spot or on demand, how many, and which backup?
+
+Every mix of so many on-demand nodes, which never go, and so many spot nodes, which come and go as in the trace, is
+replayed with every policy and seed. With a budget the mix is advised that makes most samples within it, without one
+the cheapest a sample, beside all others. Nodes beyond what the plan can use wait as spares: `idle` tells.
+
+A recorded trace knows its own nodes only: with more spot nodes than it has it is repeated under other names, shifted in
+time, so that losses do not coincide more than they did.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from elastic.errors import FieldError
+from simulator.clusters import NodeType
+from simulator.replay import Mean, Run, mean_of, run_one
+from simulator.scenario import Scenario
+from simulator.trace import ADD, REMOVE, Event, Trace, window
+from simulator.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What is rented."""
+
+    on_demand: int
+    spot: int
+    """Asked for; how many there are the trace says."""
+
+    def __str__(self) -> str:
+        return f"{self.on_demand} on demand + {self.spot} spot"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a mix with a backup scheme gives."""
+
+    mix: Mix
+    policy: str
+    samples_per_s: Mean
+    dollars_per_h: Mean
+    per_million: Mean
+    """Dollars a million samples; inf if none is made."""
+    per_million_tokens: Mean
+    goodput: Mean
+    """Samples over those of the best plan for all nodes of the mix, were they always there."""
+    idle: float
+    """Share of node time that nothing was done in: nodes that wait as spares, or do not fit."""
+    within: bool
+    """The budget."""
+
+
+def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
+    """Of so many nodes in all, from all spot to all on demand."""
+    found = [Mix(n, size - n) for size in sizes for i in range(steps + 1) for n in (round(size * i / steps),)]
+    return list(dict.fromkeys(found))
+
+
+def blended(trace: Trace, mix: Mix) -> Trace:
+    """On-demand nodes from start to end beside `mix.spot` nodes of the trace (its first ones, and again shifted)."""
+    fixed = [Event(0.0, ADD, f"on-demand-{i}", "on-demand") for i in range(mix.on_demand)]
+    most = _most(trace)
+    if not most and mix.spot:
+        raise FieldError("trace", trace.origin[:60], "it has no nodes; give another one")
+    events: list[Event] = []
+    wanted, copy = mix.spot, 0
+    while wanted > 0:
+        share = min(wanted, most)
+        events += _limited(_shifted(trace, copy), share)
+        wanted, copy = wanted - share, copy + 1
+    rows = sorted([*fixed, *events], key=lambda e: (e.seconds, e.kind == ADD))
+    return Trace(tuple(rows), trace.end_s, trace.origin)
+
+
+def _most(trace: Trace) -> int:
+    n = most = 0
+    for event in trace.events:
+        n += 1 if event.kind == ADD else -1
+        most = max(most, n)
+    return most
+
+
+def _shifted(trace: Trace, copy: int) -> Trace:
+    """The same market at another time: begins a golden part of the trace later, and goes round. Who is there at the
+    trace's end goes on in the place of one who was there at its start."""
+    shift = trace.end_s * ((copy * 0.618034) % 1.0)
+    if not shift:
+        return trace
+    late, early = window(trace, shift, trace.end_s), window(trace, 0.0, shift)
+    events = [replace(e, node=f"{e.node}.{copy}") for e in late.events]
+    left: dict[str, Event] = {}
+    for event in events:
+        if event.kind == ADD:
+            left[event.node] = event
+        else:
+            del left[event.node]
+    names: dict[str, str] = {}
+    for event in early.events:
+        if event.kind == ADD:
+            go_on = event.seconds == 0 and bool(left)
+            names[event.node] = left.pop(next(iter(left))).node if go_on else f"{event.node}.{copy}b"
+            if go_on:
+                continue
+        events.append(replace(event, seconds=event.seconds + late.end_s, node=names[event.node]))
+    gone = [Event(late.end_s, REMOVE, node, e.zone, e.type) for node, e in left.items()]
+    events.extend(gone)
+    return Trace(tuple(sorted(events, key=lambda e: (e.seconds, e.kind == ADD))), trace.end_s, trace.origin)
+
+
+def _limited(trace: Trace, most: int) -> list[Event]:
+    """No more than `most` nodes at a time: who comes when there are so many is not rented."""
+    here: set[str] = set()
+    found = []
+    for event in trace.events:
+        if event.kind == ADD and len(here) < most:
+            here.add(event.node)
+            found.append(event)
+        elif event.kind != ADD and event.node in here:
+            here.discard(event.node)
+            found.append(event)
+    return found
+
+
+def offers(
+    scenario: Scenario,
+    options: Sequence[Mix],
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    budget_per_h: float = math.inf,
+    progress: Callable[[str], None] | None = None,
+) -> list[Offer]:
+    """Every mix with every policy, the best first. Raises FieldError."""
+    world = scenario.world()
+    found = []
+    for mix in options:
+        traces = {seed: blended(scenario.trace_of(seed), mix) for seed in seeds}
+        for policy in policies:
+            runs = [run_one(world, traces[seed], policy, seed) for seed in seeds]
+            costs = [_cost(world.types[0], mix, traces[run.seed]) for run in runs]
+            found.append(_offer(world, mix, policy, runs, costs, traces[seeds[0]].end_s, budget_per_h))
+            if progress:
+                progress(f"{mix}, {policy}")
+    if math.isfinite(budget_per_h):
+        return sorted(found, key=lambda o: (not o.within, -o.samples_per_s.value, o.dollars_per_h.value))
+    return sorted(found, key=lambda o: (o.per_million.value, o.dollars_per_h.value))
+
+
+def _offer(
+    world: World,
+    mix: Mix,
+    policy: str,
+    runs: Sequence[Run],
+    costs: Sequence[float],
+    end_s: float,
+    budget_per_h: float,
+) -> Offer:
+    hours = end_s / 3600
+    per_million = [
+        1e6 * cost / run.samples if run.samples else math.inf for run, cost in zip(runs, costs, strict=True)
+    ]
+    tokens = world.profile.tokens_per_microbatch / world.training.microbatch
+    dollars = mean_of([cost / hours for cost in costs])
+    whole = sum(sum(run.time.values()) for run in runs) or 1.0
+    best = world.best(mix.on_demand + mix.spot)
+    full = world.samples / best.step_s if best else math.inf
+    return Offer(
+        mix=mix,
+        policy=policy,
+        samples_per_s=mean_of([run.samples_per_s for run in runs]),
+        dollars_per_h=dollars,
+        per_million=mean_of(per_million),
+        per_million_tokens=mean_of([value / tokens for value in per_million]),
+        goodput=mean_of([run.samples_per_s / full for run in runs]),
+        idle=sum(run.time["idle"] for run in runs) / whole,
+        within=dollars.value <= budget_per_h,
+    )
+
+
+def _cost(kind: NodeType, mix: Mix, trace: Trace) -> float:
+    """Dollars: on-demand nodes at their price, spot nodes at theirs while they are there."""
+    total, came = mix.on_demand * kind.on_demand * trace.end_s / 3600, dict[str, float]()
+    for event in trace.events:
+        if event.zone == "on-demand":
+            continue
+        if event.kind == ADD:
+            came[event.node] = event.seconds
+        else:
+            total += kind.spot * (event.seconds - came.pop(event.node)) / 3600
+    return total + sum(kind.spot * (trace.end_s - began) / 3600 for began in came.values())
