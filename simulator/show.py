@@ -52,7 +52,7 @@ def table(found: Sequence[Summary]) -> str:
         [
             one.policy,
             str(one.samples_per_s),
-            _three(one.goodput),
+            three(one.goodput),
             f"{one.cost.value:.0f}",
             f"{one.cost_per_million.value:.4g}",
             *(f"{100 * one.time[use]:.1f}" for use in USES),
@@ -62,7 +62,7 @@ def table(found: Sequence[Summary]) -> str:
     return aligned([head, *rows])
 
 
-def _three(mean: Mean) -> str:
+def three(mean: Mean) -> str:
     return f"{mean.value:.3f}" + (f" ± {mean.margin:.3f}" if mean.margin else "")
 
 
