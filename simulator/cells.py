@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import traceback
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,6 +55,23 @@ class Cell:
         """Simulate it. Raises FieldError."""
         world = self.scenario.world()
         return result_of(run_one(world, self.scenario.trace_of(self.seed), self.policy, self.seed))
+
+
+def attempt(cell: Cell) -> Result | str:
+    """The result, or why there is none: for processes, which not every error survives the way back from."""
+    try:
+        return cell.run()
+    except ElasticError as error:
+        return str(error)
+    except Exception:  # noqa: BLE001 - raised again by who asked
+        return traceback.format_exc()
+
+
+def result_or_raise(cell: Cell, found: Result | str) -> Result:
+    """What `attempt` returned. Raises CellFailed."""
+    if isinstance(found, str):
+        raise CellFailed(f"{cell}: {found}")
+    return found
 
 
 class Backend(Protocol):

@@ -41,7 +41,9 @@ class Several(click.ParamType):  # type: ignore[type-arg]
     def __init__(self, of: click.ParamType) -> None:  # type: ignore[type-arg]
         self._of, self.name = of, f"{of.name},..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
         words = [word.strip() for word in str(value).split(",")]

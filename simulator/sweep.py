@@ -87,7 +87,9 @@ def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, Cell]) -> dict
             remedy = "it holds no cell; remove the line, or name another folder"
             raise FieldError(str(path), f"line {number}", remedy) from None
         if key not in cells:
-            remedy = "it holds a cell that this sweep has not: name another folder, or the options that made it"
+            remedy = (
+                "it holds a cell that this sweep has not: name another folder, or the options that made it"
+            )
             raise FieldError(str(path), _named(cell), remedy)
         done.setdefault(key, result)
     return done
@@ -158,9 +160,7 @@ def dumps(cells: Sequence[Cell], done: Mapping[str, Result], rows: Sequence[Row]
             key=lambda line: json.dumps(line["cell"], sort_keys=True),
         ),
         "scenarios": [
-            show.as_json(
-                row.scenario.name(), row.scenario.model, row.found, scenario=defined(row.scenario)
-            )
+            show.as_json(row.scenario.name(), row.scenario.model, row.found, scenario=defined(row.scenario))
             for row in rows
         ],
     }

@@ -101,7 +101,9 @@ def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
             raise FieldError("--address", address, "it goes with --ray")
         return partial(local, workers=workers or os.cpu_count() or 1)
     if workers is not None:
-        raise FieldError("--workers", workers, "it goes without --ray, which has as many as the cluster has CPUs")
+        raise FieldError(
+            "--workers", workers, "it goes without --ray, which has as many as the cluster has CPUs"
+        )
     from simulator.sweep_ray import on_ray
 
     return on_ray(address)

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing.connection import wait as readable
 
-from simulator.cells import MOST_DEATHS, Cell, CellFailed, Result
+from simulator.cells import MOST_DEATHS, Cell, CellFailed, Result, attempt, result_or_raise
 
 
 def local(cells: Sequence[Cell], workers: int) -> Generator[tuple[Cell, Result]]:
@@ -25,7 +25,7 @@ def local(cells: Sequence[Cell], workers: int) -> Generator[tuple[Cell, Result]]
         pool = ProcessPoolExecutor(
             workers, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare
         )
-        running: dict[Future[Result], Cell] = {}
+        running: dict[Future[Result | str], Cell] = {}
         try:
             yield from _drained(pool, workers, waiting, running, deaths)
         except BrokenProcessPool:
@@ -45,7 +45,7 @@ def _drained(
     pool: ProcessPoolExecutor,
     workers: int,
     waiting: deque[Cell],
-    running: dict[Future[Result], Cell],
+    running: dict[Future[Result | str], Cell],
     deaths: Counter[Cell],
 ) -> Iterator[tuple[Cell, Result]]:
     """No more cells are handed over than there are processes. Raises BrokenProcessPool, with all cells that may have
@@ -55,21 +55,13 @@ def _drained(
             if running and (deaths[waiting[0]] or any(deaths[cell] for cell in running.values())):
                 break
             cell = waiting[0]
-            running[pool.submit(run_cell, cell)] = cell
+            running[pool.submit(attempt, cell)] = cell
             waiting.popleft()
         done = wait(running, return_when=FIRST_COMPLETED).done
         for future in sorted(done, key=lambda one: isinstance(one.exception(), BrokenProcessPool)):
-            try:
-                result = future.result()
-            except BrokenProcessPool:
-                raise
-            except Exception as error:
-                raise CellFailed(f"{running[future]}: {error}") from error
-            yield running.pop(future), result
-
-
-def run_cell(cell: Cell) -> Result:
-    return cell.run()
+            found = future.result()
+            cell = running.pop(future)
+            yield cell, result_or_raise(cell, found)
 
 
 def _prepare() -> None:
