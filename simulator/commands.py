@@ -106,17 +106,29 @@ def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
     "--seeds", type=click.IntRange(1, 10_000), default=1, show_default=True, help="runs of each policy"
 )
 @click.option("--json", "out", type=FILE, help="write the figures there")
+@click.option("--html", type=FILE, help="write a page with tables, charts and decisions there")
 @scenario_options()
 @clear_errors
-def replay(trace: Path | None, wanted: tuple[str, ...], seeds: int, out: Path | None, **told: Any) -> None:
+def replay(
+    trace: Path | None,
+    wanted: tuple[str, ...],
+    seeds: int,
+    out: Path | None,
+    html: Path | None,
+    **told: Any,
+) -> None:
     """What each policy delivers and costs on a trace, or at a failure rate."""
     scenario, names = scenario_of(trace, told), policies_of(wanted)
-    writable(out)
-    found = run(scenario.world(), scenario.trace_of, names, range(seeds))
+    writable(out, html)
+    found = run(scenario.world(), scenario.trace_of, names, range(seeds), keep=html is not None)
     click.echo(show.table(found))
     if out is not None:
         told = show.as_json(scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps()))
         stored(out, json.dumps(told, indent=2) + "\n")
+    if html is not None:
+        from simulator.report import report  # its templates need a library that others need not load
+
+        stored(html, report(scenario, found, names, seeds))
 
 
 @click.command()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from elastic.errors import EXIT_INTERRUPTED, FieldError
 from simulator import sweep as sweeps
 from simulator.cells import Backend, Cell, cells_of, checked
 from simulator.commands import policies_of, scenario_of, scenario_options
-from simulator.options import FILE, SECONDS, Several, clear_errors
+from simulator.options import FILE, SECONDS, Several, clear_errors, stored, writable
 from simulator.scenario import Scenario
 from simulator.sweep_local import local
+from simulator.words import options
 
 
 @click.command()
@@ -36,6 +39,7 @@ from simulator.sweep_local import local
 @click.option("--workers", type=click.IntRange(1, 1024), help="processes [one a core]")
 @click.option("--ray", is_flag=True, help="on a Ray cluster, in place of processes of this machine")
 @click.option("--address", help="with --ray: of the cluster [RAY_ADDRESS, or one that is started here]")
+@click.option("--html", type=FILE, help="write a page with charts and tables there")
 @scenario_options(but=("model", "mtbf"))
 @clear_errors
 def sweep(
@@ -48,11 +52,14 @@ def sweep(
     workers: int | None,
     ray: bool,
     address: str | None,
+    html: Path | None,
     **told: Any,
 ) -> None:
     """Traces and failure rates x models x policies x seeds, into the folder OUT. The same command goes on where one
     was interrupted."""
-    cells = cells_of(scenarios_of(traces, rates, models, told), policies_of(wanted), seeds)
+    scenarios, policies = scenarios_of(traces, rates, models, told), policies_of(wanted)
+    cells = cells_of(scenarios, policies, seeds)
+    writable(html)
     backend = _backend(workers, ray, address)
     checked(cells)
     with tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty()) as bar:
@@ -72,6 +79,12 @@ def sweep(
             bar.close()
             click.echo("elastic-sim: interrupted; the same command goes on from here", err=True)
             sys.exit(EXIT_INTERRUPTED)
+    if html is not None:
+        from simulator.sweep_report import (
+            sweep_report,  # its templates need a library that others need not load
+        )
+
+        stored(html, sweep_report(rows, seeds, command_line(scenarios, policies, seeds)))
     click.echo("goodput: samples over those of the oracle, with 95 % intervals over seeds")
     click.echo(sweeps.table(rows))
     click.echo(f"{out / sweeps.WHOLE}: {len(cells)} cells")
@@ -94,6 +107,18 @@ def scenarios_of(
     ]
 
 
+def command_line(scenarios: Sequence[Scenario], policies: Sequence[str], seeds: int) -> str:
+    """The same sweep again."""
+    traces = dict.fromkeys(one.trace for one in scenarios if one.trace)
+    rates = dict.fromkeys(f"{one.market.mtbf_s:g}s" for one in scenarios if one.market is not None)
+    words = ["elastic-sim", "sweep", "OUT", *(word for trace in traces for word in ("--trace", trace))]
+    words += ["--mtbf", ",".join(rates)] if rates else []
+    words += ["--model", ",".join(dict.fromkeys(one.model for one in scenarios))]
+    words += ["--policy", ",".join(policies), "--seeds", f"{seeds}"]
+    made_up = next((one for one in scenarios if one.market is not None), scenarios[0])
+    return shlex.join([*words, *options(made_up)])
+
+
 def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
     """Raises FieldError."""
     if not ray:
@@ -104,6 +129,9 @@ def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
         raise FieldError(
             "--workers", workers, "it goes without --ray, which has as many as the cluster has CPUs"
         )
-    from simulator.sweep_ray import on_ray
-
-    return on_ray(address)
+    try:
+        from simulator.sweep_ray import LOCAL, on_ray
+    except ImportError as error:
+        remedy = f"ray is not installed ({error}); pip install 'elastic-runtime[ray]'"
+        raise FieldError("--ray", True, remedy) from error
+    return on_ray(address or os.environ.get("RAY_ADDRESS") or LOCAL)
