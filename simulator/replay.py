@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
 
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from simulator.account import Use
 from simulator.engine import Outcome, Simulation
@@ -38,7 +38,7 @@ def mean_of(values: Sequence[float]) -> Mean:
     n = len(values)
     if n < 2 or not all(map(math.isfinite, values)):
         return Mean(mean(values))
-    return Mean(mean(values), float(student.ppf(0.975, n - 1)) * stdev(values) / math.sqrt(n))
+    return Mean(mean(values), float(stdtrit(n - 1, 0.975)) * stdev(values) / math.sqrt(n))
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def files_of(cells: Sequence[Cell]) -> Files:
 
 
 def placed(scenario: Scenario, files: Files) -> Scenario:
-    """The scenario with its files where this machine has them: named by their contents, so that they are never stale."""
+    """The scenario with its files where this machine has them, named by their contents: never stale."""
     copies = {}
     for name, path in scenario.files().items():
         folder = Path(tempfile.gettempdir(), f"elastic-sim-{os.getuid()}")

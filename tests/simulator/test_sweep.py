@@ -100,10 +100,10 @@ def test_processes_give_the_same_and_one_that_dies_is_replaced(tmp_path: Path, w
 def test_a_cell_that_always_takes_its_process_down_is_named(tmp_path: Path) -> None:
     mark = tmp_path / "died"
     bad = Deadly(scenario(300.0), "varuna", 7, str(mark), 99)
-    cells = [CELLS[0], bad, *CELLS[1:]]
+    cells = [CELLS[0], bad]
     with pytest.raises(CellFailed, match="varuna, gpt2, mtbf 300 s, seed 7: 3 processes died"):
         sweep.run(tmp_path, cells, partial(local, workers=2))
-    assert MOST_DEATHS <= len(mark.read_text()) <= MOST_DEATHS
+    assert len(mark.read_text()) == MOST_DEATHS
     with sweep.opened(tmp_path, cells) as log:  # what was done is kept
         assert CELLS[0].key in log.done and bad.key not in log.done
 
