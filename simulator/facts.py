@@ -48,7 +48,7 @@ def field_docs(kind: type) -> dict[str, str]:
 def constants(physics: Physics) -> list[Fact]:
     """Every constant of the simulated world."""
     docs, usual = field_docs(Physics), Physics()
-    return [
+    found = [
         Fact(
             field.name,
             f"{getattr(physics, field.name):g}",
@@ -57,6 +57,8 @@ def constants(physics: Physics) -> list[Fact]:
         )
         for field in fields(Physics)
     ]
+    rule = " ".join(str(inspect.getdoc(Physics.restart_s)).split())
+    return [*found, Fact("restart_s", f"{physics.restart_s(32):g} at 32", rule)]
 
 
 def title(scenario: Scenario, world: World) -> str:
@@ -117,9 +119,10 @@ def market(scenario: Scenario) -> list[Fact]:
     else:
         m = scenario.market
         sizes = [f"{n} (weight {weight:g})" for n, weight in m.bulk]
-        bulk = f"{m.bulk[0][0]}" if len(sizes) == 1 else " or ".join(sizes)
+        one = "1 node" if m.bulk[0][0] == 1 else f"{m.bulk[0][0]} nodes"
+        bulk = one if len(sizes) == 1 else " or ".join(sizes) + " nodes"
         value = (
-            f"{m.nodes} nodes wanted; every {duration(m.mtbf_s)} on average a loss of {bulk} at once; replaced "
+            f"{m.nodes} nodes wanted; every {duration(m.mtbf_s)} on average a loss of {bulk}; replaced "
             + (f"after {duration(m.repair_s)} on average" if m.repair_s else "never")
         )
         found.append(Fact("failures", f"{value}; {duration(scenario.duration_s)}", "made up, not recorded"))

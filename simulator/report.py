@@ -31,7 +31,7 @@ from simulator.trace import ADD, Trace
 from simulator.words import command_line
 
 WIDTH, LEFT, RIGHT = 1120.0, 150.0, 20.0
-NODES_HIGH, ROW_HIGH, GAP, FOOT = 84.0, 62.0, 22.0, 26.0
+NODES_HIGH, ROW_HIGH, GAP, FOOT = 84.0, 62.0, 22.0, 32.0
 """Of the chart over time, in pixels."""
 DECISIONS = 300
 """Of a policy, at most."""
