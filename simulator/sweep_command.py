@@ -67,7 +67,7 @@ def sweep(
         def began(done: int) -> None:
             bar.update(done)
             if done:
-                click.echo(f"{done} of {len(cells)} cells were done before", err=True)
+                bar.write(f"{done} of {len(cells)} cells were done before", file=sys.stderr)
 
         def progress(cell: Cell) -> None:
             bar.set_postfix_str(str(cell), refresh=False)

@@ -60,14 +60,15 @@ class Cell:
 
 
 def sweep_report(rows: Sequence[Row], seeds: int, command: str) -> str:
+    """The page."""
     names = list(dict.fromkeys(one.policy for row in rows for one in row.found if one.policy != ORACLE))
     colours = {name: i for i, name in enumerate(names)}
-    worlds = {row.scenario.model: row.scenario for row in rows}
+    models = {row.scenario.model for row in rows}
     kinds = ", ".join(rows[0].scenario.nodes_of)
     return page(
         "sweep.html",
         {
-            "title": f"{counted(len(worlds), 'model')}, {counted(len(rows), 'scenario')}, "
+            "title": f"{counted(len(models), 'model')}, {counted(len(rows), 'scenario')}, "
             f"{counted(len(names), 'policy', 'policies')} on {kinds} nodes",
             "headline": headline(rows),
             "names": [(name, colours[name], facts.about(name).ours) for name in names],
@@ -185,7 +186,7 @@ def samples(row: Row) -> str:
 
 def cells(row: Row, names: Sequence[str]) -> list[Cell]:
     found = [row.of(name) for name in names]
-    best = max(one.goodput.value for one in found)
+    best = max((one.goodput.value for one in found), default=0.0)
     return [
         Cell(
             text=_percent(one.goodput),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from elastic.errors import FieldError
+from elastic.planning.profile import format_profile
 from simulator import facts, sweep
 from simulator.account import Use
 from simulator.cells import cells_of
@@ -170,6 +173,43 @@ def test_one_seed_one_policy(tmp_path: Path) -> None:
     page = report(scenario, runs, ("varuna",), 1)
     parsed(page)
     assert "none made" in page and "One seed: no intervals" in page and "Pipelines of our policy" not in page
+
+
+def test_a_measured_profile(tmp_path: Path) -> None:
+    """As `elastic profile` writes it: no list price, no published sizes."""
+    profile = tmp_path / "own & measured.json"
+    profile.write_text(format_profile(replace(SCENARIO.world().profile, tp=1)))
+    scenario = replace(SCENARIO, model=str(profile), microbatches=8, duration_s=900.0)
+    page = report(
+        scenario, replay(scenario.world(), scenario.trace_of, ("varuna",), keep=True), ("varuna",), 1
+    )
+    parsed(page)
+    assert "a measured profile on 4 profile nodes" in page and "own &amp; measured.json" in page
+    assert str(tmp_path) not in page.replace(f"--model {quoted(profile)}", "")
+
+
+def quoted(path: Path) -> str:
+    return html.escape(shlex.quote(str(path)), quote=True).replace("&#x27;", "&#39;")
+
+
+def test_the_oracle_alone(tmp_path: Path) -> None:
+    words = (
+        "--mtbf",
+        "10m",
+        "--nodes",
+        "4",
+        "--duration",
+        "20m",
+        "--model",
+        "bert-large",
+        "--policy",
+        "oracle",
+    )
+    for command in (("replay",), ("sweep", str(tmp_path / "out"), "--workers", "1", "--seeds", "1")):
+        page = tmp_path / f"{command[0]}.html"
+        done = CliRunner().invoke(main, [*command, *words, "--html", str(page)])
+        assert done.exit_code == 0, done.output
+        parsed(page.read_text())
 
 
 def test_templates_are_part_of_the_package() -> None:
