@@ -20,6 +20,7 @@ from simulator.generate import Market, fitted, generate, shared_with_inference
 from simulator.importers import FORMATS
 from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored
 from simulator.statistics import Statistics, statistics
+from simulator.sweep_command import sweep
 from simulator.validate import as_json as report_json
 from simulator.validate import measure, told, validate
 
@@ -208,7 +209,7 @@ def _write(found: traces.Trace, out: Path) -> None:
     click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h")
 
 
-for command in (replay, policies, advise):
+for command in (replay, policies, sweep, advise):
     main.add_command(command)
 
 

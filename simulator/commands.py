@@ -19,40 +19,53 @@ from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored, wri
 from simulator.replay import replay as run
 from simulator.scenario import Scenario
 
+Command = Callable[..., None]
 DEFAULT = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
 
-_OPTIONS = (
-    click.option("--model", default="gpt3-6.7b", show_default=True, help="a name, or the file of a profile"),
-    click.option("--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"),
-    click.option("--nodes-of", default="a40", show_default=True, help="node types, comma-separated"),
-    click.option("--mtbf", type=SECONDS, help="no trace: the cluster loses nodes so often"),
-    click.option("--nodes", type=int, default=32, show_default=True, help="with --mtbf: wanted at any time"),
-    click.option("--duration", type=SECONDS, default=43200.0, help="with --mtbf [12h]"),
-    click.option(
+_OPTIONS = {
+    "model": click.option(
+        "--model", default="gpt3-6.7b", show_default=True, help="a name, or the file of a profile"
+    ),
+    "microbatches": click.option(
+        "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
+    ),
+    "nodes_of": click.option(
+        "--nodes-of", default="a40", show_default=True, help="node types, comma-separated"
+    ),
+    "mtbf": click.option("--mtbf", type=SECONDS, help="no trace: the cluster loses nodes so often"),
+    "nodes": click.option(
+        "--nodes", type=int, default=32, show_default=True, help="with --mtbf: wanted at any time"
+    ),
+    "duration": click.option("--duration", type=SECONDS, default=43200.0, help="with --mtbf [12h]"),
+    "repair": click.option(
         "--repair", type=SECONDS, default=1200.0, help="with --mtbf: until a node is replaced [20m]"
     ),
-    click.option(
+    "bulk": click.option(
         "--bulk", default="1", show_default=True, help="with --mtbf: nodes lost at once, as 1:3,4:1"
     ),
-    click.option("--notice", type=SECONDS, help="every loss is announced so long before"),
-    click.option("--from", "first", type=SECONDS, default=0.0, help="of a trace: begin here"),
-    click.option("--to", "last", type=SECONDS, default=0.0, help="of a trace: end here"),
-    click.option("--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator.md"),
-)
+    "notice": click.option("--notice", type=SECONDS, help="every loss is announced so long before"),
+    "first": click.option("--from", "first", type=SECONDS, default=0.0, help="of a trace: begin here"),
+    "last": click.option("--to", "last", type=SECONDS, default=0.0, help="of a trace: end here"),
+    "physics": click.option(
+        "--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator.md"
+    ),
+}
 
 
-def scenario_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What is simulated."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Command], Command]:
+    """What is simulated. `but`: without these."""
+
+    def with_options(command: Command) -> Command:
+        for name, option in reversed(_OPTIONS.items()):
+            command = command if name in but else option(command)
+        return command
+
+    return with_options
 
 
 def scenario_of(trace: Path | None, told: dict[str, Any]) -> Scenario:
     """From the options above, which are taken out of `told`. Raises FieldError."""
-    values = {name: told.pop(name) for name in
-              ("model", "microbatches", "nodes_of", "mtbf", "nodes", "duration", "repair", "bulk", "notice", "first",
-               "last", "physics")}  # fmt: skip
+    values = {name: told.pop(name) for name in _OPTIONS}
     if (trace is None) == (values["mtbf"] is None):
         given = "both" if trace is not None else "neither"
         raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
@@ -95,17 +108,29 @@ def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
     "--seeds", type=click.IntRange(1, 10_000), default=1, show_default=True, help="runs of each policy"
 )
 @click.option("--json", "out", type=FILE, help="write the figures there")
-@scenario_options
+@click.option("--html", type=FILE, help="write a page with tables, charts and decisions there")
+@scenario_options()
 @clear_errors
-def replay(trace: Path | None, wanted: tuple[str, ...], seeds: int, out: Path | None, **told: Any) -> None:
+def replay(
+    trace: Path | None,
+    wanted: tuple[str, ...],
+    seeds: int,
+    out: Path | None,
+    html: Path | None,
+    **told: Any,
+) -> None:
     """What each policy delivers and costs on a trace, or at a failure rate."""
     scenario, names = scenario_of(trace, told), policies_of(wanted)
-    writable(out)
-    found = run(scenario.world(), scenario.trace_of, names, range(seeds))
+    writable(out, html)
+    found = run(scenario.world(), scenario.trace_of, names, range(seeds), keep=html is not None)
     click.echo(show.table(found))
     if out is not None:
         told = show.as_json(scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps()))
         stored(out, json.dumps(told, indent=2) + "\n")
+    if html is not None:
+        from simulator.report import report  # its templates need a library that others need not load
+
+        stored(html, report(scenario, found, names, seeds))
 
 
 @click.command()
@@ -134,7 +159,7 @@ def policies() -> None:
 )
 @click.option("--seeds", type=click.IntRange(1, 10_000), default=3, show_default=True, help="runs of each")
 @click.option("--json", "out", type=FILE, help="write the figures there")
-@scenario_options
+@scenario_options()
 @clear_errors
 def advise(
     trace: Path | None,

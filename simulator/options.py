@@ -35,6 +35,21 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]
         return seconds
 
 
+class Several(click.ParamType):  # type: ignore[type-arg]
+    """Values of another type with commas between them; a tuple, without doubles."""
+
+    def __init__(self, of: click.ParamType) -> None:  # type: ignore[type-arg]
+        self._of, self.name = of, f"{of.name},..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in str(value).split(",")]
+        return tuple(dict.fromkeys(self._of.convert(word, param, ctx) for word in words if word))
+
+
 SECONDS = Seconds()
 FILE = click.Path(path_type=Path)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
 
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from simulator.account import Use
 from simulator.engine import Outcome, Simulation
@@ -15,6 +15,7 @@ from simulator.physics import noise_of, prepared, slowdowns_of
 from simulator.policies import maker_of
 from simulator.policies.parcae import Parcae
 from simulator.trace import ADD, Trace
+from simulator.watch import Seen, Watched
 from simulator.world import World
 
 ORACLE = "oracle"
@@ -37,7 +38,7 @@ def mean_of(values: Sequence[float]) -> Mean:
     n = len(values)
     if n < 2 or not all(map(math.isfinite, values)):
         return Mean(mean(values))
-    return Mean(mean(values), float(student.ppf(0.975, n - 1)) * stdev(values) / math.sqrt(n))
+    return Mean(mean(values), float(stdtrit(n - 1, 0.975)) * stdev(values) / math.sqrt(n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class Run:
     """Node-seconds by use."""
     changes: int
     outcome: Outcome | None = field(default=None, compare=False)
+    seen: tuple[Seen | None, ...] = field(default=(), compare=False)
+    """Of our policy, with the outcome: the plan after each decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,17 @@ class Summary:
 
 
 def run_one(world: World, trace: Trace, policy: str, seed: int, *, keep: bool = False) -> Run:
-    """Simulate one policy; `keep`: its whole outcome, too. Goodput is filled in by `replay`."""
+    """Simulate one policy; `keep`: its whole outcome and its plans, too. Goodput is filled in by `replay`."""
     made = maker_of(policy)(world, seed)
     seen = prepared(trace, world.physics, seed)
     if isinstance(made, Parcae):
         made.know(seen)
+    watched = Watched(made)
     outcome = Simulation(
-        seen, made, noise_of(world.physics, seed), slowdowns_of(world.physics, seen, seed)
+        seen,
+        watched if keep else made,
+        noise_of(world.physics, seed),
+        slowdowns_of(world.physics, seen, seed),
     ).run()
     totals = outcome.account.totals()
     return Run(
@@ -93,6 +100,7 @@ def run_one(world: World, trace: Trace, policy: str, seed: int, *, keep: bool = 
         time={use.value: totals[use] / 1000 for use in Use},
         changes=len(outcome.decisions),
         outcome=outcome if keep else None,
+        seen=tuple(watched.seen),
     )
 
 
@@ -105,15 +113,18 @@ def replay(
     keep: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> list[Summary]:
-    """All policies, in the order given. The oracle runs in any case, to measure goodput. Raises FieldError."""
-    oracles = {seed: run_one(world, trace_of(seed), ORACLE, seed, keep=keep) for seed in seeds}
+    """All policies, in the order given. The oracle runs in any case, to measure goodput. `keep`: outcomes and plans of
+    the first seed. Raises FieldError."""
+
+    def one(policy: str, seed: int) -> Run:
+        return run_one(world, trace_of(seed), policy, seed, keep=keep and seed == seeds[0])
+
+    oracles = {seed: one(ORACLE, seed) for seed in seeds}
     found = []
     for policy in dict.fromkeys(policies):
         runs = []
         for seed in seeds:
-            run = (
-                oracles[seed] if policy == ORACLE else run_one(world, trace_of(seed), policy, seed, keep=keep)
-            )
+            run = oracles[seed] if policy == ORACLE else one(policy, seed)
             runs.append(with_goodput(run, oracles[seed]))
         found.append(summary(runs))
         if progress:
@@ -123,17 +134,7 @@ def replay(
 
 def with_goodput(run: Run, oracle: Run) -> Run:
     share = run.samples / oracle.samples if oracle.samples else 0.0
-    return Run(
-        run.policy,
-        run.seed,
-        run.samples,
-        run.samples_per_s,
-        share,
-        run.cost,
-        run.time,
-        run.changes,
-        run.outcome,
-    )
+    return replace(run, goodput=share)
 
 
 def summary(runs: Sequence[Run]) -> Summary:

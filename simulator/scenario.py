@@ -50,6 +50,11 @@ class Scenario:
         assert self.market is not None
         return f"mtbf {self.market.mtbf_s:g} s"
 
+    def files(self) -> dict[str, str]:
+        """What it is read from: path by field."""
+        found = {"trace": self.trace, "model": self.model if _is_file(self.model) else ""}
+        return {name: path for name, path in found.items() if path}
+
     def trace_of(self, seed: int) -> Trace:
         """Raises FieldError."""
         if self.trace:
@@ -128,12 +133,16 @@ def _world(model: str, microbatches: int, nodes_of: tuple[str, ...], physics: tu
     settings = of_settings(physics)
     if microbatches < 0:
         raise FieldError("--microbatches", microbatches, "at least 1")
-    if Path(model).suffix == ".json" or "/" in model:
+    if _is_file(model):
         return _measured(Path(model), microbatches, nodes_of, settings)
     training = training_of(model)
     if microbatches:
         training = replace(training, samples=microbatches * training.microbatch)
     return World(training, tuple(node_type_of(name) for name in nodes_of), settings)
+
+
+def _is_file(model: str) -> bool:
+    return Path(model).suffix == ".json" or "/" in model
 
 
 def _measured(path: Path, microbatches: int, nodes_of: tuple[str, ...], settings: Any) -> World:

@@ -53,7 +53,7 @@ def table(found: Sequence[Summary]) -> str:
         [
             one.policy,
             str(one.samples_per_s),
-            _three(one.goodput),
+            three(one.goodput),
             f"{one.cost.value:.0f}",
             f"{one.cost_per_million.value:.4g}",
             *(f"{100 * one.time[use]:.1f}" for use in USES),
@@ -63,7 +63,7 @@ def table(found: Sequence[Summary]) -> str:
     return aligned([head, *rows])
 
 
-def _three(mean: Mean) -> str:
+def three(mean: Mean) -> str:
     return f"{mean.value:.3f}" + (f" ± {mean.margin:.3f}" if mean.margin else "")
 
 
@@ -97,7 +97,7 @@ def advice(found: Sequence[Offer], budget: float) -> str:
             str(one.mix),
             one.policy,
             str(one.samples_per_s),
-            _three(one.goodput),
+            three(one.goodput),
             str(one.dollars_per_h),
             str(one.per_million),
             str(one.per_million_tokens),

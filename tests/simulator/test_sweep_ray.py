@@ -1,0 +1,158 @@
+"""Sweeps on a Ray cluster of two nodes: the same bytes as here, whatever happens to a worker."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from simulator import sweep
+from simulator.cells import Cell, Result, cells_of
+from simulator.cli import main
+from simulator.generate import Market, generate
+from simulator.scenario import Scenario
+from simulator.trace import format_trace
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
+]
+
+MARKET = Market(nodes=4, mtbf_s=300.0, repair_s=600.0)
+
+
+def here(cells: Sequence[Cell]) -> Generator[tuple[Cell, Result]]:
+    for cell in cells:
+        yield cell, cell.run()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token() -> Iterator[None]:
+    """Only who has it may use the cluster. Ray reads it when it is imported, so nothing above imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(token: None) -> Iterator[Any]:
+    """Two nodes of one CPU each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        found.add_node(num_cpus=1)
+        yield found
+    finally:
+        ray.shutdown()
+        found.shutdown()
+
+
+def test_a_cluster_gives_the_same_though_a_worker_is_killed(cluster: Any, tmp_path: Path) -> None:
+    from simulator.sweep_ray import on_ray
+
+    trace = tmp_path / "trace.csv"
+    trace.write_text(format_trace(generate(MARKET, 1800.0, 5)))
+    recorded = Scenario(trace=str(trace), model="gpt2")
+    made_up = Scenario(market=MARKET, duration_s=1800.0, model="bert-large")
+    cells = [*cells_of([recorded], ("varuna",), 1), *cells_of([made_up], ("ours", "varuna"), 2)]
+    out, wanted = tmp_path / "ray", tmp_path / "here"
+    killer = Killer()
+    killer.start()
+    sweep.run(out, cells, on_ray(cluster.address))
+    killer.join()
+    assert killer.killed, "no worker was seen at work"
+    sweep.run(wanted, cells, here)
+    assert (out / sweep.WHOLE).read_bytes() == (wanted / sweep.WHOLE).read_bytes()
+
+
+class Killer(threading.Thread):
+    """SIGKILL to the first Ray worker that is in the middle of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.killed = 0
+
+    def run(self) -> None:
+        until = time.monotonic() + 30
+        while not self.killed and time.monotonic() < until:
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    if process.cmdline()[:1] == ["ray::attempt_all"] and process.cpu_times().user > 0:
+                        time.sleep(0.1)  # well inside
+                        if process.cmdline()[:1] == ["ray::attempt_all"]:
+                            process.kill()
+                            self.killed = process.pid
+                            return
+                except psutil.Error:
+                    continue
+            time.sleep(0.01)
+
+
+def test_the_command(cluster: Any, tmp_path: Path) -> None:
+    words = ("--mtbf", "5m", "--nodes", "4", "--repair", "10m", "--duration", "30m", "--model", "gpt2")
+    more = ("--policy", "varuna", "--seeds", "1", "--ray", "--address", cluster.address)
+    done = CliRunner().invoke(main, ["sweep", str(tmp_path), *words, *more])
+    assert done.exit_code == 0, done.output
+    assert "2 cells" in done.output and (tmp_path / sweep.WHOLE).exists()
+
+
+def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
+    from simulator.cells import CellFailed
+    from simulator.sweep_ray import on_ray
+
+    cell = Cell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
+    with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
+        sweep.run(tmp_path, [cell], on_ray(cluster.address))
+
+
+def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:
+    from simulator.sweep_ray import LARGEST, batches
+
+    scenarios = [Scenario(market=MARKET, model=model) for model in ("gpt2", "bert-large")]
+    cells = cells_of(scenarios, ("varuna", "bamboo"), 20)
+    found = list(batches(cells, 2))
+    assert [cell for batch in found for cell in batch] == cells
+    assert all(len({cell.scenario.model for cell in batch}) == 1 for batch in found)
+    assert max(map(len, found)) == LARGEST
+    assert len(list(batches(cells[:8], 8))) == 8
+
+
+def test_files_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines of the cluster need not have the trace."""
+    from simulator.sweep_ray import files_of, placed
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    trace = tmp_path / "t.csv"
+    trace.write_text(format_trace(generate(MARKET, 600.0)))
+    scenario = Scenario(trace=str(trace))
+    wanted = scenario.trace_of(0)
+    files = files_of([Cell(scenario, "varuna", 0)])
+    trace.unlink()
+    moved = placed(scenario, files)
+    assert moved == placed(scenario, files) and moved.trace != scenario.trace
+    assert moved.trace_of(0).events == wanted.events
+
+
+@pytest.mark.parametrize(("missing", "why"), [(True, r"pip install"), (False, "--address")])
+def test_no_ray_and_no_cluster_are_told(
+    missing: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing:
+        monkeypatch.setitem(sys.modules, "ray", None)
+        monkeypatch.delitem(sys.modules, "simulator.sweep_ray", raising=False)
+    words = ["sweep", str(tmp_path / "out"), "--mtbf", "1h", "--model", "gpt2", "--ray"]
+    done = CliRunner().invoke(main, [*words, "--address", "nonsense"])
+    assert done.exit_code == 2 and why in done.output and done.output.count("\n") == 1, done.output
