@@ -38,7 +38,9 @@ class Physics:
     contention: float = 0.3
     """Seconds that a second of transfer adds to computing (assumed; our CPU runs: 0.1 to 0.5)."""
     copy_bytes_per_s: float = 10e9
-    """From a device to host memory (PCIe 3 x16, half of its peak: assumed)."""
+    """From a device to host memory (PCIe 3 x16, somewhat below its peak: assumed)."""
+    copy_exposed: float = 0.1
+    """Of the seconds of such copies, on streams of their own beside computing, what lengthens a step (assumed)."""
     noise: float = 0.02
     """Standard deviation of the logarithm of a step's length (assumed)."""
     spread_s: float = 0.0
@@ -67,6 +69,11 @@ class Physics:
     def storage_s(self, nbytes: float, devices: int) -> float:
         """Writing to durable storage, or reading from it, all devices together."""
         return nbytes / (self.storage_bytes_per_s * max(1.0, devices / 30))
+
+    @property
+    def copying_bytes_per_s(self) -> float:
+        """As a step feels it; 0: not at all."""
+        return self.copy_bytes_per_s / self.copy_exposed if self.copy_exposed else 0.0
 
     def groups_s(self, pipelines: int, depth: int) -> float:
         """Processes stay, groups are built anew: a node is in one over its pipeline's `depth` and up to `pipelines`."""

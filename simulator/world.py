@@ -75,7 +75,7 @@ class World:
                 link=min((kind.link for kind in self.types), key=lambda link: link.bytes_per_s),
             )
             self.profile = replace(
-                profile, contention=PLANNED_CONTENTION, copy_bytes_per_s=self.physics.copy_bytes_per_s
+                profile, contention=PLANNED_CONTENTION, copy_bytes_per_s=self.physics.copying_bytes_per_s
             )
         self.spec = JobSpec(
             layers=self.profile.layers,

@@ -15,6 +15,8 @@ from math import inf
 
 from elastic.core import change as epoch_change
 from elastic.core import stay
+from elastic.core.backup import STEPS, rechoose
+from elastic.core.gauge import ENOUGH, Gauge
 from elastic.core.job import JobState, Member, Policy
 from elastic.core.messages import NodePhase, NodeReport
 from elastic.core.pace import SAMPLES, Pace
@@ -65,6 +67,8 @@ class Ours(Base):
         self._pulled = False
         """Nodes that are to join have their layers."""
         self._slow_steps = 0
+        self._planned = 0
+        """Step in which the running plan was made."""
         self._exposed: dict[object, float] = {}
 
     @staticmethod
@@ -139,6 +143,8 @@ class Ours(Base):
             self._slow_steps += 1
             if self._slow_steps == SAMPLES and self._relieved(job):
                 return self._replan(job, (), "slow nodes", boundary=True)
+        if self._pair_changes(job):
+            return self._replan(job, (), "other backup schemes", boundary=True)
         if self.state.look_again and job.now / 1000 >= self.state.look_again:
             self._consider(job)
         return None
@@ -211,7 +217,10 @@ class Ours(Base):
             gradients=not boundary,
         )
         considered = tuple(stay.key(mb) for mb in state.members.values())
-        self.state = state.of(plan=plan, joining=(), considered=considered, look_again=0.0)
+        self.state = state.of(
+            plan=plan, joining=(), considered=considered, look_again=0.0, trimmed=state.epoch
+        )
+        self._planned = job.steps
         self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
         paced, setup = job.setup is not None, self._run(job, plan)
         running = self._running
@@ -273,6 +282,26 @@ class Ours(Base):
             )
         self.state = state.of(paces=paces)
         result = relieve(self.state, job.now / 1000)
+        if result is None:
+            return False
+        self.state = result[0].of(change=None)
+        return result[0].change is not None
+
+    def _pair_changes(self, job: Job) -> bool:
+        """What heartbeats would have told of links, copies and contention, for the coordinator's own rule."""
+        plan, since = self.state.plan, job.steps - self._planned
+        if plan is None or self.state.policy.backup != "auto" or since < STEPS or since % STEPS:
+            return False
+        truth, infos = self._truth, self._infos()
+        gauge = Gauge(
+            epoch=plan.epoch,
+            steps=STEPS,
+            sending=(truth.link.bytes_per_s,) * ENOUGH,
+            copying=(truth.copy_bytes_per_s,) * ENOUGH,
+            slowed=(1 / (1 - min(truth.contention, 0.99)),) * ENOUGH,
+        )
+        gauges = {info.incarnation: gauge for info in infos}
+        result = rechoose(self.state.of(gauges=gauges, ticked=job.now / 1000), job.now / 1000)
         if result is None:
             return False
         self.state = result[0].of(change=None)
