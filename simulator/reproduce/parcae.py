@@ -27,8 +27,9 @@ LOOK_AHEAD = 12
 DRAWS = 200
 STATES = 3
 """Parameters, and two moments: all of 4 bytes."""
-RENDEZVOUS_MS, PROCESS_MS, GROUP_BASE_MS, GROUP_ADD_MS = 6600.0, 240.0, 35.0, 500.0
-CHECKPOINT_MS = 14_000.0
+RENDEZVOUS_MS, CHECKPOINT_MS = 6600.0, 14_000.0
+GROUP_BASE_MS, GROUP_ADD_MS, GROUPS_ADD = 35.0, 500.0, 1.5
+"""For all; for each group; or times the removal's, of models whose groups are timed together."""
 
 Grid = tuple[int, int]
 """(pipelines D, stages P)."""
@@ -53,10 +54,12 @@ class Model:
     parameters: tuple[int, int, int]
     """Of the first, each middle, and the last layer."""
     layers: int
-    group_remove_ms: float
+    group_remove_ms: float | dict[int, float]
+    """For each group; or for all together, by the pipelines that there are at least, most first."""
     least_stages: int
     build_ms: dict[int, float]
     """By stages; empty: 430 ms for each layer of the deepest stage, and the embedding sent."""
+    process_ms: float = 240.0
     extra_ms: float = 0.0
     without_stages: tuple[int, ...] = ()
 
@@ -85,6 +88,14 @@ class Model:
         if self.build_ms:
             return self.build_ms.get(stages, 0.0)
         return sending_ms(50257 * 1024 * 4) + 430 * ceil(self.layers / stages)
+
+    def groups(self, grid: Grid, *, adding: bool) -> float:
+        d, p = grid
+        if isinstance(self.group_remove_ms, float):
+            each = GROUP_ADD_MS if adding else self.group_remove_ms
+            return GROUP_BASE_MS + (d + p + 1 + d * p) * each
+        together = next(ms for least, ms in self.group_remove_ms.items() if d >= least)
+        return GROUP_BASE_MS + together * (GROUPS_ADD if adding else 1.0)
 
     @lru_cache(maxsize=64)  # noqa: B019
     def grids(self, nodes: int) -> tuple[Grid, ...]:
@@ -118,13 +129,9 @@ class Costs:
         self._known: dict[tuple[int, Grid, int, Grid], float] = {}
         self._recuts: dict[tuple[Grid, int], float] = {}
 
-    def groups(self, grid: Grid, *, adding: bool) -> float:
-        d, p = grid
-        return GROUP_BASE_MS + (d + p + 1 + d * p) * (GROUP_ADD_MS if adding else self.model.group_remove_ms)
-
     def restart(self, grid: Grid, *, adding: bool) -> float:
-        first = RENDEZVOUS_MS + self.model.extra_ms if adding else 0.0
-        return first + self.groups(grid, adding=adding) + PROCESS_MS + self.model.build(grid[1])
+        model, first = self.model, RENDEZVOUS_MS + self.model.extra_ms if adding else 0.0
+        return first + model.groups(grid, adding=adding) + model.process_ms + model.build(grid[1])
 
     def again(self, grid: Grid) -> float:
         """For a change while another one is under way."""
@@ -158,7 +165,7 @@ class Costs:
     def _draw_within(self, old: Grid, left: Sequence[int], new: Grid, lost: int) -> float:
         d, p = new
         if min(left) >= d:
-            return self.groups(new, adding=False) + PROCESS_MS
+            return self.model.groups(new, adding=False) + self.model.process_ms
         parameters = self.model.stage_parameters(p)
         most = gone = 0.0
         for stage, have in enumerate(left):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simulator.reproduce.parcae import NONE, Costs, forecasting, ideal, minutes, reactive, sending_ms
-from simulator.reproduce.parcae_models import GPT_1_5B, GPT_6_7B, MODELS
+from simulator.reproduce.parcae_models import BERT, GPT_1_5B, GPT_6_7B, MODELS
 from simulator.trace import ADD, REMOVE, Event, Trace, check
 
 
@@ -40,9 +40,10 @@ def test_stages_cover_all_layers(model) -> None:  # type: ignore[no-untyped-def]
         assert sum(model.stage_parameters(stages)) == sum(model.sizes)
 
 
-def test_nothing_beats_the_ideal_and_a_forecast_beats_none() -> None:
+@pytest.mark.parametrize("model", [GPT_1_5B, BERT])
+def test_nothing_beats_the_ideal_and_a_forecast_beats_none(model) -> None:  # type: ignore[no-untyped-def]
     trace = trace_of((0, 32), (5, 29), (6, 26), (9, 24), (15, 30), (20, 21))
-    best, known, surprised = (way(GPT_1_5B, trace) for way in (ideal, forecasting, reactive))
+    best, known, surprised = (way(model, trace) for way in (ideal, forecasting, reactive))
     assert best > known > surprised > 0
 
 
@@ -66,3 +67,57 @@ def test_a_move_within_stages_is_cheaper_than_one_between_them() -> None:
     )
     assert stay == 0 < within < recut
     assert costs.moving(32, (4, 8), 1, (3, 8)) == within, "the same draws"
+
+
+@pytest.mark.parametrize(
+    ("model", "grid", "adding", "removing"),
+    [
+        (GPT_1_5B, (4, 8), 32189.815, 4858.315),
+        (GPT_6_7B, (2, 12), 36336, 12744.4),
+        (BERT, (12, 2), 11417, 3817),
+        (BERT, (11, 2), 10667, 3317),
+        (BERT, (8, 4), 10010, 2660),
+        (BERT, (5, 6), 9025, 1925),
+        (BERT, (1, 16), 8696, 1596),
+    ],
+)
+def test_restarts_cost_what_the_authors_program_says(model, grid, adding, removing) -> None:  # type: ignore[no-untyped-def]
+    costs = Costs(model)
+    assert costs.restart(grid, adding=True) == pytest.approx(adding, abs=0.01)
+    assert costs.restart(grid, adding=False) == pytest.approx(removing, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "old", "lost", "new", "ms"),
+    [
+        (32, (8, 4), 0, (8, 4), 0),
+        (32, (8, 4), 1, (7, 4), 1565),
+        (32, (8, 4), 3, (9, 3), 4806.196),
+        (28, (7, 4), 0, (8, 4), 11447.721),
+        (18, (4, 4), 0, (10, 2), 14298.300),
+    ],
+)
+def test_moves_of_bert_cost_what_the_authors_program_says(nodes, old, lost, new, ms) -> None:  # type: ignore[no-untyped-def]
+    assert Costs(BERT).moving(nodes, old, lost, new) == pytest.approx(ms, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "grid"),
+    [
+        (32, (8, 4)),
+        (29, (9, 3)),
+        (26, (13, 2)),
+        (20, (10, 2)),
+        (18, (4, 4)),
+        (15, (5, 3)),
+        (2, (1, 2)),
+        (1, None),
+    ],
+)
+def test_bert_s_best_grids(nodes, grid) -> None:  # type: ignore[no-untyped-def]
+    assert BERT.best(nodes) == grid
+
+
+def test_every_grid_of_a_timed_model_has_a_time_to_build() -> None:
+    for model in (GPT_6_7B, BERT):
+        assert {stages for _, stages in model.grids(32)} <= set(model.build_ms)
