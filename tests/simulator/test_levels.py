@@ -1,0 +1,68 @@
+"""The step level and the micro-batch level agree: both run the real decisions, with what things take from one place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.account import Use
+from simulator.clusters import node_type_of, training_of
+from simulator.detail.physics import Physics as Fine
+from simulator.detail.world import Job, simulate
+from simulator.physics import Physics
+from simulator.replay import run_one
+from simulator.trace import ADD, REMOVE, Event, Trace, check
+from simulator.world import World
+
+COARSE = Physics(
+    boot_s=0.0, noise=0.0, decide_s=0.4, groups_base_s=0.2, group_s=0.0, contention=0.2, copy_exposed=0.1
+)
+FINE = Fine(
+    closed_s=3.0,
+    plan_s=0.3,
+    replan_s=0.3,
+    leave_s=0.05,
+    group_s=0.2,
+    install_s=0.0,
+    start_s=0.0,
+    spawn_s=0.0,
+    jitter=0.0,
+)
+"""A silent node is known to be lost after its lease; here its connections close that late."""
+
+
+def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
+    there = [Event(0.0, ADD, f"n{i}") for i in range(6)]
+    more = [Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0) for at, kind, node in events]
+    return check([*there, *more], 900.0)
+
+
+@pytest.mark.parametrize("pair", ["log+replica", "stream:4+snapshot"])
+@pytest.mark.parametrize(
+    "of",
+    [
+        trace(),
+        trace((200.3, REMOVE, "n2"), (300.0, ADD, "n7"), (650.0, REMOVE, "n1"), (655.0, ADD, "n8")),
+        trace((400.0, REMOVE, "n3"), notice_s=60.0),
+    ],
+    ids=["calm", "losses and joins", "notice"],
+)
+def test_levels_agree(of: Trace, pair: str) -> None:
+    training = training_of("bert-large")
+    world = World(replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE)
+    coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
+    job = Job(
+        steps=10_000,
+        microbatches=32,
+        backup=pair,
+        min_nodes=6,
+        max_nodes=32,
+    )
+    fine = simulate(of, world.profile, job, FINE)
+    assert coarse is not None
+    made = coarse.samples / training.microbatch
+    assert fine.samples == pytest.approx(made, rel=0.05), "micro-batches"
+    for use in (Use.DETECT, Use.TRANSFER, Use.LOST):
+        a, b = (found.account.totals()[use] / 1000 for found in (coarse, fine))
+        assert a == pytest.approx(b, abs=45.0), f"node-seconds of {use}"
