@@ -8,11 +8,13 @@ request always gives the same plan."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from elastic.core.types import Pipeline, Plan
+from elastic.core.types import NodeInfo, Pipeline, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning import building, exact, figures, forced, pool, pricing, scale
 from elastic.planning.backups import estimate
@@ -96,7 +98,12 @@ def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
     shares = request.shares
     if request.backup != "auto" and _small(problem_of(request)):  # found exactly
         shares = shares[:1]
-    found = [_planned(request, share) for share in shares]
+    active, spares = pick(request)
+    profile = request.model()
+    kinds = kinds_of(active, profile, request.workers, dict(request.slow), typed=request.profile is not None)
+    searched = [_search(request, profile, kinds, share) for share in shares]
+    unlike = {frozenset(Counter(one.solution.shapes).items()): one for one in reversed(searched)}
+    found = [_planned(request, one, active, spares) for one in unlike.values()]
     plan, others = min(found, key=lambda one: _expected(request, one[0])) if len(found) > 1 else found[0]
     return staying(request, plan), others
 
@@ -116,15 +123,15 @@ def _expected(request: PlanRequest, plan: Plan) -> float:
     return predict(plan, request.model(), request.nodes, request.slow).step_s
 
 
-def _planned(request: PlanRequest, share: float) -> tuple[Plan, tuple[tuple[str, float], ...]]:
-    active, spares = pick(request)
+def _planned(
+    request: PlanRequest, found: _Found, active: Sequence[NodeInfo], spares: Sequence[NodeInfo]
+) -> tuple[Plan, tuple[tuple[str, float], ...]]:
+    """The plan of a solution: nodes, cuts that move little, backups."""
     profile, tp = request.model(), request.workers
-    kinds = kinds_of(active, profile, tp, dict(request.slow), typed=request.profile is not None)
-    found = _search(request, profile, kinds, share)
     pipelines = build(request, found.solution, found.kinds, found.model, active, found.kept)
     pipelines = refine(request, profile, pipelines, found.model.limited)
     used = {stage.unit.node for pipeline in pipelines for stage in pipeline.stages}
-    spares += [info for info in active if info.node not in used]
+    spares = [*spares, *(info for info in active if info.node not in used)]
     plan = Plan(
         epoch=request.epoch,
         n_layers=request.spec.n_layers,

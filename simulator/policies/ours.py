@@ -289,9 +289,10 @@ class Ours(Base):
 
     def _pair_changes(self, job: Job) -> bool:
         """What heartbeats would have told of links, copies and contention, for the coordinator's own rule."""
-        plan, since = self.state.plan, job.steps - self._planned
-        if plan is None or self.state.policy.backup != "auto" or since < STEPS or since % STEPS:
-            return False
+        plan, looks = self.state.plan, (job.steps - self._planned) / STEPS
+        doubled = looks >= 1 and looks == int(looks) and not int(looks) & (int(looks) - 1)
+        if plan is None or self.state.policy.backup != "auto" or not doubled:
+            return False  # links and contention stay as they are, and the observed hazard changes by and by
         truth, infos = self._truth, self._infos()
         gauge = Gauge(
             epoch=plan.epoch,
