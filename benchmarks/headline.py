@@ -2,8 +2,8 @@
 
     python -m benchmarks.headline [--data DIR] [--keep DIR] [--seeds 5] [--quick]
 
-Two sweeps (`elastic-sim sweep`): AWS p3 and g4dn as recorded, unscaled, their losses spread over the minute in which they
-were noted; and 30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h, replaced within 20 minutes.
+Two sweeps (`elastic-sim sweep`): AWS p3 and g4dn as recorded, unscaled, losses spread over the minute of their record;
+and 30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h, replaced within 20 minutes.
 Nodes are A40s, as in Oobleck's artifact, all five of its models. docs/headline.md has the tables; goodput is a share of
 the feasible oracle's samples. Ours and the best rival are compared seed by seed.
 `--quick`: one model, short, no recorded traces; writes nothing.
