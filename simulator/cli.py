@@ -18,7 +18,7 @@ from simulator.detail.physics import read as read_physics
 from simulator.fetch import HOST, ORIGINALS, fetch
 from simulator.generate import Market, fitted, generate, shared_with_inference
 from simulator.importers import FORMATS
-from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored
+from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored, writable
 from simulator.statistics import Statistics, statistics
 from simulator.sweep_command import sweep
 from simulator.validate import as_json as report_json
@@ -38,10 +38,16 @@ def traces_group() -> None:
 @traces_group.command("stats")
 @click.argument("file", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="as JSON")
+@click.option("--html", type=FILE, help="write a page with plots there")
 @clear_errors
-def stats(file: Path, as_json: bool) -> None:
+def stats(file: Path, as_json: bool, html: Path | None) -> None:
     """Nodes, losses, lifetimes of a trace."""
+    writable(html)
     found, _ = traces.read(file)
+    if html is not None:
+        from simulator.trace_page import trace_page  # templates take a while to import
+
+        stored(html, trace_page(found, file.name))
     click.echo(json.dumps(asdict(statistics(found))) if as_json else _told(statistics(found)))
 
 

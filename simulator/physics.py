@@ -110,7 +110,7 @@ def slowdowns_of(physics: Physics, trace: Trace, seed: int) -> list[Slowdown]:
         return []
     draw = random.Random(f"{seed} stragglers")
     found = []
-    for event, removal in _stays(trace):
+    for event, removal in stays(trace):
         at, until = event.seconds, removal.seconds if removal else trace.end_s
         while True:
             at += draw.expovariate(physics.stragglers_per_node_h / 3600)
@@ -122,7 +122,7 @@ def slowdowns_of(physics: Physics, trace: Trace, seed: int) -> list[Slowdown]:
     return found
 
 
-def _stays(trace: Trace) -> list[tuple[Event, Event | None]]:
+def stays(trace: Trace) -> list[tuple[Event, Event | None]]:
     """(coming, going or None) of every node, in the order of their coming."""
     found: dict[int, tuple[Event, Event | None]] = {}
     here: dict[str, int] = {}
@@ -140,7 +140,7 @@ def prepared(trace: Trace, physics: Physics, seed: int) -> Trace:
     """The trace as a job sees it: nodes that come are of use once booted, losses are spread over their moment."""
     draw = random.Random(f"{seed} spread")
     rows: list[tuple[float, Event]] = []
-    for event, removal in _stays(trace):
+    for event, removal in stays(trace):
         begin = event.seconds + (physics.boot_s if event.seconds > 0 else 0.0)
         until = removal.seconds if removal else trace.end_s
         if removal and physics.spread_s:

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from simulator.cli import main
-from simulator.trace import read
+from simulator.trace import ADD, Event, check, read
+from simulator.trace_page import trace_page
 
 TRACES = Path(__file__).parents[2] / "traces"
 COMMANDS = re.findall(r"^    elastic-sim (traces generate .*)$", (TRACES / "README.md").read_text(), re.M)
@@ -33,3 +34,27 @@ def test_the_same_command_gives_the_same_bytes(command: str, tmp_path: Path) -> 
     found = CliRunner().invoke(main, words)
     assert found.exit_code == 0, found.output
     assert (tmp_path / "again.csv").read_bytes() == shipped.read_bytes()
+
+
+def test_statistics_as_a_page(tmp_path: Path) -> None:
+    """Plots of every shipped trace; the same bytes twice; names are escaped."""
+    for file in sorted(TRACES.glob("*.csv")):
+        pages = []
+        for number in range(2):
+            out = tmp_path / f"{number}.html"
+            found = CliRunner().invoke(main, ["traces", "stats", str(file), "--html", str(out)])
+            assert found.exit_code == 0, found.output
+            pages.append(out.read_text())
+        assert pages[0] == pages[1]
+        assert pages[0].count("<svg") == 4 and "Still there after" in pages[0]
+    odd = tmp_path / "<b>.csv"
+    odd.write_bytes((TRACES / "steady-32.csv").read_bytes())
+    out = tmp_path / "odd.html"
+    assert CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(out)]).exit_code == 0
+    assert "<b>" not in out.read_text()
+    refused = CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(tmp_path / "no/x.html")])
+    assert refused.exit_code == 2 and "does not exist" in refused.output
+
+
+def test_a_trace_without_losses_has_a_page() -> None:
+    assert "<svg" in trace_page(check([Event(0.0, ADD, "a")], 100.0), "calm")
