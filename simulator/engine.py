@@ -46,6 +46,8 @@ class Change:
     back_to: int = -1
     """Steps that are left, after going back; -1: all that are done."""
     reason: str = ""
+    go_on: bool = False
+    """Pauses of the change before that are not over go on, ahead of these."""
 
 
 @dataclass(slots=True)
@@ -294,7 +296,8 @@ class Simulation:
                 length = self._length(change.setup)
                 job.progress_ms = job.progress_ms * length // job.length_ms
                 job.length_ms = length
-            self._pauses = [pause for pause in change.pauses if pause[1] > 0]
+            before = self._pauses if change.go_on else []
+            self._pauses = [*before, *(pause for pause in change.pauses if pause[1] > 0)]
             job.setup, job.paused = change.setup, bool(self._pauses)
             self._decisions.append(Decision(job.now, len(job.alive), change))
             self._note()

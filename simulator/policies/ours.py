@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import inf
 
 from elastic.core import change as epoch_change
 from elastic.core import stay
@@ -25,7 +24,7 @@ from elastic.core.types import NodeInfo, Plan
 from elastic.errors import InfeasiblePlan
 from elastic.planning.backups import Weighing, estimate
 from elastic.planning.schemes import schemes_of
-from elastic.planning.transition import CHECKPOINT, Move, Transition, links_of, transition
+from elastic.planning.transition import CHECKPOINT, links_of, transition
 from simulator.account import Use
 from simulator.engine import Change, Job, Setup
 from simulator.policies.base import About, Base, ms, pauses
@@ -39,8 +38,6 @@ SCHEMES = (
     "stream+replica", "log+replica", "reduce+replica", "recompute+replica",
 )  # fmt: skip
 EVERYBODY = 1 << 20
-CHECKPOINT_S = 600.0
-"""Between durable checkpoints, written beside training (assumed); never less than twice what one takes."""
 
 
 class Ours(Base):
@@ -55,10 +52,8 @@ class Ours(Base):
         self.state = JobState(policy=policy, spec=world.spec)
         self._truth = replace(world.profile, contention=world.physics.contention)
         self._running: Running | None = None
-        self._saved, self._written_at = 0, 0
-        """Step of the newest durable checkpoint, and when the last one was begun."""
-        self._writing: int | None = None
-        """Step of the one that is being written."""
+        self._held: tuple[Plan | None, dict[str, Event]] = None, {}
+        """The last plan whose moves were complete, and its nodes."""
         self._hosts: dict[str, Event] = {}
         """Nodes of the running plan, by their coming."""
         self._needed_by: Plan | None = None
@@ -121,7 +116,7 @@ class Ours(Base):
         return None
 
     def rang(self, job: Job, name: str) -> Change | None:
-        if name == "pulled":
+        if name == f"pulled {self.state.epoch}":
             self._pulled = True
         elif name == "deadline" and self._needed() & self._drains & job.alive.keys():
             return self._replan(job, (), "notice runs out", boundary=False, known=True)
@@ -131,10 +126,10 @@ class Ours(Base):
         self._slow_steps = 0
         if self.state.plan is None or self._plain is None:
             return None
-        return Change(setup=self._run(job, self.state.plan), reason="a node changed its speed")
+        return Change(setup=self._run(job, self.state.plan), reason="a node changed its speed", go_on=True)
 
     def stepped(self, job: Job) -> Change | None:
-        self._checkpoint(job)
+        self.checkpoint_beside(job)
         if self._drains and self._drains & self._needed():
             return self._replan(job, (), "drain", boundary=True)
         if self._pulled and self.state.joining:
@@ -148,14 +143,6 @@ class Ours(Base):
         if self.state.look_again and job.now / 1000 >= self.state.look_again:
             self._consider(job)
         return None
-
-    def _checkpoint(self, job: Job) -> None:
-        """Written beside training: whole once its bytes are in storage."""
-        write_ms = 1000 * self.world.checkpoint_s(len(job.alive))
-        if self._writing is not None and job.now - self._written_at >= write_ms:
-            self._saved, self._writing = min(self._writing, job.steps), None
-        if self._writing is None and job.now - self._written_at >= max(1000 * CHECKPOINT_S, 2 * write_ms):
-            self._writing, self._written_at = job.steps, job.now
 
     # ---- members ----
 
@@ -175,7 +162,7 @@ class Ours(Base):
             info = self.world.info(event)
             report = NodeReport(info=info, phase=NodePhase.RUNNING, epoch=state.epoch, able=True)
             members[info.node] = Member(report, seen=now)
-        self._drains &= members.keys()
+        self._drains -= {event.node for event in gone}
         joining = tuple(node for node in state.joining if node in members)
         self.state = state.of(members=members, joining=joining)
 
@@ -188,13 +175,16 @@ class Ours(Base):
         self, job: Job, lost: Sequence[str], cause: str, *, boundary: bool, known: bool = False
     ) -> Change:
         """A new epoch: the plan for who is there, the moves to it, and what they cost."""
-        now, old = job.now / 1000, self.state.plan
-        state = self.state.of(epoch=self.state.epoch + 1, ticked=now, change=None)
+        if not job.paused:  # moves that were under way came to nothing: who held what is as before them
+            self._held = self.state.plan, self._hosts
+        now, old = job.now / 1000, self._held[0]
+        state = self.state.of(epoch=self.state.epoch + 1, ticked=now, change=None, plan=old)
         detect_s = 0.0 if boundary or known or not lost else self.detect_s
-        joining, self._pulled = self.state.joining, False
+        self._pulled = False
         loss = Loss()
         if not boundary and self._plain is not None and self._running is not None:
-            loss = lost_work(self.world, self._running, lost, job.fraction, self.draw)
+            fresh = not job.paused  # else nothing was computed since the last recovery
+            loss = lost_work(self.world, self._running, lost, job.fraction, self.draw, updated=fresh)
         back_to = job.steps - 1 if loss.whole_step and job.steps else -1
         try:
             if not epoch_change.candidates(state):
@@ -231,8 +221,7 @@ class Ours(Base):
             return Change(pauses((Use.PLAN, work_s)), setup, reason=reason)
         if any(move.kind == CHECKPOINT for move in moved.moves):
             return self._fall_back(job, setup, detect_s, work_s, reason)
-        moving_s = self._moving_s(moved, set(joining)) if boundary else moved.seconds
-        parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, moving_s))
+        parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, moved.seconds))
         if paced:
             lasted = sum(length for _, length in parts) / 1000
             self.state = self.state.of(pauses=(*self.state.pauses, lasted)[-stay.PAUSES :])
@@ -243,15 +232,16 @@ class Ours(Base):
     ) -> Change:
         read_s = self.world.checkpoint_s(len(job.alive))
         parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, read_s))
-        self._writing = None
-        back_to = min(self._saved, job.steps)
-        return Change(parts, setup, back_to=back_to, reason=f"{reason}; back to the checkpoint")
+        return Change(
+            parts, setup, back_to=self.last_durable(job), reason=f"{reason}; back to the checkpoint"
+        )
 
     def _dead(self, old: Plan | None, job: Job) -> set[str]:
         """Nodes of the old plan that have nothing any more: gone, or come anew under the same name."""
         if old is None:
             return set()
-        return {node for node in self._hosts if job.alive.get(node) is not self._hosts[node]}
+        hosts = self._held[1]
+        return {node for node in hosts if job.alive.get(node) is not hosts[node]}
 
     def _consider(self, job: Job) -> None:
         """Whether nodes that came are worth a change; if so they pull their layers first."""
@@ -266,7 +256,7 @@ class Ours(Base):
             layers = self.world.spec.layers
             share = sum(la.param_bytes + la.state_bytes for la in layers) / max(1, self._depth)
             self._pulled = False
-            self.ask(self.moving_s(share), "pulled")
+            self.ask(self.moving_s(share), f"pulled {self.state.epoch}")
 
     def _relieved(self, job: Job) -> bool:
         """What heartbeats would have told of slow nodes, for the coordinator's own rule."""
@@ -340,26 +330,9 @@ class Ours(Base):
             (p.schedule, len(p.microbatches), tuple((s.first, s.last, s.recompute) for s in p.stages))
             for p in plan.pipelines
         )
-        key = (shapes, plan.gradients, plan.state)
+        devices = tuple(info.device for info in infos) if len(self.world.types) > 1 else ()
+        key = (shapes, plan.gradients, plan.state, devices)
         if key not in self._exposed:
             by = Weighing(profile=self._truth)
             self._exposed[key] = estimate(plan, f"{plan.gradients}+{plan.state}", by, infos).exposed_s
         return max(0.0, self._exposed[key])
-
-    def _moving_s(self, moved: Transition, joined: set[str]) -> float:
-        """Of a change at the end of a step: what nodes that joined have pulled before is not moved any more."""
-        return busiest_s(
-            [move for move in moved.moves if move.target not in joined], self.world.link_bytes_per_s
-        )
-
-
-def busiest_s(moves: Sequence[Move], bytes_per_s: float) -> float:
-    """Seconds until the node that sends or receives most is done."""
-    out: dict[str, int] = {}
-    into: dict[str, int] = {}
-    for move in moves:
-        if move.sent:
-            out[move.source] = out.get(move.source, 0) + move.nbytes
-            into[move.target] = into.get(move.target, 0) + move.nbytes
-    most = max((*out.values(), *into.values()), default=0)
-    return most / bytes_per_s if 0 < bytes_per_s < inf else 0.0

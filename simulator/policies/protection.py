@@ -34,8 +34,19 @@ class Loss:
     """Run again for want of a saved gradient, all pipelines together."""
 
 
-def lost(world: World, running: Running, nodes: Sequence[str], fraction: float, draw: random.Random) -> Loss:
-    """What the loss of `nodes` costs when `fraction` of the step was done. `nodes` may hold nothing."""
+def lost(
+    world: World,
+    running: Running,
+    nodes: Sequence[str],
+    fraction: float,
+    draw: random.Random,
+    *,
+    updated: bool = True,
+) -> Loss:
+    """What the loss of `nodes` costs when `fraction` of the step was done. `nodes` may hold nothing.
+
+    `updated`: copies of the newest state may still have been under way.
+    """
     plan = running.plan
     scheme, kept = gradients_of(plan.gradients), state_of(plan.state)
     refill = running.fill_s
@@ -67,7 +78,7 @@ def lost(world: World, running: Running, nodes: Sequence[str], fraction: float, 
         again_s += unsaved * running.pace_s * min(1.0, share) / running.pipelines
         away = kept.name not in (REPLICA, NONE)
         state_s = state / link / max(1, kept.every) if away and link else 0.0
-        if state_s > fraction * running.step_s:
+        if updated and state_s > fraction * running.step_s:
             if scheme.name == LOG:
                 parts = sum(_share(world, stage.first, stage.last) for stage in gone)
                 again_s += running.step_s * parts / running.pipelines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -20,7 +21,7 @@ class Oobleck(Base):
         name="oobleck",
         what="heterogeneous pipelines from templates; the running iteration is redone",
         source="Jang et al., SOSP 2023; lease of 5 s from their 2026 refactor; copying and groups as physics has it "
-        "(measured by others: 57 s for a loss, TrainMover); nodes that come wait for the next loss, as in the artifact",
+        "(measured by others: 57 s for a loss, TrainMover); nodes that come enter at the end of a step where that pays",
     )
     detect_s = 5.0
 
@@ -30,38 +31,40 @@ class Oobleck(Base):
     def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
         if not gone:
             return self._again(job, "nodes came") if job.setup is None else None
+        self._losses += 1
         running = self._running
+        if running is not None and len(job.alive) >= running.nodes and not self.hits(job, gone):
+            return None  # nodes that were not used
         if running is not None and self._beyond(running, len(job.alive) + len(gone), len(gone)):
-            return self._from_checkpoint(job, f"{len(gone)} lost, no replica left")
+            return self.from_checkpoint(job, self._regroup(job), f"{len(gone)} lost, no replica left")
         return self._again(job, f"{len(gone)} lost")
 
+    def stepped(self, job: Job) -> Change | None:
+        """Nodes that came enter at the end of a step, where that pays: kinder than the artifact."""
+        self.checkpoint_beside(job)
+        then = self.world.oobleck(len(job.alive))
+        if self._running is None or then is None or len(job.alive) <= self._running.nodes:
+            return None
+        groups, copied = self._moves_s(then)
+        if not self.pays(job, then, groups + copied):
+            return None
+        return Change(
+            pauses((Use.PLAN, groups), (Use.TRANSFER, copied)), self._regroup(job), reason="nodes came"
+        )
+
+    def _moves_s(self, running: Running) -> tuple[float, float]:
+        """Groups; the slowest copy, a whole stage."""
+        groups = self.physics.decide_s + self.physics.groups_s(running.pipelines, running.depth)
+        return groups, self.moving_s(self.world.state_bytes / running.depth)
+
     def _again(self, job: Job, reason: str) -> Change:
-        """The iteration is redone whole by new pipelines; the slowest copy is a whole stage."""
+        """The iteration is redone whole by new pipelines."""
         setup, running = self._regroup(job), self._running
         if running is None:
             return Change(pauses((Use.DETECT, self.detect_s)), None, lost_ms=job.now, reason=reason)
-        groups = self.physics.groups_s(running.pipelines, running.depth)
-        copied = self.moving_s(self.world.state_bytes / running.depth)
-        parts = pauses(
-            (Use.DETECT, self.detect_s), (Use.PLAN, self.physics.decide_s + groups), (Use.TRANSFER, copied)
-        )
+        groups, copied = self._moves_s(running)
+        parts = pauses((Use.DETECT, self.detect_s), (Use.PLAN, groups), (Use.TRANSFER, copied))
         return Change(parts, setup, lost_ms=job.now, reason=reason)
-
-    def _from_checkpoint(self, job: Job, reason: str) -> Change:
-        """It has none of its own: the last one an hour ago at most is assumed."""
-        setup = self._regroup(job)
-        restart = self.physics.restart_s(self.world.devices(len(job.alive)))
-        parts = pauses(
-            (Use.DETECT, self.detect_s),
-            (Use.PLAN, restart),
-            (Use.TRANSFER, self.world.checkpoint_s(len(job.alive))),
-        )
-        return Change(parts if setup else parts[:1], setup, back_to=self._hour_ago(job), reason=reason)
-
-    def _hour_ago(self, job: Job) -> int:
-        if self._plain is None:
-            return job.steps
-        return max(0, job.steps - (job.steps % max(1, 3_600_000 // self._plain.step_ms)))
 
     def _beyond(self, running: Running, before: int, lost: int) -> bool:
         """Whether all replicas of a layer are gone: in every pipeline, the stage that holds it."""
@@ -89,7 +92,7 @@ class Bamboo(Base):
         name="bamboo",
         what="redundant computation by neighbours; adjacent losses restart everybody",
         source="Thorpe et al., NSDI 2023: depth 1.5 times the plain one, +19.8 % without failures (BERT), 1.5 times "
-        "the step until rebalanced; etcd TTL 10 s; checkpoints as checkpoint's every hour",
+        "the step until rebalanced; etcd TTL 10 s; a durable checkpoint beside training as ours",
     )
     detect_s = 10.0
     OVERHEAD, TAKEN_OVER, DEEPER = 0.198, 1.5, 1.5
@@ -104,6 +107,9 @@ class Bamboo(Base):
     def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
         n = len(job.alive)
         if gone:
+            self._losses += 1
+            if self._plain is not None and n >= self._plain.nodes and not self.hits(job, gone):
+                return None  # nodes that were not used
             pairs = self._adjacent(n + len(gone), len(gone))
             if pairs or self._plain is None or n < self._depth:
                 return self._restart(job, f"{len(gone)} lost, adjacent" if pairs else "too few nodes")
@@ -120,16 +126,22 @@ class Bamboo(Base):
         return None
 
     def stepped(self, job: Job) -> Change | None:
-        """Rebalanced when replacements are there, or a pipeline less does."""
-        if not self._slower:
+        """Rebalanced when replacements are there, a pipeline less does, or one more pays."""
+        self.checkpoint_beside(job)
+        if not self._depth:
             return None
+        copied = self.moving_s(2 * self.world.state_bytes / self._depth)
+        groups = self.physics.decide_s + self.physics.groups_s(len(job.alive) // self._depth, self._depth)
+        if not self._slower:
+            then = self.world.grid(len(job.alive), self._depth)
+            if then is None or self._plain is None or then.nodes <= self._plain.nodes:
+                return None
+            if not self.pays(job, replace(then, step_s=then.step_s * (1 + self.OVERHEAD)), groups + copied):
+                return None
         setup = self._grid(job)
         if setup is None:
             return None
-        copied = self.moving_s(2 * self.world.state_bytes / self._depth)
-        groups = self.physics.groups_s(len(job.alive) // self._depth, self._depth)
-        parts = pauses((Use.PLAN, self.physics.decide_s + groups), (Use.TRANSFER, copied))
-        return Change(parts, setup, reason="rebalanced")
+        return Change(pauses((Use.PLAN, groups), (Use.TRANSFER, copied)), setup, reason="rebalanced")
 
     def _adjacent(self, before: int, lost: int) -> bool:
         if lost < 2:
@@ -138,15 +150,7 @@ class Bamboo(Base):
         return any(b - a == 1 and b % self._depth for a, b in pairwise(hit))
 
     def _restart(self, job: Job, reason: str, detect_s: float | None = None) -> Change:
-        setup = self._grid(job)
-        parts = pauses(
-            (Use.DETECT, self.detect_s if detect_s is None else detect_s),
-            (Use.PLAN, self.physics.restart_s(self.world.devices(len(job.alive)))),
-            (Use.TRANSFER, self.world.checkpoint_s(len(job.alive))),
-        )
-        per_hour = 3_600_000 // self._plain.step_ms if self._plain else 1
-        back = job.steps - job.steps % max(1, per_hour)
-        return Change(parts if setup else parts[:1], setup, back_to=back, reason=reason)
+        return self.from_checkpoint(job, self._grid(job), reason, detect_s=detect_s)
 
     def _grid(self, job: Job) -> Setup | None:
         self._slower = False
@@ -195,12 +199,20 @@ class ReCycle(Base):
         running = self._running
         if running is None:
             return self._restart(job, "nodes came" if came else "too few nodes")
-        for event in gone:
-            self._places.pop(event.node, None)
+        self._losses += bool(gone)
+        used = [event.node for event in gone if self._places.pop(event.node, None) is not None]
+        holes = len(self._places) < running.nodes
+        if not used and not (came and holes):
+            return None  # nodes that are not used
         gap = self._gaps(running)
         if gone and max(gap) >= running.pipelines:
             return self._restart(job, "a stage lost all its peers")
-        return self._fill(job, came, bool(gone))
+        return self._fill(job, came, bool(used))
+
+    def stepped(self, job: Job) -> Change | None:
+        """Another grid, by a checkpoint and a restart, where many more nodes are there and it pays."""
+        self.checkpoint_beside(job)
+        return self.regrid(job, self.world.varuna(len(job.alive)), self._running, self._grid)
 
     def _fill(self, job: Job, came: Sequence[Event], lost: bool) -> Change:
         """Nodes that are free take the places of those lost: copies from a peer of the stage."""
@@ -233,16 +245,7 @@ class ReCycle(Base):
         return gaps
 
     def _restart(self, job: Job, reason: str) -> Change:
-        before = self._plain
-        setup = self._grid(job)
-        parts = pauses(
-            (Use.DETECT, self.detect_s),
-            (Use.PLAN, self.physics.restart_s(self.world.devices(len(job.alive)))),
-            (Use.TRANSFER, self.world.checkpoint_s(len(job.alive))),
-        )
-        per_hour = 3_600_000 // before.step_ms if before else 1
-        back = job.steps - job.steps % max(1, per_hour)
-        return Change(parts if setup else parts[:1], setup, back_to=back, reason=reason)
+        return self.from_checkpoint(job, self._grid(job), reason)
 
     def _grid(self, job: Job) -> Setup | None:
         self._running = self.world.varuna(len(job.alive))
@@ -263,39 +266,39 @@ class TorchFT(Base):
     detect_s = 4.9
 
     def begin(self, job: Job) -> Change:
-        grid = self.world.varuna(len(job.alive))
-        self._depth = grid.depth if grid else 0
-        self._grid = grid
-        return Change(setup=self._groups(job))
+        return Change(setup=self._anew(job))
 
     def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
         if self._grid is None:
             return self.begin(job)
         before = self._plain
+        self._losses += bool(gone)
+        spared = before is not None and len(job.alive) >= before.nodes and not (gone and self.hits(job, gone))
         setup = self._groups(job)
-        if setup == before and not gone:
+        if setup == before and (not gone or spared):
             return None
         grown = setup is not None and (before is None or setup.nodes > before.nodes)
-        copied = self.moving_s(self.world.state_bytes / self._depth) if grown or gone else 0.0
+        copied = self.moving_s(self.world.state_bytes / self._depth) if grown else 0.0
         parts = pauses(
             (Use.DETECT, self.detect_s if gone else 0.0),
             (Use.PLAN, self.physics.groups_s(len(job.alive) // self._depth, self._depth)),
             (Use.TRANSFER, copied),
         )
         if setup is None or before is None:  # nobody was left who has the state
-            return self._restart(job, setup)
+            return self.from_checkpoint(job, setup, "no replica group is whole", detect_s=0.0)
         return Change(
             parts, setup, lost_ms=job.now if gone else 0, reason=f"{len(gone)} lost, {len(came)} came"
         )
 
-    def _restart(self, job: Job, setup: Setup | None) -> Change:
-        parts = pauses(
-            (Use.PLAN, self.physics.restart_s(self.world.devices(len(job.alive)))),
-            (Use.TRANSFER, self.world.checkpoint_s(len(job.alive))),
-        )
-        step_ms = ms(self._grid.step_s) if self._grid else 1
-        back = job.steps - job.steps % max(1, 3_600_000 // max(1, step_ms))
-        return Change(parts if setup else (), setup, back_to=back, reason="no replica group is whole")
+    def stepped(self, job: Job) -> Change | None:
+        """Groups of another depth, or more of them, by a checkpoint and a restart, where it pays."""
+        self.checkpoint_beside(job)
+        return self.regrid(job, self.world.varuna(len(job.alive)), self._grid, self._anew)
+
+    def _anew(self, job: Job) -> Setup | None:
+        self._grid = self.world.varuna(len(job.alive))
+        self._depth = self._grid.depth if self._grid else 0
+        return self._groups(job)
 
     def _groups(self, job: Job) -> Setup | None:
         """Each group does its share of the full batch; groups that are not whole do nothing."""

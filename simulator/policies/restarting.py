@@ -29,7 +29,7 @@ class Restarting(Base):
         """Steps in the newest complete checkpoint."""
         self._writing: tuple[int, int] | None = None
         """(step, when it will be complete)."""
-        self._losses, self._last_at = 0, 0
+        self._last_at = 0
         self._nodes = 0
         """That the running grid was chosen for."""
 
@@ -58,10 +58,8 @@ class Restarting(Base):
         now, then = self._plain, self.plan(len(job.alive))
         if now is None or then is None or len(job.alive) <= self._nodes:
             return False
-        mtbf_s = (job.now / 1000 + 3600.0) / (self._losses + 1)
         pause_s = self.physics.restart_s(self.world.devices(len(job.alive))) + self.read_s(job)
-        gain = 1 - 1000 * then.step_s / now.step_ms
-        return gain * mtbf_s > pause_s
+        return self.pays(job, then, pause_s)
 
     # ---- answers ----
 
@@ -72,6 +70,8 @@ class Restarting(Base):
         self._complete(job)
         if gone:
             self._losses += 1
+            if self._plain is not None and len(job.alive) >= self._plain.nodes and not self.hits(job, gone):
+                return None  # nodes that were not used
             return self.restart(job, f"{len(gone)} lost")
         return self.restart(job, "nodes came", detect_s=0.0) if job.setup is None else None
 
@@ -197,15 +197,12 @@ class Spares(Restarting):
         fixed = self._fixed
         return fixed if fixed is not None and nodes >= fixed.nodes else None
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
-        """A loss among the spares disturbs nobody; they are a share of the nodes, and losses hit anyone."""
-        self._complete(job)
-        if gone and self._plain is not None:
-            n, used = len(job.alive) + len(gone), self._plain.nodes
-            if all(self.draw.random() >= used / n for _ in gone):
-                self._losses += 1
-                return None if len(job.alive) >= used else super().changed(job, came, gone)
-        return super().changed(job, came, gone)
-
     def worth_growing(self, job: Job) -> bool:
-        return False
+        """A larger fixed grid, where many more nodes are there than it was chosen for."""
+        n = len(job.alive)
+        then = self.world.varuna(n - ceil(self.SHARE * n))
+        pause_s = self.physics.restart_s(self.world.devices(n)) + self.read_s(job)
+        if not self.pays(job, then, pause_s):
+            return False
+        self._fixed = then
+        return True
