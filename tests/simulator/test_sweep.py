@@ -215,7 +215,7 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
         "--policy",
         "varuna",
         "--seeds",
-        "4",
+        "500",  # cells for a minute or more
         "--workers",
         "1",
     )
@@ -231,7 +231,7 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
     _, told = started.communicate(timeout=20)
     assert started.returncode == 130, told.decode()
     assert b"goes on from here" in told and b"Traceback" not in told
-    assert 0 < lines.read_bytes().count(b"\n") < 48 and not (tmp_path / sweep.WHOLE).exists()
+    assert 0 < lines.read_bytes().count(b"\n") < 6000 and not (tmp_path / sweep.WHOLE).exists()
     until = time.monotonic() + 10
     with pytest.raises(ProcessLookupError):  # nothing of it is left
         while time.monotonic() < until:
