@@ -181,7 +181,7 @@ class Gemini(Restarting):
 class Spares(Restarting):
     about = About(
         name="spares",
-        what="a fixed grid on 9 nodes of 10, the others wait; restart with a spare in place of who was lost",
+        what="a grid on 9 nodes of 10, the others wait; restart with a spare; another grid when none is left",
         source="static over-provisioning (10 % spares: assumed); checkpoints and restarts as checkpoint's",
     )
     SHARE = 0.1
@@ -191,11 +191,10 @@ class Spares(Restarting):
         self._fixed: Running | None = None
 
     def plan(self, nodes: int) -> Running | None:
-        """Chosen once, for the nodes of the start."""
-        if self._fixed is None:
+        """The fixed grid; another one when its spares are used up."""
+        if self._fixed is None or nodes < self._fixed.nodes:
             self._fixed = self.world.varuna(nodes - ceil(self.SHARE * nodes))
-        fixed = self._fixed
-        return fixed if fixed is not None and nodes >= fixed.nodes else None
+        return self._fixed
 
     def worth_growing(self, job: Job) -> bool:
         """A larger fixed grid, where many more nodes are there than it was chosen for."""
