@@ -221,7 +221,12 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
     )
     program = [sys.executable, "-m", "simulator.cli", "sweep", str(tmp_path), *words]
     started = subprocess.Popen(
-        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        program,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )
     lines = tmp_path / sweep.CELLS
     until = time.monotonic() + 30
