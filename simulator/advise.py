@@ -16,10 +16,14 @@ from dataclasses import dataclass, replace
 
 from elastic.errors import FieldError
 from simulator.clusters import NodeType
+from simulator.physics import stays
 from simulator.replay import Mean, Run, mean_of, run_one
 from simulator.scenario import Scenario
 from simulator.trace import ADD, REMOVE, Event, Trace, window
 from simulator.world import World
+
+ON_DEMAND = "on-demand"
+"""The zone of nodes that never go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
 
 def blended(trace: Trace, mix: Mix) -> Trace:
     """On-demand nodes from start to end beside `mix.spot` nodes of the trace (its first ones, and again shifted)."""
-    fixed = [Event(0.0, ADD, f"on-demand-{i}", "on-demand") for i in range(mix.on_demand)]
+    fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
     most = _most(trace)
     if not most and mix.spot:
         raise FieldError("trace", trace.origin[:60], "it has no nodes; give another one")
@@ -139,7 +143,7 @@ def offers(
         traces = {seed: blended(scenario.trace_of(seed), mix) for seed in seeds}
         for policy in policies:
             runs = [run_one(world, traces[seed], policy, seed) for seed in seeds]
-            costs = [_cost(world.types[0], mix, traces[run.seed]) for run in runs]
+            costs = [_cost(world.types[0], traces[run.seed]) for run in runs]
             found.append(_offer(world, mix, policy, runs, costs, traces[seeds[0]].end_s, budget_per_h))
             if progress:
                 progress(f"{mix}, {policy}")
@@ -179,14 +183,11 @@ def _offer(
     )
 
 
-def _cost(kind: NodeType, mix: Mix, trace: Trace) -> float:
-    """Dollars: on-demand nodes at their price, spot nodes at theirs while they are there."""
-    total, came = mix.on_demand * kind.on_demand * trace.end_s / 3600, dict[str, float]()
-    for event in trace.events:
-        if event.zone == "on-demand":
-            continue
-        if event.kind == ADD:
-            came[event.node] = event.seconds
-        else:
-            total += kind.spot * (event.seconds - came.pop(event.node)) / 3600
-    return total + sum(kind.spot * (trace.end_s - began) / 3600 for began in came.values())
+def _cost(kind: NodeType, trace: Trace) -> float:
+    """Dollars: on-demand nodes at their price, spot nodes at theirs, while they are there."""
+    return sum(
+        (kind.on_demand if came.zone == ON_DEMAND else kind.spot)
+        * ((gone.seconds if gone else trace.end_s) - came.seconds)
+        / 3600
+        for came, gone in stays(trace)
+    )

@@ -11,10 +11,10 @@ from scipy.special import stdtrit
 
 from simulator.account import Use
 from simulator.engine import Outcome, Simulation
-from simulator.physics import noise_of, prepared, slowdowns_of
+from simulator.physics import noise_of, prepared, slowdowns_of, stays
 from simulator.policies import maker_of
 from simulator.policies.parcae import Parcae
-from simulator.trace import ADD, Trace
+from simulator.trace import Trace
 from simulator.watch import Seen, Watched
 from simulator.world import World
 
@@ -153,12 +153,7 @@ def summary(runs: Sequence[Run]) -> Summary:
 
 def cost_of(world: World, trace: Trace) -> float:
     """Dollars at spot prices for all nodes of the trace, booting included."""
-    came: dict[str, tuple[float, float]] = {}
-    total = 0.0
-    for event in trace.events:
-        if event.kind == ADD:
-            came[event.node] = event.seconds, world.type_of(event).spot
-        else:
-            began, price = came.pop(event.node)
-            total += price * (event.seconds - began) / 3600
-    return total + sum(price * (trace.end_s - began) / 3600 for began, price in came.values())
+    return sum(
+        world.type_of(came).spot * ((gone.seconds if gone else trace.end_s) - came.seconds) / 3600
+        for came, gone in stays(trace)
+    )

@@ -116,3 +116,16 @@ def config(job: Job, known: Profile, faults: tuple[FaultSpec, ...]) -> dict[str,
         "heartbeat_s": job.heartbeat_s,
         "lease_s": job.lease_s,
     }
+
+
+def node_ms(of: Trace) -> int:
+    """From the trace alone."""
+    came: dict[str, int] = {}
+    total = 0
+    for event in of.events:
+        at = round(event.seconds * 1000)
+        if event.kind == ADD:
+            came[event.node] = at
+        else:
+            total += at - came.pop(event.node)
+    return total + sum(round(of.end_s * 1000) - at for at in came.values())

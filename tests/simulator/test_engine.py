@@ -13,6 +13,7 @@ from simulator.account import Account, Use
 from simulator.engine import Change, Job, Outcome, Setup, Simulation, Slowdown
 from simulator.generate import Market, generate
 from simulator.trace import ADD, REMOVE, Event, Trace, check
+from tests.simulator.detail_runs import node_ms
 
 
 class Fixed:
@@ -159,24 +160,11 @@ def test_whatever_a_policy_does_every_node_millisecond_is_in_one_use(
     slow = [Slowdown(at * 20_000, at * 25_000 + 1, f"node{at % 7}", 1.0 + at) for at in range(1, 20)]
     first, again = (Simulation(trace, Wild(seed), factors.__getitem__, slow).run() for _ in range(2))
     totals = first.account.totals()
-    assert sum(totals.values()) == first.account.node_ms == _node_ms(trace)
+    assert sum(totals.values()) == first.account.node_ms == node_ms(trace)
     assert all(amount >= 0 for amount in totals.values())
     assert first.ended == first.account.ended == 600_000
     assert _told(first) == _told(again)
     assert first.progress[-1] == (600_000, first.samples)
-
-
-def _node_ms(trace: Trace) -> int:
-    """From the trace alone."""
-    came: dict[str, int] = {}
-    total = 0
-    for event in trace.events:
-        at = round(event.seconds * 1000)
-        if event.kind == ADD:
-            came[event.node] = at
-        else:
-            total += at - came.pop(event.node)
-    return total + sum(round(trace.end_s * 1000) - at for at in came.values())
 
 
 def _told(outcome: Outcome) -> object:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import FieldError
 from simulator.account import Use
-from simulator.clusters import JOBS, NODE_TYPES, node_type_of, training_of
+from simulator.clusters import JOBS, Training, node_type_of, training_of
 from simulator.engine import Outcome
 from simulator.generate import Market, generate
 from simulator.physics import Physics, of_settings, prepared
@@ -19,6 +19,7 @@ from simulator.policies import abouts, maker_of, makers
 from simulator.replay import Run, replay, run_one
 from simulator.trace import ADD, REMOVE, Event, Trace, check
 from simulator.world import World
+from tests.simulator.detail_runs import node_ms
 
 QUIET = Physics(boot_s=0.0, noise=0.0)
 RANDOM = ("ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo", "oobleck", "parcae",
@@ -85,19 +86,6 @@ def test_nothing_is_counted_twice(
     shares = {d.change.setup.samples for d in found.decisions if d.change.setup is not None}
     assert found.samples % full == 0 or policy == "torchft"
     assert all(0 < share <= full for share in shares)
-
-
-def node_ms(of: Trace) -> int:
-    """From the trace alone."""
-    came: dict[str, int] = {}
-    total = 0
-    for event in of.events:
-        at = round(event.seconds * 1000)
-        if event.kind == ADD:
-            came[event.node] = at
-        else:
-            total += at - came.pop(event.node)
-    return total + sum(round(of.end_s * 1000) - at for at in came.values())
 
 
 @settings(max_examples=3)
@@ -282,9 +270,11 @@ def test_unknown_policies_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
-def test_every_job_has_a_plan_on_some_cluster(job: object) -> None:
-    assert job in JOBS
-    assert any(kind.name == "a40" for kind in NODE_TYPES)
+def test_every_job_has_a_plan_on_large_nodes(job: Training) -> None:
+    there = World(job, (node_type_of("p5.48xlarge"),), QUIET)
+    found = there.varuna(32)
+    assert found is not None and 0 < found.step_s < 24 * 3600
+    assert there.compute_s / 32 <= found.step_s, "nobody is faster than all nodes computing all the time"
 
 
 @pytest.mark.parametrize(
