@@ -12,12 +12,12 @@ import logging
 import queue
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,16 @@ from elastic.agent.processes import Place, WorkerExit, WorkerGroup
 from elastic.agent.replicator import Replicator
 from elastic.agent.vault import Vault
 from elastic.agent.vault_server import VaultServer
+from elastic.agent.workers import Workers
 from elastic.config import JobConfig, load_config
 from elastic.core import messages as m
 from elastic.core import node as core
 from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
-from elastic.errors import ChannelClosed, ElasticError, FieldError, VaultError
+from elastic.errors import ElasticError, VaultError
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
-from elastic.rpc.frames import Channel, listen_unix
 from elastic.rpc.shaping import pace_of
 from elastic.telemetry import configure_logging
 
@@ -48,8 +48,6 @@ log = logging.getLogger("elastic.agent")
 LOOK_S = 0.1
 RANKS = 1 << 16
 """Workers are numbered generation * RANKS + local rank: an acknowledgement is for one launch alone."""
-LAST_WORDS_S = 2.0
-"""How long the end of a dead worker's channel is waited for, before its exit counts."""
 GRACE_S = 10.0
 """How long workers may take to end by themselves when the job is over."""
 RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
@@ -64,14 +62,12 @@ class Agent:
         self._directory = Path(config.memory_dir) / self._node
         self._steps: deque[m.StepDone] = deque(maxlen=4096)
         self._parts: deque[m.CheckpointPart | m.BackupNote] = deque(maxlen=64)
-        self._channels: dict[int, Channel] = {}
-        self._hearers: dict[tuple[int, int], threading.Thread] = {}
         self._group: WorkerGroup | None = None
         self._generation = 0
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
         self._begin()
-        self._socket = self._listen()
+        self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
             coordinator,
             on_message=lambda message, envelope: self._queue.put(message),
@@ -94,11 +90,6 @@ class Agent:
         )
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
-
-    def _listen(self) -> socket.socket:
-        listener = listen_unix(self._directory / "agent.sock")
-        threading.Thread(target=self._accept, args=(listener,), name="workers", daemon=True).start()
-        return listener
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -154,7 +145,7 @@ class Agent:
                 until = carry_out(parse_fault(message.fault), self._vault)
                 self._partitioned_until = max(self._partitioned_until, until)
             case WorkerExit():
-                self._channels.pop(rank, None)
+                self._workers.gone(rank)
                 self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.Exited(rank, message.returncode))
             case m.Attach() | m.Halted() | m.Failed() | m.Finished():
@@ -208,9 +199,7 @@ class Agent:
     def _act(self, action: core.Action) -> None:
         match action:
             case core.Tell(message, rank):
-                for r, channel in list(self._channels.items()):
-                    if rank is None or rank == r:
-                        self._tell(channel, message)
+                self._workers.tell(message, rank)
             case core.Spawn(launch):
                 self._spawn(launch)
             case core.KillWorkers(reason):
@@ -229,10 +218,6 @@ class Agent:
                 self._exit_code = code
             case core.Rejoin():
                 self._rejoin()
-
-    def _tell(self, channel: Channel, message: Any) -> None:
-        with contextlib.suppress(ChannelClosed):  # its exit is reported by the process group
-            channel.send(message)
 
     def _say(self, message: Any) -> None:
         if not self._partitioned:
@@ -257,9 +242,7 @@ class Agent:
         place = Place(self._node, str(self._directory / "agent.sock"), self._host, self._who.device)
 
         def ended(exit: WorkerExit) -> None:
-            hearer = self._hearers.pop((generation, exit.local_rank), None)
-            if hearer is not None:
-                hearer.join(LAST_WORDS_S)
+            self._workers.last_words(generation, exit.local_rank)
             self._queue.put((generation, exit.local_rank, exit))
 
         self._group = WorkerGroup(self._config, launch, place, ended)
@@ -280,7 +263,7 @@ class Agent:
         self._group = None
         for part in (self._replicator, self._server, self._vault):
             part.close()
-        self._channels.clear()
+        self._workers.forget()
         self._begin()
         self._report()
 
@@ -300,6 +283,10 @@ class Agent:
 
     # ---- callbacks of other threads ----
 
+    def _launched(self) -> tuple[int, Mapping[int, int]]:
+        """The running launch: its generation and the process of each local rank."""
+        return self._generation, self._group.pids if self._group is not None else {}
+
     def _acked(self, worker: int, bundle: int, kept: bool) -> None:
         acked = m.Acked(bundle, kept)
         if self._checkpoints.final:  # behind the news that it is on disk
@@ -309,44 +296,11 @@ class Agent:
 
     def _tell_acked(self, worker: int, acked: m.Acked) -> None:
         generation, rank = divmod(worker, RANKS)
-        channel = self._channels.get(rank)
-        if channel is not None and generation == self._generation:
-            self._tell(channel, acked)
+        if generation == self._generation:
+            self._workers.tell(acked, rank)
 
     def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
         self._queue.put(("held", peer, f"backup of bundle {bundle}: {error}"))
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return  # closed: the agent ends
-            threading.Thread(target=self._hear, args=(Channel(sock),), name="worker", daemon=True).start()
-
-    def _hear(self, channel: Channel) -> None:
-        """One worker's words, into the queue, until it is gone."""
-        try:
-            first = channel.receive()
-            if not isinstance(first, m.Attach | m.Failed):
-                raise FieldError("first message", type(first).__name__, "a worker begins with Attach")
-            rank, generation = first.local_rank, self._generation
-            if isinstance(first, m.Failed):
-                self._queue.put((generation, rank, first))
-                return
-            pids = self._group.pids if self._group is not None else {}
-            if pids.get(rank) != first.pid:
-                raise FieldError("pid", first.pid, f"not a worker of this launch ({pids})")
-            self._channels[rank] = channel
-            self._hearers[generation, rank] = threading.current_thread()
-            self._queue.put((generation, rank, first))
-            while True:
-                self._queue.put((generation, rank, channel.receive()))
-        except ChannelClosed:
-            return
-        except FieldError as error:
-            log.error("a worker's channel is closed: %s", error)
-            channel.close()
 
     def _close(self) -> None:
         if self._group is not None:

@@ -17,20 +17,18 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
 from elastic.config import JobConfig, load_config
+from elastic.coordinator.queries import Query, policy_of, reply
 from elastic.coordinator.records import Records
 from elastic.core import codec, job
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
-from elastic.core.stragglers import factor
-from elastic.errors import EXIT_FAILURE, ElasticError, FieldError, StaleError
+from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW
-from elastic.planning.plan import format_plan
 from elastic.rpc.server import Server, Session
 from elastic.store import durable
 from elastic.store.base import Lease
@@ -43,20 +41,6 @@ TICK_S = 0.05
 LEASE_S = 10.0
 LINGER_S = 5.0
 """How long a finished coordinator waits for its agents to leave."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Query:
-    """A request of the command line and where its answer goes."""
-
-    kind: str
-    body: dict[str, Any]
-    answer: Future[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    message: m.StepDone
 
 
 class Clock:
@@ -146,7 +130,7 @@ class Coordinator:
     # ---- events in ----
 
     def _take(self, item: Any) -> None:
-        if isinstance(item, _Query):
+        if isinstance(item, Query):
             self._answer(item)
         elif isinstance(item, Future):
             self._committed(item)
@@ -274,42 +258,19 @@ class Coordinator:
 
     def _call(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
         """Called from a server thread; answered by the coordinator's own."""
-        query = _Query(kind, body, Future())
+        query = Query(kind, body, Future())
         self._queue.put(query)
         return query.answer.result(timeout=10.0)
 
-    def _answer(self, query: _Query) -> None:
+    def _answer(self, query: Query) -> None:
         try:
-            query.answer.set_result(self._reply(query.kind, query.body))
+            answer, event = reply(self._state, query.kind, query.body)
+            if event is not None:
+                self._apply(event)
+                answer["phase"] = self._state.phase.value
+            query.answer.set_result(answer)
         except ElasticError as error:
             query.answer.set_exception(error)
-
-    def _reply(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        match kind:
-            case "status":
-                return status(self._state)
-            case "nodes":
-                return {"nodes": nodes(self._state)}
-            case "plan":
-                plan = self._state.plan
-                return {
-                    "plan": format_plan(plan) if plan else "",
-                    "reason": plan.reason if plan else "no plan yet",
-                }
-            case "drain":
-                return self._drain(body)
-            case _:
-                raise FieldError("kind", kind, "one of status, nodes, plan, drain")
-
-    def _drain(self, body: dict[str, Any]) -> dict[str, Any]:
-        node, deadline = body.get("node"), body.get("deadline_s", 30.0)
-        if not isinstance(node, str) or node not in self._state.members:
-            known = ", ".join(sorted(self._state.members)) or "none"
-            raise FieldError("node", node, f"one of the members ({known})")
-        if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or deadline < 0:
-            raise FieldError("deadline_s", deadline, "seconds from 0 up")
-        self._apply(job.DrainAsked(node, float(deadline)))
-        return {"node": node, "deadline_s": deadline, "phase": self._state.phase.value}
 
 
 def _checkpoint(path: Path) -> Path | None:
@@ -317,59 +278,9 @@ def _checkpoint(path: Path) -> Path | None:
     return path if (path / durable.MANIFEST).is_file() else durable.latest(path)
 
 
-def policy_of(config: JobConfig) -> job.Policy:
-    """What of the configuration the decisions depend on."""
-    return job.Policy(
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        workers_per_node=config.nproc_per_node,
-        max_restarts=config.max_restarts,
-        shape=config.pipelines,
-        schedule=config.schedule,
-        backup=config.backup,
-        heartbeat_s=config.heartbeat_s,
-        lease_s=config.lease_s,
-        master_addr=config.master_addr,
-        master_port=config.master_port,
-        room_bytes=config.vault_memory_bytes,
-        profile=config.profile,
-    )
-
-
 def step_of(checkpoint: Path) -> int:
     """Step of a checkpoint directory step-XXXXXXXX."""
     return int(checkpoint.name.rsplit("-", 1)[1])
-
-
-def status(state: job.JobState) -> dict[str, Any]:
-    return {
-        "phase": state.phase.value,
-        "epoch": state.epoch,
-        "step": max((mb.report.step for mb in state.members.values()), default=0),
-        "steps": state.spec.n_steps if state.spec else 0,
-        "loss": state.record.loss if state.record else None,
-        "nodes": nodes(state),
-        "plan": format_plan(state.plan) if state.plan else "",
-        "checkpoint": state.checkpoint[0] if state.checkpoint else "",
-    }
-
-
-def nodes(state: job.JobState) -> list[dict[str, Any]]:
-    held = state.plan.nodes() if state.plan else ()
-    return [
-        {
-            "node": node,
-            "phase": mb.report.phase.value,
-            "role": "stage" if node in held else "spare",
-            "connected": mb.connected,
-            "draining": mb.draining,
-            "domain": mb.report.info.domain,
-            "device": mb.report.info.device,
-            "slow": factor(state, node),
-            "vault": mb.report.info.vault,
-        }
-        for node, mb in sorted(state.members.items())
-    ]
 
 
 def main(argv: list[str] | None = None) -> int:

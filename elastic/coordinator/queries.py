@@ -1,0 +1,99 @@
+"""What the command line asks a coordinator, and the answers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.config import JobConfig
+from elastic.core import job
+from elastic.core.stragglers import factor
+from elastic.errors import FieldError
+from elastic.planning.plan import format_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A request and where its answer goes."""
+
+    kind: str
+    body: dict[str, Any]
+    answer: Future[dict[str, Any]]
+
+
+def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[str, Any], Any | None]:
+    """The answer, and the event that the request is, if it asks for a decision. Raises FieldError."""
+    match kind:
+        case "status":
+            return status(state), None
+        case "nodes":
+            return {"nodes": nodes(state)}, None
+        case "plan":
+            plan = state.plan
+            text = format_plan(plan) if plan else ""
+            return {"plan": text, "reason": plan.reason if plan else "no plan yet"}, None
+        case "drain":
+            return _drain(state, body)
+        case _:
+            raise FieldError("kind", kind, "one of status, nodes, plan, drain")
+
+
+def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], job.DrainAsked]:
+    node, deadline = body.get("node"), body.get("deadline_s", 30.0)
+    if not isinstance(node, str) or node not in state.members:
+        known = ", ".join(sorted(state.members)) or "none"
+        raise FieldError("node", node, f"one of the members ({known})")
+    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or deadline < 0:
+        raise FieldError("deadline_s", deadline, "seconds from 0 up")
+    return {"node": node, "deadline_s": deadline}, job.DrainAsked(node, float(deadline))
+
+
+def policy_of(config: JobConfig) -> job.Policy:
+    """What of the configuration the decisions depend on."""
+    return job.Policy(
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        workers_per_node=config.nproc_per_node,
+        max_restarts=config.max_restarts,
+        shape=config.pipelines,
+        schedule=config.schedule,
+        backup=config.backup,
+        heartbeat_s=config.heartbeat_s,
+        lease_s=config.lease_s,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        room_bytes=config.vault_memory_bytes,
+        profile=config.profile,
+    )
+
+
+def status(state: job.JobState) -> dict[str, Any]:
+    return {
+        "phase": state.phase.value,
+        "epoch": state.epoch,
+        "step": max((mb.report.step for mb in state.members.values()), default=0),
+        "steps": state.spec.n_steps if state.spec else 0,
+        "loss": state.record.loss if state.record else None,
+        "nodes": nodes(state),
+        "plan": format_plan(state.plan) if state.plan else "",
+        "checkpoint": state.checkpoint[0] if state.checkpoint else "",
+    }
+
+
+def nodes(state: job.JobState) -> list[dict[str, Any]]:
+    held = state.plan.nodes() if state.plan else ()
+    return [
+        {
+            "node": node,
+            "phase": mb.report.phase.value,
+            "role": "stage" if node in held else "spare",
+            "connected": mb.connected,
+            "draining": mb.draining,
+            "domain": mb.report.info.domain,
+            "device": mb.report.info.device,
+            "slow": factor(state, node),
+            "vault": mb.report.info.vault,
+        }
+        for node, mb in sorted(state.members.items())
+    ]
