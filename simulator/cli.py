@@ -177,21 +177,23 @@ def reproduce(what: str, data: Path | None, out: Path | None) -> None:
 
 
 @main.command("validate")
-@click.argument("run_dir", type=FILE)
+@click.argument("run_dirs", metavar="RUN_DIR...", type=FILE, nargs=-1, required=True)
 @click.option("--physics", type=FILE, help="what a machine's messages, processes and links take [defaults]")
-@click.option("--calibrate", "out", type=FILE, help="measure that in this run, and write it there, instead")
+@click.option("--calibrate", "out", type=FILE, help="measure that in these runs, and write it there, instead")
 @click.option("--json", "as_json", type=FILE, help="write the figures there, too")
 @clear_errors
-def validate_(run_dir: Path, physics: Path | None, out: Path | None, as_json: Path | None) -> None:
-    """Compare an emulated run with its simulation: throughput, and each phase of its recoveries."""
+def validate_(
+    run_dirs: tuple[Path, ...], physics: Path | None, out: Path | None, as_json: Path | None
+) -> None:
+    """Compare emulated runs with their simulation: throughput, and each phase of their recoveries."""
     if out is not None:
         if physics is not None or as_json is not None:
             raise FieldError(
                 "--calibrate", str(out), "give --physics and --json to another call: this one measures"
             )
-        click.echo(f"{out}: {measure(run_dir, out)}")
+        click.echo(f"{out}: {measure(run_dirs, out)}")
         return
-    report = validate(run_dir, read_physics(physics) if physics is not None else Physics())
+    report = validate(run_dirs, read_physics(physics) if physics is not None else Physics())
     click.echo(told(report))
     if as_json is not None:
         stored(as_json, json.dumps(report_json(report), indent=1) + "\n")

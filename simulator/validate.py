@@ -1,7 +1,7 @@
-"""A real run against its simulation: throughput and each phase of its recoveries, measured and predicted.
+"""Real runs against their simulation: throughput and each phase of its recoveries, measured and predicted.
 
-The constants of the machine must come from another run (`--calibrate` there, `--physics` here): nothing is fitted on
-the run that is compared.
+The constants of the machine must come from other runs (`--calibrate` there, `--physics` here): nothing is fitted on
+the runs that are compared.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from simulator.detail.calibrate import calibrate, predicted
@@ -45,53 +45,65 @@ class Report:
     recoveries: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
     """(measured, predicted) of each recovery that both have."""
     unmatched: tuple[int, int]
-    """Recoveries that only one of them has: of the run, of its simulation."""
+    """Recoveries that only one of them has: of the runs, of their simulation."""
 
     def figure(self, name: str) -> Figure:
         return next(one for one in self.figures if one.name == name)
 
 
-def compare(run: Recorded, physics: Physics) -> Report:
-    """Simulate `run` with several seeds and compare. Medians over the seeds."""
-    stories = [predicted(run, physics, seed) for seed in range(SEEDS)]
-    rate = Figure(
-        "throughput",
-        "samples/s",
-        run.story.steps_per_s * run.job.microbatches,
-        median(story.steps_per_s for story in stories) * run.job.microbatches,
-    )
-    figures = [rate]
-    if run.story.starts:
-        figures.append(
-            Figure("start of a later node, median", "s", median(run.story.starts), physics.spawn_s)
-        )
+def compare(runs: Sequence[Recorded], physics: Physics) -> Report:
+    """Simulate `runs` with several seeds and compare, all runs taken together. Medians over the seeds."""
+    measured = [run.story for run in runs]
+    stories = [[predicted(run, physics, seed) for run in runs] for seed in range(SEEDS)]
+    batches = [run.job.microbatches for run in runs]
+    rate = median(_throughput(told, batches) for told in stories)
+    figures = [Figure("throughput", "samples/s", _throughput(measured, batches), rate)]
+    if starts := [start for story in measured for start in story.starts]:
+        figures.append(Figure("start of a later node, median", "s", median(starts), physics.spawn_s))
     for what, chosen in (("losses", False), ("planned changes", True)):
         names = PHASES if not chosen else (*PHASES[1:], "pause_s")
         for name in names:
-            figures += _phase(run.story, stories, what, chosen, name)
-    figures += [one for name in PHASES for one in _phase(run.story, stories, "all", None, name)]
-    both = pairs(run.story, stories[0])
-    left = len(run.story.recoveries) - len(both), len(stories[0].recoveries) - len(both)
-    return Report(tuple(figures), tuple(both), left)
+            figures += _phase(measured, stories, what, chosen, name)
+    figures += [one for name in PHASES for one in _phase(measured, stories, "all", None, name)]
+    both = [pair for one, other in zip(measured, stories[0], strict=True) for pair in pairs(one, other)]
+    real, simulated = (sum(len(story.recoveries) for story in told) for told in (measured, stories[0]))
+    return Report(tuple(figures), tuple(both), (real - len(both), simulated - len(both)))
+
+
+def _throughput(stories: Sequence[Story], microbatches: Sequence[int]) -> float:
+    """Samples a second of all runs, one after the other."""
+    done = sum(
+        (len(story.steps) - 1) * m for story, m in zip(stories, microbatches, strict=True) if story.steps
+    )
+    seconds = sum(story.seconds for story in stories)
+    return done / seconds if seconds > 0 else 0.0
 
 
 def _phase(
-    measured: Story, stories: Sequence[Story], what: str, planned: bool | None, name: str
+    measured: Sequence[Story],
+    stories: Sequence[Sequence[Story]],
+    what: str,
+    planned: bool | None,
+    name: str,
 ) -> list[Figure]:
-    def over(story: Story, fold: Callable[[list[float]], float]) -> float:
-        found = [float(r[name]) for r in story.recoveries if planned is None or bool(r["planned"]) is planned]
+    def of(told: Sequence[Story]) -> list[dict[str, Any]]:
+        found = [r for story in told for r in story.recoveries]
+        return [r for r in found if planned is None or bool(r["planned"]) is planned]
+
+    def over(told: Sequence[Story], fold: Callable[[list[float]], float]) -> float:
+        found = [float(recovery[name]) for recovery in of(told)]
         return fold(found) if found else 0.0
 
-    if not any(planned is None or bool(r["planned"]) is planned for r in measured.recoveries):
+    if not of(measured):
         return []
-    folds: tuple[tuple[str, Callable[[list[float]], float]], ...] = (("median", median), ("sum", sum))
+    folds: tuple[tuple[str, Callable[[list[float]], float]], ...] = (("median", median), ("mean", fmean))
     short = name.removesuffix("_s")
     return [
         Figure(
             f"{what}: {short}, {text}",
             "s",
             over(measured, fold),
-            median(over(story, fold) for story in stories),
+            median(over(told, fold) for told in stories),
         )
         for text, fold in folds
     ]
@@ -114,7 +126,7 @@ def told(report: Report) -> str:
         lines.append(f"step {one['step']}: {one['cause']}: {phases}  {lost}")
     if any(report.unmatched):
         real, simulated = report.unmatched
-        lines.append(f"without a counterpart: {real} of the run, {simulated} of the simulation")
+        lines.append(f"without a counterpart: {real} of the runs, {simulated} of the simulation")
     return "\n".join(lines)
 
 
@@ -122,16 +134,16 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "figures": [{**asdict(one), "ratio": one.ratio} for one in report.figures],
         "recoveries": [{"measured": one, "predicted": other} for one, other in report.recoveries],
-        "unmatched": {"run": report.unmatched[0], "simulation": report.unmatched[1]},
+        "unmatched": {"runs": report.unmatched[0], "simulation": report.unmatched[1]},
     }
 
 
-def measure(run_dir: Path, out: Path) -> Physics:
-    """Write what `run_dir` tells of the machine."""
-    found = calibrate(read(run_dir))
+def measure(run_dirs: Sequence[Path], out: Path) -> Physics:
+    """Write what runs tell of the machine."""
+    found = calibrate([read(run_dir) for run_dir in run_dirs])
     write(found, out)
     return found
 
 
-def validate(run_dir: Path, physics: Physics) -> Report:
-    return compare(read(run_dir), physics)
+def validate(run_dirs: Sequence[Path], physics: Physics) -> Report:
+    return compare([read(run_dir) for run_dir in run_dirs], physics)

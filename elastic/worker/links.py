@@ -70,7 +70,7 @@ class Links:
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
         self.device, self.abandon = device, abandon
         self.data_device = device
-        self._store_address = ""
+        self._store: PrefixStore | None = None
         self._control: GlooTransport | None = None
         self._data: Transport | None = None
         self._peers: dict[int, Peer] = {}
@@ -117,12 +117,11 @@ class Links:
         if world_size == 1:
             links._sets_opened.set()
             return links
-        links._store_address = store_address
         nccl = (backend or ("nccl" if device.type == "cuda" else "gloo")) == "nccl"
         links.data_device = device if nccl else torch.device("cpu")
 
         def meet() -> tuple[GlooTransport, Transport]:
-            store = connect(store_address, epoch, timeout_s)
+            links._store = store = connect(store_address, epoch, timeout_s)
             control = GlooTransport(store, rank, world_size, timeout_s, host)
             if nccl:
                 return control, links._open_data(store, control, timeout_s, pairs)
@@ -280,7 +279,7 @@ class Links:
         if isinstance(error, LinkFailed):
             return error
         suspects = self.control.disconnected() or (() if peer is None else (peer,))
-        ranks = blame(self._store_address, self.epoch, suspects)
+        ranks = blame(self._store, suspects, self.abandon)
         self.close()
         return LinkFailed(ranks, str(error).split("\n")[0][:200])
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic.errors import FieldError
+from elastic.worker.abandon import Abandon
 
 _BLAME_S = 0.2
 _BLAME = "blame"
@@ -35,27 +36,31 @@ def connect(address: str, epoch: int, timeout_s: float) -> PrefixStore:
     return PrefixStore(f"epoch{epoch}", TCPStore(host, int(port), is_master=False, timeout=timeout))
 
 
-def blame(address: str, epoch: int, suspects: tuple[int, ...]) -> tuple[int, ...]:
-    """Agree with the other ranks on whose connection broke first: who sees it first says so at the store.
+def blame(store: PrefixStore | None, suspects: tuple[int, ...], abandon: Abandon) -> tuple[int, ...]:
+    """Agree with the other ranks on whose connection broke first: who sees it first says so at the epoch's store.
 
-    To be called before closing one's own connections, which would mislead the rest. Takes 0.2 s at most, when
-    the store hangs; without the store `suspects` stands.
+    To be called before closing one's own connections, which would mislead the rest. `store` is the connection that
+    was made when the epoch began: if its host died, asking fails at once. When it hangs this takes 0.2 s, or until
+    the epoch is abandoned. Without an answer `suspects` stands.
     """
     name = ",".join(map(str, suspects))
     answers: list[str] = []
+    answered = threading.Event()
 
-    def ask() -> None:
+    def ask(store: PrefixStore) -> None:
         try:
-            store = connect(address, epoch, _BLAME_S)
             if suspects:
                 answers.append(store.compare_set(_BLAME, "", name).decode())
             elif store.check([_BLAME]):
                 answers.append(store.get(_BLAME).decode())
         except RuntimeError:
             answers.append(name)
+        answered.set()
 
-    thread = threading.Thread(target=ask, name=f"blame-epoch{epoch}", daemon=True)
-    thread.start()
-    thread.join(_BLAME_S)
+    if store is not None:
+        threading.Thread(target=ask, args=(store,), name="blame", daemon=True).start()
+        abandon.subscribe(answered.set)
+        answered.wait(_BLAME_S)
+        abandon.unsubscribe(answered.set)
     answer = answers[0] if answers else name
     return tuple(int(rank) for rank in answer.split(",") if rank.isdigit())

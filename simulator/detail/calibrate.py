@@ -1,13 +1,13 @@
-"""The physics of a machine, measured in one run, for the prediction of others.
+"""The physics of a machine, measured in some runs, for the prediction of others.
 
-What events tell by themselves is taken as it is (planning, starting). For the rest the run is simulated, and each
+What events tell by themselves is taken as it is (planning, starting). For the rest the runs are simulated, and each
 constant changed by the median difference between what was measured and what came out; twice, since they act on each
 other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -29,34 +29,40 @@ def predicted(run: Recorded, physics: Physics, seed: int = 0) -> Story:
     return tell(outcome.events)
 
 
-def calibrate(run: Recorded) -> Physics:
-    """Measure `run`. What does not occur in it keeps its default."""
+def calibrate(runs: Sequence[Recorded]) -> Physics:
+    """Measure `runs`, taken together. What does not occur in them keeps its default."""
     physics = Physics(hop_s=0.0, step_s=0.0, resume_s=0.0)
-    measured = run.story
-    if took := measured.planning_s(joins=False):
+    measured = [run.story for run in runs]
+    if took := _all(measured, lambda story: story.planning_s(joins=False)):
         physics = replace(physics, plan_s=max(0.0, median(took)))
-    if took := measured.planning_s(joins=True):
+    if took := _all(measured, lambda story: story.planning_s(joins=True)):
         physics = replace(physics, replan_s=max(0.0, median(took)))
-    if measured.starts:
-        physics = replace(physics, spawn_s=median(measured.starts))
+    if took := _all(measured, lambda story: story.starts):
+        physics = replace(physics, spawn_s=median(took))
     for _ in range(ROUNDS):
-        physics = _steps(run, physics)
-        physics = _recoveries(measured, predicted(run, physics), physics)
+        physics = _steps(runs, physics)
+        simulated = [predicted(run, physics) for run in runs]
+        physics = _recoveries(measured, simulated, physics)
     return physics
 
 
-def _steps(run: Recorded, physics: Physics) -> Physics:
+def _all(stories: Iterable[Story], figures: Callable[[Story], Sequence[float]]) -> list[float]:
+    return [figure for story in stories for figure in figures(story)]
+
+
+def _steps(runs: Sequence[Recorded], physics: Physics) -> Physics:
     """What a step, and a message, take besides: least squares over undisturbed steps, neither below zero."""
     from scipy.optimize import nnls
 
     bare = replace(physics, hop_s=0.0, step_s=0.0)
-    base = dict(predicted(run, bare).undisturbed())
-    probed = dict(predicted(run, replace(bare, hop_s=PROBE_S)).undisturbed())
     rows, gaps = list[tuple[float, float]](), list[float]()
-    for step, seconds in run.story.undisturbed():
-        if step in base and step in probed:
-            rows.append((1.0, max(0.0, probed[step] - base[step]) / PROBE_S))
-            gaps.append(seconds - base[step])
+    for run in runs:
+        base = dict(predicted(run, bare).undisturbed())
+        probed = dict(predicted(run, replace(bare, hop_s=PROBE_S)).undisturbed())
+        for step, seconds in run.story.undisturbed():
+            if step in base and step in probed:
+                rows.append((1.0, max(0.0, probed[step] - base[step]) / PROBE_S))
+                gaps.append(seconds - base[step])
     if not rows:
         return physics
     kept = _without_outliers(rows, gaps)
@@ -74,21 +80,19 @@ def _without_outliers(
     return [(row, gap) for row, gap in found if abs(gap - middle) <= 3 * spread + 1e-9]
 
 
-def _recoveries(measured: Story, simulated: Story, physics: Physics) -> Physics:
-    both = pairs(measured, simulated)
+def _recoveries(measured: Sequence[Story], simulated: Sequence[Story], physics: Physics) -> Physics:
+    both = [pair for one, other in zip(measured, simulated, strict=True) for pair in pairs(one, other)]
     lost = [pair for pair in both if not pair[0]["planned"]]
-    stores = [pair for pair in lost if measured.store_lost(pair[0])]
-    others = [pair for pair in lost if pair not in stores]
     planned = [pair for pair in both if pair[0]["planned"]]
     found = {
-        "closed_s": _gap(others or lost, lambda r: r["detect_s"]),
-        "leave_s": _gap(others, lambda r: r["halt_s"]),
-        "store_s": _gap(stores, lambda r: r["halt_s"]),
+        "closed_s": _gap(lost, lambda r: r["detect_s"]),
+        "leave_s": _gap(lost, lambda r: r["halt_s"]),
         "stop_s": _gap(planned, lambda r: r["halt_s"] + r["pause_s"] - r["total_s"]),
         "install_s": _gap(both, lambda r: r["transfer_s"]),
         "group_s": _gap(both, lambda r: r["rebuild_s"]),
         "resume_s": _gap(both, _rest),
-        "prefetch_s": _middle(measured.prefetches) - _middle(simulated.prefetches),
+        "prefetch_s": _middle(_all(measured, lambda story: story.prefetches))
+        - _middle(_all(simulated, lambda story: story.prefetches)),
     }
     changed = {name: max(0.0, getattr(physics, name) + gap) for name, gap in found.items()}
     return replace(physics, **changed)

@@ -29,10 +29,6 @@ class Clock:
         """`seconds`, times a random factor."""
         return seconds * self._rng.uniform(1 - self._jitter, 1 + self._jitter)
 
-    def within(self, seconds: float) -> float:
-        """Somewhere between 0 and `seconds`."""
-        return self._rng.uniform(0.0, seconds)
-
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Do it so many seconds from now, exactly."""
         heapq.heappush(self._heap, (self.now + seconds, next(self._order), action))

@@ -30,9 +30,6 @@ class Physics:
     """From a node's end to the moment at which those it was connected with see their connections closed."""
     leave_s: float = 0.05
     """A worker leaves all communication at once, and puts what it has into the vault."""
-    store_s: float = 0.1
-    """At most, until a worker that lost contact says so, where the one that hosted the meeting's store was lost: it
-    asks there, in vain, whose connection broke first. Any time up to this is as likely."""
     stop_s: float = 0.05
     """The same after the last step of an epoch, for a planned change."""
     plan_s: float = 0.1

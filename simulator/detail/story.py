@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.planning.plan import parse_plan
-
 PHASES = ("detect_s", "decide_s", "transfer_s", "rebuild_s", "total_s")
 WARM = 2
 """Steps of an epoch that are not counted as undisturbed."""
@@ -18,8 +16,6 @@ class Story:
     steps: tuple[tuple[int, float, float, int], ...]
     """(step, when it was done, its seconds, epoch), those that count, in order."""
     recoveries: tuple[dict[str, Any], ...]
-    stores: tuple[str, ...]
-    """Of each recovery, the node that hosted the store of the epoch before."""
     plannings: tuple[tuple[str, float], ...]
     """(cause, seconds from everybody's having halted to the plan's going out) of every recovery."""
     starts: tuple[float, ...]
@@ -40,11 +36,6 @@ class Story:
         """Of plans for nodes that joined, or of all others."""
         return [seconds for cause, seconds in self.plannings if cause.startswith("join ") is joins]
 
-    def store_lost(self, recovery: dict[str, Any]) -> bool:
-        """Whether the store's host was lost with it."""
-        host = self.stores[self.recoveries.index(recovery)]
-        return not recovery["planned"] and f"{host} lost" in str(recovery["cause"])
-
     def undisturbed(self) -> Iterator[tuple[int, float]]:
         """(step, its seconds) of those in whose epoch `WARM` others came before, and after which it went on."""
         epochs = [epoch for _, _, _, epoch in self.steps]
@@ -57,7 +48,7 @@ def tell(events: Sequence[dict[str, Any]]) -> Story:
     """Read events in their order."""
     steps: dict[int, tuple[int, float, float, int]] = {}
     recoveries, halts, plans = list[dict[str, Any]](), dict[int, float](), dict[int, float]()
-    pulled, hosts = readiness(events), dict[int, str]()
+    pulled = readiness(events)
     starts, prefetches, epoch, trained = list[float](), list[float](), 0, False
     for event in events:
         at = float(event["at"])
@@ -73,7 +64,6 @@ def tell(events: Sequence[dict[str, Any]]) -> Story:
                         prefetches.append(at - pulled.pop(node))
             case "plan":
                 epoch = event["epoch"]
-                hosts[epoch] = parse_plan(event["text"]).units()[0].node
                 plans[epoch], trained = at, True
             case "recovery":
                 recoveries.append(event)
@@ -85,9 +75,8 @@ def tell(events: Sequence[dict[str, Any]]) -> Story:
         for r in recoveries
         if r["epoch"] in plans and "; then " not in r["cause"]
     ]
-    stores = tuple(hosts.get(max((e for e in hosts if e < r["epoch"]), default=0), "") for r in recoveries)
     ordered = tuple(steps[step] for step in sorted(steps))
-    return Story(ordered, tuple(recoveries), stores, tuple(plannings), tuple(starts), tuple(prefetches))
+    return Story(ordered, tuple(recoveries), tuple(plannings), tuple(starts), tuple(prefetches))
 
 
 def readiness(events: Iterable[dict[str, Any]]) -> dict[str, float]:

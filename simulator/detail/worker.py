@@ -111,23 +111,10 @@ class Worker:
                 self.world.clock.about(seconds, other.lost_contact(run, self.agent.name))
 
     def lost_contact(self, run: Run, node: str) -> Callable[[], None]:
-        store = self.world.agents[run.store].worker
-        asking_s = 0.0 if store is not None and store.alive else self.world.physics.store_s
-
-        def leave() -> None:
-            self.say(m.CommFailed(self.epoch, (node,), "link"))
-            self.leave()
-
         def act() -> None:
-            if not self.here or self.training is None or self.training.run is not run:
-                return
-            if not asking_s:
-                leave()
-                return
-            self._token += 1
-            seconds = self.world.clock.within(asking_s)
-            self.busy_until = self.world.clock.now + seconds
-            self.later(seconds, leave)
+            if self.here and self.training is not None and self.training.run is run:
+                self.say(m.CommFailed(self.epoch, (node,), "link"))
+                self.leave()
 
         return lambda: self.between_actions(act)
 

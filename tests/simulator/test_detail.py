@@ -75,16 +75,6 @@ def test_a_lost_node_costs_its_phases_and_no_step() -> None:
     samples_once(outcome)
 
 
-def test_who_asks_a_lost_store_halts_later() -> None:
-    job, physics = replace(JOB, pipelines="1"), replace(EXACT, store_s=0.6)
-    host, other = (
-        simulate(steady(4, 120.0, lost(9.0, node)), profile(), job, physics).recoveries[0] for node in (0, 2)
-    )
-    assert host["cause"] == "node0 lost" and other["cause"] == "node2 lost"
-    assert host["halt_s"] > other["halt_s"] + 0.1
-    assert host["detect_s"] <= EXACT.closed_s + 0.15 + 0.06  # the coordinator's own grace, and a tick
-
-
 def test_halting_waits_for_the_action_that_is_computed() -> None:
     job = replace(JOB, pipelines="1", steps=4)
     halts = [

@@ -178,7 +178,6 @@ def test_a_story_is_told_from_events() -> None:
     story = tell(events)
     assert story.steps_per_s == pytest.approx(5 / 11)
     assert story.planning_s(False) == [pytest.approx(0.3)] and story.planning_s(True) == []
-    assert story.stores == ("x",) and story.store_lost(story.recoveries[0])
     assert story.starts == (3.0,) and story.prefetches == (0.5,)
     assert [step for step, _ in story.undisturbed()] == [2, 3]
     assert [

@@ -39,10 +39,10 @@ def run(*words: object) -> Result:
 
 
 def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
-    found = calibrate(read(runs[0]))
+    found = calibrate([read(runs[0])])
     for name in ("closed_s", "leave_s", "stop_s", "plan_s", "group_s", "install_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.25, abs=0.02), name
-    report = compare(read(runs[1]), found)
+    report = compare([read(runs[1])], found)
     assert report.figure("throughput").ratio == pytest.approx(1, abs=0.02)
     for phase in ("detect", "decide", "transfer", "rebuild", "total"):
         assert report.figure(f"losses: {phase}, median").ratio == pytest.approx(1, abs=0.15), phase
@@ -51,7 +51,7 @@ def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
 
 
 def test_without_physics_of_the_machine_it_shows(runs: tuple[Path, Path]) -> None:
-    report = compare(read(runs[1]), Physics(plan_s=1.0, group_s=1.0))
+    report = compare([read(runs[1])], Physics(plan_s=1.0, group_s=1.0))
     assert report.figure("losses: total, median").ratio > 1.5
     assert report.figure("throughput").ratio < 1
 
@@ -79,7 +79,7 @@ def test_the_command_calibrates_and_compares(runs: tuple[Path, Path], tmp_path: 
     assert done.exit_code == 0, done.output
     assert "throughput" in done.output and "losses: transfer, median" in done.output
     told_json = json.loads(out.read_text())
-    assert {one["name"] for one in told_json["figures"]} > {"throughput", "all: total, sum"}
+    assert {one["name"] for one in told_json["figures"]} > {"throughput", "all: total, mean"}
     assert len(told_json["recoveries"]) == 6
     done = run(runs[1], "--physics", physics, "--calibrate", out)
     assert done.exit_code == 2 and "--calibrate" in done.output
@@ -92,8 +92,8 @@ def test_a_figure_of_nothing() -> None:
 
 def test_recoveries_of_one_side_alone_are_told(runs: tuple[Path, Path]) -> None:
     found = read(runs[0])
-    report = compare(replace(found, anchored=found.anchored[:2]), TRUE)
-    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the run" in told(report)
+    report = compare([replace(found, anchored=found.anchored[:2])], TRUE)
+    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in told(report)
 
 
 def edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
