@@ -41,6 +41,7 @@ def main() -> None:
         args.out.write_text(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
         checkpoint.unlink(missing_ok=True)
+    dist.barrier()  # nobody takes its connections down while another still uses them
     dist.destroy_process_group()
 
 
