@@ -3,7 +3,8 @@
 The trace of what happened is rebuilt from events.jsonl: nodes that joined, those that were killed (when the injected
 fault was carried out) or lost, notices. A newcomer counts from when it was ready to pull state: how long its processes
 took to start is compared by itself. Each event is tied to the step in which it came and to how long after that
-step's beginning: so a prediction that is a little too fast does not meet a fault in another part of a step.
+step's beginning, an injected kill to the micro-batch at which it struck: so a prediction that is a little too fast does
+not meet a fault in another part of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.codec import decode
-from elastic.core.faults import FaultKind, FaultSpec
+from elastic.core.faults import FaultKind, FaultSpec, Phase
 from elastic.errors import FieldError
 from elastic.planning.profile import Link, Profile, check_profile
 from simulator.detail.physics import Physics
@@ -25,6 +26,7 @@ from simulator.trace import ADD, REMOVE, Event, Trace, check
 
 ACTED = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.JOIN)
 """Injected faults that can be simulated."""
+MICROBATCHES = (Phase.START, Phase.FORWARD, Phase.BACKWARD)
 NEEDED = {
     "step": ("step", "seconds"),
     "halt": ("epoch", "cause"),
@@ -161,16 +163,17 @@ def _trace(
         elif event["kind"] == "drain":
             deadline = float(event["deadline_s"])
             later.append((at + deadline, Event(0.0, REMOVE, node, notice_s=deadline)))
-    later += [(at, Event(0.0, REMOVE, node)) for node, at in killed.items()]
+    later += [(at, Event(0.0, REMOVE, node)) for node, (at, _) in killed.items()]
     last = max(at for at, _ in ended) - begin
     trace = check(tuple(start), 4 * last + 60.0, "from events.jsonl", str(path))
     later.sort(key=lambda pair: pair[0])
-    return trace, tuple(_anchored(at, event, begin, ended, event.node in ready) for at, event in later)
+    told = [_anchored(at, event, begin, ended, event.node in ready) for at, event in later]
+    return trace, tuple(_at_its_point(one, killed) for one in told)
 
 
-def _kills(events: list[dict[str, Any]], faults: tuple[FaultSpec, ...]) -> dict[str, float]:
-    """Node: when it was killed."""
-    killed = dict[str, float]()
+def _kills(events: list[dict[str, Any]], faults: tuple[FaultSpec, ...]) -> dict[str, tuple[float, FaultSpec]]:
+    """Node: when it was killed, and by which fault."""
+    killed = dict[str, tuple[float, FaultSpec]]()
     for event in events:
         if event["kind"] == "fault":
             number = int(event["number"])
@@ -179,8 +182,16 @@ def _kills(events: list[dict[str, Any]], faults: tuple[FaultSpec, ...]) -> dict[
                 text = spec.text if spec is not None else str(number)
                 raise FieldError("--fault of the run", text, f"only {', '.join(ACTED)} can be simulated")
             if spec.kind is FaultKind.KILL:
-                killed[spec.node] = float(event["at"])
+                killed[spec.node] = float(event["at"]), spec
     return killed
+
+
+def _at_its_point(one: Anchored, killed: dict[str, tuple[float, FaultSpec]]) -> Anchored:
+    """A kill in the middle of a step strikes the same piece of work; elsewhere its time is what is known."""
+    if one.event.kind != REMOVE or one.event.node not in killed:
+        return one
+    spec = killed[one.event.node][1]
+    return replace(one, fault=spec) if spec.phase in (None, *MICROBATCHES) else one
 
 
 def _anchored(at: float, event: Event, begin: float, ended: list[tuple[float, int]], ready: bool) -> Anchored:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from elastic.core import messages as m
+from elastic.core.faults import Phase
 from elastic.core.types import Assignment, Plan, StepRecord
 from elastic.planning.excerpt import excerpt, groups
 from elastic.planning.predict import Prediction, predict
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from simulator.detail.world import World
 
 Span = tuple[int, int]
+POINTS = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.INPUT: Phase.BACKWARD}
+"""Where injected faults strike: right before these."""
 
 
 @dataclass
@@ -45,11 +48,6 @@ class Run:
     @property
     def plan(self) -> Plan:
         return self.assignment.plan
-
-    @property
-    def store(self) -> str:
-        """The node whose worker hosts the meeting's store."""
-        return self.plan.units()[0].node
 
     @property
     def whole(self) -> bool:
@@ -118,6 +116,8 @@ class Training:
         self._round = 0
         self._rounds: Rounds | None = None
         self._began = self._world.clock.now
+        self._ended = set[str]()
+        """Nodes whose connections have ended; who waits for one of them learns of it. Sending tells nothing."""
 
     # ---- a step ----
 
@@ -139,6 +139,8 @@ class Training:
         often = gradients_of(run.plan.gradients).rounds
         self._round = 0
         self._rounds = rounds_of(run.plan.pipelines, [len(t) for t in todo], often) if often else None
+        if self._world.strikes(self._worker.agent.name, self.step, Phase.START):
+            return
         if not lists[-1][1]:
             self.copies.enter()
         self.advance()
@@ -160,7 +162,7 @@ class Training:
                 return
             if action.kind.receives:
                 if (span, action) not in self._inbox:
-                    self._stuck = True
+                    self._stuck = not self._fails(action)
                     return
                 self._inbox.remove((span, action))
             else:
@@ -169,8 +171,27 @@ class Training:
         if not self.over:
             self._microbatches_done()
 
+    def ended(self, node: str) -> None:
+        """The connections of `node` have ended: who waits for it, or for everybody, sees it at once."""
+        self._ended.add(node)
+        if self.arrived:
+            self._worker.link_failed(node)
+        elif self._stuck:
+            self._fails(self._lists[0][1][self._at])
+
+    def _fails(self, receive: Action) -> bool:
+        """Whether it is from a neighbour whose connections have ended; if so, say so and leave."""
+        ahead = 1 if receive.kind is Kind.RECV_B else -1
+        node = self._units[(self._me.stage + ahead) % len(self._units)].node
+        if node in self._ended:
+            self._worker.link_failed(node)
+        return node in self._ended
+
     def _compute(self, span: Span, action: Action) -> None:
         worker, stage = self._worker, self._me.stage if action.stage < 0 else action.stage
+        point = POINTS.get(action.kind)
+        if point and self._world.strikes(worker.agent.name, self.step, point, action.microbatch):
+            return
         if action.kind is Kind.F:
             self.started.add(action.microbatch)
         worker.counter += 1
@@ -326,7 +347,10 @@ class Training:
             self.copies.wait(self._gate)
             return
         self.arrived = True
-        self._run.commit()
+        if self._ended:
+            self._worker.link_failed(min(self._ended))
+        else:
+            self._run.commit()
 
     def committed(self, halt: int) -> None:
         """The step counts: a new version, published; on with the next step, or out."""

@@ -111,12 +111,16 @@ class Worker:
                 self.world.clock.about(seconds, other.lost_contact(run, self.agent.name))
 
     def lost_contact(self, run: Run, node: str) -> Callable[[], None]:
-        def act() -> None:
+        def ended() -> None:
             if self.here and self.training is not None and self.training.run is run:
-                self.say(m.CommFailed(self.epoch, (node,), "link"))
-                self.leave()
+                self.training.ended(node)
 
-        return lambda: self.between_actions(act)
+        return ended
+
+    def link_failed(self, node: str) -> None:
+        """This worker talks to `node`, whose connections have ended."""
+        self.say(m.CommFailed(self.epoch, (node,), "link"))
+        self.leave()
 
     # ---- orders ---------------------------------------------------------------------------------
 

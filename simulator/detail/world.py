@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic.core.faults import FaultSpec, Phase, due
 from elastic.core.job import CheckpointCommitted, DrainAsked, JobPhase, Policy
 from elastic.core.types import Assignment, JobSpec, NodeInfo
 from elastic.errors import FieldError
@@ -62,6 +63,8 @@ class Anchored:
     after_s: float
     ready: bool = False
     """Of a node that comes: its worker has started already."""
+    fault: FaultSpec | None = None
+    """Of a node that goes: the point of its own work at which it does; the time is not looked at then."""
 
 
 class World:
@@ -85,6 +88,7 @@ class World:
         """Nodes that the trace says are there, whatever runs on them."""
         self.runs: dict[int, Run] = {}
         self._anchored: dict[int, list[Anchored]] = {}
+        self._faults: list[tuple[FaultSpec, Event]] = []
         self._numbers, self._reached = 0, -1
         policy = Policy(
             min_nodes=job.min_nodes,
@@ -115,7 +119,10 @@ class World:
             for event in events:
                 self._put(at, event, self.physics.spawn_s if at else self.physics.start_s)
         for one in anchored:
-            self._anchored.setdefault(one.step, []).append(one)
+            if one.fault is not None:
+                self._faults.append((one.fault, one.event))
+            else:
+                self._anchored.setdefault(one.step, []).append(one)
 
     def _put(self, seconds: float, event: Event, start_s: float) -> None:
         """`start_s`: of the node's worker, if one comes."""
@@ -167,6 +174,15 @@ class World:
             nbytes = sum(map(self.state_bytes, range(self.spec.n_layers))) / n
             done = CheckpointCommitted("checkpoint", step + 1)
             self.clock.after(nbytes / rate if rate > 0 else 0.0, lambda: self.boss.hear(None, done))
+
+    def strikes(self, node: str, step: int, phase: Phase, microbatch: int | None = None) -> bool:
+        """Whether a fault is due where the worker of `node` stands; if so it is gone."""
+        for spec, event in self._faults:
+            if due(spec, node=node, worker=0, step=step, phase=phase, microbatch=microbatch):
+                self._faults.remove((spec, event))
+                self._remove(event)
+                return True
+        return False
 
     def reach(self, step: int) -> None:
         for at in range(self._reached + 1, step + 1):
