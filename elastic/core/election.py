@@ -57,9 +57,10 @@ def retry_s(failures: int) -> float:
     return float(min(RETRY_LAST_S, RETRY_FIRST_S * 2 ** min(max(failures, 1) - 1, 16)))
 
 
-def follows_up(mine: str, run: str, over: bool) -> bool:
-    """Whether a saved state of `run` is this coordinator's to go on with; else it is left over from an earlier run.
+def follows_up(mine: str, run: str, over: str) -> bool:
+    """Whether the saved state is this coordinator's to go on with; else it is left over from an earlier run.
 
-    `mine`: the run that this coordinator took part in before; "": none.
+    `run` is the newest run in the store, `over` the last one that ended there, `mine` the one that this coordinator
+    took part in; "": none.
     """
-    return not over or mine == run
+    return bool(run) and (run != over or run == mine)

@@ -28,7 +28,9 @@ class StoreSpec:
 
     def __post_init__(self) -> None:
         if self.url and not self.endpoints:
-            raise FieldError("--store", self.url, 'nothing, or etcd://HOST:PORT, several as "etcd://a:2379,b:2379"')
+            raise FieldError(
+                "--store", self.url, 'nothing, or etcd://HOST:PORT, several as "etcd://a:2379,b:2379"'
+            )
         rest = (("--store-ca", self.ca), ("--store-cert", self.cert), ("--store-key", self.key),
                 ("--store-user", self.user), ("--store-password-file", self.password_file))  # fmt: skip
         for flag, value in rest:

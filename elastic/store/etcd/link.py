@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import grpc
 
 from elastic.core.storage import StoreSpec
-from elastic.store.etcd import messages  # noqa: F401  (etcd3 cannot be imported before)
 from elastic.store.base import StoreError, StoreUnavailable
+from elastic.store.etcd import messages  # noqa: F401  (etcd3 cannot be imported before)
 
 import etcd3  # isort: skip
 from etcd3 import etcdrpc  # isort: skip
@@ -144,7 +144,9 @@ class Link:
                 grpc_options=OPTIONS,
             )
         except OSError as error:
-            raise StoreError(f"store {spec.url}: {error.filename} cannot be read: {error.strerror}") from error
+            raise StoreError(
+                f"store {spec.url}: {error.filename} cannot be read: {error.strerror}"
+            ) from error
 
 
 def _close(client: Any) -> None:
@@ -158,8 +160,8 @@ def _final(error: Any) -> bool:
 
 
 def _words(error: Any) -> str:
-    if isinstance(error, grpc.RpcError):
-        text = str(error.details() or error.code())  # type: ignore[attr-defined]
+    if hasattr(error, "details"):
+        text = str(error.details() or error.code())
         return text.splitlines()[0][:200]
     return str(error or "time is up")
 

@@ -21,6 +21,7 @@ import os
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,7 +106,9 @@ class EtcdStore:
         self._write(key, expected, token, b"", etcdrpc.RequestOp(request_delete_range=gone))
 
     def watch(self, prefix: str, from_revision: int = 0) -> Watch:
-        return EtcdWatch(self._link, self._root + b"k/", prefix, from_revision, lambda kv: self._read(kv).value)
+        return EtcdWatch(
+            self._link, self._root + b"k/", prefix, from_revision, lambda kv: self._read(kv).value
+        )
 
     # ---- leases ----
 
@@ -191,7 +194,7 @@ class EtcdStore:
         request = etcdrpc.RangeRequest(key=key, **more)
         return self._link.call(lambda client, how: client.kvstub.Range(request, **how))
 
-    def _transact(self, compares: list[Any], success: list[Any], failure: list[Any]) -> Any:
+    def _transact(self, compares: Sequence[Any], success: Sequence[Any], failure: Sequence[Any]) -> Any:
         request = etcdrpc.TxnRequest(compare=compares, success=success, failure=failure)
         return self._link.call(lambda client, how: client.kvstub.Txn(request, **how))
 
@@ -230,7 +233,9 @@ class EtcdStore:
         try:
             told = json.loads(leases[0].value)
             renewal = renewals[0].mod_revision if renewals else 0
-            return _Taken(told["holder"], float(told["ttl_s"]), told["write"], leases[0].mod_revision, renewal)
+            return _Taken(
+                told["holder"], float(told["ttl_s"]), told["write"], leases[0].mod_revision, renewal
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"etcd holds a lease {name} that is not ours: {error}") from error
 
@@ -261,7 +266,10 @@ class EtcdStore:
             request = etcdrpc.CompactionRequest(revision=revision - HISTORY)
             try:
                 self._link.call(lambda client, how: client.kvstub.Compact(request, **how))
-            except (StoreError, StoreUnavailable):  # not allowed, or somebody was faster: it is only housekeeping
+            except (
+                StoreError,
+                StoreUnavailable,
+            ):  # not allowed, or somebody was faster: it is only housekeeping
                 return
 
 
@@ -292,4 +300,3 @@ def _packed(value: bytes) -> bytes:
 
 def _stale(token: int) -> StaleError:
     return StaleError(f"token {token} is no longer the newest of its lease")
-
