@@ -94,7 +94,9 @@ class Link:
                 self._on_failure()
                 self.drop(client)
                 if _final(error):
-                    raise StoreError(f"etcd at {self.spec.url} refuses: {error.details()}") from error
+                    raise StoreError(
+                        f"etcd at {self.spec.url} refuses: {error.details()}{_remedy(error)}"
+                    ) from error
             except ValueError as error:  # the client was closed by another thread meanwhile
                 failure = error
         raise StoreUnavailable(f"no etcd answers at {self.spec.url}: {_words(failure)}") from failure
@@ -154,8 +156,18 @@ def _close(client: Any) -> None:
         client.close()
 
 
+def _too_large(error: Any) -> bool:
+    return any(text in (error.details() or "") for text in ("too large", "larger than max"))
+
+
+def _remedy(error: Any) -> str:
+    return "; give etcd a larger --max-request-bytes" if _too_large(error) else ""
+
+
 def _final(error: Any) -> bool:
     details = error.details() or ""
+    if _too_large(error):
+        return True
     return error.code() in _REFUSED and not any(text in details for text in _PASSING)
 
 
