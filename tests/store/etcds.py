@@ -59,7 +59,7 @@ class Etcd:
     """A cluster of one or several servers."""
 
     def __init__(self, directory: Path, size: int = 1, flags: Sequence[str] = ()) -> None:
-        ports = _free_ports(2 * size)
+        ports = free_ports(2 * size)
         pairs = list(zip(ports[::2], ports[1::2], strict=True))
         self.members = [Member(directory, f"m{i}", pair, flags) for i, pair in enumerate(pairs)]
         cluster = ",".join(member.cluster for member in self.members)
@@ -105,7 +105,8 @@ def etcd(directory: Path, size: int = 1) -> Iterator[Etcd]:
         cluster.kill()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody uses now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
