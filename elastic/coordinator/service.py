@@ -317,7 +317,10 @@ def _told(path: Path) -> dict[str, Any]:
 
 def lead(config: JobConfig, address: str, slot: int) -> int:
     """Stand by and lead, in turn, until the job is over; return its exit code."""
-    holder = f"{config.job_id}/{slot}" if slot else config.job_id
+    # One that is alone takes its own lease again at once. Among several a new process is a new candidate: else one
+    # that dies whenever it leads would keep the others from trying.
+    alone = not config.store.shared or (config.standalone and config.coordinators == 1)
+    holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
     run_dir, clock, store = Path(config.run_dir), Clock(), open_store(config)
     part = Part(store, run_dir)
     try:
