@@ -16,8 +16,11 @@ from tests.scenarios.jobs import Job
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 from tests.store.etcds import etcd, free_ports
 
-LONG = ("--steps", "100", "--hidden", "128", "--seq-len", "128")
+STEPS = 70
+LONG = ("--steps", str(STEPS), "--hidden", "128", "--seq-len", "128")
 """So long that everything happens within the run."""
+STEADY = exact("--pipelines", "1", "--backup", "stream+snapshot")
+"""No epoch changes but those that are provoked."""
 Start = Callable[..., Job]
 
 
@@ -40,14 +43,14 @@ def undisturbed(job: Job) -> dict[str, Any]:
     run = job.finish()
     assert run.code == 0, run.output
     summary = run.summary
-    assert summary["steps"] == len(summary["loss"]) == 100
+    assert summary["steps"] == len(summary["loss"]) == STEPS
     assert summary["ledger"] == {"double": 0, "missing": 0}
     return summary
 
 
 def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
     with etcd(tmp_path / "etcd") as cluster:
-        flags = exact("--nnodes", "2", "--pipelines", "1", "--coordinators", "3", "--store", cluster.url)
+        flags = [*STEADY, "--nnodes", "2", "--coordinators", "3", "--store", cluster.url]
         job = start("run", "run", "--standalone", *flags, *faults("kill-coordinator step=4 down=60"))
         first = job.wait("first leader", lambda: job.of("coordinator"))[0]
         _, second = job.wait("second leader", lambda: job.of("coordinator")[1:] and job.of("coordinator"))
@@ -80,7 +83,7 @@ def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
 
 def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path) -> None:
     with etcd(tmp_path / "etcd", size=3) as cluster:
-        flags = exact("--nnodes", "3", "--pipelines", "1", "--coordinators", "2", "--store", cluster.url)
+        flags = [*STEADY, "--nnodes", "3", "--coordinators", "2", "--store", cluster.url]
         job = start("run", "run", "--standalone", *flags)
         job.await_steps(4)
         cluster.members[0].kill()
@@ -109,14 +112,14 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
     (recovery,) = summary["recoveries"]
     assert recovery["nodes_after"] == 2 and "node2" in recovery["cause"]
     assert {event["node"] for event in job.of("lost")} == {"node2"}
-    assert sorted(set(job.steps())) == list(range(100)), "nothing was forgotten"
+    assert sorted(set(job.steps())) == list(range(STEPS)), "nothing was forgotten"
     assert len(job.of("coordinator")) == leaders == 1, "an outage of etcd costs nobody the lead"
 
 
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
     """Each with a run directory of its own; they find the job by --rdzv-id, the nodes find them by a list."""
     places = ["127.0.0.1:" + str(port) for port in free_ports(2)]
-    short = ("--steps", "60", "--hidden", "128")
+    short = ("--steps", "40", "--hidden", "128")
     with etcd(tmp_path / "etcd") as cluster:
         common = ["--nnodes", "2", "--rdzv-id", "together", "--store", cluster.url, "--accumulate", "exact"]
         hosts = [
@@ -132,7 +135,7 @@ def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
         led.kill()
         assert other.finish().code == 0, other.output
         assert [node.finish().code for node in nodes] == [0, 0], [node.output for node in nodes]
-        assert other.of("adopted") and max(other.steps()) == 59
+        assert other.of("adopted") and max(other.steps()) == 39
         assert other.of("end")[0]["params_sha256"]
         again = start("host3", "coordinator", "--address", places[0], *common, script=short)
         again.wait("a new run", lambda: again.of("coordinator"))
