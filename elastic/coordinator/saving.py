@@ -17,6 +17,10 @@ from elastic.core.job import JobState
 from elastic.store.base import Conflict, Entry, Lease, Store, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
+TOLD_AT = 2
+"""Failures in a row until it is told in the event log. One alone may be ours: a coordinator that was stopped in the
+middle of a save finds its time over when it goes on, and at the next attempt that it was replaced; it tells nothing.
+"""
 
 
 class Saver:
@@ -81,12 +85,13 @@ class Saver:
             if self._failures == 1:
                 self._lost_at = time.monotonic()
                 log.warning("decisions wait: %s", error)
+            elif self._failures == TOLD_AT:
                 self.tell("store-lost", {"why": str(error)})
             return
         self._unsaved = None
-        if self._failures:
+        failures, self._failures = self._failures, 0
+        if failures >= TOLD_AT:
             away_s = round(time.monotonic() - self._lost_at, 3)
-            self._failures = 0
             log.warning("the store is back after %.1f s; %d deeds were held back", away_s, len(self._held))
             self.tell("store-back", {"away_s": away_s, "held": len(self._held)})
         self.flush()

@@ -85,7 +85,7 @@ def test_a_save_whose_answer_was_lost_is_found_again(bench: Bench) -> None:
     bench.decide(2)
     bench.store.loses = False
     bench.decide(3)
-    assert bench.done == [1, "store-lost", "store-back", 2, 3]
+    assert bench.done == [1, 2, 3], "and one failure alone is no outage"
 
 
 def test_who_lost_the_lease_does_nothing(bench: Bench) -> None:
@@ -95,7 +95,7 @@ def test_who_lost_the_lease_does_nothing(bench: Bench) -> None:
     bench.store.away = False
     with pytest.raises(StaleError):
         bench.saver.retry()
-    assert bench.done == ["store-lost"]
+    assert bench.done == []
 
 
 def test_a_keeper_renews_and_tells_when_it_has_lost() -> None:
