@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elastic.core import codec, compression
 from elastic.core.faults import FaultKind, FaultSpec
+from elastic.core.storage import StoreSpec
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
 from elastic.planning.profile import Link, Profile
@@ -84,7 +85,12 @@ class JobConfig:
     standalone: bool = False
     """All nodes are local and the coordinator is embedded."""
     coordinator: str = ""
-    """host:port of the coordinator; "": chosen at start and written to RUN_DIR/coordinator.json."""
+    """host:port of the coordinator, of several separated by commas; "": chosen at start and written to
+    RUN_DIR/coordinator.json."""
+    coordinators: int = 1
+    """Coordinators that a standalone run starts; one of them leads."""
+    store: StoreSpec = field(default_factory=StoreSpec)
+    """Where coordinators keep what they must not lose."""
     run_id: str = "none"
     """torchrun's --rdzv-id, as the workers see it."""
     rdzv_conf: tuple[tuple[str, str], ...] = ()
@@ -156,6 +162,12 @@ class JobConfig:
         _check_devices(self)
         _check_lifetimes(self)
         _check_faults(self)
+        _check_coordinators(self)
+
+    @property
+    def name(self) -> str:
+        """Name of the job in a shared store: the same on every machine."""
+        return self.job_id if self.standalone else self.run_id
 
     def log_path(self, node: str, restart: int, local_rank: int) -> Path:
         """Directory of one worker's stdout.log, stderr.log and error.json."""
@@ -340,3 +352,21 @@ def _check_faults(config: JobConfig) -> None:
             raise FieldError("--fault node", spec.node, known)
         if spec.worker is not None and spec.worker >= config.nproc_per_node:
             raise FieldError("--fault worker", spec.worker, f"a local rank below {config.nproc_per_node}")
+
+
+def _check_coordinators(config: JobConfig) -> None:
+    count = config.coordinators
+    if not 1 <= count <= 9:
+        raise FieldError("--coordinators", count, "from 1 to 9")
+    if count > 1 and not config.standalone:
+        raise FieldError("--coordinators", count, "it goes with --standalone; else start one on each machine")
+    if count > 1 and not config.store.shared:
+        raise FieldError(
+            "--coordinators", count, "several need a store that they share: give --store etcd://..."
+        )
+    if config.store.shared and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", config.name):
+        raise FieldError("--rdzv-id", config.name, "letters, digits, '.', '_' and '-', at most 64")
+    if config.store.shared and not config.standalone and config.run_id == "none":
+        raise FieldError(
+            "--rdzv-id", config.run_id, "with --store, machines find the job by this name: give one"
+        )

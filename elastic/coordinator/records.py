@@ -30,6 +30,11 @@ class Records:
         self._last_recovery = 0.0
         self._last_beat = (0, 0)
 
+    def close(self) -> None:
+        """Another coordinator writes from now on. Idempotent."""
+        self._events.close()
+        self._progress.close()
+
     def event(self, kind: str, data: dict[str, Any]) -> None:
         self._events.append(kind, data)
 

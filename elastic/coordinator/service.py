@@ -1,13 +1,15 @@
 """The coordinator process: a thin shell around `elastic.core.coordinator.transition`.
 
-One thread takes events from a queue (messages of agents, ticks, requests of the command line), asks the pure
-transition what to do, saves the new state, and then acts. State is saved before anything is sent, under the fencing
-token of the coordinator's lease, so that a former coordinator can neither save nor, by its older term, be heard.
+Of several coordinators one leads; the others stand by (`elastic.coordinator.leading`). One thread takes events from
+a queue (messages of agents, ticks, requests of the command line), asks the pure transition what to do, saves the new
+state, and then acts. State is saved before anything is sent or written, under the fencing token of the coordinator's
+lease, so that a former coordinator can neither save nor, by its older term, be heard.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -17,13 +19,23 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
 from elastic.config import JobConfig, load_config
+from elastic.coordinator.leading import (
+    LEASE_S,
+    SHARED_LEASE_S,
+    STATE_KEY,
+    Keeper,
+    Part,
+    stand_by,
+)
 from elastic.coordinator.queries import Query, policy_of, reply
 from elastic.coordinator.records import Records
+from elastic.coordinator.saving import Saver
 from elastic.core import codec, job
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
@@ -31,14 +43,12 @@ from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW
 from elastic.rpc.server import Server, Session
 from elastic.store import durable
-from elastic.store.base import Lease
-from elastic.store.sqlite import SqliteStore
+from elastic.store.base import Lease, Store, StoreUnavailable
+from elastic.store.opening import open_store
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.coordinator")
-STATE_KEY, LEASE_NAME = "job/state", "coordinator"
 TICK_S = 0.05
-LEASE_S = 10.0
 LINGER_S = 5.0
 """How long a finished coordinator waits for its agents to leave."""
 
@@ -54,19 +64,23 @@ class Clock:
 
 
 class Coordinator:
-    """Owns the job's state. Everything happens on the thread that calls `run`."""
+    """Owns the job's state for one term. Everything happens on the thread that calls `run`."""
 
-    def __init__(self, config: JobConfig, address: str) -> None:
+    def __init__(self, config: JobConfig, address: str, store: Store, lease: Lease, part: Part) -> None:
         self._config, self._clock = config, Clock()
         self._run_dir = Path(config.run_dir)
-        self._records = Records(self._run_dir)
+        self._store, self._lease = store, lease
         self._queue: queue.Queue[Any] = queue.Queue()
         self._sessions: dict[str, Session] = {}
         self._fresh: set[Session] = set()
         self._disk = ThreadPoolExecutor(1, "checkpoint")
         self._commits: list[Future[job.CheckpointCommitted | None]] = []
         self._ending = 0.0
-        self._open_store()
+        self._part = part
+        self._load()
+        self._records = Records(self._run_dir)
+        self._saver.tell = self._records.event
+        self._keeper = Keeper(store, lease, self._clock.now, self._queue.put)
         self._server = Server(
             address,
             on_open=self._fresh.add,
@@ -76,31 +90,35 @@ class Coordinator:
             term=lambda: self._lease.token,
         )
 
-    def _open_store(self) -> None:
-        now = self._clock.now()
-        self._store = SqliteStore(self._run_dir / "coordinator.db")
-        holder = f"{self._config.job_id}"
-        self._lease: Lease = self._store.acquire(LEASE_NAME, holder, LEASE_S, now)
+    def _load(self) -> None:
+        """Take the state over from the store, or begin a new run. Raises StoreUnavailable, StaleError."""
         entry = self._store.get(STATE_KEY)
-        self._revision = entry.revision if entry else None
-        if entry is None:
+        if entry is not None and self._part.adopt():
+            self._state = codec.loads(job.JobState, entry.value)
+            self._queue.put(job.Adopted())
+        else:
             durable.discard_incomplete(Path(self._config.checkpoint_dir))
             checkpoint = _checkpoint(Path(self._config.resume)) if self._config.resume else None
             self._state = job.JobState(policy=policy_of(self._config))
             if checkpoint is not None:
                 self._state = self._state.of(checkpoint=(str(checkpoint), step_of(checkpoint)))
-        else:
-            self._state = codec.loads(job.JobState, entry.value)
-            self._queue.put(job.Adopted())
-        self._saved = entry.value if entry else b""
+            value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
+            entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
+            self._part.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
+        self._saver = Saver(self._store, self._lease, STATE_KEY, entry)
 
     def run(self) -> int:
-        """Serve until the job is over; return its exit code."""
-        self._announce()
-        if (
-            self._state.policy.max_nodes > FEW
-        ):  # the planner needs it after the first change; it is slow to import
-            threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
+        """Serve until the job is over; return its exit code. Raises StaleError once another one leads."""
+        try:
+            self._announce()
+            return self._serve()
+        finally:
+            self._keeper.close()
+            self._server.close()
+            self._records.close()
+            self._disk.shutdown(wait=False)
+
+    def _serve(self) -> int:
         next_tick = self._clock.now()
         while True:
             try:
@@ -109,27 +127,27 @@ class Coordinator:
             except queue.Empty:
                 next_tick = self._clock.now() + TICK_S
                 self._apply(job.Tick())
-                self._renew()
+                if self._saver.due():
+                    self._saver.retry()
             if self._ending and (not self._sessions or self._clock.now() > self._ending):
-                self._server.close()
-                self._store.close()
+                with contextlib.suppress(StoreUnavailable):
+                    self._store.release(self._lease)
                 return self._code
 
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
-        draft = self._run_dir / f"coordinator.{os.getpid()}.tmp"
-        draft.write_text(json.dumps(text) + "\n")
-        os.replace(draft, self._run_dir / "coordinator.json")
+        path = self._run_dir / "coordinator.json"
+        if (_told(path).get("term") or 0) <= self._lease.token:
+            draft = self._run_dir / f"coordinator.{os.getpid()}.tmp"
+            draft.write_text(json.dumps(text) + "\n")
+            os.replace(draft, path)
         self._records.event("coordinator", text)
-
-    def _renew(self) -> None:
-        now = self._clock.now()
-        if self._lease.expires_at - now < LEASE_S / 2:
-            self._lease = self._store.renew(self._lease, now)
 
     # ---- events in ----
 
     def _take(self, item: Any) -> None:
+        if isinstance(item, ElasticError):
+            raise item
         if isinstance(item, Query):
             self._answer(item)
         elif isinstance(item, Future):
@@ -155,9 +173,10 @@ class Coordinator:
                         message.node, message.incarnation, message.step, message.microbatch, message.measured
                     )
                 )
-                self._records.beat(self._state)
+                if self._keeper.sure:
+                    self._records.beat(self._state)
             case m.StepDone():
-                self._records.step(message, self._state)
+                self._saver.hold(None, partial(self._records.step, message, self._state))
                 self._apply(job.Stepped(message.record))
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
@@ -178,48 +197,47 @@ class Coordinator:
         """One transition: decide, save, act."""
         before = self._state
         self._state, actions, reason = transition(before, event, self._clock.now())
+        hold = self._saver.hold
         if before.spec is None and self._state.spec is not None:
-            self._records.job(self._state.spec)
-        if not isinstance(event, (job.Beat, job.Tick)) or actions:
-            self._save()
+            hold(None, partial(self._records.job, self._state.spec))
         if reason and (actions or self._state.phase is not before.phase):
             log.info("%s: %s", type(event).__name__, reason)
-            self._records.decision(self._state, reason)
+            hold(None, partial(self._records.decision, self._state, reason))
         for action in actions:
-            self._act(action)
-
-    def _save(self) -> None:
-        value = codec.dumps(self._state).encode()
-        if value != self._saved:
-            entry = self._store.put_if(STATE_KEY, value, self._revision, self._lease.token)
-            self._revision, self._saved = entry.revision, value
+            once = action if isinstance(action, job.Send) and self._saver.away else None
+            hold(once, partial(self._act, action, self._state))
+        if not isinstance(event, (job.Beat, job.Tick)) or actions:
+            self._saver.save(self._state)
+        else:
+            self._saver.flush()
 
     # ---- actions out ----
 
-    def _act(self, action: job.Action) -> None:
+    def _act(self, action: job.Action, state: job.JobState) -> None:
+        """`state`: the one that the action was decided with."""
         match action:
             case job.Send(node, message):
-                self._send(node, message)
+                self._send(node, message, state.epoch)
             case job.Note("plan", data):
-                if self._state.plan is not None:
-                    self._records.plan(self._state.plan, data)
+                if state.plan is not None:
+                    self._records.plan(state.plan, data)
             case job.Note(kind, data):
                 self._records.event(kind, data)
                 if kind == "phase":
-                    self._records.progress(self._state)
+                    self._records.progress(state)
             case job.Recovered():
                 if action.change.cause != "start":
                     self._records.recovered(action)
-                self._records.progress(self._state)
+                self._records.progress(state)
             case job.CommitCheckpoint(step):
                 self._commit(step)
             case job.Finish():
                 self._finish(action)
 
-    def _send(self, node: str, message: Any) -> None:
+    def _send(self, node: str, message: Any, epoch: int) -> None:
         session = self._sessions.get(node)
         if session is not None:
-            session.send(message, self._state.epoch)
+            session.send(message, epoch)
         if isinstance(message, m.Fenced) and session is not None:
             del self._sessions[node]
 
@@ -252,6 +270,8 @@ class Coordinator:
             self._committed(future)
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
+        with contextlib.suppress(StoreUnavailable):
+            self._part.end(self._lease.token)
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----
@@ -268,9 +288,13 @@ class Coordinator:
             if event is not None:
                 self._apply(event)
                 answer["phase"] = self._state.phase.value
+            if self._saver.away:
+                answer["store"] = "out of reach: decisions wait"
             query.answer.set_result(answer)
         except ElasticError as error:
             query.answer.set_exception(error)
+            if isinstance(error, StaleError):
+                raise
 
 
 def _checkpoint(path: Path) -> Path | None:
@@ -283,21 +307,59 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
+def _told(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def lead(config: JobConfig, address: str, slot: int) -> int:
+    """Stand by and lead, in turn, until the job is over; return its exit code."""
+    # One that is alone takes its own lease again at once. Among several a new process is a new candidate: else one
+    # that dies whenever it leads would keep the others from trying.
+    alone = not config.store.shared or (config.standalone and config.coordinators == 1)
+    holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
+    run_dir, clock, store = Path(config.run_dir), Clock(), open_store(config)
+    part = Part(store, run_dir)
+    try:
+        if config.max_nodes > FEW:  # the planner needs it after the first change; it is slow to import
+            threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
+        (run_dir / f"coordinator-{slot}.pid").write_text(f"{os.getpid()}\n")
+        while True:
+            lease = stand_by(
+                store, part, holder, SHARED_LEASE_S if config.store.shared else LEASE_S, clock.now
+            )
+            verdict = _told(run_dir / "exit.json")
+            if config.store.shared and verdict:  # another one of this machine has told everything
+                return int(verdict.get("code", EXIT_FAILURE))
+            try:
+                return Coordinator(config, address, store, lease, part).run()
+            except StaleError as error:
+                log.error("another coordinator took over: %s", error)
+                if not config.store.shared:
+                    return EXIT_FAILURE
+            except StoreUnavailable as error:
+                log.warning("the store went away while the job was taken over: %s", error)
+    finally:
+        store.close()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="elastic.coordinator.service")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--address", default="127.0.0.1:0")
+    parser.add_argument("--slot", type=int, default=0)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
-    configure_logging("coordinator", Path(config.run_dir) / "logs" / "coordinator.log")
+    log_name = f"coordinator-{args.slot}" if args.slot else "coordinator"
+    configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{log_name}.log")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
-        return Coordinator(config, args.address).run()
-    except StaleError as error:
-        log.error("another coordinator took over: %s", error)
-        return EXIT_FAILURE
+        return lead(config, args.address, args.slot)
     except ElasticError as error:
         print(f"elastic coordinator: {error}", file=sys.stderr)
         return error.exit_code

@@ -53,6 +53,13 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.returncode is not None and self.returncode < 0:
+            return signal.Signals(-self.returncode).name
+        return f"exit code {self.returncode}"
+
     def ended(self) -> bool:
         """Whether it has ended; the first time, whatever is left of its group is killed before its id is
         free."""

@@ -41,7 +41,11 @@ TORCHRUN = (
     Flag("--nnodes", "1:1", "number of nodes, or MIN:MAX"),
     Flag("--nproc-per-node", "1", "workers a node: a number, auto, cpu or gpu"),
     Flag("--rdzv-backend", "static", "static, c10d or elastic (the last two are the same here)"),
-    Flag("--rdzv-endpoint", "", "HOST:PORT of the coordinator; the machine that owns it starts it"),
+    Flag(
+        "--rdzv-endpoint",
+        "",
+        "HOST:PORT of the coordinator, of several separated by commas; the machine that owns one starts it",
+    ),
     Flag("--rdzv-id", "none", "name of the job, seen by the workers"),
     Flag("--rdzv-conf", "", "KEY=VALUE,...; is_host=true|false says who starts the coordinator"),
     Flag("--standalone", None, "embedded coordinator; every node is a local process group", switch=True),
@@ -108,6 +112,19 @@ OURS = (
         "seconds that this node is expected to stay, 0: unknown; with --standalone one for each, comma-separated",
     ),
     Flag("--link", None, 'make links between local nodes slow, as "bandwidth=1Gbit latency=1ms"'),
+    Flag(
+        "--store",
+        "",
+        "where coordinators keep state: an SQLite file here, or etcd://HOST:PORT[,HOST:PORT...]",
+    ),
+    Flag("--store-ca", "", "file of certificates that etcd's must come from; the connection is TLS then"),
+    Flag("--store-cert", "", "file of the certificate to show to etcd"),
+    Flag("--store-key", "", "file of its key"),
+    Flag("--store-user", "", "user of etcd"),
+    Flag("--store-password-file", "", "file that holds the user's password"),
+    Flag(
+        "--coordinators", "1", "coordinators of a --standalone run, one of which leads; several need --store"
+    ),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(

@@ -1,8 +1,8 @@
 """The supervisor behind `elastic run`: starts coordinator and agents, looks after them, and leaves
 nothing behind.
 
-    standalone      embedded coordinator, and one agent for every local "node"
-    several hosts   one agent; the coordinator too, on the machine that owns its address
+    standalone      embedded coordinator (or several, one of which leads), and one agent for every local "node"
+    several hosts   one agent; a coordinator too, on the machine that owns its address, or one of them
 
 A coordinator that dies is started again; an agent that dies stays dead, for it stands for a machine.
 Everything ends when the coordinator writes exit.json, when a signal comes, or when no node is left. One
@@ -23,18 +23,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic.core.faults import FaultKind, FaultSpec
-from elastic.errors import EXIT_FAILURE, EXIT_OK, ElasticError
+from elastic.errors import EXIT_FAILURE, EXIT_OK, ElasticError, FieldError
 from elastic.launcher.addresses import Owner, local_address, owner
-from elastic.launcher.children import Child, Lifeline, tail_of
+from elastic.launcher.children import Child, Lifeline
+from elastic.launcher.coordinators import Coordinators
 from elastic.launcher.follow import Follower, read_object
 from elastic.launcher.injected import LauncherFaults
 from elastic.launcher.options import LOOPBACK, Request
 from elastic.launcher.progress import Bar, View, make_view
 from elastic.launcher.reports import LINES, event_line
 from elastic.launcher.rundir import RunDir, free_port
+from elastic.store.opening import check_store
 
-MAX_FAILED_STARTS = 3
-"""A coordinator that dies this many times in a row before it serves is given up."""
 FAULT_LOOK_S = 0.02
 """How often progress is read while a fault of the launcher is to come."""
 
@@ -42,22 +42,38 @@ FAULT_LOOK_S = 0.02
 def launch(request: Request) -> int:
     """Run the job on this machine to its end; return the exit code. Raises UsageError before anything is
     started."""
-    address = request.config.coordinator or f"{LOOPBACK}:{free_port()}"
-    hosting = request.hosts if request.hosts is not None else owner(address) is Owner.FREE
-    host = LOOPBACK if request.config.standalone else request.config.local_addr or local_address(address)
+    config = request.config
+    address = config.coordinator or ",".join(f"{LOOPBACK}:{free_port()}" for _ in range(config.coordinators))
+    places = tuple(address.split(","))
+    mine = places if config.standalone else _mine(places, request.hosts)
+    if mine:
+        check_store(config)
+    host = LOOPBACK if config.standalone else config.local_addr or local_address(places[0])
     run_dir = RunDir(request)
     try:
-        return Supervisor(request, run_dir, address, hosting, host).run()
+        return Supervisor(request, run_dir, address, mine, host).run()
     finally:
         run_dir.close()
+
+
+def _mine(places: tuple[str, ...], hosts: bool | None) -> tuple[str, ...]:
+    """The address at which this machine runs a coordinator, if it is to; `hosts` None: if it owns a free one."""
+    if hosts is False or (hosts and len(places) == 1):
+        return places if hosts else ()
+    free = tuple(place for place in places if owner(place) is Owner.FREE)[:1]
+    if hosts and not free:
+        raise FieldError("--rdzv-endpoint", ",".join(places), "none of them is this machine's and free")
+    return free
 
 
 class Supervisor:
     """Owns the processes of one job on this machine."""
 
-    def __init__(self, request: Request, run_dir: RunDir, address: str, hosting: bool, host: str) -> None:
+    def __init__(
+        self, request: Request, run_dir: RunDir, address: str, mine: tuple[str, ...], host: str
+    ) -> None:
         self._request, self._config, self._path = request, run_dir.config, run_dir.path
-        self._address, self._hosting, self._host = address, hosting, host
+        self._address, self._hosting, self._host = address, bool(mine), host
         self._view: View = make_view()
         self._lifeline = Lifeline()
         self._faults = LauncherFaults(self._config)
@@ -65,9 +81,9 @@ class Supervisor:
             Follower(self._path / "progress.jsonl"),
             Follower(self._path / "events.jsonl"),
         )
-        self._coordinator: Child | None = None
-        self._restart_at: float | None = None
-        self._failed_starts = 0
+        self._coordinators = Coordinators(
+            self._path, request.services[0], mine, self._lifeline, lambda line: self._view.note(line)
+        )
         self._agents: list[Child] = []
         self._noted: set[str] = set()
         self._alone_since: float | None = None
@@ -91,19 +107,10 @@ class Supervisor:
     # ---- starting ----
 
     def _start(self) -> None:
-        if self._hosting:
-            self._start_coordinator()
+        self._coordinators.start()
         for index, node in enumerate(self._request.nodes):
             self._start_agent(node, index)
         self._view.note(f"{', '.join(self._request.nodes)}; run directory {self._path}")
-
-    def _start_coordinator(self) -> None:
-        self._restart_at = None
-        with (self._path / "logs" / "coordinator.out").open("ab") as out:
-            args = ["--run-dir", str(self._path), "--address", self._address]
-            self._coordinator = Child.start(
-                "coordinator", self._request.services[0], args, self._lifeline, out
-            )
 
     def _start_agent(self, node: str, index: int) -> None:
         domain, device = self._config.domain(index), self._config.device(index)
@@ -132,7 +139,7 @@ class Supervisor:
             self._code = int(verdict.get("code", EXIT_FAILURE))
             self._view.note(str(verdict.get("reason", "")) or "the job is over")
             return
-        self._look_at_coordinator()
+        self._look_at_coordinators()
         self._look_at_agents()
 
     def _read_files(self) -> None:
@@ -147,34 +154,25 @@ class Supervisor:
             elif self._request.console_events:
                 self._view.note(event_line(event))
 
-    def _look_at_coordinator(self) -> None:
-        child = self._coordinator
-        if self._restart_at is not None:
-            if time.monotonic() >= self._restart_at:
-                self._start_coordinator()
-        elif child is not None and child.ended():
-            self._coordinator_died(child)
-
-    def _coordinator_died(self, child: Child) -> None:
-        if self._request.hosts is None and owner(self._address) is Owner.TAKEN:
-            self._hosting, self._coordinator = False, None  # another launcher here was faster
-            return
-        announced = read_object(self._path / "coordinator.json") or {}
-        self._failed_starts = 0 if announced.get("pid") == child.pid else self._failed_starts + 1
-        self._view.note(f"the coordinator ended ({_named(child.returncode)}); starting it again")
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            log = self._path / "logs" / "coordinator.out"
-            self._view.note(f"the coordinator cannot run; the end of {log}:\n{tail_of(log)}")
+    def _look_at_coordinators(self) -> None:
+        why = self._coordinators.look(self._lost_place)
+        if why:
+            self._view.note(why)
             self._code = EXIT_FAILURE
-            return
-        self._restart_at = time.monotonic() + 0.2 * self._failed_starts
+
+    def _lost_place(self) -> bool:
+        """Another launcher on this machine was faster to take the address."""
+        mine = self._coordinators.addresses
+        if self._request.hosts is None and all(owner(address) is Owner.TAKEN for address in mine):
+            self._hosting = False
+        return not self._hosting
 
     def _look_at_agents(self) -> None:
         for agent in self._agents:
             if agent.ended() and agent.name not in self._noted:
                 self._noted.add(agent.name)
                 if agent.returncode != EXIT_OK:
-                    self._view.note(f"{agent.name} ended ({_named(agent.returncode)})")
+                    self._view.note(f"{agent.name} ended ({agent.how})")
         if any(not agent.ended() for agent in self._agents) or self._faults.joins:
             self._alone_since = None
             return
@@ -197,9 +195,8 @@ class Supervisor:
     def _carry_out(self, spec: FaultSpec) -> None:
         self._view.note(f"fault: {spec.text}")
         match spec.kind:
-            case FaultKind.KILL_COORDINATOR if self._coordinator is not None:
-                self._coordinator.kill()
-                self._restart_at = time.monotonic() + spec.down_s
+            case FaultKind.KILL_COORDINATOR if self._coordinators.kill_leader(spec.down_s):
+                pass
             case FaultKind.JOIN:
                 index = len(self._agents)
                 self._start_agent(f"node{index}", index)
@@ -230,10 +227,11 @@ class Supervisor:
             self._await(wake, self._agents, patience)
         for agent in self._agents:
             agent.kill()
-        if self._coordinator is not None:
-            if not finished:
-                self._coordinator.terminate()
-            self._await(wake, [self._coordinator], patience)
+        leading = self._coordinators.leader() if finished else []
+        others = [child for child in self._coordinators.children if child not in leading]
+        for child in others:
+            child.terminate()
+        self._await(wake, leading + others, patience)
 
     def _await(self, wake: int, children: list[Child], timeout_s: float) -> bool:
         """Wait for children to end; False when time is up or another signal came."""
@@ -245,7 +243,7 @@ class Supervisor:
         return True
 
     def _kill_all(self) -> None:
-        for child in (*self._agents, *([self._coordinator] if self._coordinator else [])):
+        for child in (*self._agents, *self._coordinators.children):
             child.kill()
 
     # ---- signals ----
@@ -276,9 +274,3 @@ class Supervisor:
         ready, _, _ = select.select([wake], [], [], seconds)
         if ready:
             os.read(wake, 4096)
-
-
-def _named(returncode: int | None) -> str:
-    if returncode is not None and returncode < 0:
-        return signal.Signals(-returncode).name
-    return f"exit code {returncode}"

@@ -20,7 +20,7 @@ from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
 from elastic.launcher.script import check_command
 from elastic.launcher.values import (
-    address,
+    addresses,
     choice,
     folder,
     host,
@@ -31,6 +31,7 @@ from elastic.launcher.values import (
     signals,
     size,
     slug,
+    store,
     streams,
     whole,
 )
@@ -101,6 +102,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         max_restarts=whole("--max-restarts", args.max_restarts),
         monitor_interval_s=seconds("--monitor-interval", args.monitor_interval),
         shutdown_timeout_s=seconds("--shutdown-timeout", _shutdown(args, environ)),
+        store=store(args),
+        coordinators=whole("--coordinators", args.coordinators),
         heartbeat_s=seconds("--heartbeat", args.heartbeat),
         lease_s=seconds("--lease", args.lease),
         log_dir=str(folder("--log-dir", args.log_dir) or run_dir / "logs"),
@@ -173,7 +176,7 @@ def _standalone(args: argparse.Namespace, high: int) -> bool:
 def _endpoint(args: argparse.Namespace) -> str:
     if args.rdzv_endpoint:
         default = STATIC_PORT if args.rdzv_backend == "static" else DYNAMIC_PORT
-        return address("--rdzv-endpoint", args.rdzv_endpoint, default)
+        return addresses("--rdzv-endpoint", args.rdzv_endpoint, default)
     number = STATIC_PORT if args.master_port is None else port("--master-port", args.master_port)
     return f"{host('--master-addr', args.master_addr)}:{number}"
 

@@ -12,7 +12,7 @@ from elastic.launcher.flags import Parser
 from elastic.launcher.follow import read_object
 from elastic.launcher.options import DYNAMIC_PORT
 from elastic.launcher.reports import as_text
-from elastic.launcher.values import address, seconds
+from elastic.launcher.values import addresses, seconds
 
 LATEST = "runs/latest"
 
@@ -71,7 +71,10 @@ def query_parser(name: str, description: str, environ: Mapping[str, str]) -> Par
     parser = Parser(prog=f"elastic {name}", description=description, allow_abbrev=False)
     endpoint = environ.get("PET_RDZV_ENDPOINT")
     parser.add_argument(
-        "--rdzv-endpoint", "--rdzv_endpoint", default=endpoint, help="HOST:PORT of the coordinator"
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        default=endpoint,
+        help="HOST:PORT of the coordinator, or several",
     )
     parser.add_argument(
         "--run-dir", "--run_dir", default=environ.get("PET_RUN_DIR"), help=f"a run ({LATEST})"
@@ -91,7 +94,7 @@ def ask(args: Any, kind: str, body: dict[str, Any]) -> dict[str, Any]:
 def _where(args: Any) -> str:
     """Address of the coordinator. Raises UsageError when it cannot be known, or the run is over."""
     if args.rdzv_endpoint:
-        return address("--rdzv-endpoint", args.rdzv_endpoint, DYNAMIC_PORT)
+        return addresses("--rdzv-endpoint", args.rdzv_endpoint, DYNAMIC_PORT)
     path = Path(args.run_dir or LATEST)
     found = read_object(path / "coordinator.json")
     verdict = read_object(path / "exit.json")

@@ -11,7 +11,7 @@ from elastic.errors import FieldError
 from elastic.launcher.flags import Parser, run_parser
 from elastic.launcher.local import launch
 from elastic.launcher.options import DYNAMIC_PORT, Request, request
-from elastic.launcher.values import address
+from elastic.launcher.values import address, addresses
 
 
 def coordinator(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -22,7 +22,9 @@ def coordinator(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def agent(argv: list[str], environ: Mapping[str, str]) -> int:
     """Run one agent that joins a coordinator elsewhere."""
-    parser = _parser("agent", environ, "--coordinator", "HOST:PORT of the coordinator")
+    parser = _parser(
+        "agent", environ, "--coordinator", "HOST:PORT of the coordinator, of several separated by commas"
+    )
     parser.add_argument("--node", default="", help="name of this node (default: from the host's name)")
     args = parser.parse_args(argv)
     wanted = _request(parser, argv, environ, "coordinator")
@@ -43,7 +45,8 @@ def _request(parser: Parser, argv: list[str], environ: Mapping[str, str], field:
         raise FieldError(
             "--standalone", "on", f"it does not go with --{field}; use `elastic run --standalone`"
         )
-    args.rdzv_endpoint = address(f"--{field}", getattr(args, field), DYNAMIC_PORT)
+    read = addresses if field == "coordinator" else address
+    args.rdzv_endpoint = read(f"--{field}", getattr(args, field), DYNAMIC_PORT)
     args.rdzv_backend = "c10d" if args.rdzv_backend == "static" else args.rdzv_backend
     return request(args, environ)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
 import signal
 from pathlib import Path
 
+from elastic.core.storage import StoreSpec
 from elastic.errors import FieldError
 from elastic.planning.profile import Profile, parse_profile
 
@@ -62,6 +64,30 @@ def address(flag: str, text: str, default_port: int) -> str:
     if match is None:
         raise FieldError(flag, text, "HOST:PORT, as in 10.0.0.5:29400")
     return f"{match[1]}:{port(flag, match[2]) if match[2] else default_port}"
+
+
+def addresses(flag: str, text: str, default_port: int) -> str:
+    """One address as `address` or several, separated by commas."""
+    return ",".join(dict.fromkeys(address(flag, part.strip(), default_port) for part in text.split(",")))
+
+
+def store(args: argparse.Namespace) -> StoreSpec:
+    """Where the state is kept; files are there and can be read."""
+    files = {
+        name: _readable(f"--store-{name.replace('_', '-')}", getattr(args, f"store_{name}"))
+        for name in ("ca", "cert", "key", "password_file")
+    }
+    return StoreSpec(url=args.store, user=args.store_user, **files)
+
+
+def _readable(flag: str, text: str) -> str:
+    """Absolute path of a file that can be read; "" for ""."""
+    if not text:
+        return ""
+    path = os.path.abspath(os.path.expanduser(text))
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        raise FieldError(flag, text, "a file that can be read")
+    return path
 
 
 def host(flag: str, text: str) -> str:

@@ -2,7 +2,9 @@
 
 A `Session` looks for its coordinator for as long as it is open: a dead coordinator is found again within
 about half a second of its return. Nothing is kept while it is away; a node tells its whole condition anew in
-`on_up`.
+`on_up`. Of several coordinators the one with the highest term is followed (`elastic.core.election`). All
+addresses are tried all the time: one that took over is found although the former one is only paused, and its
+stream open.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from elastic.core.election import accepts
 from elastic.errors import ElasticError, FieldError, UsageError
 from elastic.rpc import elastic_pb2_grpc
 from elastic.rpc.envelope import (
@@ -30,13 +33,14 @@ from elastic.rpc.envelope import (
     unpack_call,
 )
 from elastic.rpc.loop import Dispatcher, event_loop, run
-from elastic.rpc.options import RETRY_MAX_S, RETRY_MIN_S, check_address, client_options
+from elastic.rpc.options import RETRY_MAX_S, RETRY_MIN_S, TERM, addresses_of, client_options
 
 log = logging.getLogger(__name__)
 
 
 class Session:
-    """Keeps one stream to `address` open from the moment it is made until `close`.
+    """Keeps one stream open, to the leader among `address` (host:port, several separated by commas), from the
+    moment it is made until `close`.
 
     Callbacks run on one thread of this session, in order: `on_up()` when the coordinator has accepted the
     stream, `on_message(message, envelope)`, `on_down(reason)` when it is lost; up and down alternate.
@@ -53,7 +57,7 @@ class Session:
         sender: str,
         keepalive_s: float = 5.0,
     ) -> None:
-        check_address(address)
+        addresses = addresses_of(address)
         self.address, self.sender = address, sender
         self.term = 0
         """Highest coordinator term seen."""
@@ -62,8 +66,13 @@ class Session:
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._outbox: asyncio.Queue[Envelope] | None = None
         self._closed = False
+        self._active: Any = None
+        """The stream that is followed, and ..."""
+        self._active_term = 0
+        self._left: set[Any] = set()
+        """Streams given up for a newer coordinator's."""
         self._dispatcher = Dispatcher(f"rpc-{sender}")
-        self._task = run(self._start(keepalive_s))
+        self._tasks = run(self._start(addresses, keepalive_s))
 
     @property
     def up(self) -> bool:
@@ -90,19 +99,20 @@ class Session:
             run(self._cancel())
             self._dispatcher.close()
 
-    async def _start(self, keepalive_s: float) -> asyncio.Task[None]:
-        return asyncio.create_task(self._keep_up(keepalive_s))
+    async def _start(self, addresses: tuple[str, ...], keepalive_s: float) -> set[asyncio.Task[None]]:
+        return {asyncio.create_task(self._keep_up(address, keepalive_s)) for address in addresses}
 
     async def _cancel(self) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
 
-    async def _keep_up(self, keepalive_s: float) -> None:
+    async def _keep_up(self, address: str, keepalive_s: float) -> None:
         """Open one stream after another. gRPC itself searches for the server; the wait here is between
         streams.
         """
         delay_s = RETRY_MIN_S
-        async with grpc.aio.insecure_channel(self.address, options=client_options(keepalive_s)) as channel:
+        async with grpc.aio.insecure_channel(address, options=client_options(keepalive_s)) as channel:
             stub = elastic_pb2_grpc.CoordinatorStub(channel)
             while True:
                 started = time.monotonic()
@@ -117,23 +127,46 @@ class Session:
         reason = "closed"
         try:
             await call.wait_for_connection()
+            if not self._follow(call, _term_of(await call.initial_metadata())):
+                reason = "another coordinator is followed"
+                return
             outbox: asyncio.Queue[Envelope] = asyncio.Queue()
             writer = asyncio.create_task(_write(outbox, call))
             self._outbox = outbox
             self._dispatcher.post(self._on_up)
             async for proto in call:
-                self._receive(from_proto(proto))
+                if call is self._active:
+                    self._receive(from_proto(proto))
             reason = "the coordinator ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
+        except asyncio.CancelledError:
+            if call not in self._left:
+                raise
         finally:
             call.cancel()
-            self._outbox = None
-            if writer is None:
-                log.info("%s: no stream to %s: %s", self.sender, self.address, reason)
-            else:
+            self._left.discard(call)
+            if writer is not None:
                 writer.cancel()
-                self._dispatcher.post(partial(self._on_down, reason))
+            if call is self._active:
+                self._unfollow(reason)
+            else:
+                log.info("%s: no stream to %s: %s", self.sender, self.address, reason)
+
+    def _follow(self, call: Any, term: int) -> bool:
+        """Whether this stream is the one to use from now on; the one used so far is given up for it."""
+        if not accepts(term, self.term, self._active_term if self._active is not None else None):
+            return False
+        if self._active is not None:
+            self._left.add(self._active)
+            self._active.cancel()
+            self._unfollow(f"a coordinator with term {term} took over")
+        self._active, self._active_term, self.term = call, term, term
+        return True
+
+    def _unfollow(self, reason: str) -> None:
+        self._active = self._outbox = None
+        self._dispatcher.post(partial(self._on_down, reason))
 
     def _receive(self, envelope: Envelope) -> None:
         if envelope.term < self.term:
@@ -153,12 +186,25 @@ class Session:
 
 
 def call(address: str, kind: str, body: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
-    """Ask the coordinator one question.
+    """Ask the coordinator at `address` (several separated by commas: the one of them that answers) one question.
 
     Raises UsageError if it cannot be reached or refuses the question (with its words), ElasticError if it
     cannot do what was asked.
     """
-    check_address(address)
+    *others, last = addresses_of(address)
+    for other in others:
+        try:
+            return _call(other, kind, body, timeout_s)
+        except Unreachable:
+            continue
+    return _call(last, kind, body, timeout_s)
+
+
+class Unreachable(UsageError):
+    """No coordinator answers at an address."""
+
+
+def _call(address: str, kind: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     with grpc.insecure_channel(address, options=client_options(keepalive_s=5.0)) as channel:
         stub = elastic_pb2_grpc.CoordinatorStub(channel)
         try:
@@ -166,6 +212,12 @@ def call(address: str, kind: str, body: dict[str, Any], timeout_s: float = 5.0) 
         except grpc.RpcError as error:
             raise _in_words(address, kind, timeout_s, error) from error
     return unpack_call(from_proto(answer))
+
+
+def _term_of(metadata: Any) -> int:
+    """The term with which a coordinator opened a stream; 0: it did not say."""
+    text = str(dict(metadata or ()).get(TERM, "0"))
+    return int(text) if text.isdecimal() else 0
 
 
 async def _write(outbox: asyncio.Queue[Envelope], call: Any) -> None:
@@ -185,7 +237,7 @@ def _in_words(address: str, kind: str, timeout_s: float, error: Any) -> ElasticE
         return ElasticError(details)
     if code is grpc.StatusCode.UNAVAILABLE:
         remedy = "is the job running, and the address right?"
-        return UsageError(f"no coordinator answers at {address} ({details}); {remedy}")
+        return Unreachable(f"no coordinator answers at {address} ({details}); {remedy}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UsageError(f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s")
+        return Unreachable(f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s")
     return ElasticError(f"the coordinator at {address} failed on {kind!r}: {code.name}: {details}")

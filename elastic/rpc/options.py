@@ -8,6 +8,16 @@ from elastic.rpc.envelope import MAX_BODY_BYTES
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
 """Waits between two attempts to reach the coordinator (jittered)."""
 CONNECT_TIMEOUT_S = 2.0
+TERM = "term"
+"""Metadata with which a coordinator opens a stream: its term."""
+
+
+def addresses_of(text: str) -> tuple[str, ...]:
+    """The addresses of a comma-separated list. Raises FieldError unless each is host:port."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for address in found:
+        check_address(address)
+    return found
 
 
 def check_address(address: str, lowest_port: int = 1) -> None:

@@ -31,7 +31,7 @@ from elastic.rpc.envelope import (
     unpack_call,
 )
 from elastic.rpc.loop import Dispatcher, event_loop, run
-from elastic.rpc.options import check_address, server_options
+from elastic.rpc.options import TERM, check_address, server_options
 
 log = logging.getLogger(__name__)
 CALL_THREADS = 4
@@ -129,7 +129,8 @@ class Server:
         self._dispatcher.post(partial(self._on_open, session))
         tasks: set[asyncio.Task[None]] = set()
         try:
-            await context.send_initial_metadata(())  # not beside a write: gRPC refuses two sends at a time
+            # Not beside a write: gRPC refuses two sends at a time.
+            await context.send_initial_metadata(((TERM, str(self._term())),))
             tasks.add(asyncio.create_task(self._read(session, requests)))
             tasks.add(asyncio.create_task(session.write_to(context)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

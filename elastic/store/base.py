@@ -3,7 +3,7 @@
 What a coordinator must not lose lives here: keys with revisions, compare-and-set, watches, and leases whose
 fencing token is the coordinator's term.
 
-- **Revisions** are one counter for the whole store; every change takes the next one.
+- **Revisions** are one counter for the whole store; every change takes a higher one.
 - **Tokens** are one counter too, so a newer lease always has a higher token. Every write carries the token of
   the lease that it is made under and is refused with `StaleError` once that lease was acquired anew or
   released. A lease that merely ran out still writes, until somebody else takes it (an implementation may be
@@ -12,7 +12,10 @@ fencing token is the coordinator's term.
   themselves ignore it.
 - **Keys** are texts such as `job/plan`; they sort as texts. Values are bytes.
 
-All methods are thread-safe. Implementations: `MemoryStore` (tests), `SqliteStore` (embedded default).
+All methods are thread-safe. Implementations: `MemoryStore` (tests), `SqliteStore` (embedded default),
+`EtcdStore` (several machines). A store that lies elsewhere may be out of reach for a while: its methods, all but
+those of watches, then raise `StoreUnavailable`, after a bounded time. Whether a write was made is then unknown; a
+compare-and-set that is repeated tells.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ class Conflict(ElasticError):
 
 class StoreError(UsageError):
     """The store's file cannot be used: unreadable, foreign or damaged."""
+
+
+class StoreUnavailable(ElasticError):
+    """The store cannot be reached, or cannot answer now; try again later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def test_messages_both_ways(server: ServerBench, connect: Connect) -> None:
     assert client.session.send(Heartbeat("node3", "i", 7, 2), 4)
     message, envelope = server.message()
     assert message == Heartbeat("node3", "i", 7, 2)
-    assert (envelope.epoch, envelope.sender, envelope.kind, envelope.term) == (4, "node3", "Heartbeat", 0)
+    assert (envelope.epoch, envelope.sender, envelope.kind, envelope.term) == (4, "node3", "Heartbeat", 1)
     assert session.send(Halt(5), 5)
     message, envelope = client.expect("message")
     assert (message, envelope.term, envelope.epoch) == (Halt(5), 1, 5)

@@ -1,28 +1,92 @@
-"""One contract, every store."""
+"""One contract, every store: etcd's is a real server."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic.core.storage import StoreSpec
 from elastic.errors import FieldError, StaleError
 from elastic.store.base import Change, Conflict, Entry, Lease, Store
+from elastic.store.etcd import EtcdStore
 from elastic.store.memory import MemoryStore
 from elastic.store.sqlite import SqliteStore
+from tests.store.etcds import Etcd, etcd
 
 NOW = 1000.0
+prefixes = (f"contract/{number}" for number in itertools.count())
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    made: Store = MemoryStore() if request.param == "memory" else SqliteStore(tmp_path / "store.db")
-    yield made
-    made.close()
+@dataclass
+class Bench:
+    """The data of one test, and what can be done to them from outside."""
+
+    open: Callable[[], Store]
+    """Another connection, as of another process."""
+    restart: Callable[[], None]
+    """What keeps the data is killed and started again; connections are left to find out."""
+    own_clock: bool
+    """The store keeps time by itself: `now` says nothing, real time passes."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with etcd(tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    opened: list[Store] = []
+
+    def kept(store: Store) -> Store:
+        opened.append(store)
+        return store
+
+    if request.param == "memory":
+        only = MemoryStore()
+        yield Bench(lambda: only, lambda: None, own_clock=False)
+    elif request.param == "sqlite":
+        file = tmp_path / "store.db"
+        yield Bench(lambda: kept(SqliteStore(file)), lambda: None, own_clock=False)
+    else:
+        cluster: Etcd = request.getfixturevalue("server")
+        prefix = next(prefixes)
+
+        def restart() -> None:
+            cluster.kill()
+            cluster.start()
+            cluster.await_ready()
+
+        spec = StoreSpec(url=cluster.url)
+        yield Bench(lambda: kept(EtcdStore(spec, prefix)), restart, own_clock=True)
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(bench: Bench) -> Store:
+    return bench.open()
+
+
+def take_over(bench: Bench, store: Store, name: str, holder: str, ttl_s: float, now: float) -> Lease:
+    """Acquire a lease whose time is over at `now`; where real time counts, as soon as it is."""
+    end = time.monotonic() + 30
+    while True:
+        try:
+            return store.acquire(name, holder, ttl_s, now)
+        except Conflict:
+            if not bench.own_clock or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -43,9 +107,9 @@ def test_put_get_list_delete(store: Store, token: int) -> None:
     first = store.put_if("job/plan", b"\x00\xff", None, token)
     second = store.put_if("job/epoch", b"", None, token)
     store.put_if("other", b"x", None, token)
-    assert store.get("job/plan") == first == Entry("job/plan", b"\x00\xff", 1)
+    assert store.get("job/plan") == first == Entry("job/plan", b"\x00\xff", first.revision)
     assert store.list("job/") == (second, first)
-    assert second.revision == 2
+    assert 1 <= first.revision < second.revision
     store.delete_if("job/plan", first.revision, token)
     assert store.get("job/plan") is None
     assert store.list("job/") == (second,)
@@ -61,14 +125,14 @@ def test_prefix_is_taken_literally(store: Store, token: int) -> None:
 
 def test_compare_and_set(store: Store, token: int) -> None:
     entry = store.put_if("k", b"1", None, token)
-    with pytest.raises(Conflict, match="k: expected revision absent, found 1"):
+    with pytest.raises(Conflict, match=f"k: expected revision absent, found {entry.revision}"):
         store.put_if("k", b"2", None, token)
-    with pytest.raises(Conflict, match="expected revision 7, found 1"):
-        store.put_if("k", b"2", 7, token)
+    with pytest.raises(Conflict, match=f"expected revision 7000, found {entry.revision}"):
+        store.put_if("k", b"2", 7000, token)
     with pytest.raises(Conflict, match="found absent"):
         store.put_if("new", b"2", 1, token)
     with pytest.raises(Conflict):
-        store.delete_if("k", 7, token)
+        store.delete_if("k", 7000, token)
     changed = store.put_if("k", b"2", entry.revision, token)
     assert changed.revision > entry.revision
     assert store.get("k") == changed
@@ -79,7 +143,7 @@ def test_deleted_key_is_absent_and_revisions_go_on(store: Store, token: int) -> 
     store.delete_if("k", entry.revision, token)
     with pytest.raises(Conflict, match="found absent"):
         store.put_if("k", b"2", entry.revision, token)
-    assert store.put_if("k", b"2", None, token).revision == 3
+    assert store.put_if("k", b"2", None, token).revision >= entry.revision + 2
 
 
 @pytest.mark.parametrize("key", ["", "a\x00b", "a\nb", "\ud800"])
@@ -98,12 +162,12 @@ def test_bad_leases(store: Store, name: str, holder: str, ttl_s: float) -> None:
         store.acquire(name, holder, ttl_s, NOW)
 
 
-def test_lease_is_exclusive_until_it_runs_out(store: Store) -> None:
-    lease = store.acquire("coordinator", "a", 10.0, NOW)
-    assert lease == Lease("coordinator", "a", lease.token, 10.0, NOW + 10)
-    with pytest.raises(Conflict, match=r"held by a for another 0\.5 s"):
-        store.acquire("coordinator", "b", 10.0, NOW + 9.5)
-    taken = store.acquire("coordinator", "b", 10.0, NOW + 10)
+def test_lease_is_exclusive_until_it_runs_out(bench: Bench, store: Store) -> None:
+    lease = store.acquire("coordinator", "a", 1.0, NOW)
+    assert lease == Lease("coordinator", "a", lease.token, 1.0, NOW + 1)
+    with pytest.raises(Conflict, match=r"held by a for another (0\.5|1\.0) s"):
+        bench.open().acquire("coordinator", "b", 1.0, NOW + 0.5)
+    taken = take_over(bench, store, "coordinator", "b", 1.0, NOW + 1)
     assert taken.token > lease.token
     assert store.current("coordinator") == taken
 
@@ -126,10 +190,11 @@ def test_renewal_keeps_the_lease(store: Store) -> None:
     assert store.renew(renewed, NOW + 60).expires_at == NOW + 70, "late, but nobody had taken it"
 
 
-def test_the_superseded_holder_is_fenced(store: Store) -> None:
-    old = store.acquire("coordinator", "a", 1.0, NOW)
+def test_the_superseded_holder_is_fenced(bench: Bench, store: Store) -> None:
+    old = store.acquire("coordinator", "a", 0.4, NOW)
     entry = store.put_if("k", b"a", None, old.token)
-    new = store.acquire("coordinator", "b", 1.0, NOW + 2)
+    other = bench.open()
+    new = take_over(bench, other, "coordinator", "b", 0.4, NOW + 2)
     with pytest.raises(StaleError, match=f"token {old.token}"):
         store.put_if("k", b"late", entry.revision, old.token)
     with pytest.raises(StaleError):
@@ -137,7 +202,7 @@ def test_the_superseded_holder_is_fenced(store: Store) -> None:
     with pytest.raises(StaleError):
         store.renew(old, NOW + 2)
     store.release(old)
-    assert store.current("coordinator") == new, "a late release changes nothing"
+    assert other.current("coordinator") == new, "a late release changes nothing"
     assert store.get("k") == entry
 
 
@@ -176,7 +241,7 @@ def test_watch_sees_past_and_coming_changes(store: Store, token: int) -> None:
     second = store.put_if("job/b", b"2", None, token)
     store.delete_if("job/a", first.revision, token)
     assert watch.next(5) == Change("job/b", b"2", second.revision)
-    assert watch.next(5) == Change("job/a", None, 4)
+    assert watch.next(5) == Change("job/a", None, second.revision + 1)
     watch.close()
 
 
@@ -227,13 +292,92 @@ def test_threads_race_for_a_counter(store: Store, token: int) -> None:
         thread.join(60)
     entry = store.get("counter")
     assert entry is not None
-    assert (entry.value, entry.revision) == (b"40", 40)
+    assert entry.value == b"40" and entry.revision >= 40
+
+
+def test_connections_race_for_a_counter(bench: Bench) -> None:
+    """Compare-and-set from several connections, as of several processes under one token."""
+    stores = [bench.open() for _ in range(4)]
+    token = stores[0].acquire("coordinator", "a", 10.0, NOW).token
+
+    def add(store: Store) -> None:
+        times = 10
+        while times:
+            entry = store.get("counter")
+            value = int(entry.value) + 1 if entry else 1
+            try:
+                store.put_if("counter", str(value).encode(), entry.revision if entry else None, token)
+                times -= 1
+            except Conflict:
+                continue
+
+    threads = [threading.Thread(target=add, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    entry = stores[0].get("counter")
+    assert entry is not None and entry.value == b"40"
+
+
+def test_a_lease_is_raced_for_and_one_wins(bench: Bench) -> None:
+    stores = [bench.open() for _ in range(6)]
+    begin, won, lost = threading.Barrier(len(stores)), [], []
+
+    def grab(number: int) -> None:
+        begin.wait(30)
+        try:
+            won.append(stores[number].acquire("coordinator", f"holder{number}", 60.0, NOW))
+        except Conflict:
+            lost.append(number)
+
+    threads = [threading.Thread(target=grab, args=(number,)) for number in range(len(stores))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(won) == 1 and len(lost) == len(stores) - 1
+    stores[0].put_if("k", b"", None, won[0].token)
+
+
+def test_everything_is_there_after_a_restart(bench: Bench, store: Store) -> None:
+    lease = store.acquire("coordinator", "a", 60.0, NOW)
+    entry = store.put_if("k", b"1", None, lease.token)
+    bench.restart()
+    again = bench.open()
+    assert again.get("k") == store.get("k") == entry
+    with pytest.raises(Conflict, match="held by a"):
+        again.acquire("coordinator", "b", 60.0, NOW + 1)
+    changed = again.put_if("k", b"2", entry.revision, lease.token)
+    assert changed.revision > entry.revision, "revisions go on"
+    assert again.acquire("coordinator", "a", 60.0, NOW).token > lease.token, "and so do tokens"
+    with pytest.raises(StaleError):
+        store.put_if("k", b"3", changed.revision, lease.token)
+
+
+def test_a_lost_watch_goes_on_where_it_was(bench: Bench, store: Store, token: int) -> None:
+    watch = store.watch("job/")
+    first = store.put_if("job/a", b"1", None, token)
+    assert watch.next(30) == Change("job/a", b"1", first.revision)
+    bench.restart()
+    second = bench.open().put_if("job/a", b"2", first.revision, token)
+    bench.open().delete_if("job/a", second.revision, token)
+    seen = []
+    while not seen or seen[-1].value is not None:
+        change = watch.next(30)
+        assert change is not None
+        seen.append(change)
+    assert seen[-1] == Change("job/a", None, second.revision + 1)
+    assert seen[:-1] in ([], [Change("job/a", b"2", second.revision)])
+    watch.close()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "delete", "lease"])), max_size=12))
-def test_stores_agree(tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str]]) -> None:
-    """Any history gives the same entries, tokens and errors in both stores."""
+def test_embedded_stores_agree(
+    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str]]
+) -> None:
+    """Any history gives the same entries, tokens and errors in both stores that count from one."""
     memory, sqlite = MemoryStore(), SqliteStore(tmp_path_factory.mktemp("agree") / "store.db")
     for key, operation in operations:
         outcomes = [_outcome(store, key, operation) for store in (memory, sqlite)]

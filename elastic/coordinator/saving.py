@@ -1,0 +1,109 @@
+"""Saves the coordinator's state, and holds back what may only happen once it is saved.
+
+While the store is out of reach decisions go on being made, in memory; nothing of them is sent or told. Once it is
+back, the newest state is saved and everything held back happens in its order, as after a slow network.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic.core import codec
+from elastic.core.election import retry_s
+from elastic.core.job import JobState
+from elastic.store.base import Conflict, Entry, Lease, Store, StoreUnavailable
+
+log = logging.getLogger("elastic.coordinator")
+TOLD_AT = 2
+"""Failures in a row until it is told in the event log. One alone may be ours: a coordinator that was stopped in the
+middle of a save finds its time over when it goes on, and at the next attempt that it was replaced; it tells nothing.
+"""
+
+
+class Saver:
+    """Belongs to one term. All methods are called from the coordinator's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        lease: Lease,
+        key: str,
+        entry: Entry | None,
+    ) -> None:
+        self._store, self._token, self._key = store, lease.token, key
+        self.tell: Callable[[str, dict[str, Any]], object] = lambda kind, data: None
+        """Told of events of the store itself."""
+        self._revision = entry.revision if entry is not None else None
+        self._saved = entry.value if entry is not None else b""
+        self._held: list[tuple[object, Callable[[], object]]] = []
+        self._unsaved: JobState | None = None
+        self._failures, self._again, self._lost_at = 0, 0.0, 0.0
+
+    @property
+    def away(self) -> bool:
+        """The store was out of reach when it was last asked."""
+        return self._failures > 0
+
+    def hold(self, what: object, deed: Callable[[], object]) -> None:
+        """Do this once the state is saved. `what`, when given, is done once however often it is held."""
+        if what is not None and any(what == other for other, _ in self._held):
+            return
+        self._held.append((what, deed))
+
+    def save(self, state: JobState) -> None:
+        """Save `state` and do what was held back; or, if the store is out of reach, do neither for now.
+
+        Raises StaleError if another coordinator has taken over.
+        """
+        self._unsaved = state
+        if time.monotonic() >= self._again:
+            self.retry()
+
+    def flush(self) -> None:
+        """Do what needs no saving, if nothing waits to be saved."""
+        if self._unsaved is None:
+            held, self._held = self._held, []
+            for _, deed in held:
+                deed()
+
+    def due(self) -> bool:
+        """Time to look for the store again."""
+        return self.away and time.monotonic() >= self._again
+
+    def retry(self) -> None:
+        """Save now what is not saved. Raises as `save`."""
+        if self._unsaved is None:
+            return
+        try:
+            self._put(codec.dumps(self._unsaved).encode())
+        except StoreUnavailable as error:
+            self._failures += 1
+            self._again = time.monotonic() + retry_s(self._failures)
+            if self._failures == 1:
+                self._lost_at = time.monotonic()
+                log.warning("decisions wait: %s", error)
+            elif self._failures == TOLD_AT:
+                self.tell("store-lost", {"why": str(error)})
+            return
+        self._unsaved = None
+        failures, self._failures = self._failures, 0
+        if failures >= TOLD_AT:
+            away_s = round(time.monotonic() - self._lost_at, 3)
+            log.warning("the store is back after %.1f s; %d deeds were held back", away_s, len(self._held))
+            self.tell("store-back", {"away_s": away_s, "held": len(self._held)})
+        self.flush()
+
+    def _put(self, value: bytes) -> None:
+        if value == self._saved:
+            return
+        try:
+            entry = self._store.put_if(self._key, value, self._revision, self._token)
+        except Conflict:
+            # Only our token may write here: an earlier attempt arrived although its answer was lost.
+            present = self._store.get(self._key)
+            self._revision = present.revision if present is not None else None
+            entry = self._store.put_if(self._key, value, self._revision, self._token)
+        self._revision, self._saved = entry.revision, value

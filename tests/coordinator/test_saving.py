@@ -1,0 +1,143 @@
+"""What happens only once it is saved; leases that are kept and lost; runs that share a name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.coordinator import saving
+from elastic.coordinator.leading import Keeper, Part, stand_by
+from elastic.coordinator.saving import Saver
+from elastic.core.job import JobState, Policy, Send
+from elastic.core.messages import Halt
+from elastic.errors import ElasticError, StaleError
+from elastic.store.base import Entry, StoreUnavailable
+from elastic.store.memory import MemoryStore
+
+STATES = [JobState(policy=Policy(), epoch=epoch) for epoch in range(9)]
+
+
+class Shaky(MemoryStore):
+    """A store that can be away, and can lose the answer to a write."""
+
+    away = loses = False
+
+    def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
+        if self.away:
+            raise StoreUnavailable("cut off")
+        entry = super().put_if(key, value, expected, token)
+        if self.loses:
+            raise StoreUnavailable("the answer was lost")
+        return entry
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(saving, "retry_s", lambda failures: 0.0)
+        self.store, self.done = Shaky(), list[Any]()
+        self.lease = self.store.acquire("coordinator", "a", 1.0, 0.0)
+        self.saver = Saver(self.store, self.lease, "k", None)
+        self.saver.tell = lambda kind, data: self.done.append(kind)
+
+    def decide(self, number: int, what: object = None) -> None:
+        self.saver.hold(what, lambda: self.done.append(number))
+        self.saver.save(STATES[number])
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_nothing_happens_before_it_is_saved(bench: Bench) -> None:
+    bench.decide(1)
+    bench.store.away = True
+    bench.decide(2)
+    bench.decide(3)
+    bench.saver.flush()
+    assert bench.done == [1, "store-lost"] and bench.saver.away
+    bench.store.away = False
+    assert bench.saver.due()
+    bench.saver.retry()
+    assert bench.done == [1, "store-lost", "store-back", 2, 3], "all of it, in its order"
+    entry = bench.store.get("k")
+    assert entry is not None and b'"epoch":3' in entry.value
+    assert not bench.saver.away
+
+
+def test_the_same_message_is_held_once(bench: Bench) -> None:
+    bench.store.away = True
+    for _ in range(3):
+        bench.decide(1, Send("node0", Halt(1)))
+    bench.decide(2, Send("node0", Halt(2)))
+    bench.store.away = False
+    bench.saver.retry()
+    assert bench.done == ["store-lost", "store-back", 1, 2]
+
+
+def test_a_save_whose_answer_was_lost_is_found_again(bench: Bench) -> None:
+    bench.decide(1)
+    bench.store.loses = True
+    bench.decide(2)
+    bench.store.loses = False
+    bench.decide(3)
+    assert bench.done == [1, 2, 3], "and one failure alone is no outage"
+
+
+def test_who_lost_the_lease_does_nothing(bench: Bench) -> None:
+    bench.store.away = True
+    bench.decide(1)
+    bench.store.acquire("coordinator", "b", 1.0, 100.0)
+    bench.store.away = False
+    with pytest.raises(StaleError):
+        bench.saver.retry()
+    assert bench.done == []
+
+
+def test_a_keeper_renews_and_tells_when_it_has_lost() -> None:
+    store, lost, renewed = MemoryStore(), list[ElasticError](), threading.Event()
+    told = threading.Event()
+    lease = store.acquire("coordinator", "a", 0.1, 0.0)
+
+    def now() -> float:
+        renewed.set()
+        return 50.0
+
+    keeper = Keeper(store, lease, now, lambda error: (lost.append(error), told.set()))
+    assert renewed.wait(30) and not lost
+    store.acquire("coordinator", "b", 60.0, 200.0)
+    assert told.wait(30)
+    assert isinstance(lost[0], StaleError)
+    keeper.close()
+
+
+def test_a_standby_waits_for_the_lease(tmp_path: Path) -> None:
+    store, times = MemoryStore(), iter([0.0, 1.0, 2.0, 11.0])
+    first = store.acquire("coordinator", "a", 10.0, 0.0)
+    lease = stand_by(store, Part(store, tmp_path), "b", 10.0, lambda: next(times))
+    assert lease.token > first.token and next(times, None) is None
+
+
+def test_runs_of_one_name(tmp_path: Path) -> None:
+    """A standby goes on with its own run, ended or not; who comes later begins anew."""
+    store = MemoryStore()
+    token = store.acquire("coordinator", "a", 10.0, 0.0).token
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        os.mkdir(folder)
+    leader, standby, later = (Part(store, folder) for folder in folders)
+    standby.look()
+    assert not leader.adopt() and standby.mine == ""
+    leader.begin("first", token)
+    standby.look()
+    leader.end(token)
+    later.look()
+    assert (standby.mine, later.mine) == ("first", "")
+    assert standby.adopt() and not later.adopt()
+    later.begin("second", token)
+    assert Part(store, folders[2]).adopt(), "started again, it knows its run"
+    assert standby.adopt() and standby.mine == "second"

@@ -1,0 +1,94 @@
+"""Jobs that are watched while they run, and disturbed when their own events say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.scenarios.harness import LEASE_S, ROOT, Run
+
+WAIT_S = 120.0
+
+
+class Job:
+    """`elastic WORDS... --run-dir RUN_DIR` in the background; killed at the latest by `kill`."""
+
+    def __init__(self, run_dir: Path, words: Sequence[str], script: Sequence[str]) -> None:
+        self.run_dir, self._log = run_dir, run_dir.with_suffix(".out")
+        command = [sys.executable, "-m", "elastic", *words, "--run-dir", str(run_dir)]
+        command += [*(() if "--lease" in words else ("--lease", LEASE_S)), *script]
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as out:
+            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        try:
+            lines = (self.run_dir / "events.jsonl").read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    def wait(self, what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+        """The first true value of `condition`; the job must not end before."""
+        end = time.monotonic() + timeout_s
+        while True:
+            found = condition()
+            if found:
+                return found
+            assert self.process.poll() is None, f"the job ended before {what}\n{self.output}"
+            assert time.monotonic() < end, f"no {what} within {timeout_s:g} s\n{self.output}"
+            time.sleep(0.02)
+
+    def steps(self, after: int = -1) -> list[int]:
+        """Steps in the event log above `after`, in its order."""
+        return [event["step"] for event in self.of("step") if event["step"] > after]
+
+    def await_steps(self, count: int) -> int:
+        """Wait until so many more steps are in the event log; return the last one."""
+        here = max(self.steps(), default=-1)
+        found = self.wait(f"{count} steps after {here}", lambda: self._beyond(here + count))
+        return int(found[0])
+
+    def _beyond(self, step: int) -> list[int]:
+        last = max(self.steps(), default=-1)
+        return [last] if last >= step else []
+
+    def leader(self) -> dict[str, Any]:
+        """Address, pid and term of the coordinator that leads."""
+        return dict(json.loads((self.run_dir / "coordinator.json").read_text()))
+
+    def agent(self, node: str) -> psutil.Process:
+        """The agent of a node."""
+        for child in psutil.Process(self.process.pid).children():
+            words = child.cmdline()
+            if "--node" in words and words[words.index("--node") + 1] == node:
+                return child
+        raise AssertionError(f"no agent of {node}")
+
+    def finish(self, timeout_s: float = 280.0) -> Run:
+        return Run(self.process.wait(timeout_s), self.output, self.run_dir)
+
+    def kill(self) -> None:
+        """End the launcher and with it all its children, stopped ones too."""
+        for child in psutil.Process(self.process.pid).children() if self.process.poll() is None else []:
+            child.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,142 @@
+"""Several coordinators on a real etcd: leaders killed and paused, etcd lost and back. Training does not feel it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.rpc.client import call
+from tests.launcher.helpers import gone
+from tests.scenarios.jobs import Job
+from tests.scenarios.shared import SCRIPT, exact, faults, reference
+from tests.store.etcds import etcd, free_ports
+
+STEPS = 70
+LONG = ("--steps", str(STEPS), "--hidden", "128", "--seq-len", "128")
+"""So long that everything happens within the run."""
+STEADY = exact("--pipelines", "1", "--backup", "stream+snapshot")
+"""No epoch changes but those that are provoked."""
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(NAME, words..., script=flags) starts `elastic` words in tmp_path/NAME."""
+    jobs: list[Job] = []
+
+    def begin(name: str, *words: str, script: tuple[str, ...] = LONG) -> Job:
+        jobs.append(Job(tmp_path / name, words, [*SCRIPT, *script]))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.kill()
+
+
+def undisturbed(job: Job) -> dict[str, Any]:
+    """The summary of a run that has ended well and whose steps all counted once."""
+    run = job.finish()
+    assert run.code == 0, run.output
+    summary = run.summary
+    assert summary["steps"] == len(summary["loss"]) == STEPS
+    assert summary["ledger"] == {"double": 0, "missing": 0}
+    return summary
+
+
+def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
+    with etcd(tmp_path / "etcd") as cluster:
+        flags = [*STEADY, "--nnodes", "2", "--coordinators", "3", "--store", cluster.url]
+        job = start("run", "run", "--standalone", *flags, *faults("kill-coordinator step=4 down=60"))
+        first = job.wait("first leader", lambda: job.of("coordinator"))[0]
+        _, second = job.wait("second leader", lambda: job.of("coordinator")[1:] and job.of("coordinator"))
+        assert gone(first["pid"])
+        job.wait("takeover", lambda: job.of("adopted"))
+        job.await_steps(2)
+
+        os.kill(second["pid"], signal.SIGSTOP)
+        third = job.wait("third leader", lambda: job.of("coordinator")[2:])[0]
+        assert first["term"] < second["term"] < third["term"]
+        assert len({event["address"] for event in (first, second, third)}) == 3
+        job.await_steps(2)  # the nodes have left the paused one, although their streams to it are open
+        os.kill(second["pid"], signal.SIGCONT)
+        logs = [job.run_dir / "logs" / f"coordinator{slot}.log" for slot in ("", "-1", "-2")]
+        job.wait(
+            "old leader stepping down",
+            lambda: any("another coordinator took" in log.read_text() for log in logs),
+        )
+        job.await_steps(2)
+        assert job.leader()["term"] == third["term"]
+        summary = undisturbed(job)
+    assert summary["params_sha256"] == reference(tmp_path, *LONG).summary["params_sha256"]
+    assert summary["recoveries"] == [], "no step was disturbed"
+    assert len(job.of("coordinator")) == 3 and not job.of("lost")
+    assert [event["epoch"] for event in job.of("plan")] == [1], (
+        "no decision but the first was made by anybody"
+    )
+    assert len(job.of("end")) == 1
+
+
+def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path) -> None:
+    with etcd(tmp_path / "etcd", size=3) as cluster:
+        flags = [*STEADY, "--nnodes", "3", "--coordinators", "2", "--store", cluster.url]
+        job = start("run", "run", "--standalone", *flags)
+        job.await_steps(4)
+        cluster.members[0].kill()
+        job.await_steps(4)  # each of them was saved by the members that are left
+        leaders = len(job.of("coordinator"))
+
+        before = len(job.of("store-lost"))
+        cluster.kill()
+        job.wait("store-lost", lambda: job.of("store-lost")[before:])
+        told, address = max(job.steps()), job.leader()["address"]
+
+        def trained() -> bool:
+            answer = call(address, "status", {})
+            return bool(answer["step"] >= told + 5 and answer["store"])
+
+        job.wait("steps without etcd", trained)
+        assert max(job.steps()) <= told + 1, "nothing is told that was not saved"
+        job.agent("node2").kill()
+        job.wait("what the coordinator sees", lambda: call(address, "status", {})["phase"] == "halting")
+        assert not any(event["epoch"] > 1 for event in job.of("halt"))
+        for member in cluster.members:
+            member.start()
+        job.wait("store-back", lambda: job.of("store-back")[len(job.of("store-lost")) - 1 :])
+        summary = undisturbed(job)
+    assert summary["params_sha256"] == reference(tmp_path, *LONG).summary["params_sha256"]
+    (recovery,) = summary["recoveries"]
+    assert recovery["nodes_after"] == 2 and "node2" in recovery["cause"]
+    assert {event["node"] for event in job.of("lost")} == {"node2"}
+    assert sorted(set(job.steps())) == list(range(STEPS)), "nothing was forgotten"
+    assert len(job.of("coordinator")) == leaders == 1, "an outage of etcd costs nobody the lead"
+
+
+def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
+    """Each with a run directory of its own; they find the job by --rdzv-id, the nodes find them by a list."""
+    places = ["127.0.0.1:" + str(port) for port in free_ports(2)]
+    short = ("--steps", "40", "--hidden", "128")
+    with etcd(tmp_path / "etcd") as cluster:
+        common = ["--nnodes", "2", "--rdzv-id", "together", "--store", cluster.url, "--accumulate", "exact"]
+        hosts = [
+            start(f"host{i}", "coordinator", "--address", place, *common, script=short)
+            for i, place in enumerate(places)
+        ]
+        nodes = [
+            start(f"machine{i}", "agent", "--coordinator", ",".join(places), *common, script=short)
+            for i in range(2)
+        ]
+        led = hosts[0].wait("steps", lambda: [host for host in hosts if len(host.steps()) > 3])[0]
+        (other,) = [host for host in hosts if host is not led]
+        led.kill()
+        assert other.finish().code == 0, other.output
+        assert [node.finish().code for node in nodes] == [0, 0], [node.output for node in nodes]
+        assert other.of("adopted") and max(other.steps()) == 39
+        assert other.of("end")[0]["params_sha256"]
+        again = start("host3", "coordinator", "--address", places[0], *common, script=short)
+        again.wait("a new run", lambda: again.of("coordinator"))
+        assert not again.of("adopted"), "the name may be used again"
