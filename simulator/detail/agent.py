@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic.core import messages as m
@@ -68,6 +70,8 @@ class Agent:
         self.vault, self.fence = Vault(self.name), 0
         self.worker: Worker | None = None
         self._speak = 0.0
+        self._outgoing: deque[tuple[int, str]] = deque()
+        """(epoch, peer) of copies that are on their way, in order."""
 
     @property
     def reachable(self) -> bool:
@@ -210,6 +214,7 @@ class Agent:
     def _fence(self, epoch: int) -> None:
         if epoch > self.fence:
             self.fence = epoch
+            self._outgoing.clear()
             self.wire.drop(COPIES)
 
     def report(self) -> None:
@@ -222,9 +227,12 @@ class Agent:
 
     def replicate(self, copies: list[Copy], peer: str, acked: Callable[[], None]) -> None:
         """Bring copies to the peer's vault, behind those before. If it refuses, there is no acknowledgement."""
-        epoch = copies[0].epoch
+        epoch, job = copies[0].epoch, (copies[0].epoch, peer)
+        self._outgoing.append(job)
 
         def arrive() -> None:
+            if job in self._outgoing:
+                self._outgoing.remove(job)
             if not self.alive or self.fence > epoch:
                 return
             target = self.world.agents.get(peer)
@@ -240,6 +248,11 @@ class Agent:
 
         self.wire.send(COPIES, sum(copy.nbytes for copy in copies), gone)
 
+    def peer_gone(self, peer: str) -> None:
+        """Its connections have ended: a copy that is on its way there is seen to fail."""
+        if self._outgoing and self._outgoing[0] == (self.fence, peer):
+            self.held(peer)
+
     # ---- faults ---------------------------------------------------------------------------------
 
     def die(self) -> None:
@@ -248,4 +261,6 @@ class Agent:
             self.alive = False
             if self.worker is not None:
                 self.worker.die()
+            for other in self.world.agents.values():
+                self.world.clock.about(self.world.physics.closed_s, partial(other.peer_gone, self.name))
             self.disconnect(self.world.physics.closed_s)

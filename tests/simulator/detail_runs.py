@@ -88,7 +88,7 @@ def acted_run(folder: Path, job: Job, known: Profile, trace: Trace, physics: Phy
     outcome = simulate(trace, known, job, physics, seed)
     assert outcome.phase == "finished", outcome.reason
     kills = [e for e in trace.events if e.kind == REMOVE and not e.notice_s]
-    faults = tuple(replace(parse_fault("kill node=0"), node=event.node) for event in kills)
+    faults = tuple(replace(parse_fault("kill node=0 phase=optimizer"), node=event.node) for event in kills)
     events: list[dict[str, Any]] = [{"at": EPOCH_S, "kind": "job", "steps": job.steps,
         "microbatches": job.microbatches, "tokens_per_microbatch": job.tokens_per_microbatch, "tp": 1, "tied": [],
         "checkpoint_every": 0}]  # fmt: skip
