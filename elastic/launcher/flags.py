@@ -70,7 +70,31 @@ TORCHRUN = (
     Flag("--virtual-local-rank", None, "every worker sees LOCAL_RANK=0 and one device", switch=True),
 )
 
+RAY = (
+    Flag(
+        "--address",
+        "auto",
+        "the Ray cluster: auto (RAY_ADDRESS, or the one running here), HOST:PORT or ray://HOST:PORT",
+    ),
+    Flag(
+        "--ray-resources",
+        None,
+        'what an agent takes of a Ray node, as \'{"GPU": 1, "CPU": 4}\' '
+        "(default: a CPU, and a GPU where there are any, for each worker)",
+    ),
+    Flag(
+        "--ray-spares",
+        "1",
+        "Ray nodes beyond the largest --nnodes that are kept as hot spares if they are there",
+    ),
+)
+
 OURS = (
+    Flag(
+        "--backend",
+        "local",
+        "where agents run: local (this machine), or ray (one on each node of a Ray cluster)",
+    ),
     Flag("--run-dir", None, "directory of this run (default ./runs/TIME-ID; ./runs/latest points at it)"),
     Flag(
         "--backup",
@@ -110,6 +134,7 @@ OURS = (
     Flag("--link", None, 'make links between local nodes slow, as "bandwidth=1Gbit latency=1ms"'),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
+    *RAY,
     Flag(
         "--fault", None, 'inject a fault, as "kill node=2 step=3 microbatch=5"', repeat=True, metavar="SPEC"
     ),
