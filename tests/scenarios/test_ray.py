@@ -24,6 +24,7 @@ pytestmark = [
 
 LONG_STEPS = ("--num-microbatches", "48", "--steps", "24")
 """Steps so long that a kill a moment after a micro-batch was told still falls into the same step."""
+MANY_STEPS = ("--steps", "3000")
 TOLD_OFTEN = ("--heartbeat", "0.1")
 
 
@@ -85,21 +86,13 @@ def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: P
 
 
 def test_an_agent_is_replaced_and_nothing_outlives_the_driver(cluster: Any, tmp_path: Path) -> None:
-    job = start(
-        cluster,
-        tmp_path / "run",
-        "--nnodes",
-        "2:3",
-        "--ray-spares",
-        "0",
-        *faults("kill node=1 step=2 microbatch=5"),
-    )
+    flags = ("--nnodes", "2:3", "--ray-spares", "0", *faults("kill node=1 step=2 microbatch=5"))
+    job = start(cluster, tmp_path / "run", *flags, script=MANY_STEPS)
     try:
-        job.until(lambda entry: entry.get("nodes") == 3)
-        job.until(lambda entry: entry.get("nodes") == 2)
-        job.until(lambda entry: entry.get("nodes") == 3)
+        for nodes in (3, 2, 3):
+            job.until(lambda entry, nodes=nodes: entry.get("nodes") == nodes)  # type: ignore[misc]
         assert "node3 starts on" in job.output
-        assert len(job.processes()) == 1 + 2 * 3
+        assert len(job.processes()) == 1 + 2 * 3, "coordinator, agents, workers"
         os.kill(job.process.pid, signal.SIGKILL)
         assert wait_until(lambda: not job.processes(), 20.0), job.processes()
     finally:
