@@ -30,6 +30,8 @@ class RayOptions:
 
 def ray_options(args: argparse.Namespace) -> RayOptions | None:
     """None: agents run here. Raises FieldError, also for what makes no sense on a Ray cluster."""
+    if not hasattr(args, "backend"):  # a single service, not `elastic run`
+        return None
     choice("--backend", args.backend, ("local", "ray"))
     options = RayOptions(
         address=_address(args.address),

@@ -14,7 +14,7 @@ import pytest
 
 from elastic.errors import FieldError, UsageError
 from elastic.launcher import cli
-from elastic.launcher.flags import OURS, TORCHRUN, run_parser
+from elastic.launcher.flags import OURS, RAY, TORCHRUN, run_parser
 from elastic.launcher.options import Request, request
 
 
@@ -170,7 +170,7 @@ def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list
 def test_every_flag_with_a_value_is_in_the_table() -> None:
     tested = {field.split()[0] for _, field in WRONG_FLAGS}
     unconstrained = {"--module", "--standalone", "--virtual-local-rank"}
-    assert {flag.name for flag in (*TORCHRUN, *OURS)} - unconstrained - tested <= {"--no-python"}
+    assert {flag.name for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {"--no-python"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -143,9 +142,9 @@ class Autoscaling:
     def close(self) -> None:
         ours = [self.process.pid, *(p.pid for p in psutil.Process(self.process.pid).children(recursive=True))]
         for process in psutil.process_iter():
-            if process.pid in ours or any(self.address in word for word in words(process)):
-                if process.pid != os.getpid():
-                    process.kill()
+            mine = process.pid in ours or any(self.address in word for word in words(process))
+            if mine and process.pid != os.getpid():
+                process.kill()
         self.process.wait()
 
 
