@@ -6,6 +6,7 @@ machines hold agents is decided by `elastic.core.fleet`; the cluster that carrie
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -150,7 +151,8 @@ class ClusterSupervisor(Supervisor):
                 file.write(data)
             if name == CONSOLE.format(node=agent.name):
                 console = self._view.output if isinstance(self._view, Bar) else sys.stdout.fileno()
-                os.write(console, data)
+                with contextlib.suppress(OSError):  # nobody looks; the run goes on
+                    os.write(console, data)
 
 
 def order(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> Order:

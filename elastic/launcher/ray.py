@@ -8,6 +8,8 @@ node. Only text and bytes travel through Ray, so nothing of ours is pickled.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,9 +24,9 @@ from elastic.core import fleet
 from elastic.errors import FieldError
 from elastic.launcher.addresses import local_address
 from elastic.launcher.clustered import ClusterSupervisor, Host
-from elastic.launcher.hosted import AgentHost
+from elastic.launcher.hosted import REACH_S, AgentHost
 from elastic.launcher.options import Request
-from elastic.launcher.ray_options import CLIENT
+from elastic.launcher.ray_options import AUTO, CLIENT
 from elastic.launcher.rundir import RunDir, free_port
 
 ZONE = "ray.io/availability-zone"
@@ -61,11 +63,23 @@ def launch(request: Request) -> int:
 
 def connect(address: str) -> None:
     """Become a driver of the cluster. Raises FieldError when there is none."""
+    given = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
+    if ":" in given:
+        _reach(given)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, exceptions.RayError) as error:
         remedy = f"a Ray cluster must run there: {' '.join(str(error).split())[:300]}"
         raise FieldError("--address", address, remedy) from error
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries an address for minutes. Raises FieldError where nobody listens."""
+    host, _, port = address.removeprefix(CLIENT).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise FieldError("--address", address, f"a Ray cluster must run there: {error}") from error
 
 
 def usual(workers: int) -> dict[str, float]:
@@ -82,8 +96,15 @@ class RayCluster:
         self._resources, self._gang = dict(resources), gang
         self._group = placement_group([self._resources] * gang, strategy="STRICT_SPREAD")
         self._asked = False
+        self._seen = fleet.Looked((), gang)
 
     def look(self) -> fleet.Looked:
+        """As it was, while the cluster cannot say: Ray ends this process when that lasts."""
+        with contextlib.suppress(OSError, RuntimeError, exceptions.RayError):
+            self._seen = self._look()
+        return self._seen
+
+    def _look(self) -> fleet.Looked:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         alive = {node["NodeID"] for node in nodes}
         table = placement_group_table(self._group)
