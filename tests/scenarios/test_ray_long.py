@@ -101,8 +101,8 @@ def test_as_a_ray_job(tmp_path: Path) -> None:
 class Autoscaling:
     """A head node without CPUs and Ray's own autoscaler, whose machines are processes here."""
 
-    def __init__(self, folder: Path, port: int, most: int) -> None:
-        self.address = f"{psutil_host()}:{port}"
+    def __init__(self, folder: Path, port: int, client_port: int, most: int) -> None:
+        self.address, self.client = f"{own_host()}:{port}", f"ray://{own_host()}:{client_port}"
         kinds = {
             "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
             "worker": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": most},
@@ -124,7 +124,14 @@ class Autoscaling:
             "--num-cpus",
             "0",
         ]
-        command += ["--port", str(port), "--include-dashboard", "false", "--ray-client-server-port", "0"]
+        command += [
+            "--port",
+            str(port),
+            "--include-dashboard",
+            "false",
+            "--ray-client-server-port",
+            str(client_port),
+        ]
         self.log = folder / "head.out"
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -148,21 +155,24 @@ class Autoscaling:
         self.process.wait()
 
 
-def psutil_host() -> str:
+def own_host() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
-def test_the_autoscaler_brings_the_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outside", [False, True], ids=["inside", "client"])
+def test_the_autoscaler_brings_the_nodes(outside: bool, tmp_path: Path) -> None:
+    """From inside the cluster, and from a client of it."""
     from elastic.launcher.rundir import free_port
 
-    scaling = Autoscaling(tmp_path, free_port(), most=2)
+    scaling = Autoscaling(tmp_path, free_port(), free_port(), most=2)
     try:
         assert wait_until(lambda: "Ray runtime started" in scaling.log.read_text(), 60.0), (
             scaling.log.read_text()
         )
-        flags = ["--address", scaling.address, *exact("--nnodes", "1:2", "--pipelines", "1")]
+        address = scaling.client if outside else scaling.address
+        flags = ["--address", address, *exact("--nnodes", "1:2", "--pipelines", "1")]
         job = Job(tmp_path / "run", flags, [*SCRIPT, "--steps", "2000"])
         try:
             job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 2)
