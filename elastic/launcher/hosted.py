@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import socket
@@ -64,7 +65,7 @@ class AgentHost:
     """Runs one agent. `serve` blocks; the others are called meanwhile, from other threads."""
 
     def __init__(self, order: str, secrets: Mapping[str, bytes] | None = None) -> None:
-        """Only remembers. `secrets`: contents by file name, put where only this user reads them."""
+        """Only remembers. `secrets`: contents by path relative to the run directory; only this user reads them."""
         self._text, self._secrets = order, dict(secrets or {})
         self._child: Child | None = None
         self._dir: RunDir | None = None
@@ -123,7 +124,7 @@ class AgentHost:
         config, path = self._dir.config, self._dir.path
         self._logs = Path(config.log_dir)
         for name, data in self._secrets.items():
-            write_secret(path / "secrets" / name, data)
+            write_secret(path, name, data)
         args = agent_args(config, path, order.node, 0, order.coordinator, order.host)
         with (self._logs / CONSOLE.format(node=order.node)).open("ab") as out:
             child = Child.start(order.node, AGENT, args, Lifeline(), out)
@@ -187,12 +188,13 @@ def sweep(root: Path) -> None:
                 os.close(held)
 
 
-def write_secret(path: Path, data: bytes) -> None:
-    """Write a file that only this user can read; its directory is made."""
-    if path.name in ("", ".", "..") or path.parent.name != "secrets":
-        raise UsageError(f"{path.name!r} is no name of a secret: give a file name")
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+def write_secret(run_dir: Path, name: str, data: bytes) -> None:
+    """Write a file below the run directory that only this user can read, as join.token or certs/tls.key. Raises
+    UsageError for a name that leads elsewhere, or to a file that is there."""
+    if not re.fullmatch(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", name) or (run_dir / name).exists():
+        raise UsageError(f"{name!r} is no name of a secret: give a new file name, or FOLDER/NAME")
+    (run_dir / name).parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(run_dir / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
 

@@ -63,7 +63,7 @@ def said(host: AgentHost) -> dict[str, bytes]:
 
 def test_it_serves_and_its_logs_come_in_pieces(order: Order, tmp_path: Path) -> None:
     order = replace(order, folder=str(tmp_path), environment=(("HOSTED_WORD", "carried"),))
-    host = AgentHost(codec.dumps(order), {"join-token": b"hidden"})
+    host = AgentHost(codec.dumps(order), {"join.token": b"hidden", "certs/tls.key": b"also"})
     assert host.logs({}) == []
     thread, ends = serving(host)
     assert wait_until(lambda: b"ready" in said(host).get("node1.out", b""))
@@ -72,14 +72,15 @@ def test_it_serves_and_its_logs_come_in_pieces(order: Order, tmp_path: Path) -> 
         "--node node1" in text and "--domain rack7" in text and "carried" in text and f"in {tmp_path}" in text
     )
     assert "hidden" not in text, "secrets stand on no command line"
-    (secret,) = (tmp_path / "machine").rglob("secrets/join-token")
+    (secret,) = (tmp_path / "machine").rglob("join.token")
     assert secret.read_bytes() == b"hidden" and secret.stat().st_mode & 0o777 == 0o600
     offsets = {name: len(data) for name, data in said(host).items()}
     assert host.logs(offsets) == []
     host.stop()
     thread.join(10.0)
     assert ends == [(-signal.SIGTERM, "")]
-    run_dir = secret.parents[1]
+    run_dir = secret.parent
+    assert (run_dir / "certs" / "tls.key").read_bytes() == b"also"
     assert run_dir.exists()
     host.close()
     assert not run_dir.exists()
@@ -116,10 +117,13 @@ def test_malformed_orders_are_refused() -> None:
     assert code == 2 and "config" in problem
 
 
-@pytest.mark.parametrize("name", ["../config.json", "..", "a/b", ""])
-def test_secrets_stay_in_their_directory(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../elsewhere", "..", "a/b/c", "", "/etc/x", "a/..", "config.json", ".hidden"]
+)
+def test_secrets_stay_in_the_run_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").touch()
     with pytest.raises(UsageError, match="no name of a secret"):
-        hosted.write_secret(tmp_path / "secrets" / name, b"x")
+        hosted.write_secret(tmp_path, name, b"x")
 
 
 def test_leftovers_of_killed_hosts_are_removed(tmp_path: Path) -> None:
