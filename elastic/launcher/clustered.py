@@ -170,5 +170,6 @@ def order(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str
 
 def secrets(config: JobConfig) -> Mapping[str, bytes]:
     """What an agent needs to be let in: certificates and the join token, by their path below a run directory. They
-    are read here, carried as an argument, and written on the agent's machine where only its user reads them. Nothing yet."""
+    are read here, carried as an argument, and written on the agent's machine where only its user reads them.
+    Nothing yet."""
     return {}

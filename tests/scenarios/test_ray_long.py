@@ -98,6 +98,20 @@ def test_as_a_ray_job(tmp_path: Path) -> None:
     assert summary["params_sha256"] == reference(tmp_path, *FEW).summary["params_sha256"]
 
 
+LISTS = (
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+    "cluster_synced_files",
+    "rsync_exclude",
+    "rsync_filter",
+)
+"""What Ray's autoscaler wants to be told, though its fake machines use none of it."""
+
+
 class Autoscaling:
     """A head node without CPUs and Ray's own autoscaler, whose machines are processes here."""
 
@@ -114,6 +128,10 @@ class Autoscaling:
             "available_node_types": kinds,
             "head_node_type": "ray.head.default",
             "idle_timeout_minutes": 1,
+            "upscaling_speed": 1.0,
+            **{name: {} for name in ("auth", "docker", "file_mounts")},
+            **{name: [] for name in LISTS},
+            "file_mounts_sync_continuously": False,
         }
         (folder / "autoscaler.json").write_text(json.dumps(config))
         command = [
@@ -168,9 +186,10 @@ def test_the_autoscaler_brings_the_nodes(outside: bool, tmp_path: Path) -> None:
 
     scaling = Autoscaling(tmp_path, free_port(), free_port(), most=2)
     try:
-        assert wait_until(lambda: "Ray runtime started" in scaling.log.read_text(), 60.0), (
-            scaling.log.read_text()
-        )
+        assert wait_until(
+            lambda: scaling.process.poll() is not None or "Ray runtime started" in scaling.log.read_text(),
+            60.0,
+        ), scaling.log.read_text()
         address = scaling.client if outside else scaling.address
         flags = ["--address", address, *exact("--nnodes", "1:2", "--pipelines", "1")]
         job = Job(tmp_path / "run", flags, [*SCRIPT, "--steps", "2000"])
