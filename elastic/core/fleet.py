@@ -20,8 +20,8 @@ from enum import StrEnum
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 """From the end of an agent to the next one on its machine; doubled every time."""
-LOST_BACKOFF_S = 15.0
-"""The same where nothing is known of the end: mostly the machine is lost, and the cluster has not noticed yet."""
+LOST_BACKOFF_S = 5.0
+"""The same at least where nothing is known of the end: the machine may be lost, and the cluster about to say so."""
 STEADY_S = 60.0
 """An agent that stayed so long is no failed attempt."""
 MOST_FAILURES = 3

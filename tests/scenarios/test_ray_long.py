@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.chaos,
     pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
 ]
-STEPS = ("--num-microbatches", "48", "--steps", "60")
+STEPS = ("--num-microbatches", "48", "--steps", "100")
 FEW = ("--steps", "12")
 
 
