@@ -1,4 +1,4 @@
-"""Stands in for an agent on another machine: says how it was started and stays."""
+"""Stands in for an agent on another machine: says how it was started and stays as long as its parent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 
+from elastic import lifeline
+
+lifeline.watch(int(sys.argv[sys.argv.index("--parent-pipe") + 1]))
 print(*sys.argv[1:], os.environ.get("HOSTED_WORD", ""), "in", os.getcwd(), flush=True)
 print("ready", flush=True)
 signal.pause()
