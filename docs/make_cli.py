@@ -95,7 +95,7 @@ def query_part(name: str) -> str:
 
 def service_part(name: str) -> str:
     command: Command = getattr(services, name)
-    parser, run = parser_of(command), run_parser({})
+    parser, run = parser_of(command), run_parser({}, f"elastic {name}")
     rows = table(parser._actions, skip=frozenset(action.dest for action in run._actions))
     text = (command.__doc__ or "").strip()
     return f"\n## elastic {name}\n\n{text} Besides the flags of `elastic run`:\n\n{rows}\n"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from elastic.errors import EXIT_OK, EXIT_USAGE, ElasticError
+from elastic.errors import EXIT_OK, EXIT_USAGE, ElasticError, FieldError
+
+if TYPE_CHECKING:
+    from elastic.launcher.options import Request
 
 USAGE = """usage: elastic COMMAND [flags]
 
@@ -71,8 +75,20 @@ def _run(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.launcher.options import request
 
     wanted = request(run_parser(environ).parse_args(argv), environ)
+    if wanted.ray is not None:
+        return _on_ray(wanted)
     from elastic.launcher.local import launch
 
+    return launch(wanted)
+
+
+def _on_ray(wanted: Request) -> int:
+    try:
+        from elastic.launcher.ray import launch
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise FieldError("--backend", "ray", "ray is missing: pip install 'elastic-runtime[ray]'") from None
     return launch(wanted)
 
 

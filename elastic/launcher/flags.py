@@ -132,6 +132,34 @@ OURS = (
     ),
 )
 
+RAY = (
+    Flag(
+        "--backend",
+        "local",
+        "where agents run: local (this machine), or ray (one on each node of a Ray cluster)",
+    ),
+    Flag(
+        "--address",
+        "auto",
+        "the Ray cluster: auto (RAY_ADDRESS, or the one running here), HOST:PORT or ray://HOST:PORT",
+    ),
+    Flag(
+        "--ray-resources",
+        None,
+        'what an agent takes of a Ray node, as \'{"GPU": 1, "CPU": 4}\' '
+        "(default: a CPU, and a GPU where there are any, for each worker)",
+    ),
+    Flag(
+        "--ray-spares",
+        "1",
+        "Ray nodes beyond the largest --nnodes that are kept as hot spares if they are there",
+    ),
+)
+"""Of `elastic run` alone: who starts single services says where by doing it."""
+
+
+RUN = "elastic run"
+
 
 class Parser(argparse.ArgumentParser):
     """Raises UsageError instead of printing usage and leaving."""
@@ -142,7 +170,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
-def run_parser(environ: Mapping[str, str], prog: str = "elastic run") -> Parser:
+def run_parser(environ: Mapping[str, str], prog: str = RUN) -> Parser:
     """Parser of `elastic run` and of the commands that take the same flags."""
     parser = Parser(
         prog=prog,
@@ -150,7 +178,10 @@ def run_parser(environ: Mapping[str, str], prog: str = "elastic run") -> Parser:
         description="Run a training script on elastic nodes.",
         allow_abbrev=False,
     )
-    for title, flags in (("torchrun's flags", TORCHRUN), ("elastic's flags", OURS)):
+    groups = [("torchrun's flags", TORCHRUN), ("elastic's flags", OURS)]
+    if prog == RUN:
+        groups.append(("Ray's flags", RAY))
+    for title, flags in groups:
         group = parser.add_argument_group(title)
         for flag in flags:
             _add(group, flag, environ)

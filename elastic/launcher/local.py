@@ -20,8 +20,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from elastic.config import JobConfig
 from elastic.core.faults import FaultKind, FaultSpec
 from elastic.errors import EXIT_FAILURE, EXIT_OK, ElasticError, FieldError
 from elastic.launcher.addresses import Owner, local_address, owner
@@ -64,6 +66,21 @@ def _mine(places: tuple[str, ...], hosts: bool | None) -> tuple[str, ...]:
     if hosts and not free:
         raise FieldError("--rdzv-endpoint", ",".join(places), "none of them is this machine's and free")
     return free
+
+
+def agent_args(
+    config: JobConfig, run_dir: Path, node: str, index: int, coordinator: str, host: str
+) -> list[str]:
+    """Command line of the agent of local node `index`, without the program."""
+    domain, device = config.domain(index), config.device(index)
+    args = ["--run-dir", str(run_dir), "--node", node, "--coordinator", coordinator]
+    args += ["--host", host, *(["--domain", domain] if domain else [])]
+    args += ["--device", device] if device else []
+    memory = config.node_memory_bytes(index)
+    args += ["--memory", str(memory)] if memory else []
+    lifetime_s = config.lifetime_s(index)
+    args += ["--lifetime", f"{lifetime_s:g}"] if lifetime_s else []
+    return args
 
 
 class Supervisor:
@@ -113,14 +130,7 @@ class Supervisor:
         self._view.note(f"{', '.join(self._request.nodes)}; run directory {self._path}")
 
     def _start_agent(self, node: str, index: int) -> None:
-        domain, device = self._config.domain(index), self._config.device(index)
-        args = ["--run-dir", str(self._path), "--node", node, "--coordinator", self._address]
-        args += ["--host", self._host, *(["--domain", domain] if domain else [])]
-        args += ["--device", device] if device else []
-        memory = self._config.node_memory_bytes(index)
-        args += ["--memory", str(memory)] if memory else []
-        lifetime_s = self._config.lifetime_s(index)
-        args += ["--lifetime", f"{lifetime_s:g}"] if lifetime_s else []
+        args = agent_args(self._config, self._path, node, index, self._address, self._host)
         console = self._view.output if isinstance(self._view, Bar) else None
         self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
 

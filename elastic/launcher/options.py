@@ -18,6 +18,7 @@ from elastic.config import FILE, LOG_PREFIX, JobConfig, load_config
 from elastic.core.faults import FaultKind, FaultSpec, parse_fault
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
+from elastic.launcher.ray_options import RayOptions, ray_options
 from elastic.launcher.script import check_command
 from elastic.launcher.values import (
     addresses,
@@ -57,6 +58,8 @@ class Request:
     console_events: bool = False
     in_place: bool = False
     """Resume in a run directory that was used before: what it holds is moved aside."""
+    ray: RayOptions | None = None
+    """Agents run on a Ray cluster; None: here."""
     services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")
     """Modules that are run as coordinator and as agent."""
 
@@ -65,7 +68,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     """Read and check all flags of `elastic run`. Raises FieldError at the first wrong one."""
     command = check_command(args)
     low, high = _nnodes(args.nnodes)
-    standalone = _standalone(args, high)
+    ray = ray_options(args)
+    standalone = ray is None and _standalone(args, high)
     _check_rest(args)
     nproc = _nproc(args.nproc_per_node, environ)
     token = secrets.token_hex(3)
@@ -76,7 +80,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     config = JobConfig(
         job_id=job_id,
         run_dir=str(run_dir),
-        memory_dir=str(_memory_root() / f"elastic-{job_id}"),
+        memory_dir=str(memory_root() / f"elastic-{job_id}"),
         checkpoint_dir=str(checkpoints),
         command=command,
         min_nodes=low,
@@ -84,10 +88,10 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         nproc_per_node=nproc,
         local_nodes=high if standalone else 1,
         standalone=standalone,
-        coordinator="" if standalone else _endpoint(args),
+        coordinator="" if standalone or (ray and not args.rdzv_endpoint) else _endpoint(args),
         run_id=job_id if standalone and args.rdzv_id == "none" else args.rdzv_id,
         rdzv_conf=tuple(conf.items()),
-        master_addr=LOOPBACK if standalone else _master_addr(args),
+        master_addr=LOOPBACK if standalone else "" if ray else _master_addr(args),
         local_addr=args.local_addr or "",
         backup=_backup(args.backup),
         accumulate=_accumulate(args.accumulate),
@@ -125,11 +129,12 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     )
     return Request(
         config=config,
-        nodes=_names(args, standalone, _at_start(config) if standalone else high),
-        hosts=_hosts(args, standalone, conf),
+        nodes=() if ray else _names(args, standalone, _at_start(config) if standalone else high),
+        hosts=True if ray else _hosts(args, standalone, conf),
         signals=signals(args.signals_to_handle),
         console_events=args.event_log_handler == "console",
         in_place=in_place,
+        ray=ray,
     )
 
 
@@ -287,7 +292,8 @@ def _holds_checkpoint(path: Path) -> bool:
     return any(re.fullmatch(r"step-\d+", name) for name in names)
 
 
-def _memory_root() -> Path:
+def memory_root() -> Path:
+    """Where memory directories of jobs lie on this machine."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 

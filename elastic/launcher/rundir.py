@@ -26,7 +26,7 @@ class RunDir:
         """Raises FieldError when another launcher uses the directory."""
         self.path = Path(request.config.run_dir)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path / "launcher.lock")
+        self._lock = locked(self.path / "launcher.lock")
         if self._lock is None:
             raise FieldError("--run-dir", str(self.path), "a run is going on in it; give another")
         if request.in_place:
@@ -61,7 +61,7 @@ def _with_port(request: Request) -> JobConfig:
     return config if config.master_port else config.of(master_port=free_port(""))
 
 
-def _lock(path: Path) -> int | None:
+def locked(path: Path) -> int | None:
     """An exclusive lock that the kernel lets go when this process ends; None if somebody has it."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -90,7 +90,7 @@ def _make_memory(path: Path) -> int | None:
     lock."""
     draft = path.with_name(f".{path.name}")
     draft.mkdir(mode=0o700)
-    lock = _lock(draft / ".lock")
+    lock = locked(draft / ".lock")
     draft.rename(path)
     return lock
 
@@ -99,7 +99,7 @@ def _sweep(root: Path) -> None:
     """Remove memory directories whose launcher was killed: nobody holds their lock any more."""
     for folder in root.glob("elastic-*/"):
         with contextlib.suppress(OSError):  # somebody else's, or being removed right now
-            if (folder / ".lock").exists() and (lock := _lock(folder / ".lock")) is not None:
+            if (folder / ".lock").exists() and (lock := locked(folder / ".lock")) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 

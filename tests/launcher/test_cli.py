@@ -14,7 +14,7 @@ import pytest
 
 from elastic.errors import FieldError, UsageError
 from elastic.launcher import cli
-from elastic.launcher.flags import OURS, TORCHRUN, run_parser
+from elastic.launcher.flags import OURS, RAY, TORCHRUN, run_parser
 from elastic.launcher.options import Request, request
 
 
@@ -147,6 +147,25 @@ WRONG_FLAGS = [
     (["--fault", "explode node=1"], "--fault"),
     (["--standalone", "--nnodes", "2", "--fault", "kill node=2"], "--fault node"),
     (["--standalone", "--fault", "kill-worker node=0 worker=1"], "--fault worker"),
+    (["--backend", "slurm"], "--backend"),
+    (["--ray-spares", "2"], "--backend"),
+    (["--address", "10.0.0.1:6379"], "--backend"),
+    (["--backend", "ray", "--address", "a b"], "--address"),
+    (["--backend", "ray", "--address", "ray://:1"], "--address"),
+    (["--backend", "ray", "--address", "head:99999"], "--address"),
+    (["--backend", "ray", "--ray-resources", "GPU=1"], "--ray-resources"),
+    (["--backend", "ray", "--ray-resources", "{}"], "--ray-resources"),
+    (["--backend", "ray", "--ray-resources", '{"GPU": 1.5}'], "--ray-resources GPU"),
+    (["--backend", "ray", "--ray-resources", '{"CPU": -1}'], "--ray-resources CPU"),
+    (["--backend", "ray", "--ray-resources", '{"CPU": true}'], "--ray-resources CPU"),
+    (["--backend", "ray", "--ray-resources", '{"": 1}'], "--ray-resources"),
+    (["--backend", "ray", "--ray-spares", "some"], "--ray-spares"),
+    (["--backend", "ray", "--standalone"], "--standalone"),
+    (["--backend", "ray", "--nnodes", "2", "--node-rank", "1"], "--node-rank"),
+    (["--backend", "ray", "--master-port", "29500"], "--master-port"),
+    (["--backend", "ray", "--link", "latency=1ms"], "--link"),
+    (["--backend", "ray", "--domain", "a,b"], "--domain"),
+    (["--backend", "ray", "--fault", "join step=2"], "--fault"),
     (["--no-such-flag", "1"], "--no-such-flag"),
     (["-m", "--no-python"], "-m"),
     (["--run-path"], "--run-path"),
@@ -171,7 +190,7 @@ def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list
 def test_every_flag_with_a_value_is_in_the_table() -> None:
     tested = {field.split()[0] for _, field in WRONG_FLAGS}
     unconstrained = {"--module", "--standalone", "--virtual-local-rank"}
-    assert {flag.name for flag in (*TORCHRUN, *OURS)} - unconstrained - tested <= {"--no-python"}
+    assert {flag.name for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {"--no-python"}
 
 
 @pytest.mark.parametrize(

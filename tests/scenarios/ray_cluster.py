@@ -1,0 +1,124 @@
+"""A real Ray cluster of several nodes on this machine, and jobs that run on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic.launcher.follow import Follower
+from tests.scenarios.harness import LEASE_S, ROOT
+
+FAST = {
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+    "health_check_initial_delay_ms": 0,
+}
+"""Ray notices a lost node in seconds instead of a quarter of a minute."""
+SERVICES = ("elastic.agent.service", "elastic.coordinator.service")
+
+
+@contextmanager
+def ray_cluster(nodes: int, **head: Any) -> Iterator[Any]:
+    """`nodes` Ray nodes of one CPU each."""
+    from ray.cluster_utils import Cluster
+
+    args = {"num_cpus": 1, "include_dashboard": False, "_system_config": FAST, **head}
+    cluster = Cluster(initialize_head=True, head_node_args=args)
+    try:
+        for _ in range(nodes - 1):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def raylet(node: Any) -> psutil.Process:
+    """The raylet of a node of the cluster."""
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
+def has_agent(node: Any) -> bool:
+    """Whether an agent runs below the node's raylet."""
+    return any(SERVICES[0] in words(child) for child in raylet(node).children(recursive=True))
+
+
+def words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+class Job:
+    """`elastic run --backend ray` while it runs."""
+
+    def __init__(self, run_dir: Path, flags: Sequence[str], script: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        command = [sys.executable, "-m", "elastic", "run", "--backend", "ray", "--run-dir", str(run_dir)]
+        self.log = run_dir.with_suffix(".out")
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*command, "--lease", LEASE_S, *flags, *script],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self._progress = Follower(run_dir / "progress.jsonl")
+        self.last: dict[str, Any] = {}
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def job_id(self) -> str:
+        return str(json.loads((self.run_dir / "config.json").read_text())["job_id"])
+
+    def until(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 90.0) -> dict[str, Any]:
+        """Follow the job's own progress until `condition` holds for an entry; return that entry."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            for entry in self._progress.read():
+                self.last = entry
+                if condition(entry):
+                    return entry
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.005)
+        raise AssertionError(f"not reached; last: {self.last}\n{self.output}")
+
+    def wait(self, deadline_s: float = 120.0) -> int:
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end; last: {self.last}\n{self.output}") from None
+
+    def processes(self) -> list[psutil.Process]:
+        """Coordinator, agents and workers of this job, wherever they are."""
+        return [process for process in psutil.process_iter() if self._mine(process)]
+
+    def _mine(self, process: psutil.Process) -> bool:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            line = words(process)
+            if any(service in line for service in SERVICES):
+                return any(self.job_id in word or str(self.run_dir) in word for word in line)
+            return self.job_id in process.environ().get("ELASTIC_MEMORY_DIR", "")
+        except psutil.Error:
+            return False
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()

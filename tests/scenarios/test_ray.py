@@ -1,0 +1,99 @@
+"""Training on a real Ray cluster of four nodes whose raylets are killed: bit for bit what a plain run gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.helpers import wait_until
+from tests.scenarios.ray_cluster import Job, has_agent, ray_cluster, raylet
+from tests.scenarios.shared import SCRIPT, exact, faults, reference
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
+]
+
+LONG_STEPS = ("--num-microbatches", "48", "--steps", "24")
+"""Steps so long that a kill a moment after a micro-batch was told still falls into the same step."""
+MANY_STEPS = ("--steps", "3000")
+TOLD_OFTEN = ("--heartbeat", "0.1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token() -> Iterator[None]:
+    """Only who has it may use the cluster. Ray reads it when it is imported, so nothing above imports it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(token: None) -> Iterator[Any]:
+    with ray_cluster(4) as found:
+        yield found
+
+
+def start(cluster: Any, run_dir: Path, *flags: str, script: tuple[str, ...] = LONG_STEPS) -> Job:
+    words = ["--address", cluster.address, *exact("--pipelines", "1", *TOLD_OFTEN, *flags)]
+    return Job(run_dir, words, [*SCRIPT, *script])
+
+
+def mid_step(step: int) -> Any:
+    """Holds for progress well inside this step or a later one."""
+
+    def holds(entry: dict[str, Any]) -> bool:
+        running = entry.get("phase") == "running" and entry.get("loss") is None
+        return running and int(entry.get("step", 0)) >= step and 8 <= int(entry.get("microbatch", 0)) <= 30
+
+    return holds
+
+
+def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: Path) -> None:
+    job = start(cluster, tmp_path / "run", "--nnodes", "3:4")
+    try:
+        job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 4)
+        job.until(mid_step(3))
+        victim = next(node for node in cluster.worker_nodes if has_agent(node))
+        raylet(victim).send_signal(signal.SIGKILL)
+        cluster.remove_node(victim, allow_graceful=False)
+        job.until(lambda entry: entry.get("nodes") == 3)
+        cluster.add_node(num_cpus=1, wait=False)
+        job.until(lambda entry: entry.get("nodes") == 4)
+        assert job.wait() == 0, job.output
+    finally:
+        job.close()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    lost, joined = summary["recoveries"][0], summary["recoveries"][-1]
+    assert (lost["nodes_before"], lost["nodes_after"]) == (4, 3) and joined["nodes_after"] == 4
+    assert 0 < lost["microbatch"] < 48, "the kill was not in the middle of a step"
+    assert summary["params_sha256"] == reference(tmp_path, *LONG_STEPS).summary["params_sha256"]
+    assert summary["ledger"] == {"double": 0, "missing": 0}
+    assert "node4 starts on" in job.output
+    logs = sorted(path.name for path in (tmp_path / "run" / "logs").glob("node*.log"))
+    assert logs == [f"node{i}.log" for i in range(5)], "the logs of every node are here"
+    assert wait_until(lambda: not job.processes()), job.processes()
+
+
+def test_an_agent_is_replaced_and_nothing_outlives_the_driver(cluster: Any, tmp_path: Path) -> None:
+    flags = ("--nnodes", "2:3", "--ray-spares", "0", *faults("kill node=1 step=2 microbatch=5"))
+    job = start(cluster, tmp_path / "run", *flags, script=MANY_STEPS)
+    try:
+        for nodes in (3, 2, 3):
+            job.until(lambda entry, nodes=nodes: entry.get("nodes") == nodes)  # type: ignore[misc]
+        assert "node3 starts on" in job.output
+        assert len(job.processes()) == 1 + 2 * 3, "coordinator, agents, workers"
+        os.kill(job.process.pid, signal.SIGKILL)
+        assert wait_until(lambda: not job.processes(), 20.0), job.processes()
+    finally:
+        job.close()
