@@ -13,18 +13,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from elastic.errors import EXIT_FAILURE, EXIT_UNRECOVERABLE, EXIT_USAGE
+from elastic.errors import EXIT_FAILURE, EXIT_UNRECOVERABLE
 from elastic.launcher.kustomize import Object
 
 KINDS = ("job", "statefulset", "jobset")
 COMPONENT = "app.kubernetes.io/component"
 PARTS = ("coordinator", "agent")
 """Components that end with the job; etcd stays a StatefulSet."""
-FINAL = {
-    "coordinator": [EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE],
-    "agent": [EXIT_USAGE, EXIT_UNRECOVERABLE],
-}
-"""Exit codes after which no new pod would do better. An agent that crashed ends with 1: it comes back."""
+FINAL = {"coordinator": [EXIT_FAILURE, EXIT_UNRECOVERABLE], "agent": [EXIT_UNRECOVERABLE]}
+"""Exit codes after which no new pod would do better. An agent that crashed ends with 1: it comes back; so does a
+coordinator that found no etcd yet (2)."""
 BACKOFF_LIMIT = 10_000
 """Failures of pods are this runtime's daily bread."""
 
@@ -38,6 +36,15 @@ def convert(objects: list[Object], kind: str, name: str) -> list[Object]:
     if kind == "job":
         return rest + [_job(sets[part], part) for part in PARTS]
     return [*rest, _jobset(sets, name)]
+
+
+def coordinators(objects: list[Object], kind: str, name: str) -> list[str]:
+    """Host names of the coordinators' pods."""
+    (item,) = (item for item in objects if _runs(item, "coordinator"))
+    first, service = item["metadata"]["name"], item["spec"]["serviceName"]
+    if kind == "jobset":
+        first, service = f"{name}-coordinator-0", name
+    return [f"{first}-{index}.{service}" for index in range(item["spec"]["replicas"])]
 
 
 def pod_template(item: Object) -> Object | None:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from elastic.errors import EXIT_OK, FieldError, UsageError
-from elastic.launcher.controllers import COMPONENT, KINDS, convert, pod_template
+from elastic.launcher.controllers import COMPONENT, KINDS, convert, coordinators, pod_template
 from elastic.launcher.flags import OURS, TORCHRUN, Parser
 from elastic.launcher.kustomize import FILE, Object, build
 from elastic.launcher.values import choice, size, whole
@@ -25,6 +25,10 @@ PLACEHOLDER = "elastic"
 """The job's name in deploy/, and how the names of all its objects begin."""
 IMAGE = "elastic-runtime:"
 """How the placeholder of our image begins."""
+PORT = 29400
+"""Of coordinators."""
+SECRETS = ("elastic-certs", "elastic-token")
+"""Made by the user, not by us."""
 LONGEST_NAME = 40
 """So that names of pods, which are longer by part and number, fit a label."""
 MOST_NODES = 10_000
@@ -201,12 +205,13 @@ def _overlay(text: str) -> Path:
 def fill(objects: list[Object], job: Job) -> list[Object]:
     """The objects of an overlay, for this job: new objects, the given ones are not touched."""
     objects = _renamed(objects, job.name)
+    endpoint = ",".join(f"{host}:{PORT}" for host in coordinators(objects, job.kind, job.name))
     for item in objects:
         if job.namespace and item["kind"] not in CLUSTER_WIDE:
             item["metadata"]["namespace"] = job.namespace
         part = item["metadata"].get("labels", {}).get(COMPONENT)
         if item["kind"] == "ConfigMap":
-            _configure(item, job)
+            _configure(item, job, endpoint)
         elif item["kind"] == "PodDisruptionBudget" and item["metadata"]["name"] == f"{job.name}-agent":
             item["spec"]["minAvailable"] = job.low
         elif part == "agent" and item["kind"] == "StatefulSet":
@@ -219,10 +224,11 @@ def fill(objects: list[Object], job: Job) -> list[Object]:
     return convert(objects, job.kind, job.name)
 
 
-def _configure(item: Object, job: Job) -> None:
+def _configure(item: Object, job: Job, endpoint: str) -> None:
     item["data"] |= {
         "PET_NNODES": f"{job.low}:{job.high}",
         "PET_NPROC_PER_NODE": str(job.nproc),
+        "PET_RDZV_ENDPOINT": endpoint,
         "PET_RDZV_ID": job.name,
         **dict(job.environment),
     }
@@ -250,7 +256,7 @@ def _renamed(objects: list[Object], name: str) -> list[Object]:
     odd = [text for text in names if not text.startswith(PLACEHOLDER)]
     if odd:
         raise UsageError(f"names of objects must begin with {PLACEHOLDER!r}: {', '.join(odd)}")
-    rest = "|".join(re.escape(text.removeprefix(PLACEHOLDER)) for text in names)
+    rest = "|".join(re.escape(text.removeprefix(PLACEHOLDER)) for text in (*names, *SECRETS))
     pattern = re.compile(rf"(?<![\w-]){PLACEHOLDER}(?=(?:{rest})(?![a-z]))")
 
     def copy(value: Any, key: str = "") -> Any:

@@ -75,6 +75,10 @@ class Cluster:
     def listening(self, pod: Pod) -> set[int]:
         return self._network.listening(pod.space)
 
+    def claim(self, name: str) -> Path:
+        """The folder behind a PersistentVolumeClaim."""
+        return _folder(self._folder / f"claim-{name}")
+
     def logs(self) -> str:
         """The end of what every pod said, for messages of failed tests."""
         return "\n".join(f"--- {pod.name}\n{pod.log[-4000:]}" for pod in self.pods.values())
@@ -173,7 +177,7 @@ class Cluster:
                 return _folder(own)
             case {"persistentVolumeClaim": {"claimName": claim}}:
                 self._find("PersistentVolumeClaim", claim)
-                return _folder(self._folder / f"claim-{claim}")
+                return self.claim(claim)
             case {"configMap": {"name": name}}:
                 return _files(own, self._find("ConfigMap", name)["data"])
             case {"secret": {"secretName": name}}:

@@ -82,7 +82,9 @@ class Pod:
 
     def run(self, command: Sequence[str], timeout_s: float = 30.0) -> subprocess.CompletedProcess[bytes]:
         """Run a command in the container, as `kubectl exec` and exec probes do."""
-        return subprocess.run(self._inside(command), capture_output=True, timeout=timeout_s, check=False)
+        return subprocess.run(
+            self._inside(command), cwd="/", capture_output=True, timeout=timeout_s, check=False
+        )
 
     def ready(self) -> bool:
         """What the readiness probe says now; only exec and tcpSocket are known."""

@@ -1,9 +1,10 @@
-"""A tiny training run for pods: a list of linear layers, each micro-batch at a pace that leaves time for faults."""
+"""A tiny training run for pods: a list of linear layers, at a pace that leaves time for faults, until told to hurry."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,10 +17,11 @@ LAYERS, WIDTH = 8, 16
 class Layer(nn.Linear):
     """The first reads the micro-batch, the last returns its mean loss."""
 
-    pace_s = 0.0
+    pace_s, hurry = 0.0, Path()
 
     def forward(self, hidden: torch.Tensor | None, microbatch: Microbatch) -> torch.Tensor:  # type: ignore[override]
-        time.sleep(self.pace_s)
+        if self.pace_s and not self.hurry.is_file():
+            time.sleep(self.pace_s)
         x = super().forward(microbatch.fields["x"] if hidden is None else hidden)
         return nn.functional.mse_loss(x, microbatch.fields["y"]) if self.out_features == 1 else x.tanh()
 
@@ -33,9 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a layer takes")
-    parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--hurry", default="", help="file; from when it exists on layers take no time")
     args = parser.parse_args()
-    Layer.pace_s = args.pace
+    Layer.pace_s, Layer.hurry = args.pace, Path(args.hurry)
     layers = [lambda: Layer(WIDTH, WIDTH)] * (LAYERS - 1)
     Trainer(
         stack=ListStack([*layers, lambda: Layer(WIDTH, 1)], seed=0),
@@ -43,7 +45,6 @@ def main() -> None:
         data=data,
         steps=args.steps,
         microbatches=6,
-        checkpoint_every=args.checkpoint_every,
     ).run()
 
 
