@@ -57,7 +57,7 @@ def _runs(item: Object, part: str) -> bool:
 
 
 def _job(item: Object, part: str) -> Object:
-    metadata = {"name": item["metadata"]["name"], "labels": dict(item["metadata"]["labels"])}
+    metadata = copy.deepcopy(item["metadata"])
     spec = _job_spec(item, part)
     spec["template"]["spec"]["subdomain"] = item["spec"]["serviceName"]
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
@@ -88,11 +88,12 @@ def _jobset(sets: dict[str, Object], name: str) -> Object:
     jobs = [
         {"name": part, "replicas": 1, "template": {"spec": _job_spec(sets[part], part)}} for part in PARTS
     ]
-    labels = {k: v for k, v in sets["agent"]["metadata"]["labels"].items() if k != COMPONENT}
+    metadata = {**copy.deepcopy(sets["agent"]["metadata"]), "name": name}
+    del metadata["labels"][COMPONENT]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name, "labels": labels},
+        "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "Any", "targetReplicatedJobs": ["coordinator"]},
