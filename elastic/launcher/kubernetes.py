@@ -97,7 +97,11 @@ def _parser() -> Parser:
     add("--gpus", default="0", help=f"{GPU} of each agent (0)")
     add("--cpus", help="processors of each agent (default: as deploy/ says)")
     add("--memory", help="memory of each agent, half of it for copies in shared memory, as 64GiB")
-    add("--overlay", default="local", help="local, spot-pool, shared-inference, or a folder of your own (local)")
+    add(
+        "--overlay",
+        default="local",
+        help="local, spot-pool, shared-inference, or a folder of your own (local)",
+    )
     add("--kind", default="job", help=f"what starts the pods: {', '.join(KINDS)} (job)")
     add("--env", action="append", default=[], metavar="NAME=VALUE",
         help="a variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; repeatable")  # fmt: skip
@@ -138,7 +142,9 @@ def _job(args: argparse.Namespace) -> Job:
 
 def _label(flag: str, text: str, longest: int) -> str:
     if len(text) > longest or not _LABEL.fullmatch(text):
-        remedy = f"small letters, digits and '-', beginning and ending with a letter or digit, at most {longest}"
+        remedy = (
+            f"small letters, digits and '-', beginning and ending with a letter or digit, at most {longest}"
+        )
         raise FieldError(flag, text, f"{remedy} (RFC 1123)")
     if flag == "--name" and text[0].isdigit():
         raise FieldError(flag, text, "a letter first: it begins the names of services (RFC 1035)")

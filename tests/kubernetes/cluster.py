@@ -112,7 +112,10 @@ class Cluster:
             node=f"machine-{self._count}",
             folder=folder,
         )
-        pod.environment = {**self._environment(pod), **({"JOB_COMPLETION_INDEX": str(index)} if indexed else {})}
+        pod.environment = {
+            **self._environment(pod),
+            **({"JOB_COMPLETION_INDEX": str(index)} if indexed else {}),
+        }
         pod.mounts = self._mounts(pod, owner)
         self.pods[pod.name] = pod
         self._publish()
@@ -164,9 +167,7 @@ class Cluster:
         for mount in pod.container["volumeMounts"]:
             name = mount["name"]
             own = self._folder / f"claim-{name}-{pod.hostname}" if name in claims else pod.folder / name
-            mounts[mount["mountPath"]] = (
-                _folder(own) if name in claims else self._volume(volumes[name], own)
-            )
+            mounts[mount["mountPath"]] = _folder(own) if name in claims else self._volume(volumes[name], own)
         return mounts
 
     def _volume(self, volume: Object, own: Path) -> Path | str:

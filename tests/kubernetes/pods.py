@@ -73,7 +73,17 @@ class Pod:
         """Run the container."""
         script = self.folder / "start.sh"
         script.write_text(self._script())
-        unshare = ["unshare", "--mount", "--pid", "--fork", "--uts", "--ipc", "--kill-child", "sh", str(script)]
+        unshare = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--uts",
+            "--ipc",
+            "--kill-child",
+            "sh",
+            str(script),
+        ]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 ["ip", "netns", "exec", self.space, *unshare],
@@ -179,7 +189,11 @@ class Pod:
         lines += ["mount -t proc proc proc"]
         for path, place in sorted(self.mounts.items()):
             target = shlex.quote(f"{root}{path}")
-            how = f"--bind {shlex.quote(str(place))}" if isinstance(place, Path) else f"-t tmpfs -o {place} tmpfs"
+            how = (
+                f"--bind {shlex.quote(str(place))}"
+                if isinstance(place, Path)
+                else f"-t tmpfs -o {place} tmpfs"
+            )
             lines += [f"mkdir -p {target}", f"mount {how} {target}"]
         for path in _image():
             lines += [f"mkdir -p {root}{path}", f"mount --rbind {path} {root}{path}"]

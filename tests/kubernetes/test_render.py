@@ -63,7 +63,9 @@ def test_schemas(version: str) -> None:
     """Every different object of every overlay and kind."""
     different: dict[str, Object] = {}
     for overlay, kind in itertools.product(OVERLAYS, KINDS):
-        for item in job(overlay, kind, "--gpus", "8", "--memory", "64GiB", "--cpus", "8", "--namespace", "train"):
+        for item in job(
+            overlay, kind, "--gpus", "8", "--memory", "64GiB", "--cpus", "8", "--namespace", "train"
+        ):
             parts = [item]
             if item["kind"] == "JobSet":
                 as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
@@ -216,7 +218,9 @@ def test_wrong_values_are_one_line(words: list[str], named: str, capsys: pytest.
     assert out == "" and err.count("\n") == 1 and named in err
 
 
-@pytest.mark.parametrize("words", [[], ["apply"], ["render"], ["render", *BASIC], ["render", *BASIC, "train.py"]])
+@pytest.mark.parametrize(
+    "words", [[], ["apply"], ["render"], ["render", *BASIC], ["render", *BASIC, "train.py"]]
+)
 def test_wrong_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["kubernetes", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -282,7 +286,9 @@ def test_inference_comes_first() -> None:
     objects = job("shared-inference")
     training, control = (one(objects, "PriorityClass", f"elastic-{n}") for n in ("training", "control"))
     assert training["value"] < 0 < control["value"] and training["preemptionPolicy"] == "Never"
-    classes = {pod["spec"]["containers"][0]["name"]: pod["spec"]["priorityClassName"] for pod in pods(objects)}
+    classes = {
+        pod["spec"]["containers"][0]["name"]: pod["spec"]["priorityClassName"] for pod in pods(objects)
+    }
     control_class, training_class = "elastic-control", "elastic-training"
     assert classes == {"agent": training_class, "coordinator": control_class, "etcd": control_class}
 
