@@ -187,7 +187,7 @@ class Cluster:
                 raise NotImplementedError(f"volume {other}")
 
 
-def wait_for(what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 90.0) -> Any:
+def wait_for(what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 150.0) -> Any:
     """The first true value of `condition`; fails with the pods' words when none comes in time."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):

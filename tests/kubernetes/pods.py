@@ -109,7 +109,7 @@ class Pod:
         return self.run(["bash", "-c", f"exec 3<>{place}"]).returncode == 0
 
     def delete(self) -> float:
-        """End the pod as the kubelet does: preStop, SIGTERM, and SIGKILL after the manifest's grace. Seconds it took."""
+        """End the pod as the kubelet does: preStop, SIGTERM, SIGKILL after the manifest's grace. Seconds it took."""
         began = time.monotonic()
         hook = self.container.get("lifecycle", {}).get("preStop", {}).get("exec")
         if hook is not None and self.running:

@@ -12,6 +12,8 @@ from tests.kubernetes.jobs import JobRun, reference
 from tests.kubernetes.pods import Pod
 from tests.kubernetes.test_pods import same
 
+LEASE_S = 6
+"""Twice the default: pods that start on a busy machine are silent for seconds."""
 pytestmark = pytest.mark.usefixtures("namespaces")
 
 
@@ -26,7 +28,7 @@ def lost(job: JobRun) -> set[str]:
 
 def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
     """Two of five pods, which reach each other: all they need for a step but the others' gradients."""
-    with JobRun(tmp_path, "statefulset", 5, "--env", "PET_PIPELINES=2") as job:
+    with JobRun(tmp_path, "statefulset", 5, f"--env=PET_LEASE={LEASE_S}", "--env=PET_PIPELINES=2") as job:
         job.wait_for_step(5)
         cut, stay = job.agents[3:], job.agents[:3]
         job.cluster.cut(*cut)
@@ -34,7 +36,7 @@ def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
         names = {pod.name for pod in cut}
         wait_for("the loss", lambda: lost(job) == names, job.cluster)
         seconds = max(event["at"] for event in job.events if event["kind"] == "lost") - began
-        assert seconds < 10, "the lease is three seconds"
+        assert seconds < 2 * LEASE_S
         first = job.wait_for_recoveries(1)[0]
         assert first["nodes_after"] == len(stay)
         job.wait_for_step(job.step + 5)

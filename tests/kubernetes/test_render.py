@@ -1,4 +1,4 @@
-"""`elastic kubernetes render`: what it prints is what three versions of Kubernetes accept, and no more than is needed."""
+"""`elastic kubernetes render`: what it prints is accepted by three versions of Kubernetes, and no more than needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import elastic
 from elastic.errors import FieldError, UsageError
 from elastic.launcher import cli
 from elastic.launcher.controllers import KINDS, pod_template
-from elastic.launcher.kubernetes import SECRETS, manifests, render as command
+from elastic.launcher.kubernetes import SECRETS, manifests
+from elastic.launcher.kubernetes import render as command
 from elastic.launcher.kustomize import build, name_of
 from tests.kubernetes.jobs import render
 
