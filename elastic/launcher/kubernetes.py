@@ -236,6 +236,7 @@ def _configure(item: Object, job: Job, endpoint: str) -> None:
         "PET_NPROC_PER_NODE": str(job.nproc),
         "PET_RDZV_ENDPOINT": endpoint,
         "PET_RDZV_ID": job.name,
+        "PET_CERTS_NAME": job.name,
         **dict(job.environment),
     }
 

@@ -22,6 +22,8 @@ TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
 PACE = ("--pace", "0.006", "--hurry", "/elastic/checkpoints/hurry")
 SHARED_STORE = any(flag.name == "--store" for flag in OURS)
 """Coordinators keep their state in etcd, so its pods are started, too."""
+ENCRYPTED = any(flag.name == "--certs" for flag in OURS)
+"""Services speak TLS, with certificates from a secret."""
 
 
 def render(*words: str) -> list[Object]:
@@ -32,9 +34,12 @@ def render(*words: str) -> list[Object]:
     return [item for item in yaml.safe_load_all(out.getvalue()) if item is not None]
 
 
-def secrets(name: str) -> list[Object]:
-    """What the user makes before: certificates and the join token."""
-    content = {"certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""}, "token": {"token": "secret\n"}}
+def secrets(name: str, folder: Path) -> list[Object]:
+    """What the user makes before: certificates (as `elastic certs --hosts NAME` writes them) and the join token."""
+    content = {"certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""}, "token": {"token": "5e" * 32 + "\n"}}
+    if ENCRYPTED:
+        assert cli.main(["certs", "--out", str(folder), "--hosts", name]) == 0
+        content["certs"] = {file: (folder / name / file).read_text() for file in content["certs"]}
     return [
         {"kind": "Secret", "metadata": {"name": f"{name}-{rest}"}, "stringData": data}
         for rest, data in content.items()
@@ -48,7 +53,7 @@ class JobRun:
         words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
         exact = ("--env", "PET_ACCUMULATE=exact")
         self.objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *PACE)
-        self.cluster = Cluster([*self.objects, *secrets("demo")], folder)
+        self.cluster = Cluster([*self.objects, *secrets("demo", folder / "certs")], folder)
         self.agents: list[Pod] = []
         self.coordinators: list[Pod] = []
 

@@ -66,6 +66,11 @@ class Pod:
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
+    def code(self) -> int | None:
+        """Exit code of the container; None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 

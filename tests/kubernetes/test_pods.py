@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic.errors import EXIT_DRAINED
 from tests.kubernetes.jobs import JobRun, allowed, reference
 
 PATIENT = "--env=PET_LEASE=30"
@@ -29,6 +30,7 @@ def test_one_pod_is_deleted_and_one_preempted(tmp_path: Path) -> None:
 
         took = job.cluster.delete(job.agents[1])
         assert took < job.agents[1].grace_s, job.agents[1].log
+        assert job.agents[1].code == EXIT_DRAINED, "an exit code of 0 would end the Job"
         (first,) = job.wait_for_recoveries(1)
         assert first["planned"] and first["microbatches_lost"] == 0
         assert (first["nodes_before"], first["nodes_after"]) == (4, 3)

@@ -299,6 +299,10 @@ def test_grace_fits_what_is_announced() -> None:
     for overlay, limit in (("spot-pool", 25), ("shared-inference", 60)):
         spec = one(job(overlay), "Job", "demo-agent")["spec"]["template"]["spec"]
         assert spec["terminationGracePeriodSeconds"] <= limit
+    for overlay in OVERLAYS:
+        spec = one(job(overlay), "Job", "demo-agent")["spec"]["template"]["spec"]
+        (grace,) = (e["value"] for e in spec["containers"][0]["env"] if e["name"] == "PET_GRACE")
+        assert 0 < int(grace) < spec["terminationGracePeriodSeconds"]
 
 
 # ---- how it is shipped ----
