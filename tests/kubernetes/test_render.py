@@ -160,6 +160,17 @@ def test_two_jobs_share_nothing_but_priorities() -> None:
     assert set(selectors) == {"one"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_agents_know_every_coordinator(kind: str) -> None:
+    """By names that stay when a pod is replaced."""
+    endpoint = one(job("spot-pool", kind), "ConfigMap", "demo-config")["data"]["PET_RDZV_ENDPOINT"]
+    first = "demo-coordinator-0-{}.demo" if kind == "jobset" else "demo-coordinator-{}.demo-coordinator"
+    assert endpoint.split(",") == [f"{first.format(index)}:29400" for index in range(3)]
+    if kind == "jobset":
+        spec = one(job("spot-pool", kind), "JobSet", "demo")["spec"]
+        assert spec["network"]["enableDNSHostnames"] and "subdomain" not in spec["network"]
+
+
 def test_sizes() -> None:
     objects = job("local", "job", "--gpus", "4", "--memory", "8GiB", "--cpus", "6", "--nodes", "4")
     item = one(objects, "Job", "demo-agent")
