@@ -96,6 +96,14 @@ class JobRun:
     def wait_for_step(self, step: int) -> None:
         wait_for(f"step {step}", lambda: self.step >= step, self.cluster)
 
+    def wait_for_change(self, *names: str) -> dict[str, Any]:
+        """The first change of plan on account of one of these nodes."""
+
+        def found() -> dict[str, Any] | None:
+            return next((r for r in self.recoveries() if set(names) & set(r["cause"].split())), None)
+
+        return dict(wait_for(f"a change for {names}", found, self.cluster))
+
     def wait_for_recoveries(self, count: int) -> list[dict[str, Any]]:
         wait_for(f"recovery {count}", lambda: len(self.recoveries()) >= count, self.cluster)
         return self.recoveries()
