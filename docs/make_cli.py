@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from elastic import errors
-from elastic.launcher import plans, profile, queries, services
+from elastic.launcher import kubernetes, plans, profile, queries, services
 from elastic.launcher.flags import Parser, run_parser
 
 OUT = Path(__file__).with_name("cli.md")
@@ -33,6 +33,7 @@ EXITS = """
 | {EXIT_FAILURE} | it failed: an error in the script or a bug here; the last line tells |
 | {EXIT_USAGE} | a flag, file or message is wrong; nothing was started |
 | {EXIT_UNRECOVERABLE} | more was lost than there were copies, and there is no checkpoint to fall back to |
+| {EXIT_DRAINED} | this node was drained; the job goes on without it |
 | {EXIT_INTERRUPTED} | interrupted (Ctrl-C); other signals: 128 + their number |
 
 A script that does not use elastic ends as under torchrun: 0, or 1 once its restarts are used up.
@@ -93,6 +94,12 @@ def query_part(name: str) -> str:
     return f"\n## elastic {name}\n\n{parser.description}\n\n{table(parser._actions)}\n"
 
 
+def render_part() -> str:
+    parser = parser_of(kubernetes.render)
+    title = f"\n## elastic kubernetes render\n\n    {parser.usage}\n"
+    return f"{title}\n{parser.description}\n\n{table(parser._actions)}\n"
+
+
 def service_part(name: str) -> str:
     command: Command = getattr(services, name)
     parser, run = parser_of(command), run_parser({}, f"elastic {name}")
@@ -110,7 +117,13 @@ def example_part() -> str:
 
 def text() -> str:
     codes = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    parts = [HEAD.rstrip() + "\n", run_part(), *map(query_part, QUERIES), *map(service_part, SERVICES)]
+    parts = [
+        HEAD.rstrip() + "\n",
+        run_part(),
+        *map(query_part, QUERIES),
+        *map(service_part, SERVICES),
+        render_part(),
+    ]
     return "".join((*parts, example_part(), EXITS.format(**codes)))
 
 

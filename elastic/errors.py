@@ -15,6 +15,8 @@ ElasticError
 from __future__ import annotations
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_DRAINED = 4
+"""Of a node that left while the job goes on: a job runner must not take it for the job's end."""
 
 
 class ElasticError(Exception):

@@ -36,6 +36,7 @@ from elastic.core.members import launch
 from elastic.core.messages import NodePhase
 from elastic.core.relief import relieve
 from elastic.core.stay import count, paused
+from elastic.errors import EXIT_DRAINED
 from elastic.planning.peers import natural
 
 CONTACT_S = 0.5
@@ -278,7 +279,7 @@ def _leaving(state: JobState, now: float) -> Result | None:
         if state.trimmed >= state.epoch:
             state = count(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
-            actions = (Send(node, m.Stop(0, "drained")), Note("drained", {"node": node}))
+            actions = (Send(node, m.Stop(EXIT_DRAINED, "drained")), Note("drained", {"node": node}))
             return state.of(members=members), actions, f"{node} holds nothing any more and may leave"
     return None
 

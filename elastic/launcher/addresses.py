@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+import time
 from enum import StrEnum
 
 from elastic.errors import FieldError
+
+IN_A_POD = "KUBERNETES_SERVICE_HOST"
+"""The kubelet sets this variable in every container."""
+NAMES_S, LOOK_S = 60.0, 0.5
+"""In a pod: names of other pods are waited for, which start in any order; and how often they are looked up."""
 
 
 class Owner(StrEnum):
@@ -47,9 +54,15 @@ def local_address(towards: str) -> str:
 
 def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
     host, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise FieldError("--rdzv-endpoint", address, f"the host is unknown: {error.strerror}") from error
+    end = time.monotonic() + (NAMES_S if IN_A_POD in os.environ else 0.0)
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            break
+        except socket.gaierror as error:
+            if time.monotonic() >= end:
+                remedy = f"the host is unknown: {error.strerror}"
+                raise FieldError("--rdzv-endpoint", address, remedy) from error
+            time.sleep(LOOK_S)
     family, _, _, _, place = min(found, key=lambda item: item[0] != socket.AF_INET)
     return family, (str(place[0]), int(place[1]))

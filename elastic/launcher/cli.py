@@ -22,6 +22,7 @@ USAGE = """usage: elastic COMMAND [flags]
   plan [FILE]   the plan of a running job, of a text file, or the best one for a cluster file
   export CHECKPOINT OUT.safetensors
   coordinator, agent   one service of a job in the foreground, for several machines
+  kubernetes render   manifests of a job, for kubectl apply
   --version
 
 `elastic COMMAND --help` tells the flags. Try:
@@ -67,6 +68,7 @@ def _commands() -> dict[str, Command]:
         "export": _query("export"),
         "coordinator": _service("coordinator"),
         "agent": _service("agent"),
+        "kubernetes": _kubernetes,
     }
 
 
@@ -102,6 +104,12 @@ def _profile(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.launcher.profile import profile
 
     return profile(argv, environ)
+
+
+def _kubernetes(argv: list[str], environ: Mapping[str, str]) -> int:
+    from elastic.launcher.kubernetes import kubernetes
+
+    return kubernetes(argv, environ)
 
 
 def _query(name: str) -> Command:

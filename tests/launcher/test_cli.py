@@ -229,6 +229,7 @@ def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: l
         (["export", "pack", "script.py"], "OUT"),
         (["export", "pack", "no/such/out"], "OUT"),
         (["coordinator", "script.py"], "--address"),
+        (["kubernetes", "apply"], "render"),
         (["agent", "--coordinator", "h:0", "script.py"], "--coordinator"),
         (["agent", "--coordinator", "h:1", "--node", "a/b", "script.py"], "--node"),
         (["coordinator", "--address", "h:1", "--standalone", "script.py"], "--standalone"),

@@ -1,0 +1,229 @@
+"""The controllers' part: pods from rendered manifests, their volumes, names and environment."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.kubernetes.network import Network
+from tests.kubernetes.pods import IMAGE_ENVIRONMENT, Pod
+
+Object = dict[str, Any]
+NAMESPACE = "default"
+
+
+class Cluster:
+    """Use as a context manager: at the end every process, namespace and folder is gone."""
+
+    def __init__(self, objects: list[Object], folder: Path) -> None:
+        self._objects, self._folder = objects, folder
+        self._network = Network()
+        self.pods: dict[str, Pod] = {}
+        self._count = 0
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for pod in self.pods.values():
+                pod.kill()
+        finally:
+            self._network.close()
+
+    # ---- what a user or a cluster does ----
+
+    def start(self, component: str, count: int | None = None) -> list[Pod]:
+        """The pods of the workload of a component: as many as it asks for, or the first `count`."""
+        owner = self._workload(component)
+        replicas = owner["spec"].get("replicas", owner["spec"].get("completions"))
+        return [self._start(owner, index) for index in range(replicas if count is None else count)]
+
+    def preempt(self, pod: Pod) -> None:
+        """The pod's machine is gone without a word: cable and power at the same moment."""
+        self._network.cut(pod.space)
+        pod.kill()
+        self._gone(pod)
+
+    def kill(self, pod: Pod) -> None:
+        """The pod is killed without grace; the machine lives and closes its connections."""
+        pod.kill()
+        self._gone(pod)
+
+    def delete(self, pod: Pod) -> float:
+        """kubectl delete pod, or an eviction. Seconds that the pod took to end."""
+        took = pod.delete()
+        self._gone(pod)
+        return took
+
+    def replace(self, pod: Pod) -> Pod:
+        """What the controller starts in place of a pod that is gone."""
+        component = pod.labels["app.kubernetes.io/component"]
+        return self._start(self._workload(component), int(pod.hostname.rpartition("-")[2]))
+
+    def cut(self, *pods: Pod) -> None:
+        self._network.cut(*(pod.space for pod in pods))
+
+    def heal(self, *pods: Pod) -> None:
+        self._network.heal(*(pod.space for pod in pods))
+
+    def listening(self, pod: Pod) -> set[int]:
+        return self._network.listening(pod.space)
+
+    def claim(self, name: str) -> Path:
+        """The folder behind a PersistentVolumeClaim."""
+        return _folder(self._folder / f"claim-{name}")
+
+    def logs(self) -> str:
+        """The end of what every pod said, for messages of failed tests."""
+        return "\n".join(f"--- {pod.name}\n{pod.log[-4000:]}" for pod in self.pods.values())
+
+    # ---- pods ----
+
+    def _workload(self, component: str) -> Object:
+        (one,) = (
+            item for item in self._objects
+            if item["kind"] in ("StatefulSet", "Job")
+            and item["metadata"]["labels"]["app.kubernetes.io/component"] == component
+        )  # fmt: skip
+        return one
+
+    def _start(self, owner: Object, index: int) -> Pod:
+        template, hostname = owner["spec"]["template"], f"{owner['metadata']['name']}-{index}"
+        indexed = owner["kind"] == "Job"
+        self._count += 1
+        space, address = self._network.add(str(self._count))
+        folder = self._folder / f"{hostname}-{self._count}"
+        folder.mkdir(parents=True)
+        pod = Pod(
+            name=f"{hostname}-{secrets.token_hex(3)[:5]}" if indexed else hostname,
+            hostname=hostname,
+            subdomain=template["spec"]["subdomain"] if indexed else owner["spec"]["serviceName"],
+            namespace=NAMESPACE,
+            labels=dict(template["metadata"]["labels"]),
+            spec=template["spec"],
+            space=space,
+            address=address,
+            node=f"machine-{self._count}",
+            folder=folder,
+        )
+        pod.environment = {
+            **self._environment(pod),
+            **({"JOB_COMPLETION_INDEX": str(index)} if indexed else {}),
+        }
+        pod.mounts = self._mounts(pod, owner)
+        self.pods[pod.name] = pod
+        self._publish()
+        pod.start()
+        return pod
+
+    def _gone(self, pod: Pod) -> None:
+        self._network.remove(pod.space)
+        if self.pods.get(pod.name) is pod:
+            del self.pods[pod.name]
+        self._publish()
+
+    def _publish(self) -> None:
+        """Names as the cluster's DNS has them: of pods in their services, and of headless services."""
+        hosts: dict[str, list[str]] = {}
+        for pod in self.pods.values():
+            short = f"{pod.hostname}.{pod.subdomain}"
+            for name in (short, f"{short}.{NAMESPACE}.svc.cluster.local", pod.hostname):
+                hosts[name] = [pod.address]
+        for item in self._objects:
+            if item["kind"] == "Service":
+                selector = item["spec"]["selector"].items()
+                hosts[item["metadata"]["name"]] = [
+                    pod.address for pod in self.pods.values() if selector <= pod.labels.items()
+                ]
+        self._network.names(hosts)
+
+    # ---- environment and volumes ----
+
+    def _find(self, kind: str, name: str) -> Object:
+        (one,) = (o for o in self._objects if o["kind"] == kind and o["metadata"]["name"] == name)
+        return one
+
+    def _environment(self, pod: Pod) -> dict[str, str]:
+        found = dict(IMAGE_ENVIRONMENT)
+        for source in pod.container.get("envFrom", ()):
+            found |= self._find("ConfigMap", source["configMapRef"]["name"])["data"]
+        for entry in pod.container.get("env", ()):
+            if "value" in entry:
+                found[entry["name"]] = entry["value"]
+            else:
+                found[entry["name"]] = _field(pod, entry["valueFrom"]["fieldRef"]["fieldPath"])
+        return found
+
+    def _mounts(self, pod: Pod, owner: Object) -> dict[str, Path | str]:
+        claims = {claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())}
+        volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", ())}
+        mounts: dict[str, Path | str] = {}
+        for mount in pod.container["volumeMounts"]:
+            name = mount["name"]
+            own = self._folder / f"claim-{name}-{pod.hostname}" if name in claims else pod.folder / name
+            mounts[mount["mountPath"]] = _folder(own) if name in claims else self._volume(volumes[name], own)
+        return mounts
+
+    def _volume(self, volume: Object, own: Path) -> Path | str:
+        match {key: value for key, value in volume.items() if key != "name"}:
+            case {"emptyDir": {"medium": "Memory", "sizeLimit": limit}}:
+                return f"mode=1777,size={_bytes(limit)}"
+            case {"emptyDir": _}:
+                return _folder(own)
+            case {"persistentVolumeClaim": {"claimName": claim}}:
+                self._find("PersistentVolumeClaim", claim)
+                return self.claim(claim)
+            case {"configMap": {"name": name}}:
+                return _files(own, self._find("ConfigMap", name)["data"])
+            case {"secret": {"secretName": name}}:
+                return _files(own, self._find("Secret", name)["stringData"])
+            case other:
+                raise NotImplementedError(f"volume {other}")
+
+
+def wait_for(what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 150.0) -> Any:
+    """The first true value of `condition`; fails with the pods' words when none comes in time."""
+    end = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"{what} did not happen within {timeout_s:g} s\n{cluster.logs()}"
+        time.sleep(0.02)
+    return value
+
+
+def _field(pod: Pod, path: str) -> str:
+    label = re.fullmatch(r"metadata\.labels\['(.*)'\]", path)
+    if label:
+        return pod.labels[label[1]]
+    known = {
+        "metadata.name": pod.name,
+        "metadata.namespace": pod.namespace,
+        "status.podIP": pod.address,
+        "spec.nodeName": pod.node,
+    }
+    return known[path]
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+    return path
+
+
+def _files(path: Path, content: dict[str, str]) -> Path:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    for name, text in content.items():
+        (path / name).write_text(text)
+    return path
+
+
+def _bytes(text: str) -> int:
+    units = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+    return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)

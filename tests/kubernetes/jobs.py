@@ -1,0 +1,160 @@
+"""A rendered job on the harness: what it says about itself, and the failure-free run that it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastic.launcher import cli
+from elastic.launcher.flags import OURS
+from tests.kubernetes.cluster import Cluster, Object, wait_for
+from tests.kubernetes.pods import Pod
+from tests.scenarios.harness import Run, elastic_run
+
+STEPS = 220
+TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
+PACE = ("--pace", "0.006", "--hurry", "/elastic/checkpoints/hurry")
+SHARED_STORE = any(flag.name == "--store" for flag in OURS)
+"""Coordinators keep their state in etcd, so its pods are started, too."""
+ENCRYPTED = any(flag.name == "--certs" for flag in OURS)
+"""Services speak TLS, with certificates from a secret."""
+
+
+def render(*words: str) -> list[Object]:
+    """The objects that `elastic kubernetes render` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli.main(["kubernetes", "render", *words]) == 0
+    return [item for item in yaml.safe_load_all(out.getvalue()) if item is not None]
+
+
+def secrets(name: str, folder: Path) -> list[Object]:
+    """What the user makes before: certificates (as `elastic certs --hosts NAME` writes them) and the join token."""
+    content = {"certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""}, "token": {"token": "5e" * 32 + "\n"}}
+    if ENCRYPTED:
+        assert cli.main(["certs", "--out", str(folder), "--hosts", name]) == 0
+        content["certs"] = {file: (folder / name / file).read_text() for file in content["certs"]}
+    return [
+        {"kind": "Secret", "metadata": {"name": f"{name}-{rest}"}, "stringData": data}
+        for rest, data in content.items()
+    ]
+
+
+class JobRun:
+    """A job of `nodes` agents on a cluster that ends with the `with` block."""
+
+    def __init__(self, folder: Path, kind: str, nodes: int, *flags: str) -> None:
+        words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
+        exact = ("--env", "PET_ACCUMULATE=exact")
+        self.objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *PACE)
+        self.cluster = Cluster([*self.objects, *secrets("demo", folder / "certs")], folder)
+        self.agents: list[Pod] = []
+        self.coordinators: list[Pod] = []
+
+    def __enter__(self) -> JobRun:
+        try:
+            if SHARED_STORE:
+                etcd = self.cluster.start("etcd")
+                wait_for("etcd", lambda: all(pod.ready() for pod in etcd), self.cluster)
+            self.coordinators = self.cluster.start("coordinator")
+            self.agents = self.cluster.start("agent")
+        except BaseException:
+            self.cluster.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cluster.__exit__(*error)
+
+    # ---- what it did ----
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What all coordinators wrote, in the order of time."""
+        found = [event for pod in self.coordinators for event in _lines(pod, "events.jsonl")]
+        return sorted(found, key=lambda event: float(event["at"]))
+
+    @property
+    def step(self) -> int:
+        return max((int(line.get("step", 0)) for line in self._progress()), default=0)
+
+    @property
+    def nodes(self) -> int:
+        """That hold stages, by the newest line of progress."""
+        lines = sorted(self._progress(), key=lambda line: float(line["at"]))
+        return int(lines[-1].get("nodes", 0)) if lines else 0
+
+    def recoveries(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == "recovery"]
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for(f"step {step}", lambda: self.step >= step, self.cluster)
+
+    def wait_for_change(self, *names: str) -> dict[str, Any]:
+        """The first change of plan on account of one of these nodes."""
+
+        def found() -> dict[str, Any] | None:
+            return next((r for r in self.recoveries() if set(names) & set(r["cause"].split())), None)
+
+        return dict(wait_for(f"a change for {names}", found, self.cluster))
+
+    def wait_for_recoveries(self, count: int) -> list[dict[str, Any]]:
+        wait_for(f"recovery {count}", lambda: len(self.recoveries()) >= count, self.cluster)
+        return self.recoveries()
+
+    def finish(self) -> dict[str, Any]:
+        """Let the training hurry to its end; its summary."""
+        (self.cluster.claim("demo-checkpoints") / "hurry").touch()
+        ended = lambda: [pod for pod in self.coordinators if not pod.running]  # noqa: E731
+        pod = wait_for("the end", ended, self.cluster)[0]
+        assert pod.process is not None and pod.process.returncode == 0, self.cluster.logs()
+        return dict(json.loads((_run_dir(pod) / "summary.json").read_text()))
+
+    def _progress(self) -> Iterator[dict[str, Any]]:
+        for pod in self.coordinators:
+            yield from _lines(pod, "progress.jsonl")
+
+
+_reference: list[Run] = []
+
+
+def reference(folder: Path) -> dict[str, Any]:
+    """The summary of the same training on this machine, without namespaces and failures; run once a session."""
+    if not _reference:
+        flags = ["--nnodes", "2", "--pipelines", "1", "--accumulate", "exact"]
+        _reference.append(elastic_run(folder / "reference", flags, TRAIN))
+        assert _reference[0].code == 0, _reference[0].output
+    return _reference[0].summary
+
+
+def allowed(objects: list[Object], pod: Pod) -> list[range]:
+    """The ports of a pod that network policies let others reach; everything if none selects it."""
+    mine = [
+        item["spec"]
+        for item in objects
+        if item["kind"] == "NetworkPolicy" and "Ingress" in item["spec"]["policyTypes"]
+        and item["spec"]["podSelector"]["matchLabels"].items() <= pod.labels.items()
+    ]  # fmt: skip
+    if not mine:
+        return [range(1 << 16)]
+    ports = [port for spec in mine for rule in spec.get("ingress", ()) for port in rule["ports"]]
+    return [range(port["port"], port.get("endPort", port["port"]) + 1) for port in ports]
+
+
+def _run_dir(pod: Pod) -> Path:
+    return pod.volume("/elastic/run") / "runs" / "latest"
+
+
+def _lines(pod: Pod, name: str) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines."""
+    try:
+        text = (_run_dir(pod) / name).read_text()
+    except OSError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,0 +1,127 @@
+"""A network of namespaces: every pod has its own, all are joined by a switch that lives in one more.
+
+Nothing is made in the machine's own namespace, so runs side by side cannot meet. A port that is moved to the island is
+cut off from the others: packets vanish, sockets stay open, as when a cable is pulled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+SWITCH, MAIN, ISLAND = "switch", "br0", "br1"
+SUBNET = "10.99"
+_counter = itertools.count()
+
+
+def missing() -> str:
+    """Why there can be no such network here; "" if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool in ("ip", "unshare", "nsenter", "setpriv", "mount", "chroot"):
+        if shutil.which(tool) is None:
+            return f"{tool} is not installed"
+    probe = f"elx{os.getpid()}-probe"
+    try:
+        ip("netns", "add", probe)
+        try:
+            ip("-n", probe, "link", "add", "br0", "type", "bridge")
+            ip("-n", probe, "link", "add", "va", "type", "veth", "peer", "name", "vb")
+            unshare = ["unshare", "--mount", "--pid", "--fork", "--uts", "true"]
+            subprocess.run(["ip", "netns", "exec", probe, *unshare], check=True, capture_output=True)
+        finally:
+            ip("netns", "del", probe)
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be made here: {error.stderr.decode(errors='replace').strip()}"
+    return ""
+
+
+def ip(*words: str) -> str:
+    """Run ip(8); return what it printed. Raises CalledProcessError."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True).stdout.decode()
+
+
+class Network:
+    """The switch and its ports. `close` removes everything, whatever state it is in."""
+
+    def __init__(self) -> None:
+        self._tag = f"elx{os.getpid()}-{next(_counter)}"
+        self._namespaces: list[str] = []
+        self._ports: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
+        self._next = itertools.count(10)
+        self._switch = self._namespace(SWITCH)
+        for bridge in (MAIN, ISLAND):
+            ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
+            ip("-n", self._switch, "link", "set", bridge, "up")
+
+    def add(self, name: str) -> tuple[str, str]:
+        """A namespace on the switch: (its name, its address)."""
+        space, number = self._namespace(name), next(self._next)
+        port, address = f"p{number}", f"{SUBNET}.{number // 250}.{number % 250 + 1}"
+        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("-n", space, "addr", "add", f"{address}/16", "dev", "eth0")
+        ip("-n", space, "link", "set", "eth0", "up")
+        ip("-n", self._switch, "link", "set", port, "master", MAIN, "up")
+        self._ports[space] = port
+        self._write_hosts()
+        return space, address
+
+    def remove(self, space: str) -> None:
+        """Take a namespace away; its processes must have ended."""
+        ip("netns", "del", space)
+        shutil.rmtree(_etc(space), ignore_errors=True)
+        self._namespaces.remove(space)
+        del self._ports[space]
+
+    def cut(self, *spaces: str) -> None:
+        """Move ports to the island: they reach each other and nobody else."""
+        for space in spaces:
+            ip("-n", self._switch, "link", "set", self._ports[space], "master", ISLAND)
+
+    def heal(self, *spaces: str) -> None:
+        """Move ports back."""
+        for space in spaces:
+            ip("-n", self._switch, "link", "set", self._ports[space], "master", MAIN)
+
+    def names(self, hosts: dict[str, list[str]]) -> None:
+        """What every namespace shall resolve: name -> addresses."""
+        self._hosts = {"hosts": "".join(f"{a}\t{name}\n" for name, all_ in hosts.items() for a in all_)}
+        self._write_hosts()
+
+    def listening(self, space: str) -> set[int]:
+        """TCP ports that can be reached in a namespace from outside."""
+        command = ["ip", "netns", "exec", space, "ss", "-ltnH"]
+        lines = subprocess.run(command, check=True, capture_output=True).stdout.decode().splitlines()
+        places = [line.split()[3].rpartition(":") for line in lines]
+        return {int(port) for host, _, port in places if not host.strip("[]").startswith(("127.", "::1"))}
+
+    def close(self) -> None:
+        for space in self._namespaces:
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            shutil.rmtree(_etc(space), ignore_errors=True)
+        self._namespaces.clear()
+
+    def _namespace(self, name: str) -> str:
+        space = f"{self._tag}-{name}"
+        ip("netns", "add", space)
+        self._namespaces.append(space)
+        ip("-n", space, "link", "set", "lo", "up")
+        _etc(space).mkdir(parents=True, exist_ok=True)
+        (_etc(space) / "resolv.conf").write_text("")
+        (_etc(space) / "hosts").write_text("127.0.0.1\tlocalhost\n")
+        return space
+
+    def _write_hosts(self) -> None:
+        """In place: the file is mounted in running pods."""
+        text = "127.0.0.1\tlocalhost\n" + self._hosts.get("hosts", "")
+        for space in self._ports:
+            (_etc(space) / "hosts").write_text(text)
+
+
+def _etc(space: str) -> Path:
+    """What `ip netns exec` puts over /etc for this namespace."""
+    return Path("/etc/netns") / space

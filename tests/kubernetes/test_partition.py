@@ -1,0 +1,79 @@
+"""Pods whose cables are pulled: their sockets stay open, nothing comes through any more, and then it does again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.kubernetes.cluster import wait_for
+from tests.kubernetes.jobs import JobRun, reference
+from tests.kubernetes.pods import Pod
+from tests.kubernetes.test_pods import same
+
+LEASE_S = 6
+"""Twice the default: pods that start on a busy machine are silent for seconds."""
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+
+def log_of(pod: Pod) -> str:
+    """What the pod's agent wrote."""
+    return (pod.volume("/elastic/run") / "runs/latest/logs" / f"{pod.name}.log").read_text()
+
+
+def lost(job: JobRun) -> set[str]:
+    return {event["node"] for event in job.events if event["kind"] == "lost"}
+
+
+def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
+    """Two of five pods, which reach each other: all they need for a step but the others' gradients."""
+    with JobRun(tmp_path, "statefulset", 5, f"--env=PET_LEASE={LEASE_S}", "--env=PET_PIPELINES=2") as job:
+        job.wait_for_step(5)
+        cut, stay = job.agents[3:], job.agents[:3]
+        job.cluster.cut(*cut)
+        began = time.time()
+        names = {pod.name for pod in cut}
+        wait_for("the loss", lambda: lost(job) == names, job.cluster)
+        seconds = max(event["at"] for event in job.events if event["kind"] == "lost") - began
+        assert seconds < 2 * LEASE_S
+        wait_for(
+            "the rest", lambda: [r for r in job.recoveries() if r["nodes_after"] == len(stay)], job.cluster
+        )
+        job.wait_for_step(job.step + 5)
+
+        assert job.agents[0].run(["elastic", "nodes", "--json"]).returncode == 0
+        asked = cut[0].run(["elastic", "nodes", "--json"])
+        assert asked.returncode == 2 and b"elastic nodes:" in asked.stderr
+        wait_for("news of the cut", lambda: all("coordinator away" in log_of(p) for p in cut), job.cluster)
+        for pod in cut:
+            after = log_of(pod).split("installing -> running")[1]
+            assert " -> " not in after, "the minority decided something"
+
+        job.cluster.heal(*cut)
+        refused = lambda: [e for e in job.events if "a former member is refused" in e.get("reason", "")]  # noqa: E731
+        wait_for("refusals", lambda: len(refused()) >= len(cut), job.cluster)
+        wait_for(
+            "the return", lambda: [r for r in job.recoveries() if r["cause"].startswith("join")], job.cluster
+        )
+        joined = [event["node"] for event in job.events if event["kind"] == "joined"]
+        assert all(joined.count(name) == 2 for name in names), "a former member is a new one"
+        summary = job.finish()
+    assert same(summary, reference(tmp_path)), summary
+    assert max(r["nodes_after"] for r in summary["recoveries"] if r["planned"]) > len(stay)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("cut_s", [0.5, 2.0])
+def test_a_short_cut_costs_nobody_his_place(cut_s: float, tmp_path: Path) -> None:
+    """Shorter than the lease: packets come again, and training goes on where it stood."""
+    with JobRun(tmp_path, "statefulset", 3, "--env", "PET_PIPELINES=1") as job:
+        job.wait_for_step(5)
+        job.cluster.cut(job.agents[2])
+        end = time.monotonic() + cut_s
+        wait_for("the time", lambda: time.monotonic() >= end, job.cluster)
+        job.cluster.heal(job.agents[2])
+        job.wait_for_step(job.step + 5)
+        assert not lost(job)
+        summary = job.finish()
+    assert same(summary, reference(tmp_path)), summary

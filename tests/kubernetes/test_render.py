@@ -1,0 +1,339 @@
+"""`elastic kubernetes render`: what it prints is accepted by three versions of Kubernetes, and no more than needed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import elastic
+from elastic.errors import FieldError, UsageError
+from elastic.launcher import cli
+from elastic.launcher.controllers import KINDS, pod_template
+from elastic.launcher.kubernetes import SECRETS, manifests
+from elastic.launcher.kubernetes import render as command
+from elastic.launcher.kustomize import build, name_of
+from tests.kubernetes.jobs import render
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+VERSIONS = ("1.35.0", "1.36.0", "1.37.0")
+OVERLAYS = ("local", "spot-pool", "shared-inference")
+BASIC = ("--name", "demo", "--image", "r.example.com/train:1")
+SCRIPT = ("-m", "examples.train_gpt", "--steps", "10")
+FOLDERS = ("base", *(f"overlays/{name}" for name in OVERLAYS))
+Object = dict[str, Any]
+
+
+def job(overlay: str = "local", kind: str = "job", *words: str) -> list[Object]:
+    return list(json.loads(_job(overlay, kind, *words)))
+
+
+@functools.cache
+def _job(overlay: str, kind: str, *words: str) -> str:
+    return json.dumps(render(*BASIC, "--overlay", overlay, "--kind", kind, *words, *SCRIPT))
+
+
+def pods(objects: list[Object]) -> list[Object]:
+    """Every pod template, with labels and spec."""
+    found = [template for item in objects if (template := pod_template(item)) is not None]
+    for item in objects:
+        for one in item["spec"]["replicatedJobs"] if item["kind"] == "JobSet" else ():
+            found.append(one["template"]["spec"]["template"])
+    return found
+
+
+def one(objects: list[Object], kind: str, name: str) -> Object:
+    (found,) = (item for item in objects if name_of(item) == (kind, name))
+    return found
+
+
+# ---- what the API accepts ----
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_schemas(version: str) -> None:
+    """Every different object of every overlay and kind."""
+    different: dict[str, Object] = {}
+    for overlay, kind in itertools.product(OVERLAYS, KINDS):
+        for item in job(
+            overlay, kind, "--gpus", "8", "--memory", "64GiB", "--cpus", "8", "--namespace", "train"
+        ):
+            parts = [item]
+            if item["kind"] == "JobSet":
+                as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+                parts = [{**as_job, **part["template"]} for part in item["spec"]["replicatedJobs"]]
+            different |= {json.dumps(part, sort_keys=True): part for part in parts}
+    for item in different.values():
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_schemas_can_say_no() -> None:
+    item = one(job(), "Job", "demo-agent")
+    item["spec"]["template"]["spec"]["containers"][0]["securityContext"]["readOnlyRoot"] = True
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(item, VERSIONS[-1], strict=True)
+
+
+def test_a_jobset_has_the_fields_of_its_definition() -> None:
+    """jobset.x-k8s.io/v1alpha2; no package ships its schema."""
+    item = one(job(kind="jobset"), "JobSet", "demo")
+    assert item["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert set(item["spec"]) == {"network", "successPolicy", "failurePolicy", "replicatedJobs"}
+    assert set(item["spec"]["network"]) <= {"enableDNSHostnames", "publishNotReadyAddresses", "subdomain"}
+    assert item["spec"]["successPolicy"] == {"operator": "Any", "targetReplicatedJobs": ["coordinator"]}
+    assert [part["name"] for part in item["spec"]["replicatedJobs"]] == ["coordinator", "agent"]
+    assert all(set(part) == {"name", "replicas", "template"} for part in item["spec"]["replicatedJobs"])
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_kustomize_builds_the_same(folder: str) -> None:
+    """Our reader of kustomizations against the real one, in kubectl."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run([kubectl, "kustomize", str(manifests() / folder)], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    real = {name_of(item): sorted_lists(item) for item in yaml.safe_load_all(done.stdout)}
+    assert real == {name_of(item): sorted_lists(item) for item in build(manifests() / folder)}
+
+
+def sorted_lists(value: Any) -> Any:
+    """Lists of named things in one order; the real one puts patches first."""
+    if isinstance(value, dict):
+        return {key: sorted_lists(entry) for key, entry in value.items()}
+    if not isinstance(value, list):
+        return value
+    found = [sorted_lists(entry) for entry in value]
+    named = found and all(isinstance(entry, dict) and {"name", "mountPath"} & set(entry) for entry in found)
+    return sorted(found, key=lambda entry: json.dumps(entry, sort_keys=True)) if named else found
+
+
+def test_what_kustomize_could_but_we_do_not_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text("resources: []\nnamePrefix: a-\n")
+    with pytest.raises(FieldError, match="namePrefix"):
+        build(tmp_path)
+    (tmp_path / "kustomization.yaml").write_text("patches: [{path: p.yaml}]\n")
+    (tmp_path / "p.yaml").write_text("kind: Job\nmetadata: {name: nobody}\n")
+    with pytest.raises(FieldError, match="nobody"):
+        build(tmp_path)
+
+
+# ---- what is filled in ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_placeholder_is_left(kind: str) -> None:
+    objects = job("spot-pool", kind, "--namespace", "train", "--nodes", "3:5", "--nproc-per-node", "2")
+    text = yaml.safe_dump_all(objects)
+    rest = {name_of(item)[1].removeprefix("elastic") for item in build(manifests() / "base")}
+    rest |= {name.removeprefix("elastic") for name in SECRETS}
+    for name in rest:
+        assert not re.search(rf"(?<![\w-])elastic{name}(?![a-z])", text), name
+    assert "elastic-runtime:" not in text
+    assert {item["metadata"]["namespace"] for item in objects} == {"train"}
+    config = one(objects, "ConfigMap", "demo-config")["data"]
+    assert (config["PET_NNODES"], config["PET_NPROC_PER_NODE"], config["PET_RDZV_ID"]) == ("3:5", "2", "demo")
+    assert one(objects, "PodDisruptionBudget", "demo-agent")["spec"]["minAvailable"] == 3
+    for pod in pods(objects):
+        (container,) = pod["spec"]["containers"]
+        assert container["name"] == "etcd" or container["args"] == list(SCRIPT)
+        assert container["name"] == "etcd" or container["image"] == "r.example.com/train:1"
+        assert pod["metadata"]["labels"]["app.kubernetes.io/instance"] == "demo"
+
+
+def test_two_jobs_share_nothing_but_priorities() -> None:
+    """Neither names nor selectors meet."""
+    first = render("--name", "one", *BASIC[2:], "--overlay", "shared-inference", *SCRIPT)
+    second = render("--name", "two", *BASIC[2:], "--overlay", "shared-inference", *SCRIPT)
+    common = {name_of(item) for item in first} & {name_of(item) for item in second}
+    assert {kind for kind, _ in common} == {"PriorityClass"}
+    selectors = re.findall(r"app.kubernetes.io/instance: (\w+)", yaml.safe_dump_all(first))
+    assert set(selectors) == {"one"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agents_know_every_coordinator(kind: str) -> None:
+    """By names that stay when a pod is replaced."""
+    endpoint = one(job("spot-pool", kind), "ConfigMap", "demo-config")["data"]["PET_RDZV_ENDPOINT"]
+    first = "demo-coordinator-0-{}.demo" if kind == "jobset" else "demo-coordinator-{}.demo-coordinator"
+    assert endpoint.split(",") == [f"{first.format(index)}:29400" for index in range(3)]
+    if kind == "jobset":
+        spec = one(job("spot-pool", kind), "JobSet", "demo")["spec"]
+        assert spec["network"]["enableDNSHostnames"] and "subdomain" not in spec["network"]
+
+
+def test_sizes() -> None:
+    objects = job("local", "job", "--gpus", "4", "--memory", "8GiB", "--cpus", "6", "--nodes", "4")
+    item = one(objects, "Job", "demo-agent")
+    spec = item["spec"]["template"]["spec"]
+    resources = spec["containers"][0]["resources"]
+    assert item["spec"]["completions"] == item["spec"]["parallelism"] == 4
+    assert resources["limits"]["nvidia.com/gpu"] == "4" and resources["requests"]["cpu"] == "6"
+    assert resources["limits"]["memory"] == resources["requests"]["memory"] == str(8 << 30)
+    (shared,) = (v["emptyDir"] for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory")
+    assert shared["sizeLimit"] == str(4 << 30)
+    assert one(objects, "ConfigMap", "demo-config")["data"]["PET_NPROC_PER_NODE"] == "4"
+
+
+def test_an_overlay_of_ones_own(tmp_path: Path) -> None:
+    base = manifests() / "base"
+    shutil.copytree(base, tmp_path / "base")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "kustomization.yaml").write_text("resources: [../base]\npatches: [{path: p.yaml}]\n")
+    (own / "p.yaml").write_text("kind: ConfigMap\nmetadata: {name: elastic-config}\ndata: {MINE: here}\n")
+    assert one(job(str(own)), "ConfigMap", "demo-config")["data"]["MINE"] == "here"
+
+
+WRONG = [
+    (["--name", "Demo"], "--name"),
+    (["--name", "-demo"], "--name"),
+    (["--name", "a" * 41], "--name"),
+    (["--name", "1st"], "--name"),
+    (["--image", "UPPER CASE"], "--image"),
+    (["--image", ""], "--image"),
+    (["--namespace", "my_space"], "--namespace"),
+    (["--nodes", "0"], "--nodes"),
+    (["--nodes", "4:2"], "--nodes"),
+    (["--nodes", "many"], "--nodes"),
+    (["--nodes", "1:99999"], "--nodes"),
+    (["--nproc-per-node", "gpu"], "--nproc-per-node"),
+    (["--nproc-per-node", "0"], "--nproc-per-node"),
+    (["--gpus", "-1"], "--gpus"),
+    (["--gpus", "65"], "--gpus"),
+    (["--cpus", "0"], "--cpus"),
+    (["--cpus", "half"], "--cpus"),
+    (["--memory", "1KiB"], "--memory"),
+    (["--memory", "lots"], "--memory"),
+    (["--overlay", "nowhere"], "--overlay"),
+    (["--overlay", "../base/../none"], "--overlay"),
+    (["--kind", "deployment"], "--kind"),
+    (["--env", "NAME"], "--env"),
+    (["--env", "2X=1"], "--env"),
+    (["--env", "PET_NO_SUCH_FLAG=1"], "PET_NO_SUCH_FLAG"),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), WRONG, ids=lambda v: " ".join(v) if isinstance(v, list) else v)
+def test_wrong_values_are_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["kubernetes", "render", *BASIC, *words, *SCRIPT]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and named in err
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["apply"], ["render"], ["render", *BASIC], ["render", *BASIC, "train.py"]]
+)
+def test_wrong_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["kubernetes", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_usage_is_an_error_not_an_exit() -> None:
+    with pytest.raises(UsageError):
+        command([], {})
+
+
+# ---- what the pods may ----
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_may_do_little(overlay: str, kind: str) -> None:
+    objects = job(overlay, kind)
+    assert len(pods(objects)) == 3
+    for pod in pods(objects):
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert spec["automountServiceAccountToken"] is False and spec["serviceAccountName"] == "demo-job"
+        context = spec["securityContext"]
+        assert context["runAsNonRoot"] and context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        own = container["securityContext"]
+        assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
+        assert own["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"] and container["resources"]["limits"]["memory"]
+        for volume in spec.get("volumes", ()):
+            assert "hostPath" not in volume
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""})
+        assert not any(spec.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
+
+
+def test_nothing_asks_the_api() -> None:
+    kinds = {item["kind"] for overlay in OVERLAYS for item in job(overlay)}
+    assert not kinds & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    assert one(job(), "ServiceAccount", "demo-job")["automountServiceAccountToken"] is False
+
+
+def test_no_liveness_probe_kills_who_only_waits() -> None:
+    """Training goes on without coordinators, coordinators wait for etcd, agents for coordinators."""
+    for pod in pods(job()):
+        (container,) = pod["spec"]["containers"]
+        assert container["startupProbe"] and container["readinessProbe"]
+        live = container.get("livenessProbe")
+        assert live is None or (container["name"] == "etcd" and "serializable" in live["httpGet"]["path"])
+
+
+def test_everything_is_denied_before_something_is_allowed() -> None:
+    objects = job()
+    policies = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "NetworkPolicy"}
+    deny = policies["demo-deny"]
+    assert set(deny["policyTypes"]) == {"Ingress", "Egress"} and not {"ingress", "egress"} & set(deny)
+    for pod in pods(objects):
+        assert deny["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    for name, spec in policies.items():
+        for rule in (*spec.get("ingress", ()), *spec.get("egress", ())):
+            assert rule["ports"] and (rule.get("from") or rule.get("to")), name
+
+
+def test_inference_comes_first() -> None:
+    objects = job("shared-inference")
+    training, control = (one(objects, "PriorityClass", f"elastic-{n}") for n in ("training", "control"))
+    assert training["value"] < 0 < control["value"] and training["preemptionPolicy"] == "Never"
+    classes = {
+        pod["spec"]["containers"][0]["name"]: pod["spec"]["priorityClassName"] for pod in pods(objects)
+    }
+    control_class, training_class = "elastic-control", "elastic-training"
+    assert classes == {"agent": training_class, "coordinator": control_class, "etcd": control_class}
+
+
+def test_grace_fits_what_is_announced() -> None:
+    """Spot machines of some clouds give 25 s to their pods."""
+    for overlay, limit in (("spot-pool", 25), ("shared-inference", 60)):
+        spec = one(job(overlay), "Job", "demo-agent")["spec"]["template"]["spec"]
+        assert spec["terminationGracePeriodSeconds"] <= limit
+    for overlay in OVERLAYS:
+        spec = one(job(overlay), "Job", "demo-agent")["spec"]["template"]["spec"]
+        (grace,) = (e["value"] for e in spec["containers"][0]["env"] if e["name"] == "PET_GRACE")
+        assert 0 < int(grace) < spec["terminationGracePeriodSeconds"]
+
+
+# ---- how it is shipped ----
+
+
+def test_the_image_is_of_this_version() -> None:
+    for folder in FOLDERS:
+        text = yaml.safe_dump_all(build(manifests() / folder))
+        assert set(re.findall(r"elastic-runtime:([\w.]+)", text)) == {elastic.__version__}
+
+
+def test_the_dockerfile_is_pinned_and_not_root() -> None:
+    text = (manifests().parent / "Dockerfile").read_text()
+    bases = re.findall(r"^FROM (\S+)", text, re.M)
+    assert len(bases) == 2 and all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
+    assert re.findall(r"^USER (.*)", text, re.M) == ["10001:10001"] and "HEALTHCHECK" not in text
+
+
+def test_it_starts_without_torch_and_numpy() -> None:
+    code = "import sys; from elastic.launcher import cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    words = ["kubernetes", "render", *BASIC, *SCRIPT]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True, text=True)
+    assert not {"torch", "numpy", "grpc"} & set(done.stderr.split())
