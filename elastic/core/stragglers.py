@@ -54,9 +54,15 @@ def factor(state: JobState, node: str) -> float:
     return pace_of(state, node).factor
 
 
+def loaded(state: JobState, node: str) -> float:
+    """How much slower the plans take `node` because of its link."""
+    record = state.health.get(node)
+    return 1.0 if record is None else record.loaded
+
+
 def slow(state: JobState) -> tuple[tuple[str, float], ...]:
     """What the planner is told: (node, factor) of those that are not as their profile says."""
-    factors = [(node, factor(state, node)) for node in state.members]
+    factors = [(node, factor(state, node) * loaded(state, node)) for node in state.members]
     return tuple((node, f) for node, f in factors if f != 1.0)
 
 
