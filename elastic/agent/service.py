@@ -24,8 +24,10 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.checkpoints import CheckpointWriter
+from elastic.agent.health import Monitor
 from elastic.agent.injected import carry_out
 from elastic.agent.notes import Notes
+from elastic.agent.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.agent.prefetch import prefetch
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
 from elastic.agent.replicator import Replicator
@@ -38,6 +40,7 @@ from elastic.core import node as core
 from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
+from elastic.core.vitals import Check, HealthReport, Preflight, Refused
 from elastic.errors import ElasticError, VaultError
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
@@ -66,6 +69,9 @@ class Agent:
         self._generation = 0
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
+        self._coordinator = coordinator
+        self._gate = Gate(config.preflight, self._preflight, self._queue.put)
+        self._monitor = Monitor(self._node, config.directories, self._queue.put).start()
         self._begin()
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
@@ -83,13 +89,25 @@ class Agent:
         pace = pace_of(self._directory, self._config.link)
         packs = Compressing(self._config.compress)
         self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
-        self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
+        where = self._config.checkpoint_dir
+        self._checkpoints = CheckpointWriter(
+            Path(where), self._vault, self._queue.put, lambda why: self._monitor.failed("checkpoint", where, why)
+        )
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
-            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short, compressing=packs
+            self._vault,
+            self._acked,
+            self._held,
+            prepare=prepare,
+            pace=pace,
+            short=short,
+            compressing=packs,
+            sent=self._monitor.sent,
         )
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
+        self._gate.shut()
+        self._monitor.enter(info.incarnation, 0)
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -127,6 +145,17 @@ class Agent:
             case m.BackupNote() | m.CheckpointPart():
                 self._parts.append(item)
                 self._say(item)
+            case HealthReport():
+                if item.incarnation == self._state.info.incarnation and self._gate.open:
+                    self._say(item)
+            case Preflight():
+                self._gate.made(item)
+                info = replace(self._state.info, standing=standing_of(item.score))
+                self._state = replace(self._state, info=info)
+                self._report()
+            case Refused():
+                log.error("refused, tries again in %g s: %s", item.retry_s, item.reason)
+                self._gate.refused(item.retry_s)
             case m.Trim():
                 self._vault.trim(item.epoch, item.step)
             case m.Prefetch() if not self._partitioned:
@@ -184,7 +213,8 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
-        self._say(core.heartbeat(self._state))
+        if self._gate.open:
+            self._say(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
         before = self._state
@@ -212,6 +242,7 @@ class Agent:
                 self._vault.enter(install.epoch, install.assignment.step)
                 self._replicator.enter(install.epoch, install.assignment)
                 self._checkpoints.enter(self._node, install.assignment.plan)
+                self._monitor.enter(self._state.info.incarnation, install.epoch)
             case core.Report():
                 self._report()
             case core.Leave(code):
@@ -232,9 +263,20 @@ class Agent:
 
     def _report(self) -> None:
         report = core.report(self._state)
+        if report.phase is NodePhase.EMPTY:
+            self._gate.ask()
+            if not self._gate.open:
+                return
+            report = replace(report, preflight=self._gate.flight)
         if report.phase not in RUNNING:
             report = replace(report, inventory=self._vault.inventory())
         self._say(report)
+
+    def _preflight(self) -> tuple[list[Check], float]:
+        """Called from a thread of the gate."""
+        checks, score = local_checks(self._config.directories, self._who.memory_bytes)
+        pace = pace_of(self._directory, self._config.link)
+        return [*checks, *network_checks(self._coordinator, self._node, pace)], score
 
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
@@ -308,6 +350,8 @@ class Agent:
                 log.warning("workers did not end within %g s", GRACE_S)
             self._group.terminate(self._config.shutdown_timeout_s)
         self._session.close()
+        self._gate.close()
+        self._monitor.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
             part.close()
         shutil.rmtree(self._directory, ignore_errors=True)

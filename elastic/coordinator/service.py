@@ -27,6 +27,7 @@ from elastic.coordinator.records import Records
 from elastic.core import codec, job
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
+from elastic.core.vitals import HealthReport
 from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW
 from elastic.rpc.server import Server, Session
@@ -161,6 +162,8 @@ class Coordinator:
                 self._apply(job.Stepped(message.record))
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
+            case HealthReport():
+                self._apply(job.HealthSeen(message))
             case m.CheckpointPart():
                 self._apply(job.PartWritten(message.step, message.layers))
             case _:
@@ -180,7 +183,7 @@ class Coordinator:
         self._state, actions, reason = transition(before, event, self._clock.now())
         if before.spec is None and self._state.spec is not None:
             self._records.job(self._state.spec)
-        if not isinstance(event, (job.Beat, job.Tick)) or actions:
+        if not isinstance(event, (job.Beat, job.Tick, job.HealthSeen)) or actions:
             self._save()
         if reason and (actions or self._state.phase is not before.phase):
             log.info("%s: %s", type(event).__name__, reason)

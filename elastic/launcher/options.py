@@ -75,7 +75,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     config = JobConfig(
         job_id=job_id,
         run_dir=str(run_dir),
-        memory_dir=str(_memory_root() / f"elastic-{job_id}"),
+        memory_dir=str(memory_root() / f"elastic-{job_id}"),
         checkpoint_dir=str(checkpoints),
         command=command,
         min_nodes=low,
@@ -117,6 +117,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         ),
         profile=_profile(args),
         emulate=args.emulate is not None,
+        preflight=args.preflight,
+        quarantine_s=seconds("--quarantine", args.quarantine),
         link=_link(args.link),
         faults=_faults(args.fault),
     )
@@ -284,7 +286,7 @@ def _holds_checkpoint(path: Path) -> bool:
     return any(re.fullmatch(r"step-\d+", name) for name in names)
 
 
-def _memory_root() -> Path:
+def memory_root() -> Path:
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
