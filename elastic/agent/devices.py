@@ -47,7 +47,11 @@ class Devices:
         try:
             self._nvml.nvmlInit()
             here = range(self._nvml.nvmlDeviceGetCount())
-            given = [int(word) for word in visible.split(",") if word.strip().isdigit()] if visible else list(here)
+            given = (
+                [int(word) for word in visible.split(",") if word.strip().isdigit()]
+                if visible
+                else list(here)
+            )
             self._handles = [(i, self._nvml.nvmlDeviceGetHandleByIndex(i)) for i in given if i in here]
         except self._nvml.NVMLError as error:
             log.info("devices are not watched: %s", error)
@@ -83,7 +87,9 @@ class Devices:
             return DeviceSeen(index, "", fault=f"it does not answer: {error}"[:LONG])
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         errors = self._errors(index, handle)
-        return DeviceSeen(index, name[:LONG], heat, self._throttled(handle), errors, self._faults.get(index, ""))
+        return DeviceSeen(
+            index, name[:LONG], heat, self._throttled(handle), errors, self._faults.get(index, "")
+        )
 
     def _throttled(self, handle: Any) -> str:
         try:

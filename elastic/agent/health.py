@@ -1,7 +1,7 @@
 """The agent's look at its node: room on disks, memory, load, devices, and how fast copies reach the peer.
 
-A thread of its own, because a look at a dead network disk can last. It hands a `HealthReport` to the agent when something
-changed that the coordinator goes by, and every so often otherwise. What figures mean is decided there.
+A thread of its own, because a look at a dead network disk can last. It hands a `HealthReport` to the agent when
+something changed that the coordinator goes by, and every so often otherwise. What figures mean is decided there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,20 @@ WINDOW_S, FIRST_WINDOWS = 10.0, 4
 """A window of a link lasts so long, but for the first ones (one look) and one that differs from the last reported."""
 DIFFERS = 1.5
 """Factor by which it then differs."""
-NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "9p", "afs", "fuse.")
+NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "lustre",
+    "ceph",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "9p",
+    "afs",
+    "fuse.",
+)
 """File systems that several machines share, by the beginning of their type."""
 
 
@@ -56,7 +69,11 @@ class _Window:
             self.clear(self.began)
         self.largest = max(self.largest, nbytes)
         if 2 * nbytes >= self.largest and seconds > 0:
-            self.sends, self.nbytes, self.seconds = self.sends + 1, self.nbytes + nbytes, self.seconds + seconds
+            self.sends, self.nbytes, self.seconds = (
+                self.sends + 1,
+                self.nbytes + nbytes,
+                self.seconds + seconds,
+            )
             self.best = max(self.best, nbytes / seconds)
 
     def clear(self, now: float) -> None:
@@ -152,7 +169,7 @@ class Monitor:
                 self._emit(report)
 
     def _links(self, now: float) -> tuple[LinkSeen, ...]:
-        found = []
+        found: list[LinkSeen] = []
         for peer, window in self._windows.items():
             if len(found) < MANY and window.closes(now):
                 found.append(LinkSeen(peer, window.sends, window.nbytes, window.seconds, window.best))

@@ -1,7 +1,8 @@
 """What a node finds about itself before it asks to join: compute, memory, disks, devices, clock, coordinator, a peer.
 
 Bounded: about 0.1 s without a device and with a peer at hand. A check that cannot be made is none; one that fails is
-fatal only where the node would harm the job. Which node is taken is the coordinator's decision (`elastic.core.remedies`).
+fatal only where the node would harm the job. Whether it is taken is the coordinator's decision
+(`elastic.core.remedies`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def compute() -> Check:
         best = min(best, time.perf_counter() - began)
         right = right and bool((result == expected).all())
     rate = 2 * SIZE**3 / max(best, 1e-9) / 1e9
-    return Check("compute", rate, "GFLOP/s", right, True, "" if right else "it computes wrong results: replace it")
+    return Check(
+        "compute", rate, "GFLOP/s", right, True, "" if right else "it computes wrong results: replace it"
+    )
 
 
 def memory(wanted_bytes: int) -> Check:
@@ -111,7 +114,11 @@ def device_checks(devices: Devices) -> list[Check]:
     checks = []
     for seen in devices.read():
         text = f"device {seen.index}: {seen.fault}: replace it or reset it" if seen.fault else ""
-        hot = f"device {seen.index} is held down ({seen.throttled}): look at its cooling" if seen.throttled else ""
+        hot = (
+            f"device {seen.index} is held down ({seen.throttled}): look at its cooling"
+            if seen.throttled
+            else ""
+        )
         ok, fatal = not (text or hot), bool(text)
         checks.append(Check(f"device:{seen.index}", seen.temperature_c, "C", ok, fatal, text or hot))
     return checks
@@ -124,7 +131,9 @@ def device_trial(command: Sequence[str] = (sys.executable, "-m", TRIAL)) -> Chec
         found = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
         rate, wrong = float(found["tflops"]), str(found.get("error", ""))
     except subprocess.TimeoutExpired:
-        return Check("device", 0.0, "TFLOP/s", False, True, f"no answer within {DEVICE_S:g} s: look at the driver")
+        return Check(
+            "device", 0.0, "TFLOP/s", False, True, f"no answer within {DEVICE_S:g} s: look at the driver"
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Check("device", 0.0, "TFLOP/s", False, True, f"the trial failed: {error}"[:LONG])
     return Check("device", rate, "TFLOP/s", not wrong, True, wrong[:LONG])
@@ -143,7 +152,9 @@ def network_checks(
             began, wall = time.perf_counter(), time.time()
             answer = ask(coordinator, "nodes", {}, timeout_s=CALL_S)
             took = time.perf_counter() - began
-            nodes = [row for row in answer.get("nodes", ()) if row.get("node") != node and row.get("connected")]
+            nodes = [
+                row for row in answer.get("nodes", ()) if row.get("node") != node and row.get("connected")
+            ]
             if took < best and answer.get("now"):
                 best, offset = took, float(answer["now"]) - wall - took / 2
     except ElasticError as error:
@@ -187,7 +198,9 @@ class Gate:
     `put` gets a `Preflight`, from another thread.
     """
 
-    def __init__(self, mode: str, make: Callable[[], tuple[list[Check], float]], put: Callable[[Preflight], object]):
+    def __init__(
+        self, mode: str, make: Callable[[], tuple[list[Check], float]], put: Callable[[Preflight], object]
+    ):
         """`mode`: on | strict | off."""
         self._mode, self._make, self._put = mode, make, put
         self._running = False

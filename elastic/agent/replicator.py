@@ -57,8 +57,9 @@ class Replicator:
         compressing: Compressing | None = None,
         sent: Callable[[str, int, float], None] = lambda peer, nbytes, seconds: None,
     ) -> None:
-        """`sent` is told of everything that is whole at a peer: bytes and seconds. `prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`: see
-        `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`."""
+        """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`: see
+        `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`; `sent` is told of everything that is whole at a
+        peer: bytes and seconds."""
         self._prepare, self._pace, self._short, self._compressing = prepare, pace, short, compressing
         self._sent = sent
         self._told_short = (-1, "")

@@ -27,8 +27,8 @@ from elastic.agent.checkpoints import CheckpointWriter
 from elastic.agent.health import Monitor
 from elastic.agent.injected import carry_out
 from elastic.agent.notes import Notes
-from elastic.agent.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.agent.prefetch import prefetch
+from elastic.agent.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
 from elastic.agent.replicator import Replicator
 from elastic.agent.vault import Vault
@@ -91,7 +91,10 @@ class Agent:
         self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
         where = self._config.checkpoint_dir
         self._checkpoints = CheckpointWriter(
-            Path(where), self._vault, self._queue.put, lambda why: self._monitor.failed("checkpoint", where, why)
+            Path(where),
+            self._vault,
+            self._queue.put,
+            lambda why: self._monitor.failed("checkpoint", where, why),
         )
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(

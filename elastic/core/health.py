@@ -126,7 +126,7 @@ class Record:
     """Device errors that were counted."""
     clock: tuple[float, ...] = ()
     """Newest differences of its clock to the coordinator's, travel time of the message included."""
-    link: LinkPace = LinkPace()
+    link: LinkPace = field(default_factory=LinkPace)
     loaded: float = 1.0
     """How much slower the plans take the node because of its link."""
 
@@ -167,7 +167,9 @@ def flaps(record: Record, limits: Limits) -> bool:
 
 def quarantine(record: Record, now: float, limits: Limits) -> tuple[Record, float]:
     """Put the node aside; return also for how many seconds. What led to it is weighed anew afterwards."""
-    known = max(0, record.quarantines - int((now - record.offended) / limits.good_s)) if limits.good_s > 0 else 0
+    known = (
+        max(0, record.quarantines - int((now - record.offended) / limits.good_s)) if limits.good_s > 0 else 0
+    )
     seconds = min(limits.quarantine_s * 2.0 ** min(known, 30), limits.quarantine_most_s)
     record = replace(
         record,

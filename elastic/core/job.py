@@ -60,7 +60,7 @@ class Policy:
     """Memory of a node for copies of others; 0: unlimited."""
     profile: Profile | None = None
     """What layers cost on which devices; None: the script's own figures."""
-    health: Limits = Limits()
+    health: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """How fast a node's link carries copies to its peer, against what it did before and what others' links do.
 
-One sample a report: the quickest of the copies that were sent meanwhile. What slows a single copy may be the machine, so
-the quickest counts; what slows all links at once is a busy network or a busy machine, so a link is slow only if it fell
-behind while the others did not. Small copies take the same time on any link: only rates of copies of about the same size
-are compared.
+One sample a report: the quickest of the copies that were sent meanwhile. What slows a single copy may be the machine,
+so the quickest counts; what slows all links at once is a busy network or a busy machine, so a link is slow only if it
+fell behind while the others did not. Small copies take the same time on any link: only rates of copies of about the
+same size are compared.
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ def tell(state: JobState, node: str, finding: Finding) -> tuple[JobState, tuple[
     return put(state, node, record.found(finding)), (note(node, finding),)
 
 
-def clear(state: JobState, node: str, kind: Kind, reason: str, now: float) -> tuple[JobState, tuple[Action, ...]]:
+def clear(
+    state: JobState, node: str, kind: Kind, reason: str, now: float
+) -> tuple[JobState, tuple[Action, ...]]:
     """What was wrong is so no more."""
     record = of(state, node)
     if record.finding(kind) is None:
@@ -76,7 +78,9 @@ def _let_out(state: JobState, node: str, record: Record, now: float, why: str) -
     kind = away.kind if away is not None else Kind.HOST
     after = health.released(record, now)
     state = put(state, node, after)
-    told = Finding(kind, Remedy.NONE, f"{node} may be used again: {why}", {"quarantines": after.quarantines}, now)
+    told = Finding(
+        kind, Remedy.NONE, f"{node} may be used again: {why}", {"quarantines": after.quarantines}, now
+    )
     member = state.members.get(node)
     if member is None:
         return state, (note(node, told),), told.reason

@@ -70,7 +70,9 @@ def _tell(
             action = Remedy.REPLACE if node in away else changes
             steps = {f"step_{step}": round(ratio / pace.unit, 3) for step, ratio in pace.samples}
             reason = f"{_told(state, node, factor)}; {why}"
-            finding = Finding(Kind.HOST, action, reason, {"slow": factor, "before": pace.factor, **steps}, now)
+            finding = Finding(
+                Kind.HOST, action, reason, {"slow": factor, "before": pace.factor, **steps}, now
+            )
             state, more = tell(state, node, finding)
         actions += more
     return state, tuple(actions)
@@ -78,7 +80,11 @@ def _tell(
 
 def _replacing(state: JobState, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     """The slow nodes, if spares in their places make the step shorter than less work for them does, and why."""
-    if not nodes or not spares(state) or any(one.action in AWAY for n in nodes for one in of(state, n).findings):
+    if (
+        not nodes
+        or not spares(state)
+        or any(one.action in AWAY for n in nodes for one in of(state, n).findings)
+    ):
         return (), ""
     request = epoch_change.request(state, state.epoch + 1)
     try:

@@ -1,9 +1,9 @@
 """Health in the job's state: what nodes tell becomes findings, and findings become changes of the plan.
 
 Observations come with reports (crashes, hangs), losses, health reports (devices, disks, memory, clock, links) and
-measured paces (`elastic.core.relief`). Each is classified and gets an action by `elastic.core.health`; actions that need
-another plan are carried out at the end of a step, like every planned change. Nobody is put aside without whom no plan
-fits, and nobody for what happens to the others as well.
+measured paces (`elastic.core.relief`). Each is classified and gets an action by `elastic.core.health`; actions that
+need another plan are carried out at the end of a step, like every planned change. Nobody is put aside without whom no
+plan fits, and nobody for what happens to the others as well.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def _storage(state: JobState, node: str, report: HealthReport, now: float) -> To
     if known is not None and not failed:
         return state, ()
     others = tuple(
-        one.report for name, one in state.health.items() if name in state.members and name != node and one.report
+        one.report
+        for name, one in state.health.items()
+        if name in state.members and name != node and one.report
     )
     path = next((disk.path for disk in report.disks if str(evidence["path"]).startswith(disk.path)), "")
     action, why = Remedy.NONE, "training goes on, without new checkpoints" if failed else "nothing failed yet"
@@ -212,7 +214,11 @@ def _host(state: JobState, node: str, report: HealthReport, now: float) -> Told:
 def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     if not report.links or state.plan is None or report.epoch != state.plan.epoch:
         return state, ()
-    busiest, limits, record = max(report.links, key=lambda link: link.nbytes), state.policy.health, of(state, node)
+    busiest, limits, record = (
+        max(report.links, key=lambda link: link.nbytes),
+        state.policy.health,
+        of(state, node),
+    )
     size = busiest.nbytes / max(busiest.sends, 1)
     rate, by, windows = busiest.best_bytes_per_s, limits.link_factor, limits.link_windows
     pace = linkpace.observe(record.link, busiest.peer, rate, size, by, windows)

@@ -1,9 +1,9 @@
 """What to do about a link that carries less than it did: what it costs, and what else there is.
 
-    none         steps take as long as before: copies hide behind computing
-    replace      a spare is at hand
-    rebalance    with fewer layers the node has fewer bytes to send: it counts as slower by what steps got slower
-    quarantine   the job is quicker without the node than with it
+none         steps take as long as before: copies hide behind computing
+replace      a spare is at hand
+rebalance    with fewer layers the node has fewer bytes to send: it counts as slower by what steps got slower
+quarantine   the job is quicker without the node than with it
 """
 
 from __future__ import annotations

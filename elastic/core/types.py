@@ -353,4 +353,4 @@ class NodeInfo:
     lifetime_s: float = 0.0
     """Seconds that it is expected to stay; 0: unknown."""
     standing: int = 0
-    """How quick its pre-flight found it, in steps of a quarter; among nodes that could be taken the higher is. 0: unknown."""
+    """How quick its pre-flight found it, in steps of a quarter; the higher is taken first. 0: unknown."""

@@ -108,8 +108,12 @@ OURS = (
         "seconds that this node is expected to stay, 0: unknown; with --standalone one for each, comma-separated",
     ),
     Flag("--link", None, 'make links between local nodes slow, as "bandwidth=1Gbit latency=1ms"'),
-    Flag("--preflight", "on", "what a node looks at before it joins: on, strict (warnings count, too) or off"),
-    Flag("--quarantine", "30", "seconds that a node which fails again and again is left out; doubles each time"),
+    Flag(
+        "--preflight", "on", "what a node looks at before it joins: on, strict (warnings count, too) or off"
+    ),
+    Flag(
+        "--quarantine", "30", "seconds that a node which fails again and again is left out; doubles each time"
+    ),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(

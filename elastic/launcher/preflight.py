@@ -18,7 +18,9 @@ def preflight(argv: list[str], environ: Mapping[str, str]) -> int:
     parser = Parser(prog="elastic preflight", description="Check this machine as a node.", allow_abbrev=False)
     parser.add_argument("--run-dir", "--run_dir", default=".", help="directory of runs (default: this one)")
     parser.add_argument("--checkpoint-dir", "--checkpoint_dir", default=None, help="directory of checkpoints")
-    parser.add_argument("--node-memory", "--node_memory", default=None, help="memory that plans may use, as 16GiB")
+    parser.add_argument(
+        "--node-memory", "--node_memory", default=None, help="memory that plans may use, as 16GiB"
+    )
     parser.add_argument(
         "--rdzv-endpoint",
         "--rdzv_endpoint",

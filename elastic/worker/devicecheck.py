@@ -40,7 +40,9 @@ def main() -> int:
         except RuntimeError as error:
             found.append((0.0, f"{device}: {error}"))
     rate = min(rate for rate, _ in found)
-    print(json.dumps({"tflops": rate, "error": "; ".join(text for _, text in found if text), "devices": count}))
+    print(
+        json.dumps({"tflops": rate, "error": "; ".join(text for _, text in found if text), "devices": count})
+    )
     return 0
 
 
