@@ -30,7 +30,7 @@ LEAST_BYTES = 1 << 16
 LEAST_SENDS = 2
 """Copies without which a window of a link is not closed."""
 WINDOW_S, FIRST_WINDOWS = 10.0, 4
-"""A window of a link lasts so long, but for the first ones (one look) and one that differs from the last reported."""
+"""A window of a link lasts so long, but for the first ones and those after a change, which last one look."""
 DIFFERS = 1.5
 """Factor by which it then differs."""
 NETWORK = (
@@ -82,8 +82,9 @@ class _Window:
     def closes(self, now: float) -> bool:
         if self.sends < LEAST_SENDS:
             return False
-        new = not self.told or max(self.best, self.told) > DIFFERS * min(self.best, self.told)
-        return new or self.windows < FIRST_WINDOWS or now - self.began >= WINDOW_S
+        if not self.told or max(self.best, self.told) > DIFFERS * min(self.best, self.told):
+            self.windows = 0
+        return self.windows < FIRST_WINDOWS or now - self.began >= WINDOW_S
 
 
 class Monitor:

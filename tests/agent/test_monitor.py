@@ -59,7 +59,7 @@ def test_what_could_not_be_written_is_told_at_once_and_counted(tmp_path: Path) -
 
 
 def test_links_are_measured_by_copies_of_the_largest_size(tmp_path: Path) -> None:
-    made, clock = monitor(tmp_path)
+    made, _clock = monitor(tmp_path)
     looked(made)
     made.sent("node2", LEAST_BYTES - 1, 0.001)
     made.sent("node2", LEAST_BYTES, 1.0)

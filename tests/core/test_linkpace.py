@@ -129,7 +129,7 @@ def test_a_slow_link_that_costs_time_takes_a_spare() -> None:
 
 
 def test_without_a_spare_the_plan_changes_if_that_is_better() -> None:
-    state, actions = play(running(3), PROPER + BROKEN, LONGER)
+    _state, actions = play(running(3), PROPER + BROKEN, LONGER)
     (note,) = told(actions)
     assert note["action"] in ("rebalance", "quarantine") and halts(actions) == [True]
     assert "after the change" in note["reason"]
