@@ -19,7 +19,7 @@ from elastic.core.job import Action, HealthSeen, JobPhase, JobState, Note, Resul
 from elastic.core.messages import NodePhase, NodeReport
 from elastic.core.pace import NORMAL
 from elastic.core.quarantine import clear, of, put, tell
-from elastic.core.slowlink import weigh
+from elastic.core.slowlink import Verdict, weigh
 from elastic.core.stragglers import factor
 from elastic.core.vitals import Check, HealthReport, Refused
 from elastic.errors import InfeasiblePlan
@@ -30,6 +30,8 @@ DURATIONS = 32
 """Steps whose durations are kept."""
 DEVICE_WORDS = ("CUDA", "cuda", "NVML", "Xid", "ECC")
 """In the cause of a crash: it is the device's."""
+WELL = 2.0
+"""A slow link is well again when it carries more than what it did before, over this."""
 KEPT_MORE = 64
 """Records of nodes that are not there, besides as many as there are members."""
 
@@ -226,10 +228,11 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     others = {name: of(state, name).link for name in state.members if name != node}
     slower = linkpace.slowness(pace, tuple(others.values()), by, windows)
     if not slower:
-        well = len(pace.recent) == windows and pace.share * by > 1.5
-        return _link_well(state, node, now) if well else (state, ())
+        return _link_well(state, node, now) if len(pace.recent) == windows else (state, ())
     known = of(state, node).finding(Kind.LINK)
-    if not _stable(state) or (known is not None and known.action is not Remedy.NONE):
+    spare = any(one != node for one in spares(state))
+    relieved = known is not None and known.action is Remedy.REBALANCE and spare
+    if not _stable(state) or (known is not None and known.action is not Remedy.NONE and not relieved):
         return state, ()
     evidence: dict[str, Any] = {
         "peer": busiest.peer,
@@ -241,7 +244,9 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
         "load": round(report.load, 2),
         "others_bytes_per_s": round(max((other.now for other in others.values()), default=0.0)),
     }
-    verdict = weigh(state, node, spare=any(spare != node for spare in spares(state)))
+    verdict = weigh(state, node, spare=spare)
+    if relieved:
+        verdict = Verdict(Remedy.REPLACE, "a spare came", of(state, node).loaded)
     if verdict is None:
         return state, ()  # too few steps since to tell what it costs
     evidence["steps_slower"] = round(verdict.slowdown, 2)
@@ -257,6 +262,9 @@ def _link_well(state: JobState, node: str, now: float) -> Told:
     known = record.finding(Kind.LINK)
     if known is None or known.action in AWAY:
         return state, ()
+    before = known.evidence.get("usual_bytes_per_s") or known.evidence.get("others_bytes_per_s", 0)
+    if record.link.now * WELL < float(before):
+        return state, ()  # with other copies the link is measured anew, but it is still the same link
     if record.loaded != 1.0:
         state = put(state, node, replace(record, loaded=1.0))
         state = state.of(rebalance=f"link of {node} is well again")

@@ -36,7 +36,7 @@ def running(nodes: int = 3, most: int = 9) -> JobState:
     made.run(limit=4.0)
     state = made.boss.state
     assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch and state.plan is not None
-    return state
+    return state.of(policy=replace(state.policy, lease_s=1e9))
 
 
 def told(actions: tuple[Any, ...], kind: str = "health") -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic.core import job, quarantine, slowlink
 from elastic.core.coordinator import transition
 from elastic.core.health import Limits, Remedy
-from elastic.core.job import JobState
+from elastic.core.job import JobPhase, JobState
 from elastic.core.linkpace import LinkPace, observe, slowness
 from elastic.core.vitals import HealthReport, LinkSeen
 from tests.core.test_health import halts, running, told
@@ -147,6 +147,16 @@ def test_a_link_that_is_well_again_is_told_of() -> None:
     state, actions = play(state, PROPER, ALIKE)
     (note,) = told(actions)
     assert note["evidence"] == {"well": True}
+
+
+def test_a_link_that_was_relieved_is_not_taken_for_well_by_smaller_copies() -> None:
+    """Fewer layers, smaller copies, another measure; and a spare that comes takes the node's place."""
+    state, actions = play(running(3), PROPER + BROKEN, LONGER)
+    if told(actions)[0]["action"] != "rebalance":
+        pytest.skip("the planner took the node out")
+    state = state.of(phase=JobPhase.RUNNING, change=None)
+    state, actions = play(state, BROKEN, ALIKE)
+    assert not told(actions) and quarantine.of(state, "node1").loaded > 1.0
 
 
 def test_the_cost_is_what_the_newest_steps_take() -> None:
