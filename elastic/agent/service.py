@@ -24,11 +24,10 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.checkpoints import CheckpointWriter
-from elastic.agent.health import Monitor
+from elastic.agent.fitness import Fitness
 from elastic.agent.injected import carry_out
 from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
-from elastic.agent.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
 from elastic.agent.replicator import Replicator
 from elastic.agent.vault import Vault
@@ -40,7 +39,7 @@ from elastic.core import node as core
 from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
-from elastic.core.vitals import Check, HealthReport, Preflight, Refused
+from elastic.core.vitals import HealthReport, Preflight, Refused
 from elastic.errors import ElasticError, VaultError
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
@@ -69,9 +68,7 @@ class Agent:
         self._generation = 0
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
-        self._coordinator = coordinator
-        self._gate = Gate(config.preflight, self._preflight, self._queue.put)
-        self._monitor = Monitor(self._node, config.directories, self._queue.put).start()
+        self._fitness = Fitness(config, coordinator, who, self._queue.put)
         self._begin()
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
@@ -89,13 +86,8 @@ class Agent:
         pace = pace_of(self._directory, self._config.link)
         packs = Compressing(self._config.compress)
         self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
-        where = self._config.checkpoint_dir
-        self._checkpoints = CheckpointWriter(
-            Path(where),
-            self._vault,
-            self._queue.put,
-            lambda why: self._monitor.failed("checkpoint", where, why),
-        )
+        where = Path(self._config.checkpoint_dir)
+        self._checkpoints = CheckpointWriter(where, self._vault, self._queue.put, self._fitness.unwritten)
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
             self._vault,
@@ -105,12 +97,11 @@ class Agent:
             pace=pace,
             short=short,
             compressing=packs,
-            sent=self._monitor.sent,
+            sent=self._fitness.sent,
         )
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
-        self._gate.shut()
-        self._monitor.enter(info.incarnation, 0)
+        self._fitness.begin(info.incarnation)
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -148,17 +139,12 @@ class Agent:
             case m.BackupNote() | m.CheckpointPart():
                 self._parts.append(item)
                 self._say(item)
-            case HealthReport():
-                if item.incarnation == self._state.info.incarnation and self._gate.open:
-                    self._say(item)
-            case Preflight():
-                self._gate.made(item)
-                info = replace(self._state.info, standing=standing_of(item.score))
-                self._state = replace(self._state, info=info)
-                self._report()
-            case Refused():
-                log.error("refused, tries again in %g s: %s", item.retry_s, item.reason)
-                self._gate.refused(item.retry_s)
+            case HealthReport() | Preflight() | Refused():
+                self._state, told, joins = self._fitness.take(item, self._state)
+                if told is not None:
+                    self._say(told)
+                if joins:
+                    self._report()
             case m.Trim():
                 self._vault.trim(item.epoch, item.step)
             case m.Prefetch() if not self._partitioned:
@@ -216,7 +202,7 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
-        if self._gate.open:
+        if self._fitness.known:
             self._say(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
@@ -245,7 +231,7 @@ class Agent:
                 self._vault.enter(install.epoch, install.assignment.step)
                 self._replicator.enter(install.epoch, install.assignment)
                 self._checkpoints.enter(self._node, install.assignment.plan)
-                self._monitor.enter(self._state.info.incarnation, install.epoch)
+                self._fitness.enter(self._state.info.incarnation, install.epoch)
             case core.Report():
                 self._report()
             case core.Leave(code):
@@ -265,21 +251,12 @@ class Agent:
         return self._partitioned_until > 0
 
     def _report(self) -> None:
-        report = core.report(self._state)
-        if report.phase is NodePhase.EMPTY:
-            self._gate.ask()
-            if not self._gate.open:
-                return
-            report = replace(report, preflight=self._gate.flight)
+        report = self._fitness.report(core.report(self._state))
+        if report is None:
+            return
         if report.phase not in RUNNING:
             report = replace(report, inventory=self._vault.inventory())
         self._say(report)
-
-    def _preflight(self) -> tuple[list[Check], float]:
-        """Called from a thread of the gate."""
-        checks, score = local_checks(self._config.directories, self._who.memory_bytes)
-        pace = pace_of(self._directory, self._config.link)
-        return [*checks, *network_checks(self._coordinator, self._node, pace)], score
 
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
@@ -353,8 +330,7 @@ class Agent:
                 log.warning("workers did not end within %g s", GRACE_S)
             self._group.terminate(self._config.shutdown_timeout_s)
         self._session.close()
-        self._gate.close()
-        self._monitor.close()
+        self._fitness.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
             part.close()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -16,14 +16,11 @@ from elastic.core.health import AWAY, Limits, Record
 from elastic.core.job import JobPhase, JobState, Note, Reported, Send
 from elastic.core.messages import NodePhase
 from elastic.core.vitals import (
-    Check,
     DeviceSeen,
     Disk,
     HealthReport,
     LinkSeen,
     Mishap,
-    Preflight,
-    Refused,
 )
 from tests.core.world import World
 
@@ -121,102 +118,6 @@ def test_crashes_long_ago_do_not_count() -> None:
     for at in (0.0, 1.0, 2.0 + LIMITS.window_s):
         record = health.crashed(record, at, LIMITS)
     assert not health.crash_loops(record, LIMITS) and len(record.crashes) == 1
-
-
-# ---- quarantine --------------------------------------------------------------------------------
-
-
-def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
-    record, lengths, now = Record(), [], 0.0
-    for _ in range(9):
-        record, seconds = health.quarantine(record, now, LIMITS)
-        lengths.append(seconds)
-        now += seconds
-        record = health.released(record, now)
-    assert lengths == [min(30.0 * 2**i, LIMITS.quarantine_most_s) for i in range(9)]
-    later, seconds = health.quarantine(record, now + 8 * LIMITS.good_s, LIMITS)
-    assert seconds == 60.0 and later.quarantines == 2
-    assert health.quarantine(record, now + 9 * LIMITS.good_s, LIMITS)[1] == 30.0
-
-
-@given(st.lists(st.floats(0.0, 5000.0), max_size=12))
-def test_a_quarantine_is_never_outside_its_bounds(waits: list[float]) -> None:
-    record, now = Record(), 0.0
-    for wait in waits:
-        now += wait
-        record, seconds = health.quarantine(record, now, LIMITS)
-        assert LIMITS.quarantine_s <= seconds <= LIMITS.quarantine_most_s and record.until == now + seconds
-        record = health.released(record, record.until)
-        now = record.offended
-        assert codec.loads(Record, codec.dumps(record)) == record
-
-
-def test_a_node_out_of_quarantine_is_considered_again() -> None:
-    state, _ = fall(running(), "node1", "signal 11", LIMITS.crashes)
-    record = quarantine.of(state, "node1")
-    state = settled(state.of(considered=(state.members["node1"].report.info.incarnation,)), without="node1")
-    state, _, _ = transition(state, job.Tick(), record.until - 0.1)
-    assert quarantine.holds(state, "node1") and state.considered
-    state, actions, _ = transition(state, job.Tick(), record.until + 0.1)
-    assert not quarantine.holds(state, "node1") and state.joining == ("node1",)
-    (note,) = told(actions)
-    assert note["action"] == "none" and "may be used again" in note["reason"]
-
-
-def settled(state: JobState, without: str) -> JobState:
-    """As after the change that took `without` out: its workers are there again, and idle."""
-    from elastic.core.change import request
-    from elastic.planning.search import make_plan
-
-    members = {}
-    for node, mb in state.members.items():
-        phase = NodePhase.IDLE if node == without else NodePhase.RUNNING
-        mine = replace(mb.report, epoch=state.epoch, phase=phase, able=True, protected=state.epoch)
-        members[node] = replace(mb, report=mine, seen=1e9)
-    state = state.of(members=members, phase=JobPhase.RUNNING, change=None, trimmed=state.epoch)
-    return state.of(plan=make_plan(request(state, state.epoch)))
-
-
-def test_a_doubtful_node_is_better_than_none() -> None:
-    """The others are lost while it is in quarantine: it is let out at once."""
-    state, _ = fall(running(2), "node1", "signal 11", LIMITS.crashes)
-    state = settled(state, "node1")
-    assert state.plan is not None and state.plan.nodes() == ("node0",)
-    state, _, _ = transition(
-        state, job.Closed("node0", state.members["node0"].report.info.incarnation), state.ticked
-    )
-    state, _, _ = transition(state, job.Tick(), state.ticked + 0.3)
-    assert state.phase is JobPhase.HALTING and "node0" not in state.members
-    halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
-    state, actions, _ = transition(state, Reported(halted), state.ticked + 0.1)
-    assert not quarantine.holds(state, "node1"), "it was let out"
-    assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in told(actions))
-
-
-def test_a_flapping_node_is_put_aside_when_it_comes_back() -> None:
-    state, notes = running(), []
-    for _ in range(LIMITS.departures):
-        state, more = remedies.departed(state, "node1", "connection closed", state.ticked)
-        notes += told(more)
-    (note,) = notes
-    assert (note["class"], note["action"]) == ("host", "quarantine") and note["evidence"]["departures"] == 3
-    assert quarantine.holds(state, "node1")
-
-
-def test_a_network_that_loses_everybody_puts_nobody_aside() -> None:
-    state = running()
-    for _ in range(LIMITS.departures + 1):
-        for node in ("node0", "node1", "node2"):
-            state, actions = remedies.departed(state, node, "silent", state.ticked)
-            assert not actions
-    assert not any(record.quarantined for record in state.health.values())
-
-
-def test_records_of_nodes_that_went_are_forgotten() -> None:
-    state = running()
-    for number in range(500):
-        state, _ = remedies.departed(state, f"spot-{number}", "gone", state.ticked + 100.0 * number)
-    assert len(state.health) <= len(state.members) + remedies.KEPT_MORE + 1
 
 
 # ---- devices, disks, memory, clock ---------------------------------------------------------------
@@ -362,67 +263,6 @@ def test_nothing_is_done_on_a_guess(seen: list[tuple[str, dict[str, Any]]]) -> N
         assert not any(
             isinstance(a, Send) and isinstance(a.message, m.Halt | m.Fenced | m.Stop) for a in actions
         )
-
-
-# ---- pre-flight --------------------------------------------------------------------------------
-
-
-def asks(flight: Preflight, node: str = "new") -> Reported:
-    info = replace(running().members["node0"].report.info, node=node, incarnation=f"{node}.1")
-    return Reported(m.NodeReport(info, NodePhase.EMPTY, 0, preflight=flight), True)
-
-
-BAD = Check("disk:memory", 0.0, "bytes", False, True, "/dev/shm has 0 bytes left: make room")
-WARN = Check("disk:checkpoints", 0.0, "bytes", False, False, "/c has 0 bytes left: make room")
-
-
-def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
-    state = running()
-    waits = []
-    for _ in range(3):
-        state, actions, reason = transition(state, asks(Preflight("on", 0.1, (BAD,))), state.ticked + 0.01)
-        assert "new" not in state.members and "refused" in reason
-        (note,) = told(actions, "preflight")
-        assert note["ok"] is False and "make room" in note["reason"]
-        (answer,) = [a.message for a in actions if isinstance(a, Send) and a.node == "new"]
-        assert isinstance(answer, Refused) and answer.retry_s == note["retry_s"]
-        waits.append(answer.retry_s)
-        state = state.of(ticked=state.ticked + answer.retry_s)
-    assert waits == [5.0, 10.0, 20.0]
-    state, actions, _ = transition(state, asks(Preflight("on", 0.1, (WARN,), 9.0)), state.ticked + 0.01)
-    assert "new" in state.members and told(actions, "preflight")[0]["warnings"] == [WARN.remedy]
-    assert quarantine.of(state, "new").refusals == 0
-
-
-def test_asking_before_the_pause_is_over_costs_nothing() -> None:
-    state, _, _ = transition(running(), asks(Preflight("on", 0.1, (BAD,))), 10.0)
-    again, actions, _ = transition(state, asks(Preflight("on", 0.1, (BAD,))), 10.5)
-    assert not told(actions, "preflight") and quarantine.of(again, "new").refusals == 1
-    assert any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions)
-
-
-def test_strict_preflight_takes_warnings_and_lame_nodes_for_failures() -> None:
-    state = running()
-    assert Preflight("strict", 0.1, (WARN,)).failed and not Preflight("on", 0.1, (WARN,)).failed
-    for node in state.members:
-        record = replace(quarantine.of(state, node), preflight=Preflight("strict", 0.1, (), 100.0))
-        state = quarantine.put(state, node, record)
-    for score, taken in ((49.0, False), (51.0, True)):
-        after, _, _ = transition(state, asks(Preflight("strict", 0.1, (), score)), state.ticked)
-        assert ("new" in after.members) is taken
-    after, _, _ = transition(state, asks(Preflight("on", 0.1, (), 49.0)), state.ticked)
-    assert "new" in after.members
-
-
-def test_spares_are_taken_by_their_standing() -> None:
-    from elastic.planning.request import PlanRequest, pick
-
-    info = running().members["node0"].report.info
-    nodes = tuple(replace(info, node=f"node{i}", standing=s) for i, s in enumerate((3, 9, 0, 5)))
-    spec = running().spec
-    assert spec is not None
-    request = PlanRequest(spec=spec, nodes=nodes, epoch=1, max_nodes=2)
-    assert [one.node for one in pick(request)[0]] == ["node1", "node3"]
 
 
 def test_the_state_survives_the_store() -> None:

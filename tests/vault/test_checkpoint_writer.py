@@ -188,7 +188,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 node = Node("a", Path(sys.argv[1]))
 refused = []
 node.writer._refused = refused.append
-node.announce(1, 0, 1)
+node.announce(0, 0, 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 node.announce(2, 0, 1)
 assert node.written() == [], "nothing is told to be there"
