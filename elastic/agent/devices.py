@@ -6,6 +6,7 @@ Errors of the program (XID 13, 31, 43, 45) are no fault of a device. Reading tak
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ class Devices:
         self._faults: dict[int, str] = {}
         self._events: Any = None
         if self._nvml is not None:
-            self._open(dict(environ or {}).get("CUDA_VISIBLE_DEVICES"))
+            self._open((os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES"))
 
     def __len__(self) -> int:
         return len(self._handles)

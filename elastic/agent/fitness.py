@@ -77,6 +77,7 @@ class Fitness:
 
     def _look(self) -> tuple[list[Check], float]:
         """Called from a thread of the gate."""
-        checks, score = local_checks(self._config.directories, self._who.memory_bytes)
+        trial = self._config.preflight == "strict"
+        checks, score = local_checks(self._config.directories, self._who.memory_bytes, trial=trial)
         pace = pace_of(Path(self._config.memory_dir) / self._who.node, self._config.link)
         return [*checks, *network_checks(self._coordinator, self._who.node, pace)], score

@@ -47,16 +47,22 @@ TRIAL = "elastic.worker.devicecheck"
 
 
 def local_checks(
-    directories: Sequence[tuple[str, Path]], memory_bytes: int = 0, devices: Devices | None = None
+    directories: Sequence[tuple[str, Path]],
+    memory_bytes: int = 0,
+    devices: Devices | None = None,
+    *,
+    trial: bool = False,
 ) -> tuple[list[Check], float]:
-    """What can be known without anybody else: (checks, score). `memory_bytes`: what the plan may use."""
+    """What can be known without anybody else: (checks, score). `memory_bytes`: what the plan may use; `trial`: let a
+    child compute on the devices, which takes seconds."""
     checks = [compute(), memory(memory_bytes), *(disk(role, path) for role, path in directories)]
     score = checks[0].value if checks[0].ok else 0.0
     devices = devices if devices is not None else Devices()
-    if len(devices):
-        trial = device_trial()
-        checks += [*device_checks(devices), trial]
-        score = trial.value if trial.ok else 0.0
+    checks += device_checks(devices)
+    if trial and len(devices):
+        tried = device_trial()
+        checks.append(tried)
+        score = tried.value if tried.ok else 0.0
     return checks, score
 
 

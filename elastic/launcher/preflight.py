@@ -41,7 +41,7 @@ def preflight(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.core.vitals import Preflight
 
     began = perf_counter()
-    checks, score = local_checks(directories, memory)
+    checks, score = local_checks(directories, memory, trial=True)
     checks += network_checks(where) if where else []
     flight = Preflight("strict" if args.strict else "on", perf_counter() - began, tuple(checks), score)
     rows = [
