@@ -169,7 +169,7 @@ def test_a_spare_that_comes_takes_the_place_of_a_node_that_was_relieved() -> Non
     state = running(3, most=2)
     node = state.plan.nodes()[0] if state.plan else ""
     state = relieved(state, node)
-    state = quarantine.put(state, node, replace(quarantine.of(state, node), link=replace(WELL, size=MIB)))
+    state = quarantine.put(state, node, replace(quarantine.of(state, node), link=link(*BROKEN, pace=WELL)))
     state, actions = play(state, BROKEN, ALIKE, node)
     (note,) = told(actions)
     assert note["action"] == "replace" and "a spare came" in note["reason"] and halts(actions) == [True]
