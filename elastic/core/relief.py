@@ -5,6 +5,7 @@ still takes their place. Nobody is evicted for being slow alone: who is replaced
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 from elastic.core import change as epoch_change
 from elastic.core.health import AWAY, Finding, Kind, Remedy
@@ -28,7 +29,11 @@ def relieve(state: JobState, now: float) -> Result | None:
     """
     assert state.plan is not None
     shown = [(node, pace_of(state, node), found(pace_of(state, node))) for node in state.plan.nodes()]
-    changed = [(node, pace, factor) for node, pace, factor in shown if factor is not None]
+    changed = [
+        (node, pace, factor)
+        for node, pace, factor in shown
+        if factor is not None and not _common(state, node, pace, factor)
+    ]
     if not changed:
         return None
     paces = dict(state.paces)
@@ -48,6 +53,15 @@ def relieve(state: JobState, now: float) -> Result | None:
         return state, notes, f"{cause}; the plan stays: {why}"
     state, actions, reason = epoch_change.begin(state, cause, now, boundary=True)
     return state, (*notes, *actions), f"{reason}; {why}"
+
+
+def _common(state: JobState, node: str, pace: Pace, factor: float) -> bool:
+    """Whether the others got slower as well: what slows all nodes is a busy machine, and no plan helps against it."""
+    assert state.plan is not None
+    others = [pace_of(state, other) for other in state.plan.nodes() if other != node]
+    now = [one.ratio / one.unit / one.factor for one in others if one.unit and one.ratio]
+    common = max(1.0, median(now)) if now else 1.0
+    return factor > pace.factor and factor / pace.factor < pace.change * common
 
 
 def _tell(

@@ -31,7 +31,7 @@ def observe(state: JobState, event: Beat) -> JobState:
         return state
     key = member.report.info.incarnation
     known = state.paces.get(key, Pace(profiled=state.policy.profile is not None))
-    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()))
+    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()), state.ticked)
     pace = calibrate(pace, _same(state, event.node))
     return state.of(paces={**of_members(state, state.paces), key: pace})
 
