@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench chaos proto clean
+.PHONY: help setup demo test check bench soak chaos proto clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -37,6 +37,9 @@ check: setup ## lint, types, import rules
 bench: setup ## every benchmark; results in benchmarks/results/
 	@set -e; for file in $$(grep -l '__main__' benchmarks/*.py); do \
 		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
+
+soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
+	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/test_soak.py
 
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos

@@ -22,6 +22,7 @@ from elastic.planning.profile import Link, Profile
 from elastic.planning.schemes import refuse_useless
 
 FILE = "config.json"
+PREFLIGHTS = ("on", "off", "strict")
 SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
 LOG_PREFIX = "[${node}:${rank}]: "
 STDOUT, STDERR = 1, 2
@@ -147,6 +148,10 @@ class JobConfig:
     """Copies between vaults: auto (where it pays), off or on (`elastic.core.compression`)."""
     link: Link = field(default_factory=Link)
     """How slow the links between local nodes are made."""
+    preflight: str = "on"
+    """What a node looks at before it joins: on, strict (warnings count, too) or off."""
+    quarantine_s: float = 30.0
+    """First quarantine of a node that fails again and again."""
     profile: Profile | None = None
     """What layers cost on which devices; None: the script's own figures."""
     emulate: bool = False
@@ -172,6 +177,15 @@ class JobConfig:
     def log_path(self, node: str, restart: int, local_rank: int) -> Path:
         """Directory of one worker's stdout.log, stderr.log and error.json."""
         return Path(self.log_dir or Path(self.run_dir, "logs")) / node / str(restart) / str(local_rank)
+
+    @property
+    def directories(self) -> tuple[tuple[str, Path], ...]:
+        """(role, path) of what a node writes to."""
+        return (
+            ("checkpoints", Path(self.checkpoint_dir)),
+            ("run", Path(self.run_dir)),
+            ("memory", Path(self.memory_dir)),
+        )
 
     def domain(self, index: int) -> str:
         """Failure domain of local node `index`."""
@@ -266,6 +280,7 @@ def _check_times(config: JobConfig) -> None:
         ("--shutdown-timeout", config.shutdown_timeout_s, 0.0, 86400.0),
         ("--heartbeat", config.heartbeat_s, 0.01, 3600.0),
         ("--lease", config.lease_s, 0.02, 86400.0),
+        ("--quarantine", config.quarantine_s, 0.1, 86400.0),
     ):
         if not low <= value <= high:
             raise FieldError(flag, value, f"seconds from {low:g} to {high:g}")
@@ -280,6 +295,8 @@ def _check_schemes(config: JobConfig) -> None:
         refuse_useless(config.backup, config.pipelines)
     if config.compress not in compression.MODES:
         raise FieldError("--compress", config.compress, f"one of {', '.join(compression.MODES)}")
+    if config.preflight not in PREFLIGHTS:
+        raise FieldError("--preflight", config.preflight, f"one of {', '.join(PREFLIGHTS)}")
     if config.schedule not in SCHEDULES:
         raise FieldError("--schedule", config.schedule, f"one of {', '.join(SCHEDULES)}")
     if config.pipelines != "auto" and not re.fullmatch(r"[1-9]\d{0,4}(\+[1-9]\d{0,4})*", config.pipelines):
@@ -352,6 +369,9 @@ def _check_faults(config: JobConfig) -> None:
             raise FieldError("--fault node", spec.node, known)
         if spec.worker is not None and spec.worker >= config.nproc_per_node:
             raise FieldError("--fault worker", spec.worker, f"a local rank below {config.nproc_per_node}")
+        if spec.kind is FaultKind.SLOW_LINK and not config.link.bytes_per_s:
+            remedy = 'a link that is made slower needs a speed: give --link, as "bandwidth=1Gbit"'
+            raise FieldError("--fault", spec.kind.value, remedy)
 
 
 def _check_coordinators(config: JobConfig) -> None:

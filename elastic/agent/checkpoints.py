@@ -26,8 +26,15 @@ class CheckpointWriter:
     """`emit` gets a CheckpointPart, from the writer's thread, when this node's files of a step are on
     disk."""
 
-    def __init__(self, directory: Path, vault: Vault, emit: Callable[[CheckpointPart], None]) -> None:
-        self._directory, self._vault, self._emit = directory, vault, emit
+    def __init__(
+        self,
+        directory: Path,
+        vault: Vault,
+        emit: Callable[[CheckpointPart], None],
+        refused: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """`refused` is told, from the same thread, why files of a step could not be written; training goes on."""
+        self._directory, self._vault, self._emit, self._refused = directory, vault, emit, refused
         self.every = 0
         """Steps between checkpoints; 0: none."""
         self.steps = 0
@@ -93,5 +100,6 @@ class CheckpointWriter:
                     )
             except (ElasticError, OSError) as error:
                 log.error("checkpoint of step %d: %s", step, error)
+                self._refused(str(error.__cause__ or error))
                 continue
             self._emit(CheckpointPart(step, tuple(copy.slot for copy, _ in runs)))

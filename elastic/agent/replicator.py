@@ -55,10 +55,13 @@ class Replicator:
         pace: Callable[[int], None] | None = None,
         short: Callable[[str, str], None] = lambda peer, why: None,
         compressing: Compressing | None = None,
+        sent: Callable[[str, int, float], None] = lambda peer, nbytes, seconds: None,
     ) -> None:
         """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`: see
-        `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`."""
+        `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`; `sent` is told of everything that is whole at a
+        peer: bytes and seconds."""
         self._prepare, self._pace, self._short, self._compressing = prepare, pace, short, compressing
+        self._sent = sent
         self._told_short = (-1, "")
         """(round, peer) of the last report that there is no room."""
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
@@ -163,7 +166,9 @@ class Replicator:
         try:
             bundle = [(self._addressed(local.copy), self._vault.view(local)) for local in copies]
             for portion in portions(bundle):
+                began = time.perf_counter()
                 self._client(job).put(portion)
+                self._sent(peer, sum(data.nbytes for _, data in portion), time.perf_counter() - began)
         except (VaultError, StaleError, FieldError) as error:
             return error
         return None

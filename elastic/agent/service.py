@@ -24,6 +24,7 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.checkpoints import CheckpointWriter
+from elastic.agent.fitness import Fitness
 from elastic.agent.injected import carry_out
 from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
@@ -38,6 +39,7 @@ from elastic.core import node as core
 from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
+from elastic.core.vitals import HealthReport, Preflight, Refused
 from elastic.errors import ElasticError, VaultError
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
@@ -66,6 +68,7 @@ class Agent:
         self._generation = 0
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
+        self._fitness = Fitness(config, coordinator, who, self._queue.put)
         self._begin()
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
@@ -83,13 +86,22 @@ class Agent:
         pace = pace_of(self._directory, self._config.link)
         packs = Compressing(self._config.compress)
         self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
-        self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
+        where = Path(self._config.checkpoint_dir)
+        self._checkpoints = CheckpointWriter(where, self._vault, self._queue.put, self._fitness.unwritten)
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
-            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short, compressing=packs
+            self._vault,
+            self._acked,
+            self._held,
+            prepare=prepare,
+            pace=pace,
+            short=short,
+            compressing=packs,
+            sent=self._fitness.sent,
         )
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
+        self._fitness.begin(info.incarnation)
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -127,6 +139,12 @@ class Agent:
             case m.BackupNote() | m.CheckpointPart():
                 self._parts.append(item)
                 self._say(item)
+            case HealthReport() | Preflight() | Refused():
+                self._state, told, joins = self._fitness.take(item, self._state)
+                if told is not None:
+                    self._say(told)
+                if joins:
+                    self._report()
             case m.Trim():
                 self._vault.trim(item.epoch, item.step)
             case m.Prefetch() if not self._partitioned:
@@ -184,7 +202,8 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
-        self._say(core.heartbeat(self._state))
+        if self._fitness.known:
+            self._say(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
         before = self._state
@@ -212,6 +231,7 @@ class Agent:
                 self._vault.enter(install.epoch, install.assignment.step)
                 self._replicator.enter(install.epoch, install.assignment)
                 self._checkpoints.enter(self._node, install.assignment.plan)
+                self._fitness.enter(self._state.info.incarnation, install.epoch)
             case core.Report():
                 self._report()
             case core.Leave(code):
@@ -231,7 +251,9 @@ class Agent:
         return self._partitioned_until > 0
 
     def _report(self) -> None:
-        report = core.report(self._state)
+        report = self._fitness.report(core.report(self._state))
+        if report is None:
+            return
         if report.phase not in RUNNING:
             report = replace(report, inventory=self._vault.inventory())
         self._say(report)
@@ -308,6 +330,7 @@ class Agent:
                 log.warning("workers did not end within %g s", GRACE_S)
             self._group.terminate(self._config.shutdown_timeout_s)
         self._session.close()
+        self._fitness.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
             part.close()
         shutil.rmtree(self._directory, ignore_errors=True)

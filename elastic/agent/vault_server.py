@@ -25,6 +25,7 @@ from elastic.rpc.bulk import (
     Get,
     Inventory,
     Locate,
+    Probe,
     Put,
     Reply,
     VaultClient,
@@ -147,7 +148,9 @@ class VaultServer:
             reply = _refusal(error)
         stream.send(codec.encode(reply))
 
-    def _look(self, request: Locate | Inventory | Verify) -> Reply:
+    def _look(self, request: Locate | Inventory | Verify | Probe) -> Reply:
+        if isinstance(request, Probe):
+            return Reply()
         if isinstance(request, Inventory):
             return Reply(copies=self._vault.inventory())
         if isinstance(request, Verify):

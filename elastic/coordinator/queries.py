@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.config import JobConfig
-from elastic.core import job
+from elastic.core import job, quarantine
+from elastic.core.health import Limits
 from elastic.core.stragglers import factor
 from elastic.errors import FieldError
 from elastic.planning.plan import format_plan
@@ -28,7 +29,7 @@ def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[st
         case "status":
             return status(state), None
         case "nodes":
-            return {"nodes": nodes(state)}, None
+            return {"nodes": nodes(state), "now": state.ticked}, None
         case "plan":
             plan = state.plan
             text = format_plan(plan) if plan else ""
@@ -65,6 +66,7 @@ def policy_of(config: JobConfig) -> job.Policy:
         master_port=config.master_port,
         room_bytes=config.vault_memory_bytes,
         profile=config.profile,
+        health=Limits(quarantine_s=config.quarantine_s),
     )
 
 
@@ -94,6 +96,30 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "device": mb.report.info.device,
             "slow": factor(state, node),
             "vault": mb.report.info.vault,
+            **_health(state, node),
         }
         for node, mb in sorted(state.members.items())
     ]
+
+
+def _health(state: job.JobState, node: str) -> dict[str, Any]:
+    """In a word for people, and with its evidence for programs."""
+    record = quarantine.of(state, node)
+    left_s = max(0.0, record.until - state.ticked) if record.quarantined else 0.0
+    words = [f"{one.kind.value}: {one.action.value}" for one in record.findings]
+    words += [f"quarantined {left_s:.0f} s"] if record.quarantined else []
+    return {
+        "health": ", ".join(words) or "ok",
+        "findings": [
+            {
+                "class": one.kind.value,
+                "action": one.action.value,
+                "reason": one.reason,
+                "evidence": one.evidence,
+                "at": round(one.at, 3),
+            }
+            for one in record.findings
+        ],
+        "quarantined_s": round(left_s, 1),
+        "score": round(record.preflight.score, 2) if record.preflight is not None else 0.0,
+    }

@@ -39,6 +39,7 @@ from elastic.coordinator.saving import Saver
 from elastic.core import codec, job
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
+from elastic.core.vitals import HealthReport
 from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW
 from elastic.rpc.server import Server, Session
@@ -180,6 +181,8 @@ class Coordinator:
                 self._apply(job.Stepped(message.record))
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
+            case HealthReport():
+                self._apply(job.HealthSeen(message))
             case m.CheckpointPart():
                 self._apply(job.PartWritten(message.step, message.layers))
             case _:
@@ -206,7 +209,7 @@ class Coordinator:
         for action in actions:
             once = action if isinstance(action, job.Send) and self._saver.away else None
             hold(once, partial(self._act, action, self._state))
-        if not isinstance(event, (job.Beat, job.Tick)) or actions:
+        if not isinstance(event, (job.Beat, job.Tick, job.HealthSeen)) or actions:
             self._saver.save(self._state)
         else:
             self._saver.flush()

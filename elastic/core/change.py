@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core import messages as m
-from elastic.core import partial, recovery, stay
+from elastic.core import partial, quarantine, recovery, stay
 from elastic.core.conditions import weighing
 from elastic.core.job import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
 from elastic.core.messages import NodePhase
@@ -53,6 +53,7 @@ def _workers_gone(state: JobState, node: str) -> bool:
 def candidates(state: JobState) -> tuple[Member, ...]:
     """Members that could take a stage now: old holders first, then by rank."""
     able = [mb for mb in state.members.values() if mb.report.able and mb.connected and not mb.draining]
+    able = [mb for mb in able if not quarantine.holds(state, mb.node)]
     held = set(state.plan.nodes()) if state.plan is not None else set()
     able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
     return tuple(able)
@@ -100,6 +101,11 @@ def decide(state: JobState, now: float) -> Result:
             live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
         )
     except InfeasiblePlan as error:
+        freed = quarantine.free(state, now, f"no plan without it: {error}")
+        if freed is not None:
+            state, notes, _ = freed
+            state, actions, reason = decide(state, now)
+            return state, (*notes, *actions), reason
         note = Note("paused", {"epoch": state.epoch, "why": str(error)})
         return state.of(phase=JobPhase.PAUSED, change=change), (note,), f"paused: {error}"
     except (Unrecoverable, FieldError) as error:
@@ -266,9 +272,9 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
 def reconsider(state: JobState, now: float) -> Result | None:
     """While paused: go on as soon as a plan fits the nodes at hand."""
     if not candidates(state):
-        return None
+        return quarantine.free(state, now, "nobody else is left")
     try:
         make_plan(request(state, state.epoch + 1))
-    except InfeasiblePlan:
-        return None
+    except InfeasiblePlan as error:
+        return quarantine.free(state, now, f"no plan without it: {error}")
     return begin(state, "nodes came", now)

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic.core import change as epoch_change
 from elastic.core import messages as m
-from elastic.core import returning
+from elastic.core import quarantine, remedies, returning
 from elastic.core.backup import rechoose
 from elastic.core.job import (
     Action,
@@ -116,7 +116,8 @@ def _losses(state: JobState, now: float) -> Result | None:
             state = count(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
             actions = (Note("lost", {"node": node, "why": why}), Send(node, m.Fenced(f"lost: {why}")))
-            return state.of(members=members), actions, f"{node} lost: {why}"
+            state, told = remedies.departed(state.of(members=members), node, why, now)
+            return state, (*actions, *told), f"{node} lost: {why}"
     return None
 
 
@@ -253,7 +254,8 @@ def _running(state: JobState, now: float) -> Result | None:
         step = state.assignment.step if state.assignment is not None else -1
         sends = tuple(Send(n, m.Trim(state.epoch, step)) for n in state.members)
         return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
-    return _leaving(state, now) or _joining(state, now) or _relieving(state, now) or rechoose(state, now)
+    planned = _leaving(state, now) or remedies.remedy(state, now) or _joining(state, now)
+    return planned or _relieving(state, now) or rechoose(state, now)
 
 
 def _recovered(state: JobState, members: list[Member], resumed_at: float) -> Result:
@@ -309,7 +311,7 @@ def _relieving(state: JobState, now: float) -> Result | None:
 
 
 def _paused(state: JobState, now: float) -> Result | None:
-    return epoch_change.reconsider(state, now)
+    return quarantine.expire(state, now) or epoch_change.reconsider(state, now)
 
 
 def trouble(state: JobState, now: float) -> str:

@@ -5,6 +5,7 @@
     kill-worker        worker           node worker           worker=0
     stop               worker           node worker           worker=0 (SIGSTOP)
     slow               worker           node worker factor    factor=3, all workers
+    slow-link          worker           node factor           factor=3 (with --link)
     partition          agent            node duration         duration=5
     kill-coordinator   launcher         down                  down=5
     drain              launcher         node deadline         deadline=30
@@ -43,6 +44,7 @@ class FaultKind(StrEnum):
     KILL_WORKER = "kill-worker"
     STOP = "stop"
     SLOW = "slow"
+    SLOW_LINK = "slow-link"
     PARTITION = "partition"
     CORRUPT = "corrupt"
     KILL_COORDINATOR = "kill-coordinator"
@@ -67,7 +69,7 @@ NODE_KINDS = frozenset(FaultKind) - {FaultKind.KILL_COORDINATOR, FaultKind.JOIN}
 WORKER_KINDS = frozenset({FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW})
 _PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
 _OWN_FIELDS = {
-    "factor": (FaultKind.SLOW,),
+    "factor": (FaultKind.SLOW, FaultKind.SLOW_LINK),
     "duration": (FaultKind.PARTITION,),
     "down": (FaultKind.KILL_COORDINATOR,),
     "deadline": (FaultKind.DRAIN,),

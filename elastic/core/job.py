@@ -7,9 +7,11 @@ from enum import StrEnum
 from typing import Any
 
 from elastic.core.gauge import Gauge
+from elastic.core.health import Limits, Record
 from elastic.core.messages import Launch, Measured, NodePhase, NodeReport
 from elastic.core.pace import Pace
 from elastic.core.types import Assignment, JobSpec, Plan, Slot, StepRecord
+from elastic.core.vitals import HealthReport
 from elastic.planning.profile import Profile
 
 
@@ -58,6 +60,7 @@ class Policy:
     """Memory of a node for copies of others; 0: unlimited."""
     profile: Profile | None = None
     """What layers cost on which devices; None: the script's own figures."""
+    health: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,12 @@ class JobState:
     """Seconds without training of the last epoch changes."""
     look_again: float = 0.0
     """When nodes that were left aside are to be considered again; 0: never."""
+    health: dict[str, Record] = field(default_factory=dict)
+    """What is known of nodes' health, by name."""
+    durations: tuple[tuple[int, float], ...] = ()
+    """(epoch, seconds) of the newest steps."""
+    rebalance: str = ""
+    """Why the plan is to be changed at the end of a step, for a node's health; "": it is not."""
 
     def of(self, **changes: Any) -> JobState:
         return replace(self, **changes)
@@ -262,6 +271,13 @@ class BackupNoted:
     owner: str
     keeper: str
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSeen:
+    """An agent told how its node is."""
+
+    report: HealthReport
 
 
 @dataclass(frozen=True, slots=True)

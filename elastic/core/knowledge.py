@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from elastic.core import conditions
+from elastic.core import conditions, remedies
 from elastic.core import messages as m
 from elastic.core.job import (
     Action,
@@ -20,6 +20,7 @@ from elastic.core.job import (
     Closed,
     CommitCheckpoint,
     DrainAsked,
+    HealthSeen,
     JobPhase,
     JobState,
     Member,
@@ -45,7 +46,11 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
         if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
             fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
             return state, (Send(node, fenced),), f"{node}: a former member is refused"
-        return _joined(state, event, now)
+        state, told, taken = remedies.admit(state, report, now)
+        if not taken:
+            return state, told, f"{node} is refused"
+        state, actions, reason = _joined(state, event, now)
+        return state, (*told, *actions), reason
     was = member.report
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
@@ -61,14 +66,18 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
     records = [h.record for h in report.halted if h.record]
     if records and (state.record is None or records[-1].step > state.record.step):
         state = state.of(record=records[-1])
-    return state, _resync(state, node), f"{node}: {report.phase}" if report.phase is not was.phase else ""
+    state, told = remedies.fell(state, was, report, now)
+    reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
+    return state, (*_resync(state, node), *told), reason
 
 
 def _joined(state: JobState, event: Reported, now: float) -> Result:
     report = event.report
     actions: list[Action] = [Note("joined", {"node": report.info.node, "domain": report.info.domain})]
     if report.info.node in state.members:
-        actions.insert(0, Note("lost", {"node": report.info.node, "why": "came back as a new incarnation"}))
+        why = "came back as a new incarnation"
+        state, told = remedies.departed(state, report.info.node, why, now)
+        actions = [Note("lost", {"node": report.info.node, "why": why}), *told, *actions]
     state = count(state, now, left=report.info.node in state.members)
     state = put(state, arrived(Member(report=report, seen=now), now))
     if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
@@ -129,6 +138,7 @@ def _stepped(state: JobState, event: Stepped, now: float) -> Result:
     if state.record is not None and event.record.step < state.record.step:
         return state, (), ""
     told = max(state.told, event.record.step)
+    state = remedies.timed(state, now)
     return state.of(record=event.record, stepped_at=now, told=told), (), ""
 
 
@@ -153,9 +163,10 @@ def _backup_noted(state: JobState, event: BackupNoted, now: float) -> Result:
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
     note = Note("checkpoint", {"step": event.step, "path": event.path})
+    state, told = remedies.stored(state, now)
     return (
         state.of(checkpoint=(event.path, event.step), parts=()),
-        (note,),
+        (note, *told),
         f"checkpoint of step {event.step}",
     )
 
@@ -180,6 +191,7 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     Stepped: _stepped,
     PartWritten: _part_written,
     BackupNoted: _backup_noted,
+    HealthSeen: remedies.seen,
     CheckpointCommitted: _checkpoint_committed,
     Adopted: _adopted,
 }

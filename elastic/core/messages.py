@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic.core.types import Assignment, Copy, JobSpec, NodeInfo, Slot, StepRecord
+from elastic.core.vitals import Preflight
 
 
 class NodePhase(StrEnum):
@@ -281,6 +282,10 @@ class NodeReport:
     step: int = 0
     """Step that the workers are in."""
     microbatch: int = 0
+    fallen: int = 0
+    """Times that this incarnation's workers crashed, or were found hung."""
+    preflight: Preflight | None = None
+    """What the node found about itself; only while it asks to join."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 from elastic.core import messages as m
 from elastic.core.messages import NodePhase as Phase
 from elastic.core.node_state import (
+    BLIND_S,
     MAX_CRASHES,
     Action,
     Enter,
@@ -220,7 +221,7 @@ def _exited(state: NodeState, event: Exited) -> Result:
         return state, (Report(),), "worker ended"
     cause = state.cause or f"worker {event.rank} ended with {_name(event.code)}"
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
-    state = replace(state, cause=cause, crashes=state.crashes + 1)
+    state = replace(state, cause=cause, crashes=state.crashes + 1, fallen=state.fallen + 1)
     if state.crashes > MAX_CRASHES:
         text = f"{cause}; {state.crashes} crashes without a finished installation between them"
         dead = tuple(replace(w, alive=False) for w in state.workers)
@@ -244,6 +245,7 @@ def _script_exited(state: NodeState, event: Exited) -> Result:
 
 
 def _looked(state: NodeState, event: Looked, now: float) -> Result:
+    state = _held_up(state, now)
     for evidence in event.evidence:
         if evidence.rank >= len(state.workers):
             continue
@@ -258,6 +260,15 @@ def _looked(state: NodeState, event: Looked, now: float) -> Result:
             state = replace(state, cause=f"hang: {reason}", detect_s=now - worker.seen)
             return state, (KillWorkers(state.cause),), reason
     return state, (), "healthy"
+
+
+def _held_up(state: NodeState, now: float) -> NodeState:
+    """An agent that was itself held up does not count that time against its workers."""
+    late = now - state.looked - BLIND_S if state.looked else 0.0
+    if late > 0:
+        workers = tuple(replace(w, seen=w.seen + late, moved=w.moved + late) for w in state.workers)
+        state = replace(state, workers=workers)
+    return replace(state, looked=now)
 
 
 def _put(state: NodeState, rank: int, worker: Worker) -> NodeState:

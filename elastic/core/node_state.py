@@ -15,6 +15,9 @@ SILENT_S = 15.0
 """A worker that is silent, and used no CPU, this long is hung."""
 STUCK_S = 60.0
 """A worker whose main thread has computed on one action this long without using CPU is hung."""
+BLIND_S = 1.0
+"""An agent that looks at its workers later than this was held up itself (stopped, starved, its machine suspended): what
+they said meanwhile lies unread, so that time tells nothing of them."""
 MAX_CRASHES = 3
 """Crashes of a node's workers without a finished installation between them, before the node gives up."""
 
@@ -55,6 +58,10 @@ class NodeState:
     cause: str = ""
     detect_s: float = 0.0
     crashes: int = 0
+    fallen: int = 0
+    """Times that workers went down in this incarnation."""
+    looked: float = 0.0
+    """Time of the last look at the processes."""
     finished: m.Finished | None = None
     failed: m.Failed | None = None
     waiting: bool = False
@@ -186,6 +193,7 @@ def report(state: NodeState) -> m.NodeReport:
         restart=state.launch.restart if state.launch else -1,
         step=progress[0].step if progress else 0,
         microbatch=progress[0].microbatch if progress else 0,
+        fallen=state.fallen,
     )
 
 

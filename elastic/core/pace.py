@@ -17,6 +17,8 @@ SAMPLES, CHANGED = 3, 1.2
 the one that plans count with, or below its inverse."""
 SAMPLES_UNPROFILED, CHANGED_UNPROFILED = 8, 1.5
 """The same without a profile: a node's own first steps are a rougher measure."""
+SPAN_UNPROFILED_S = 10.0
+"""They must also lie so far apart: a machine may be busy for as long as a few short steps."""
 NORMAL = 1.1
 """Factors below this count as 1."""
 
@@ -29,6 +31,8 @@ class Pace:
     """Epoch of the samples."""
     samples: tuple[tuple[int, float], ...] = ()
     """(step, ratio) of the newest steps of this epoch, `wanted` at most; the first step seen is left out."""
+    times: tuple[float, ...] = ()
+    """When they were seen; 0: unknown."""
     step: int = -1
     """Newest step seen."""
     unit: float = 0.0
@@ -54,13 +58,14 @@ class Pace:
         return median(r for _, r in self.samples) if len(self.samples) == self.wanted else 0.0
 
 
-def observe(pace: Pace, epoch: int, step: int, ratio: float) -> Pace:
-    """Take note of one step."""
+def observe(pace: Pace, epoch: int, step: int, ratio: float, at: float = 0.0) -> Pace:
+    """Take note of one step; `at`: when it was seen."""
     if epoch != pace.epoch:
-        return replace(pace, epoch=epoch, step=step, samples=(), unit=0.0)
+        return replace(pace, epoch=epoch, step=step, samples=(), times=(), unit=0.0)
     if step <= pace.step:
         return pace
-    return replace(pace, step=step, samples=(*pace.samples, (step, ratio))[-pace.wanted :])
+    samples, times = (*pace.samples, (step, ratio)), (*pace.times, at)
+    return replace(pace, step=step, samples=samples[-pace.wanted :], times=times[-pace.wanted :])
 
 
 def calibrate(pace: Pace, same: Sequence[Pace]) -> Pace:
@@ -85,6 +90,9 @@ def found(pace: Pace) -> float | None:
     Nodes that are quicker than they should be count as they should be.
     """
     if not (pace.unit and pace.ratio):
+        return None
+    brief = bool(pace.times) and pace.times[0] > 0 and pace.times[-1] - pace.times[0] < SPAN_UNPROFILED_S
+    if brief and not pace.profiled:
         return None
     factors = [ratio / pace.unit / pace.factor for _, ratio in pace.samples]
     if not (min(factors) >= pace.change or max(factors) <= 1 / pace.change):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core import change as epoch_change
-from elastic.core import stay
+from elastic.core import quarantine, stay
 from elastic.core.conditions import measured_profile
 from elastic.core.job import JobState, Note, Result
 from elastic.core.messages import NodePhase
@@ -35,7 +35,7 @@ def coming(state: JobState) -> tuple[str, ...]:
     if change is None or change.boundary or change.old_plan is None:
         return ()
     members = [state.members.get(node) for node in change.old_plan.nodes()]
-    if any(member is None or member.draining for member in members):
+    if any(member is None or member.draining or quarantine.holds(state, member.node) for member in members):
         return ()  # the plan changes anyway
     return tuple(mb.node for mb in members if mb and mb.report.phase is NodePhase.STARTING)
 

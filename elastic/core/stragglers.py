@@ -31,7 +31,7 @@ def observe(state: JobState, event: Beat) -> JobState:
         return state
     key = member.report.info.incarnation
     known = state.paces.get(key, Pace(profiled=state.policy.profile is not None))
-    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()))
+    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()), state.ticked)
     pace = calibrate(pace, _same(state, event.node))
     return state.of(paces={**of_members(state, state.paces), key: pace})
 
@@ -54,9 +54,15 @@ def factor(state: JobState, node: str) -> float:
     return pace_of(state, node).factor
 
 
+def loaded(state: JobState, node: str) -> float:
+    """How much slower the plans take `node` because of its link."""
+    record = state.health.get(node)
+    return 1.0 if record is None else record.loaded
+
+
 def slow(state: JobState) -> tuple[tuple[str, float], ...]:
     """What the planner is told: (node, factor) of those that are not as their profile says."""
-    factors = [(node, factor(state, node)) for node in state.members]
+    factors = [(node, factor(state, node) * loaded(state, node)) for node in state.members]
     return tuple((node, f) for node, f in factors if f != 1.0)
 
 

@@ -352,3 +352,5 @@ class NodeInfo:
     """Type of its devices, as a profile names it; "": the profile's first."""
     lifetime_s: float = 0.0
     """Seconds that it is expected to stay; 0: unknown."""
+    standing: int = 0
+    """How quick its pre-flight found it, in steps of a quarter; the higher is taken first. 0: unknown."""

@@ -18,6 +18,7 @@ USAGE = """usage: elastic COMMAND [flags]
   profile       measure a script's layers and the links, for the planner and --emulate
   status        phase, step, loss, nodes and plan of a running job
   nodes         who takes part
+  preflight     what a node would find about itself before it joins
   drain NODE    move a node's state out, then release it
   plan [FILE]   the plan of a running job, of a text file, or the best one for a cluster file
   export CHECKPOINT OUT.safetensors
@@ -63,6 +64,7 @@ def _commands() -> dict[str, Command]:
         "profile": _profile,
         "status": _query("status"),
         "nodes": _query("nodes"),
+        "preflight": _preflight,
         "drain": _query("drain"),
         "plan": _plan,
         "export": _query("export"),
@@ -110,6 +112,12 @@ def _kubernetes(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.launcher.kubernetes import kubernetes
 
     return kubernetes(argv, environ)
+
+
+def _preflight(argv: list[str], environ: Mapping[str, str]) -> int:
+    from elastic.launcher.preflight import preflight
+
+    return preflight(argv, environ)
 
 
 def _query(name: str) -> Command:

@@ -72,7 +72,9 @@ class ClusterSupervisor(Supervisor):
     def __init__(
         self, request: Request, run_dir: RunDir, address: str, cluster: Cluster, spares: int
     ) -> None:
-        super().__init__(request, run_dir, address, mine=(address,), host=address.rpartition(":")[0].strip("[]"))
+        super().__init__(
+            request, run_dir, address, mine=(address,), host=address.rpartition(":")[0].strip("[]")
+        )
         self._cluster = cluster
         self._fleet = fleet.Fleet(wanted=self._config.max_nodes, spares=spares)
         self._next_look = 0.0

@@ -125,6 +125,12 @@ OURS = (
     Flag(
         "--coordinators", "1", "coordinators of a --standalone run, one of which leads; several need --store"
     ),
+    Flag(
+        "--preflight", "on", "what a node looks at before it joins: on, strict (warnings count, too) or off"
+    ),
+    Flag(
+        "--quarantine", "30", "seconds that a node which fails again and again is left out; doubles each time"
+    ),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(

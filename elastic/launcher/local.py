@@ -159,8 +159,9 @@ class Supervisor:
                 self._carry_out(spec)
         for event in self._events.read():
             line = LINES.get(str(event.get("kind")))
-            if line is not None:
-                self._view.note(line(event))
+            text = line(event) if line is not None else ""
+            if text:
+                self._view.note(text)
             elif self._request.console_events:
                 self._view.note(event_line(event))
 

@@ -124,6 +124,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         ),
         profile=_profile(args),
         emulate=args.emulate is not None,
+        preflight=args.preflight,
+        quarantine_s=seconds("--quarantine", args.quarantine),
         link=_link(args.link),
         faults=_faults(args.fault),
     )

@@ -22,14 +22,20 @@ def status(argv: list[str], environ: Mapping[str, str]) -> int:
     args = query_parser(
         "status", "Show the phase, step, loss, nodes and plan of a running job.", environ
     ).parse_args(argv)
-    return show(ask(args, "status", {}), args.json)
+    answer = ask(args, "status", {})
+    return show(answer if args.json else {**answer, "nodes": _short(answer.get("nodes", []))}, args.json)
 
 
 def nodes(argv: list[str], environ: Mapping[str, str]) -> int:
     """Who takes part."""
     args = query_parser("nodes", "List the nodes of a running job.", environ).parse_args(argv)
     answer = ask(args, "nodes", {})
-    return show(answer if args.json or answer.get("nodes") else {"nodes": "none yet"}, args.json)
+    return show(answer if args.json else {"nodes": _short(answer.get("nodes", [])) or "none yet"}, args.json)
+
+
+def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for people: evidence is for programs."""
+    return [{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows]
 
 
 def drain(argv: list[str], environ: Mapping[str, str]) -> int:

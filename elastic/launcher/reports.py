@@ -28,8 +28,31 @@ def corrupt_line(event: dict[str, Any]) -> str:
     return f"warning: a copy of {event.get('owner', '?')} at {event.get('keeper', '?')}: {event.get('detail', '')}"
 
 
-LINES = {"recovery": recovery_line, "backup-short": short_line, "copy-corrupt": corrupt_line}
-"""Events that the user sees whatever is asked for, and how."""
+def health_line(event: dict[str, Any]) -> str:
+    """One line for what is wrong with a node, and what is done about it."""
+    if event.get("evidence", {}).get("well"):
+        return f"{event.get('node', '?')} ({event.get('class', '?')}): {event.get('reason', '')}"
+    done = event.get("action", "none")
+    what = f"{event.get('node', '?')} ({event.get('class', '?')}): {event.get('reason', '')}"
+    return f"warning: {what}" + ("" if done == "none" else f" [{done}]")
+
+
+def preflight_line(event: dict[str, Any]) -> str:
+    """One line for a node that is refused; nothing for one that is taken."""
+    if event.get("ok"):
+        return ""
+    again = f"it looks again in {event.get('retry_s', '?')} s"
+    return f"warning: {event.get('node', '?')} may not join: {event.get('reason', '')}; {again}"
+
+
+LINES = {
+    "recovery": recovery_line,
+    "backup-short": short_line,
+    "copy-corrupt": corrupt_line,
+    "health": health_line,
+    "preflight": preflight_line,
+}
+"""Events that the user sees whatever is asked for, and how; "": this one is not shown."""
 
 
 def event_line(event: dict[str, Any]) -> str:

@@ -117,7 +117,8 @@ def check(request: PlanRequest) -> None:
 
 
 def pick(request: PlanRequest) -> tuple[list[NodeInfo], list[NodeInfo]]:
-    """Return (nodes that may hold stages, spares); those that hold stages now come first when not all may.
+    """Return (nodes that may hold stages, spares); when not all may, those come first that hold stages now, then those
+    whose pre-flight found them quick.
 
     Raises InfeasiblePlan.
     """
@@ -132,7 +133,7 @@ def pick(request: PlanRequest) -> tuple[list[NodeInfo], list[NodeInfo]]:
             f"no node can take a stage: {len(live)} of {len(request.nodes)} nodes are alive{short}"
         )
     holding = set(request.current.nodes()) if request.current else set()
-    able.sort(key=lambda info: info.node not in holding)
+    able.sort(key=lambda info: (info.node not in holding, -info.standing))
     active = able[: request.max_nodes or len(able)]
     active.sort(key=lambda info: natural(info.node))
     chosen = {info.node for info in active}

@@ -11,6 +11,7 @@ answered by a `Reply`, whose `error` is empty when all went well.
     Locate(key, node)     where the copy lies in shared memory; only for requesters on the vault's own node
     Inventory()           all whole copies
     Verify(key, wrong)    compare a copy with its checksum again; a corrupt or `wrong` one is dropped
+    Probe() + bytes       nothing: what a link carries can be seen from how long it takes
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     error: str = ""
     stale: bool = False
@@ -82,7 +88,7 @@ class Reply:
     offset: int = 0
 
 
-REQUESTS: dict[str, type] = {kind.__name__: kind for kind in (Put, Get, Locate, Inventory, Verify)}
+REQUESTS: dict[str, type] = {kind.__name__: kind for kind in (Put, Get, Locate, Inventory, Verify, Probe)}
 
 
 ASK_BYTES = 4 << 20
@@ -188,6 +194,16 @@ class VaultClient:
         with self._calling, self._connected() as stream:
             _ask(stream, Verify(copy.key, wrong))
             return bool(_reply(stream)[0].copies)
+
+    def probe(self, nbytes: int) -> float:
+        """Seconds that so many bytes take to the vault, its answer included; they are thrown away there."""
+        with self._calling, self._connected() as stream:
+            began = time.perf_counter()
+            with _reason_first():
+                _begin(stream, Probe(), nbytes)
+                stream.write(memoryview(bytes(nbytes)))
+            _reply(stream)
+            return time.perf_counter() - began
 
     def close(self) -> None:
         """For good; calls in progress and later ones raise VaultError."""

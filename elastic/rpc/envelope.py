@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.core import codec, messages
+from elastic.core import codec, messages, vitals
 from elastic.errors import FieldError
 from elastic.rpc import elastic_pb2
 
@@ -39,8 +39,9 @@ class Envelope:
 def _kinds() -> dict[str, type]:
     found = {
         name: kind
-        for name, kind in inspect.getmembers(messages, inspect.isclass)
-        if dataclasses.is_dataclass(kind) and kind.__module__ == messages.__name__
+        for module in (messages, vitals)
+        for name, kind in inspect.getmembers(module, inspect.isclass)
+        if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
     }
     return found | {Rejected.__name__: Rejected}
 
@@ -53,7 +54,7 @@ def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
     """Wrap a message. Raises FieldError if it is no known message or too large."""
     kind = type(message).__name__
     if KINDS.get(kind) is not type(message):
-        raise FieldError("message", kind, "a dataclass of elastic.core.messages is needed")
+        raise FieldError("message", kind, "a dataclass of elastic.core.messages (or vitals) is needed")
     body = codec.dumps(message).encode()
     _check_size(kind, body)
     return Envelope(term, max(epoch, 0), kind, body, sender)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from elastic.planning.profile import Link
 
-_TAKEN = struct.Struct("<dd")
+_TAKEN = struct.Struct("<ddd")
+"""Until when each lane is taken; how many times slower than its limit the link is (0: it is not)."""
 
 
 class Shaper:
@@ -33,15 +34,20 @@ class Shaper:
         """When (time.monotonic) so many bytes will have left; asking takes the link until then."""
         if self.limit.bytes_per_s <= 0:
             return time.monotonic()
-        spent = nbytes / self.limit.bytes_per_s
         with self._locked() as descriptor:
-            raw = os.pread(descriptor, _TAKEN.size, 0)
-            ahead, behind = map(float, _TAKEN.unpack(raw)) if len(raw) == _TAKEN.size else (0.0, 0.0)
+            ahead, behind, factor = _read(descriptor)
+            spent = nbytes / self.limit.bytes_per_s * max(factor, 1.0)
             start: float = max(time.monotonic(), ahead if training else max(ahead, behind))
             end = start + spent
             taken = (end, max(behind, start) + spent) if training else (ahead, end)
-            os.pwrite(descriptor, _TAKEN.pack(*taken), 0)
+            os.pwrite(descriptor, _TAKEN.pack(*taken, factor), 0)
         return end
+
+    def slow_down(self, factor: float) -> None:
+        """From now on the link carries that many times less, for all processes of the node."""
+        with self._locked() as descriptor:
+            ahead, behind, _ = _read(descriptor)
+            os.pwrite(descriptor, _TAKEN.pack(ahead, behind, factor), 0)
 
     def pass_on(self, nbytes: int) -> None:
         """Wait until a piece of a copy has left; 0 bytes: for the latency."""
@@ -59,6 +65,14 @@ class Shaper:
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+def _read(descriptor: int) -> tuple[float, float, float]:
+    raw = os.pread(descriptor, _TAKEN.size, 0)
+    if len(raw) != _TAKEN.size:
+        return 0.0, 0.0, 0.0
+    ahead, behind, factor = _TAKEN.unpack(raw)
+    return float(ahead), float(behind), float(factor)
 
 
 def shaper_of(directory: Path | str, limit: Link) -> Shaper | None:

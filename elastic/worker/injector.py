@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from elastic.config import claim_fault
 from elastic.core import messages as m
 from elastic.core.faults import FaultKind, FaultSpec, Phase, due, format_fault
+from elastic.rpc.shaping import shaper_of
 from elastic.worker.control import WorkerContext
 
 
@@ -58,6 +60,11 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case FaultKind.SLOW:
                 self.slow = spec.factor
+            case FaultKind.SLOW_LINK:
+                folder = Path(self._context.memory_dir) / self._context.node
+                shaper = shaper_of(folder, self._context.link)
+                if shaper is not None:
+                    shaper.slow_down(spec.factor)
             case FaultKind.CORRUPT:
                 self._send(m.FaultReached(format_fault(spec), time.time()))
             case FaultKind.PARTITION:
@@ -71,5 +78,6 @@ class Injector:
 
 def _local(spec: FaultSpec) -> bool:
     return spec.kind in (
-        FaultKind.KILL, FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW, FaultKind.PARTITION, FaultKind.CORRUPT,
+        FaultKind.KILL, FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW, FaultKind.SLOW_LINK,
+        FaultKind.PARTITION, FaultKind.CORRUPT,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from elastic.core.coordinator import KNOW, RULES, transition
 from elastic.core.job import JobPhase, JobState, Note, Reported, Send
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo, StepRecord
+from elastic.core.vitals import DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
 from tests.core.world import Fault, World
 
 
@@ -54,6 +55,7 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         (job.PartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
         (job.CheckpointCommitted("/c/step-2", 2), 0.1),
         (job.BackupNoted("backup-short", "node0", "node1", "full"), 0.1),
+        (job.HealthSeen(HealthReport("nobody", "x", 0.0)), 0.1),
         (Reported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True), 0.1),
         (Reported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True), 0.1),
     ]
@@ -66,6 +68,7 @@ def events(state: JobState) -> list[tuple[Any, float]]:
             (job.Closed(node, "former"), 0.1),
             (job.DrainAsked(node, 0.5), 0.1),
             (job.DrainAsked(node, 60.0), 0.1),
+            *((job.HealthSeen(report), 0.1) for report in health_reports(node, incarnation, state)),
         ]
         for phase in NodePhase:
             for epoch in sorted({0, max(state.epoch - 1, 0), state.epoch}):
@@ -75,6 +78,22 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         made.append((Reported(replace(member.report, failed=m.Failed("bad", 7))), 0.1))
         made.append((Reported(replace(member.report, finished=m.Finished(5, "sha"))), 0.1))
     return made
+
+
+def health_reports(node: str, incarnation: str, state: JobState) -> tuple[HealthReport, ...]:
+    """A node that is well, one of which everything is wrong, and a former one."""
+    well = HealthReport(node, incarnation, state.ticked, state.epoch)
+    wrong = replace(
+        well,
+        at=0.0,
+        memory_free_bytes=1,
+        memory_total_bytes=1 << 30,
+        disks=(Disk("checkpoints", "/c", 0, 1 << 30, "own"),),
+        devices=(DeviceSeen(0, "toy", 99.0, "too hot", 3, "XID 79"),),
+        links=(LinkSeen("node0", 4, 4 << 20, 4.0, 1e6),),
+        mishaps=(Mishap("checkpoint", "/c", "no space", 2),),
+    )
+    return well, wrong, replace(wrong, incarnation="former")
 
 
 NOT_ABLE = (NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)

@@ -44,7 +44,7 @@ def specs(draw: st.DrawFn) -> FaultSpec:
         microbatch=draw(st.none() | counts) if batched else None,
         phase=phase,
         after=draw(counts) if phase is Phase.RECOVERY else 0,
-        factor=draw(st.floats(1.001, 1000)) if kind is FaultKind.SLOW else 3.0,
+        factor=draw(st.floats(1.001, 1000)) if kind in (FaultKind.SLOW, FaultKind.SLOW_LINK) else 3.0,
         duration_s=draw(seconds) if kind is FaultKind.PARTITION else 5.0,
         down_s=draw(seconds) if kind is FaultKind.KILL_COORDINATOR else 5.0,
         deadline_s=draw(seconds) if kind is FaultKind.DRAIN else 30.0,

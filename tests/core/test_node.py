@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_spares_and_boundaries() -> None:
 def test_words_of_unknown_workers() -> None:
     empty = play()
     for event in (Said(0, m.Protected(1)), core.Exited(1, 0), core.Looked((core.Evidence(0, True, 0.0),))):
-        assert transition(empty, event, 11.0)[0] == empty
+        assert replace(transition(empty, event, 11.0)[0], looked=0.0) == empty
 
 
 def test_suspicions_end_with_the_epoch() -> None:
@@ -227,3 +228,59 @@ def test_a_hung_worker_is_killed_with_its_cause() -> None:
     assert actions == (core.KillWorkers(f"hang: {reason}"),) and state.detect_s == 1.0
     assert play(core.Exited(1, -9), state=state).cause == f"hang: {reason}"
     assert transition(play(LAUNCH), stopped, 99.0)[1] == ()
+
+
+# ---- no healthy worker is killed on a guess ----------------------------------------------------
+
+
+def watched(
+    *, activity: str, cpu: Callable[[float], float], seconds: float, gap: tuple[float, float] = (0, 0)
+) -> list[str]:
+    """What is done to a worker whose agent looks ten times a second and hears from it five times a second, but not
+    from `gap[0]` to `gap[1]`, when the agent does not run; `cpu`: seconds used by then."""
+    state, done, heard = play(*RUN), [], 0.0
+    for tick in range(int(seconds * 10)):
+        now = 10.0 + tick / 10
+        if gap[0] <= now - 10.0 < gap[1]:
+            continue
+        look = core.Looked(tuple(core.Evidence(rank, False, cpu(now - 10.0)) for rank in (0, 1)))
+        state, actions, _ = transition(state, look, now)
+        done += [action.reason for action in actions if isinstance(action, core.KillWorkers)]
+        if now - heard >= 0.2:
+            heard = now
+            for rank in (0, 1):
+                state, _, _ = transition(state, Said(rank, m.Progress(1, activity, 3, 1)), now)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("temptation", "activity", "cpu", "gap"),
+    [
+        ("a loaded machine: a trickle of CPU", "compute", lambda t: t / 100, (0, 0)),
+        ("a long step", "compute", lambda t: t, (0, 0)),
+        (
+            "a long checkpoint, a big transfer: it waits for the disk or for others",
+            "wait",
+            lambda t: 0.0,
+            (0, 0),
+        ),
+        ("installing from a slow disk", "install", lambda t: 0.0, (0, 0)),
+        ("the agent is stopped while the worker waits", "wait", lambda t: 0.0, (20, 90)),
+        (
+            "the agent is stopped while the worker computes",
+            "compute",
+            lambda t: min(t, 20.0) + max(0, t - 90),
+            (20, 90),
+        ),
+        ("the machine is suspended", "compute", lambda t: t if t < 20 else 20 + max(0.0, t - 90), (20, 90)),
+    ],
+)
+def test_temptations(temptation: str, activity: str, cpu: Any, gap: tuple[float, float]) -> None:
+    """Two minutes of each; time is the agent's monotonic clock, so a jump of the wall clock is none here."""
+    assert watched(activity=activity, cpu=cpu, seconds=120.0, gap=gap) == [], temptation
+
+
+def test_without_temptation_it_is_killed() -> None:
+    """The same watch finds a worker that is stuck."""
+    (reason, *_) = watched(activity="compute", cpu=lambda t: 0.0, seconds=120.0)
+    assert "no progress and no CPU time" in reason

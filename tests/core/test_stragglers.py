@@ -253,3 +253,63 @@ def test_through_the_whole_transition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.phase is JobPhase.HALTING and step == 6
     told: list[Any] = [reason for reason in reasons if "2.0x slower" in reason]
     assert len(told) == 1
+
+
+# ---- class and action --------------------------------------------------------------------------
+
+
+def health_notes(result: Any) -> list[dict[str, Any]]:
+    return [a.data for a in result[1] if isinstance(a, Note) and a.kind == "health"]
+
+
+def test_a_slow_node_is_the_host_that_is_relieved(monkeypatch: pytest.MonkeyPatch) -> None:
+    better(monkeypatch, RELIEVED)
+    (note,) = health_notes(relief.relieve(slowed(running(), 2.0), 10.0))
+    assert (note["node"], note["class"], note["action"]) == ("node1", "host", "rebalance")
+    assert note["evidence"] == {"slow": 2.0, "before": 1.0, "step_5": 2.0, "step_6": 2.0, "step_7": 2.0}
+
+
+def test_a_spare_takes_the_place_of_a_slow_node_where_that_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = better(monkeypatch, RELIEVED)
+    whole = relief.make_plan
+
+    def plan(request: PlanRequest) -> Plan:
+        made = whole(request)
+        stages = (Stage(Unit("node0"), 0, 2), Stage(Unit("node9"), 2, 4))
+        return replace(made, pipelines=(Pipeline(stages, (0, 1, 2)),)) if request.dead else made
+
+    monkeypatch.setattr(relief, "make_plan", plan)
+    state = slowed(running(), 3.0)
+    member = state.members["node0"]
+    info = replace(member.report.info, node="node9", incarnation="node9.1")
+    spare = replace(member, report=replace(member.report, info=info))
+    state = state.of(members={**state.members, "node9": spare})
+    result = relief.relieve(state, 10.0)
+    assert result is not None and any(request.dead == {"node1"} for request in asked)
+    (note,) = health_notes(result)
+    assert (note["node"], note["class"], note["action"]) == ("node1", "host", "replace")
+    state = result[0]
+    assert state.health["node1"].quarantined and state.phase is JobPhase.HALTING
+    assert state.change is not None and state.change.boundary and "node1" in state.members
+
+
+def test_what_slows_everybody_is_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine under all of them: no plan helps, and none is asked for."""
+    asked = better(monkeypatch, RELIEVED)
+    state = running()
+    for step in range(3, 8):
+        state = beat(beat(state, "node0", step, 6.0 * 1.9), "node1", step, 6.0 * 2.0)
+    assert relief.relieve(state, 10.0) is None and asked == []
+    for step in range(8, 11):
+        state = beat(beat(state, "node0", step, 6.0), "node1", step, 6.0 * 2.0)
+    assert relief.relieve(state, 11.0) is not None, "it is still slow when the others are quick again"
+
+
+def test_without_a_profile_a_few_short_steps_are_not_enough() -> None:
+    """Eight steps of a tenth of a second tell of the moment, not of the node."""
+    pace = replace(unprofiled(40.0), times=())
+    for apart, factor in ((0.1, None), (2.0, 2.0)):
+        slower = pace
+        for number in range(SAMPLES_UNPROFILED):
+            slower = observe(slower, 1, slower.step + 1, 80.0, 100.0 + number * apart)
+        assert found(slower) == factor

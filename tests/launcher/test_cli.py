@@ -140,6 +140,9 @@ WRONG_FLAGS = [
     (["--standalone", "--coordinators", "3"], "--coordinators"),
     (["--nnodes", "2", "--coordinators", "3", "--store", "etcd://a:1", "--rdzv-id", "a"], "--coordinators"),
     (["--rdzv-endpoint", "a:1,b:x"], "--rdzv-endpoint"),
+    (["--preflight", "maybe"], "--preflight"),
+    (["--quarantine", "0"], "--quarantine"),
+    (["--quarantine", "long"], "--quarantine"),
     (["--heartbeat", "0"], "--heartbeat"),
     (["--heartbeat", "x"], "--heartbeat"),
     (["--lease", "0.6"], "--lease"),
@@ -166,6 +169,8 @@ WRONG_FLAGS = [
     (["--backend", "ray", "--link", "latency=1ms"], "--link"),
     (["--backend", "ray", "--domain", "a,b"], "--domain"),
     (["--backend", "ray", "--fault", "join step=2"], "--fault"),
+    (["--standalone", "--fault", "slow-link node=0"], "--link"),
+    (["--standalone", "--fault", "slow-link node=0 factor=0.5"], "--fault factor"),
     (["--no-such-flag", "1"], "--no-such-flag"),
     (["-m", "--no-python"], "-m"),
     (["--run-path"], "--run-path"),
@@ -223,6 +228,10 @@ def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: l
         (["drain"], "NODE"),
         (["drain", "node1", "--deadline", "x"], "--deadline"),
         (["drain", "node1", "--deadline", "-2"], "--deadline"),
+        (["preflight", "--run-dir", "script.py"], "--run-dir"),
+        (["preflight", "--checkpoint-dir", ""], "--checkpoint-dir"),
+        (["preflight", "--node-memory", "lots"], "--node-memory"),
+        (["preflight", "--rdzv-endpoint", "x:y"], "--rdzv-endpoint"),
         (["plan", "missing.txt"], "FILE"),
         (["plan", "script.py"], "plan"),
         (["export", "missing", "out"], "CHECKPOINT"),
@@ -250,6 +259,25 @@ def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture
     (place / "exit.json").write_text('{"code": 3, "reason": "too much was lost"}')
     assert cli.main(["status", "--run-dir", "."]) == 2
     assert "is over: too much was lost (exit code 3)" in capsys.readouterr().err
+
+
+def test_preflight_of_a_sound_machine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["preflight", "--json", "--checkpoint-dir", "new"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] and told["score"] > 0 and told["seconds"] > 0
+    assert {"compute", "memory", "disk:run", "disk:memory", "disk:checkpoints"} <= {
+        c["check"] for c in told["checks"]
+    }
+    assert not (place / "new").exists()
+
+
+def test_preflight_says_what_is_wrong_and_ends_with_1(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["preflight", "--node-memory", "9000000TiB"]
+    assert cli.main(words) == 0, "a warning"
+    assert cli.main([*words, "--strict"]) == 1
+    assert "--node-memory" in capsys.readouterr().out
 
 
 # ---- right input ---------------------------------------------------------------------------------------

@@ -59,3 +59,14 @@ def test_a_payload_takes_its_time(tmp_path: Path) -> None:
     assert header == {"kind": "x"} and bytes(out) == data
     sender.close()
     receiver.close()
+
+
+def test_a_link_can_be_made_slower_while_it_is_used(tmp_path: Path) -> None:
+    """For all ends of it, and for good: what was reserved before stays."""
+    first, second = (Shaper(tmp_path / "link", Link(1000.0)) for _ in range(2))
+    one = first.reserve(100)
+    second.slow_down(10.0)
+    two = first.reserve(100)
+    three = second.reserve(10, training=True)
+    assert abs(two - one - 1.0) < 1e-6
+    assert first.reserve(100) - two > 0.9 and three < two

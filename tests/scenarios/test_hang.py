@@ -41,6 +41,9 @@ def test_a_stopped_worker_is_found_killed_and_replaced(tmp_path: Path) -> None:
     (recovery,) = summary["recoveries"]
     assert "hang" in recovery["cause"], recovery
     assert recovery["detect_s"] > 0
+    (health,) = [e for e in run.events if e["kind"] == "health"]
+    assert (health["node"], health["class"], health["action"]) == ("node2", "process", "restart")
+    assert "stopped" in health["evidence"]["cause"] and health["evidence"]["detect_s"] > 0
     killed = [line for line in agent_log(run, "node2") if "workers are killed" in line and "stopped" in line]
     assert killed, agent_log(run, "node2")
 

@@ -49,6 +49,10 @@ def test_a_slow_node_gets_less_to_do(tmp_path: Path) -> None:
     (evidence,) = [e for e in done.events if e["kind"] == "pace" and e["node"] == "node1"]
     assert len(evidence["steps"]) == 3 and not [e for e in done.events if e["kind"] == "lost"]
 
+    (health,) = [e for e in done.events if e["kind"] == "health"]
+    assert (health["node"], health["class"], health["action"]) == ("node1", "host", "rebalance")
+    assert health["evidence"]["slow"] == evidence["slow"]
+
     plan = parse_plan(summary["plan"])
     assert sorted(plan.nodes()) == ["node0", "node1", "node2", "node3"]
     work = dict.fromkeys(plan.nodes(), 0)

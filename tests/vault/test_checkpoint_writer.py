@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,8 @@ from elastic.core.types import Pipeline, Plan, Stage, Unit
 from elastic.store import durable
 from tests.vault.checkpoints import N_LAYERS, layer_run
 from tests.vault.copies import LocalWriter, gradient, make
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def plan(first: str = "a", second: str = "b") -> Plan:
@@ -173,3 +177,31 @@ def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: N
     node.writer.enter("a", plan())
     node.announce(2, 0)
     assert node.written() == [(2, ((0, 0),))]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from tests.vault.test_checkpoint_writer import Node
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+node = Node("a", Path(sys.argv[1]))
+refused = []
+node.writer._refused = refused.append
+node.announce(0, 0, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+node.announce(2, 0, 1)
+assert node.written() == [], "nothing is told to be there"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+node.announce(4, 0, 1)
+assert node.written() == [(4, ((0, 0), (1, 0)))], "and the next one is written"
+print(refused)
+"""
+
+
+def test_a_disk_that_refuses_is_told_of_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
+    """For real, without the right to mount a small disk: the system refuses files above a limit."""
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("File too large") == 1 and "Traceback" not in done.stderr

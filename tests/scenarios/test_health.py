@@ -1,0 +1,135 @@
+"""Things that go wrong with a node, for real: classified rightly, with evidence, and the right thing is done.
+
+A hung worker is in `test_hang`, a slowed node in `test_slow`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.planning.plan import parse_plan
+from elastic.planning.profile import format_profile
+from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.shared import SCRIPT, exact, faults, median, reference
+from tests.scenarios.test_slow import profile
+
+
+def health(run: Run, node: str = "") -> list[dict[str, Any]]:
+    return [e for e in run.events if e["kind"] == "health" and node in ("", e["node"])]
+
+
+def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
+    """Six times slower than it was; the spare comes at the end of a step, and steps are as short as before."""
+    flags = [
+        "--nnodes",
+        "3",
+        "--pipelines",
+        "1",
+        "--backup",
+        "stream+snapshot",
+        "--link",
+        "bandwidth=100Mbit",
+    ]
+    slow = faults("slow-link node=1 step=30 factor=6", "join step=1")
+    run = elastic_run(
+        tmp_path / "run", exact(*flags, *slow), [*SCRIPT, "--num-microbatches", "3", "--steps", "60"]
+    )
+    assert run.code == 0, run.output
+    (found,) = health(run, "node1")
+    assert (found["class"], found["action"]) == ("link", "replace"), found
+    evidence = found["evidence"]
+    assert evidence["factor"] >= 3 and evidence["peer"] in ("node0", "node2")
+    assert evidence["usual_bytes_per_s"] > 3 * evidence["bytes_per_s"] and evidence["steps_slower"] > 1.5
+    assert not [e for e in run.events if e["kind"] == "lost"]
+    (change,) = [r for r in run.summary["recoveries"] if "node1 is put aside" in r["cause"]]
+    assert change["planned"] and change["microbatches_lost"] == 0
+    assert sorted(parse_plan(run.summary["plan"]).nodes()) == ["node0", "node2", "node3"]
+    steps = [e for e in run.events if e["kind"] == "step"]
+    before = median([e["seconds"] for e in steps if 10 <= e["step"] < 30])
+    after = median([e["seconds"] for e in steps][-5:])
+    assert after < 2 * before, "the job is as quick as it was"
+
+
+def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: Path) -> None:
+    """Restarted twice; then the job goes on without the node, until its quarantine is over."""
+    (tmp_path / "profile.json").write_text(format_profile(profile(0.5)))
+    flags = ["--emulate", str(tmp_path / "profile.json"), "--nnodes", "2:3", "--quarantine", "3"]
+    crashes = faults(*(f"kill-worker node=1 step={step}" for step in (2, 3, 4)))
+    script = ["-m", "benchmarks.waiting", "--num-microbatches", "6", "--steps", "50"]
+    run = elastic_run(tmp_path / "run", [*flags, *crashes], script)
+    assert run.code == 0, run.output
+    found = health(run, "node1")
+    actions = [(e["class"], e["action"]) for e in found]
+    assert actions[:3] == [("process", "restart"), ("process", "restart"), ("host", "quarantine")], found
+    assert "signal 9" in found[0]["evidence"]["cause"]
+    assert found[2]["evidence"]["crashes"] == 3 and found[2]["evidence"]["quarantine_s"] == 3.0
+    assert actions[3] == ("host", "none") and "may be used again" in found[3]["reason"]
+    put, out = found[2]["at"], found[3]["at"]
+    assert out - put >= 3.0
+    between = [e for e in run.events if e["kind"] == "plan" and put < e["at"] < out]
+    assert between and all("node1" not in parse_plan(e["text"]).nodes() for e in between)
+    assert not health(run, "node0") and not health(run, "node2")
+    assert run.summary["ledger"] == {"double": 0, "missing": 0}
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    """A file system of that size at `path`; needs to be allowed to mount."""
+    path.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root may mount a small disk; tests/vault has the same with a limit on files")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False)
+    if made.returncode:
+        pytest.skip("mounting is not allowed here; tests/vault has the same with a limit on files")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:
+    """Every checkpoint is refused by the disk; the result is that of a run without any."""
+    disk = tmp_path / "disk"
+    with small_disk(disk, "256k"):
+        flags = ["--nnodes", "2", "--pipelines", "1", "--checkpoint-dir", str(disk)]
+        run = elastic_run(tmp_path / "run", exact(*flags), [*SCRIPT, "--checkpoint-every", "2"])
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"]
+    assert run.summary["checkpoints"] == [] and run.summary["recoveries"] == []
+    found = health(run)
+    assert {(e["class"], e["action"]) for e in found} == {("storage", "none")}, found
+    told = [e for e in found if "error" in e["evidence"]]
+    assert told, found
+    for event in told:
+        assert event["evidence"]["path"] == str(disk) and "No space left" in event["evidence"]["error"]
+        assert 0 <= event["evidence"]["free_bytes"] < 256 << 10 and "training goes on" in event["reason"]
+
+
+def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: Path) -> None:
+    """Where pre-flight is strict, a disk without room for checkpoints keeps a node out; it looks again by itself."""
+    disk = tmp_path / "disk"
+    with small_disk(disk, "1m"):
+        script = [*SCRIPT, "--steps", "2"]
+        flags = ["--nnodes", "1", "--checkpoint-dir", str(disk), "--preflight", "strict"]
+        events = tmp_path / "run" / "events.jsonl"
+        grow = f"until grep -qs make.room {events}; do sleep 0.05; done; mount -o remount,size=64m {disk}"
+        helper = subprocess.Popen(["sh", "-c", grow])
+        try:
+            run = elastic_run(tmp_path / "run", flags, script)
+        finally:
+            helper.kill()
+            helper.wait()
+    assert run.code == 0, run.output
+    first, *_, last = [e for e in run.events if e["kind"] == "preflight"]
+    assert not first["ok"] and "make room" in first["reason"] and first["retry_s"] == 5.0
+    assert last["ok"] and last["figures"]["disk:checkpoints"] > 16 << 20
+    (joined,) = [e for e in run.events if e["kind"] == "joined"]
+    assert joined["at"] - first["at"] >= 4.9

@@ -1,0 +1,89 @@
+"""Training on a loaded machine: nothing is done about anybody, however slow everything gets.
+
+`make soak` runs the long one for half an hour (ELASTIC_SOAK_S).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.scenarios.harness import LEASE_S, ROOT, Run
+from tests.scenarios.test_hang import agent_log, loaded_machine
+
+SOAK_S = float(os.environ.get("ELASTIC_SOAK_S", "1800"))
+HELD_S = 2.0
+"""How long an agent is stopped, now and then."""
+
+
+def agents_of(pid: int) -> list[psutil.Process]:
+    found = psutil.Process(pid).children(recursive=True)
+    return [p for p in found if "elastic.agent.service" in " ".join(p.cmdline())]
+
+
+def hold_up_an_agent(pid: int) -> None:
+    """Stop an agent for a while: what its workers say meanwhile lies unread."""
+    agent = agents_of(pid)[0]
+    agent.suspend()
+    time.sleep(HELD_S)
+    agent.resume()
+
+
+def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
+    """Train for so long beside `a_core` busy processes for each core; every so often an agent is held up."""
+    script = [
+        "-m",
+        "examples.train_gpt",
+        "--layers",
+        "4",
+        "--hidden",
+        "64",
+        "--heads",
+        "4",
+        "--seq-len",
+        "64",
+    ]
+    script += ["--steps", "1000000", "--checkpoint-every", "50"]
+    flags = ["--nnodes", "3", "--lease", LEASE_S, "--run-dir", str(folder / "run")]
+    command = [sys.executable, "-m", "elastic", "run", "--standalone", *flags, *script]
+    end = time.time() + seconds
+    with loaded_machine(a_core), (folder / "output").open("wb") as output:
+        run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
+        try:
+            while time.time() < end:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    run.wait(max(0.1, min(every_s, end - time.time())))
+                hold_up_an_agent(run.pid)
+            ended = time.time()
+            run.send_signal(signal.SIGINT)
+            run.wait(120)
+        finally:
+            run.kill()
+    done = Run(run.returncode, (folder / "output").read_text(), folder / "run")
+    assert sum(e["kind"] == "step" for e in done.events) > 5, done.output
+    during = [e for e in done.events if e["at"] < ended]
+    halts = [e["cause"] for e in during if e["kind"] == "halt"]
+    assert halts[0] == "start" and not [cause for cause in halts[1:] if not cause.startswith("backup")], halts
+    assert not [e for e in during if e["kind"] == "lost"]
+    for node in range(3):
+        assert not [line for line in agent_log(done, f"node{node}") if "workers are killed" in line]
+    acted = [e for e in done.events if e["kind"] == "health" and e["action"] != "none"]
+    assert not acted, acted
+    assert not [e for e in done.events if e["kind"] == "preflight" and not e["ok"]]
+
+
+def test_nothing_is_done_about_anybody_on_a_loaded_machine(tmp_path: Path) -> None:
+    soak(tmp_path, 24.0, 2, 12.0)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(SOAK_S + 300)
+def test_nothing_is_done_about_anybody_in_half_an_hour(tmp_path: Path) -> None:
+    soak(tmp_path, SOAK_S, 4, 60.0)
