@@ -25,6 +25,7 @@ from typing import Any
 from elastic import lifeline
 from elastic.agent.checkpoints import CheckpointWriter
 from elastic.agent.injected import carry_out
+from elastic.agent.leaving import Found, Leaving, Read
 from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
@@ -66,6 +67,7 @@ class Agent:
         self._generation = 0
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
+        self._leaving = Leaving(config, self._node, self._queue.put, self._say, self._report)
         self._begin()
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
@@ -74,6 +76,7 @@ class Agent:
             on_up=lambda: self._queue.put("up"),
             on_down=lambda reason: log.info("coordinator away: %s", reason),
             sender=self._node,
+            keepalive_s=config.timeouts.keepalive_s,
         )
 
     def _begin(self) -> None:
@@ -82,14 +85,19 @@ class Agent:
         self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
         pace = pace_of(self._directory, self._config.link)
         packs = Compressing(self._config.compress)
-        self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
+        limits = self._config.timeouts
+        self._server = VaultServer(
+            self._vault, self._host, timeout_s=limits.serve_s, pace=pace, compressing=packs
+        ).start()
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
-            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short, compressing=packs
-        )
+            self._vault, self._acked, self._held, timeout_s=limits.bulk_s, prepare=prepare, pace=pace, short=short,
+            compressing=packs,
+        )  # fmt: skip
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
-        self._state = core.NodeState(info)
+        self._state = core.NodeState(info, limits=limits)
+        self._leaving.incarnation = info.incarnation
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -115,6 +123,11 @@ class Agent:
                 for news in (*self._steps, *self._parts):  # before a report that may end the job
                     self._say(news)
                 self._report()
+                self._leaving.again()
+            case Read() | Found():
+                self._leaving.take(item)
+            case m.Released() if not self._partitioned and not self._leaving.parked:
+                self._leaving.released(lambda: self._apply(item))
             case (int() as generation, int() as rank, message):
                 if generation == self._generation:
                     self._from_worker(rank, message)
@@ -177,6 +190,7 @@ class Agent:
         self._replicator.submit(self._generation * RANKS + rank, message)
 
     def _look(self) -> None:
+        self._leaving.look()
         if self._group is None:
             return
         found = self._group.states()
@@ -184,7 +198,8 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
-        self._say(core.heartbeat(self._state))
+        if not self._leaving.parked:
+            self._say(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
         before = self._state
@@ -231,6 +246,8 @@ class Agent:
         return self._partitioned_until > 0
 
     def _report(self) -> None:
+        if self._leaving.parked:
+            return
         report = core.report(self._state)
         if report.phase not in RUNNING:
             report = replace(report, inventory=self._vault.inventory())
@@ -266,6 +283,7 @@ class Agent:
         self._workers.forget()
         self._begin()
         self._report()
+        self._leaving.again()
 
     def _start_prefetch(self, order: m.Prefetch) -> None:
         def work() -> None:
@@ -280,6 +298,10 @@ class Agent:
     def stop(self) -> None:
         """Kill the workers and end; for signal handlers."""
         self._queue.put(m.Stop(130, "told to stop"))
+
+    def leave(self) -> None:
+        """The node shall leave within --grace seconds and the agent end; for signal handlers."""
+        self._leaving.signalled()
 
     # ---- callbacks of other threads ----
 
@@ -307,6 +329,7 @@ class Agent:
             if self._exit_code == 0 and not self._group.wait(GRACE_S):
                 log.warning("workers did not end within %g s", GRACE_S)
             self._group.terminate(self._config.shutdown_timeout_s)
+        self._leaving.close()
         self._session.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
             part.close()
@@ -347,6 +370,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
+    signal.signal(signal.SIGUSR1, lambda *_: agent.leave())
     return agent.run()
 
 

@@ -74,6 +74,7 @@ class Coordinator:
             on_close=lambda session: self._queue.put((session, None)),
             on_call=self._call,
             term=lambda: self._lease.token,
+            keepalive_s=config.timeouts.keepalive_s,
         )
 
     def _open_store(self) -> None:
@@ -158,7 +159,10 @@ class Coordinator:
                 self._records.beat(self._state)
             case m.StepDone():
                 self._records.step(message, self._state)
-                self._apply(job.Stepped(message.record))
+                self._apply(job.Stepped(message.record, message.seconds))
+            case m.Notice():
+                self._sessions.setdefault(message.node, session)
+                self._apply(message)
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
             case m.CheckpointPart():
@@ -252,6 +256,8 @@ class Coordinator:
             self._committed(future)
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
+        for node in [node for node in self._sessions if node not in self._state.members]:
+            self._send(node, m.Stop(action.code, action.reason))  # released, and waiting to come back
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----
@@ -260,7 +266,7 @@ class Coordinator:
         """Called from a server thread; answered by the coordinator's own."""
         query = Query(kind, body, Future())
         self._queue.put(query)
-        return query.answer.result(timeout=10.0)
+        return query.answer.result(timeout=self._config.timeouts.answer_s)
 
     def _answer(self, query: Query) -> None:
         try:

@@ -7,8 +7,9 @@ from enum import StrEnum
 from typing import Any
 
 from elastic.core.gauge import Gauge
-from elastic.core.messages import Launch, Measured, NodePhase, NodeReport
+from elastic.core.messages import Launch, Measured, NodePhase, NodeReport, Notice
 from elastic.core.pace import Pace
+from elastic.core.timeouts import Seen, Timeouts, budget
 from elastic.core.types import Assignment, JobSpec, Plan, Slot, StepRecord
 from elastic.planning.profile import Profile
 
@@ -77,6 +78,10 @@ class Member:
     drain_deadline: float = 0.0
     until: float = 0.0
     """When it is expected to go; 0: unknown."""
+    notice: Notice | None = None
+    """What its own agent was told, and has not been taken back."""
+    weighed: bool = False
+    """A hint was acted upon."""
 
     @property
     def node(self) -> str:
@@ -202,6 +207,14 @@ class JobState:
     """Seconds without training of the last epoch changes."""
     look_again: float = 0.0
     """When nodes that were left aside are to be considered again; 0: never."""
+    seen: Seen = field(default_factory=Seen)
+    """The longest times measured, which limits on waiting follow from."""
+    timeouts: Timeouts | None = None
+    """Those limits, as they were last told."""
+
+    @property
+    def limits(self) -> Timeouts:
+        return self.timeouts or budget(self.policy.lease_s, heartbeat_s=self.policy.heartbeat_s)
 
     def of(self, **changes: Any) -> JobState:
         return replace(self, **changes)
@@ -252,6 +265,8 @@ class Stepped:
     """A step was finished."""
 
     record: StepRecord
+    seconds: float = 0.0
+    """That it took; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
