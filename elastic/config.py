@@ -266,8 +266,8 @@ def _check_times(config: JobConfig) -> None:
     for flag, value, low, high in (
         ("--monitor-interval", config.monitor_interval_s, 0.001, 60.0),
         ("--shutdown-timeout", config.shutdown_timeout_s, 0.0, 86400.0),
+        ("--silence", config.lease_s, 0.06, 86400.0),
         ("--heartbeat", config.heartbeat_s, 0.01, 3600.0),
-        ("--silence", config.lease_s, 0.02, 86400.0),
         ("--grace", config.grace_s, 0.0, 86400.0),
     ):
         if not low <= value <= high:

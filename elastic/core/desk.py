@@ -2,7 +2,8 @@
 
 A source is read again and again and always says all that stands; what it no longer says is taken back. Of all that
 stands, the soonest deadline counts, and a hint only when nothing else stands. A notice is known by its identity: said
-again it changes nothing, and once its deadline is long past while the node lives on it was false, and is not heard again.
+again it changes nothing, and once its deadline is long past while the node lives on it was false, and is not heard any
+more.
 
 A drained node whose notice is not final is *parked*: it belongs to no job, waits, and returns as a new member when no
 notice stands any more.

@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.core import messages as m
 from elastic.core.messages import NodePhase as Phase
-from elastic.core.timeouts import DEFAULT, Seen, Timeouts
+from elastic.core.timeouts import DEFAULT, NOTHING, Seen, Timeouts
 from elastic.core.types import NodeInfo
 
 STOPPED_S = 0.4
@@ -56,7 +56,7 @@ class NodeState:
     failed: m.Failed | None = None
     waiting: bool = False
     """Told to halt for `epoch`, and not yet part of it: workers that attach now may still enter."""
-    seen: Seen = Seen()
+    seen: Seen = NOTHING
     """The longest times that this node's workers measured."""
     limits: Timeouts = DEFAULT
     """What follows from them, and from the silence that is tolerated."""

@@ -123,4 +123,5 @@ def coarse(seconds: float) -> float:
     return next((s * power for s in _STEPS if seconds <= s * power), power * 10)
 
 
+NOTHING = Seen()
 DEFAULT = budget(SILENCE_S)
