@@ -39,6 +39,8 @@ log = logging.getLogger("elastic.coordinator")
 STATE_KEY, LEASE_NAME = "job/state", "coordinator"
 TICK_S = 0.05
 LEASE_S = 10.0
+ANSWER_S = 10.0
+"""After this long a question of the command line is given up; it waits less itself."""
 LINGER_S = 5.0
 """How long a finished coordinator waits for its agents to leave."""
 
@@ -266,7 +268,7 @@ class Coordinator:
         """Called from a server thread; answered by the coordinator's own."""
         query = Query(kind, body, Future())
         self._queue.put(query)
-        return query.answer.result(timeout=self._config.timeouts.answer_s)
+        return query.answer.result(timeout=ANSWER_S)
 
     def _answer(self, query: Query) -> None:
         try:

@@ -60,10 +60,6 @@ class Timeouts:
     """After a restart of the coordinator the nodes have this long to report."""
     keepalive_s: float
     """A connection between agent and coordinator whose pings are not answered for twice this long is closed."""
-    call_s: float
-    """The command line waits this long for the coordinator's answer."""
-    answer_s: float
-    """The coordinator gives a question up after this long."""
     silent_s: float
     """A worker that says nothing and uses no CPU this long is hung."""
     stuck_s: float
@@ -98,15 +94,13 @@ def budget(silence_s: float, *, heartbeat_s: float = 0.0, seen: Seen | None = No
         starved_s=min(0.5, silence / 6),
         adopt_s=min(2.0, max(1.0, silence * 2 / 3)),
         keepalive_s=max(1.0, silence * 5 / 3),
-        call_s=max(5.0, silence * 5 / 3),
-        answer_s=max(10.0, silence * 10 / 3),
         silent_s=max(15.0, silence * 5),
         stuck_s=max(60.0, silence * 20, seen.microbatch_s * 20),
         sibling_s=max(5.0, silence * 5 / 3),
         bulk_s=max(10.0, silence * 10 / 3),
         serve_s=max(30.0, silence * 10),
         prefetch_s=max(20.0, seen.step_s * 5),
-        link_s=max(1800.0, silence * 100, seen.step_s * 100),
+        link_s=max(1800.0, silence * 100),
         leave_s=min(20.0, max(2.0, seen.pause_s * 2)),
         overdue_s=max(30.0, silence * 10),
         alone_s=silence * 2,

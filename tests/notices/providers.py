@@ -26,7 +26,7 @@ class Provider:
         handler = type("Handler", (_Handler,), {"provider": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -93,7 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
 class FakeAws(Provider):
     """IMDSv2: nothing without a token, which ends after `uses` requests."""
 
-    ACTION, REBALANCE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/recommendations/rebalance"
+    ACTION, REBALANCE = (
+        "/latest/meta-data/spot/instance-action",
+        "/latest/meta-data/events/recommendations/rebalance",
+    )
 
     def __init__(self, uses: int = 1000) -> None:
         self.uses = uses
@@ -122,7 +125,10 @@ class FakeAws(Provider):
 class FakeGcp(Provider):
     """Answers only with the header, and waits for a change when asked to."""
 
-    PREEMPTED, MAINTENANCE = "/computeMetadata/v1/instance/preempted", "/computeMetadata/v1/instance/maintenance-event"
+    PREEMPTED, MAINTENANCE = (
+        "/computeMetadata/v1/instance/preempted",
+        "/computeMetadata/v1/instance/maintenance-event",
+    )
 
     def answer(self, request: _Handler, machine: str, path: str, query: dict[str, str]) -> None:
         if request.headers.get("Metadata-Flavor") != "Google":

@@ -185,7 +185,9 @@ def test_a_service_in_trouble_raises_and_says_nothing(
         clients[cloud].read()
 
 
-def test_trouble_is_logged_once_and_notices_come_through_again(aws: FakeAws, caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_is_logged_once_and_notices_come_through_again(
+    aws: FakeAws, caplog: pytest.LogCaptureFixture
+) -> None:
     found: queue.Queue[tuple[Heard, ...]] = queue.Queue()
     client = Aws(service(aws))
     client.every_s = 0.05
@@ -217,12 +219,16 @@ def test_auto_finds_the_cloud_that_answers(
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
     detect(around(tmp_path, **services), found.put)
     names = {source.name for source in found.get(timeout=20)}
-    assert names == {"aws": {"aws"}, "gcp": {"gcp-preempted", "gcp-maintenance-event"}, "azure": {"azure"}}.get(
-        cloud, set()
-    )
+    assert names == {
+        "aws": {"aws"},
+        "gcp": {"gcp-preempted", "gcp-maintenance-event"},
+        "azure": {"azure"},
+    }.get(cloud, set())
 
 
-def test_auto_takes_no_other_cloud_for_its_own(aws: FakeAws, gcp: FakeGcp, azure: FakeAzure, tmp_path: Path) -> None:
+def test_auto_takes_no_other_cloud_for_its_own(
+    aws: FakeAws, gcp: FakeGcp, azure: FakeAzure, tmp_path: Path
+) -> None:
     """Every address is another cloud's: nobody answers as it should."""
     services = {"aws": gcp.address, "gcp": azure.address, "azure": aws.address}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
@@ -245,7 +251,9 @@ def test_auto_takes_no_other_cloud_for_its_own(aws: FakeAws, gcp: FakeGcp, azure
         ("[" * 5000, 30, None),
     ],
 )
-def test_a_file_that_is_there_is_a_notice(tmp_path: Path, text: str, seconds: float, detail: str | None) -> None:
+def test_a_file_that_is_there_is_a_notice(
+    tmp_path: Path, text: str, seconds: float, detail: str | None
+) -> None:
     path = tmp_path / "notice"
     source = NoticeFile(str(path))
     assert source.read() == ()

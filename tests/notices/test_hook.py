@@ -37,7 +37,10 @@ def ask(
 
 def test_a_notice_is_posted_looked_at_and_taken_back(hook: Hook) -> None:
     assert ask(hook, "GET") == (200, {"node": "node3", "deadline_s": None})
-    assert ask(hook, "POST", '{"deadline_s": 120, "reason": "gpu quota"}') == (202, {"node": "node3", "deadline_s": 120})
+    assert ask(hook, "POST", '{"deadline_s": 120, "reason": "gpu quota"}') == (
+        202,
+        {"node": "node3", "deadline_s": 120},
+    )
     (one,) = hook.read()
     assert 110 < one.deadline - time.monotonic() <= 120 and one.detail == "gpu quota"
     assert ask(hook, "POST", "60")[0] == 202
@@ -67,7 +70,9 @@ def test_a_notice_is_posted_looked_at_and_taken_back(hook: Hook) -> None:
         (400, {"method": "POST", "body": '{"reason": 5}'}),
     ],
 )
-def test_bad_requests_are_refused_and_change_nothing(hook: Hook, status: int, request_: dict[str, Any]) -> None:
+def test_bad_requests_are_refused_and_change_nothing(
+    hook: Hook, status: int, request_: dict[str, Any]
+) -> None:
     assert ask(hook, **request_)[0] == status
     assert hook.read() == ()
 
@@ -75,7 +80,9 @@ def test_bad_requests_are_refused_and_change_nothing(hook: Hook, status: int, re
 def test_a_post_without_a_length_is_refused(hook: Hook) -> None:
     host, _, port = hook.address.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as line:
-        line.sendall(f"POST /notice HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {hook.token}\r\n\r\n".encode())
+        line.sendall(
+            f"POST /notice HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {hook.token}\r\n\r\n".encode()
+        )
         assert b" 411 " in line.recv(4096).split(b"\r\n")[0]
     assert hook.read() == ()
 

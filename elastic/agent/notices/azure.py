@@ -1,8 +1,8 @@
 """Azure: Scheduled Events. They may concern several machines; only those that name this one count.
 
 An event begins at its NotBefore, or as soon as it is acknowledged. It is acknowledged once this node is drained, if it
-concerns no other machine: then nobody waits for nothing. A freeze shorter than the silence that is tolerated is no reason
-to leave.
+concerns no other machine: then nobody waits for nothing. A freeze shorter than the silence that is tolerated is no
+reason to leave.
 """
 
 from __future__ import annotations
