@@ -174,7 +174,11 @@ def _number(node: ast.expr) -> bool:
 
 def _says(node: ast.stmt | None) -> str:
     """The first line of the text under a constant."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+    if (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ):
         return " ".join(node.value.value.split())
     return ""
 

@@ -2,8 +2,8 @@
 
 A source is read again and again and always says all that stands; what it no longer says is taken back. Of all that
 stands, the soonest deadline counts, and a hint only when nothing else stands. A notice is known by its identity: said
-again it changes nothing, and once its deadline is long past while the node lives on it was false, and is not heard any
-more.
+again it changes nothing, and once its deadline is long past while the node lives on it was false, and is not heard for
+as long as it stands.
 
 A drained node whose notice is not final is *parked*: it belongs to no job, waits, and returns as a new member when no
 notice stands any more.
@@ -97,7 +97,9 @@ def heard(desk: Desk, source: str, found: Sequence[Heard]) -> Result:
     for one in found[:MOST]:
         before = known.get(one.identity)
         kept.append(replace(one, deadline=min(one.deadline, before.deadline)) if before else one)
-    return _settle(replace(desk, heard={**desk.heard, source: tuple(kept)}))
+    over = set(known) - {one.identity for one in kept}  # taken back: if it comes again it is another
+    spent = tuple(identity for identity in desk.spent if identity not in over)
+    return _settle(replace(desk, heard={**desk.heard, source: tuple(kept)}, spent=spent))
 
 
 def looked(desk: Desk, now: float, overdue_s: float) -> Result:

@@ -56,6 +56,10 @@ def test_a_notice_whose_deadline_is_long_past_was_false_and_is_not_heard_again()
         assert actions == ()
     _, actions = core.heard(desk, "gcp", [one("gcp:preempted", 30.0), one("gcp:maintenance", 200.0)])
     assert actions == (Tell(one("gcp:maintenance", 200.0)),)
+    desk, actions = core.heard(desk, "gcp", [])
+    assert actions == ()
+    _, actions = core.heard(desk, "gcp", [one("gcp:preempted", 300.0)])
+    assert actions == (Tell(one("gcp:preempted", 300.0)),)
 
 
 def test_a_node_that_was_let_go_returns_when_nothing_stands() -> None:

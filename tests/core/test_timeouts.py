@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic.agent.notices.source import SLOWEST_S
 from elastic.config import Command, JobConfig
-from elastic.coordinator.queries import policy_of
+from elastic.coordinator.queries import policy_of, status
 from elastic.core import job
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
@@ -90,6 +90,7 @@ def test_policy_and_configuration_tell_the_same() -> None:
         assert (policy.lease_s, policy.heartbeat_s) == (limits.lease_s, limits.heartbeat_s)
         assert (policy.grace_s, policy.adopt_s) == (limits.closed_s, limits.adopt_s)
         assert JobState(policy=policy).limits == limits
+        assert status(JobState(policy=policy))["timeouts"]["bulk_s"] == limits.bulk_s
     assert config(lease_s=9.0, heartbeat_s=4.0).timeouts.heartbeat_s == 4.0
 
 
