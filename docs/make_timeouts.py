@@ -1,7 +1,7 @@
 """Write docs/timeouts.md from the code: python docs/make_timeouts.py
 
-Limits come from `elastic/core/timeouts.py`; every other constant in seconds is found in the source, and has to be of one
-of the KINDS below.
+Limits come from `elastic/core/timeouts.py`; every other constant in seconds is found in the source, and has to be of
+one of the KINDS below.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def _defaults(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
             pairs = [*zip(plain[len(plain) - len(given) :], given, strict=True)]
             pairs += [(a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d]
             for argument, default in pairs:
-                if argument.arg in ("timeout_s", "keepalive_s", "grace_s") and _number(default):
-                    if ast.literal_eval(default):
-                        yield f"{node.name} {argument.arg}", ast.unparse(default), ""
+                limit = argument.arg in ("timeout_s", "keepalive_s", "grace_s")
+                if limit and _number(default) and ast.unparse(default) != "0.0":
+                    yield f"{node.name} {argument.arg}", ast.unparse(default), ""
 
 
 def _number(node: ast.expr) -> bool:

@@ -56,7 +56,8 @@ def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> Resu
     state = put(state, replace(member, draining=True, drain_deadline=deadline, notice=notice))
     told = _told(event)
     reason = f"{member.node} leaves within {max(0.0, event.deadline_s):.3g} s ({told['source']})"
-    return state, (Note("notice", {**told, "reason": reason}),), reason
+    drain = (Note("drain", {"node": member.node, "deadline_s": told["deadline_s"]}),) if fresh else ()
+    return state, (Note("notice", {**told, "reason": reason}), *drain), reason
 
 
 def _hint(state: JobState, member: Member, event: m.Notice, now: float) -> Result:

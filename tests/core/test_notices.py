@@ -40,6 +40,7 @@ def test_a_noticed_node_is_drained_at_the_end_of_the_step() -> None:
         60.0,
     )
     assert after.members["node1"].draining
+    assert notes(actions, "drain") == [{"node": "node1", "deadline_s": 60.0}]
 
 
 def test_short_notice_does_not_wait_for_the_end_of_the_step() -> None:
