@@ -124,6 +124,10 @@ class Agent:
                     self._say(news)
                 self._report()
                 self._leaving.again()
+            case Read(source="signal") if self._leaving.parked or not self._state.elastic:
+                self._apply(
+                    m.Stop(0 if self._leaving.parked else 143, "told to end; there is nothing to move")
+                )
             case Read() | Found():
                 self._leaving.take(item)
             case m.Released() if not self._partitioned and not self._leaving.parked:
@@ -348,6 +352,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=0)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
+    early: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
     configure_logging(args.node, Path(config.run_dir) / "logs" / f"{args.node}.log")
     if args.parent_pipe >= 0:
@@ -371,6 +377,8 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
     signal.signal(signal.SIGUSR1, lambda *_: agent.leave())
+    if early:
+        agent.leave()
     return agent.run()
 
 

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -91,3 +92,16 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
     assert_nothing_was_lost(run, drained)
     assert sorted(e["provider"] for e in kinds(run, "notice")) == ["file", "http", "signal", "signal"]
     assert run.summary["params_sha256"] == reference(tmp_path, *STEPS).summary["params_sha256"]
+
+
+def test_a_node_with_nothing_to_move_ends_at_once(tmp_path: Path) -> None:
+    """No coordinator answers, no worker has attached: SIGTERM is no reason to wait for the end of the grace."""
+    words = ["agent", "--coordinator", f"127.0.0.1:{free_port()}", "--node", "alone", "--nnodes", "1:2"]
+    flags = ["--grace", "200", "--notice", "http:0", "--run-dir", str(tmp_path / "alone")]
+    with running(tmp_path / "alone", [*words, *flags, *SCRIPT], {}) as agent:
+        end = time.monotonic() + DEADLINE_S
+        while not (tmp_path / "alone" / "hooks" / "alone.json").exists():
+            assert agent.process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        agent.process.send_signal(signal.SIGTERM)
+        assert agent.process.wait(60) == 143
