@@ -106,7 +106,8 @@ def _beat(state: JobState, event: Beat, now: float) -> Result:
     report = replace(member.report, step=event.step, microbatch=event.microbatch)
     state = observe(put(state, replace(member, seen=now, report=report)), event)
     longest = max((one.forward_s + one.backward_s for one in event.measured), default=0.0)
-    state = state.of(seen=state.seen.grown(microbatch_s=longest))
+    seen = state.seen.grown(microbatch_s=longest)
+    state = state if seen is state.seen else state.of(seen=seen)
     return conditions.observe(state, event), (), ""
 
 
