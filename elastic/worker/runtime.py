@@ -301,7 +301,7 @@ class _Epoch:
             world_size=self.roster.size,
             store_address=self._assignment.store,
             device=t._device,
-            timeout_s=self._context.timeouts.link_s,
+            timeout_s=t._context.timeouts.link_s,
             abandon=self._abandon,
             host=t._context.host,
             holder_sets=self.roster.holder_sets(),
