@@ -15,7 +15,9 @@ from pathlib import Path
 
 from elastic.core import codec, compression
 from elastic.core.faults import FaultKind, FaultSpec
+from elastic.core.sources import NoticeSource, SourceKind
 from elastic.core.storage import StoreSpec
+from elastic.core.timeouts import SILENCE_S, Timeouts, budget
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
 from elastic.planning.profile import Link, Profile
@@ -122,8 +124,14 @@ class JobConfig:
     shutdown_timeout_s: float = 30.0
     """From SIGTERM to SIGKILL."""
     heartbeat_s: float = 0.5
-    lease_s: float = 3.0
-    """A node that is silent this long is lost."""
+    lease_s: float = SILENCE_S
+    """A node that is silent this long is lost; all other limits follow from it (`timeouts`)."""
+    notices: tuple[NoticeSource, ...] = ()
+    """Where the nodes of this machine hear that they go."""
+    metadata_services: tuple[tuple[str, str], ...] = ()
+    """(cloud, address) of metadata services that stand elsewhere than where the cloud has them."""
+    grace_s: float = 0.0
+    """Several hosts: SIGTERM is a notice, so many seconds ahead; 0: it ends the job on this machine."""
     log_dir: str = ""
     """Absolute directory of the workers' logs; "": RUN_DIR/logs."""
     redirects: tuple[int, ...] = (0,)
@@ -162,6 +170,7 @@ class JobConfig:
     def __post_init__(self) -> None:
         _check_size(self)
         _check_times(self)
+        _check_notices(self)
         _check_schemes(self)
         _check_streams(self)
         _check_devices(self)
@@ -208,6 +217,11 @@ class JobConfig:
     def lifetime_s(self, index: int) -> float:
         """Seconds that local node `index` is expected to stay; 0: unknown."""
         return self.lifetimes_s[index % len(self.lifetimes_s)] if self.lifetimes_s else 0.0
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Every limit on waiting, as far as it does not follow from what is measured."""
+        return budget(self.lease_s, heartbeat_s=self.heartbeat_s)
 
     def save(self) -> Path:
         """Write RUN_DIR/config.json, whole or not at all."""
@@ -278,16 +292,29 @@ def _check_times(config: JobConfig) -> None:
     for flag, value, low, high in (
         ("--monitor-interval", config.monitor_interval_s, 0.001, 60.0),
         ("--shutdown-timeout", config.shutdown_timeout_s, 0.0, 86400.0),
+        ("--silence", config.lease_s, 0.06, 86400.0),
         ("--heartbeat", config.heartbeat_s, 0.01, 3600.0),
-        ("--lease", config.lease_s, 0.02, 86400.0),
         ("--quarantine", config.quarantine_s, 0.1, 86400.0),
+        ("--grace", config.grace_s, 0.0, 86400.0),
     ):
         if not low <= value <= high:
             raise FieldError(flag, value, f"seconds from {low:g} to {high:g}")
     if config.lease_s < 2 * config.heartbeat_s:
+        remedy = f"at most half of the {config.lease_s:g} s of silence that are tolerated"
+        raise FieldError("--heartbeat", config.heartbeat_s, remedy)
+
+
+def _check_notices(config: JobConfig) -> None:
+    if config.standalone and config.grace_s:
         raise FieldError(
-            "--lease", config.lease_s, f"at least twice the heartbeat of {config.heartbeat_s:g} s"
+            "--grace", config.grace_s, "it goes with several hosts; --standalone ends as a whole"
         )
+    hooks = [one for one in config.notices if one.kind is SourceKind.HTTP and not one.where.endswith(":0")]
+    if config.standalone and hooks and config.local_nodes > 1:
+        raise FieldError("--notice", str(hooks[0]), "http:0 with several local nodes: each takes a free port")
+    for cloud, where in config.metadata_services:
+        if not re.fullmatch(r"(http://)?[A-Za-z0-9\[][^\s?#@]*", where):
+            raise FieldError(f"metadata service of {cloud}", where, "http://HOST[:PORT]")
 
 
 def _check_schemes(config: JobConfig) -> None:

@@ -128,6 +128,7 @@ def worker_environment(
         "ELASTIC_DEVICE": place.device,
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
+        "ELASTIC_SILENCE": repr(config.lease_s),
     }
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from elastic.agent.vault import Vault
 from elastic.core.messages import Published
+from elastic.core.timeouts import DEFAULT
 from elastic.core.types import STATE, Assignment, Copy, Lane
 from elastic.errors import ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.planning.parity import lanes_of
@@ -50,7 +51,7 @@ class Replicator:
         acked: Callable[[int, int, bool], None],
         failed: Callable[[int, str, ElasticError], None],
         *,
-        timeout_s: float = 10.0,
+        timeout_s: float = DEFAULT.bulk_s,
         prepare: Callable[[Published], None] = lambda published: None,
         pace: Callable[[int], None] | None = None,
         short: Callable[[str, str], None] = lambda peer, why: None,

@@ -26,6 +26,7 @@ from elastic import lifeline
 from elastic.agent.checkpoints import CheckpointWriter
 from elastic.agent.fitness import Fitness
 from elastic.agent.injected import carry_out
+from elastic.agent.leaving import Found, Leaving, Read
 from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
@@ -69,6 +70,7 @@ class Agent:
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
         self._fitness = Fitness(config, coordinator, who, self._queue.put)
+        self._leaving = Leaving(config, self._node, self._queue.put, self._say, self._report)
         self._begin()
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
@@ -77,6 +79,7 @@ class Agent:
             on_up=lambda: self._queue.put("up"),
             on_down=lambda reason: log.info("coordinator away: %s", reason),
             sender=self._node,
+            keepalive_s=config.timeouts.keepalive_s,
         )
 
     def _begin(self) -> None:
@@ -85,23 +88,20 @@ class Agent:
         self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
         pace = pace_of(self._directory, self._config.link)
         packs = Compressing(self._config.compress)
-        self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
-        where = Path(self._config.checkpoint_dir)
+        where, limits = Path(self._config.checkpoint_dir), self._config.timeouts
+        self._server = VaultServer(
+            self._vault, self._host, timeout_s=limits.serve_s, pace=pace, compressing=packs
+        ).start()
         self._checkpoints = CheckpointWriter(where, self._vault, self._queue.put, self._fitness.unwritten)
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
-            self._vault,
-            self._acked,
-            self._held,
-            prepare=prepare,
-            pace=pace,
-            short=short,
-            compressing=packs,
-            sent=self._fitness.sent,
-        )
+            self._vault, self._acked, self._held, timeout_s=limits.bulk_s, prepare=prepare, pace=pace, short=short,
+            compressing=packs, sent=self._fitness.sent,
+        )  # fmt: skip
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
-        self._state = core.NodeState(info)
+        self._state = core.NodeState(info, limits=limits)
         self._fitness.begin(info.incarnation)
+        self._leaving.incarnation = info.incarnation
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -127,6 +127,15 @@ class Agent:
                 for news in (*self._steps, *self._parts):  # before a report that may end the job
                     self._say(news)
                 self._report()
+                self._leaving.again()
+            case Read(source="signal") if self._leaving.parked or not self._state.elastic:
+                self._apply(
+                    m.Stop(0 if self._leaving.parked else 143, "told to end; there is nothing to move")
+                )
+            case Read() | Found():
+                self._leaving.take(item)
+            case m.Released() if not self._partitioned and not self._leaving.parked:
+                self._leaving.released(lambda: self._apply(item))
             case (int() as generation, int() as rank, message):
                 if generation == self._generation:
                     self._from_worker(rank, message)
@@ -195,6 +204,7 @@ class Agent:
         self._replicator.submit(self._generation * RANKS + rank, message)
 
     def _look(self) -> None:
+        self._leaving.look()
         if self._group is None:
             return
         found = self._group.states()
@@ -202,7 +212,7 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
-        if self._fitness.known:
+        if self._fitness.known and not self._leaving.parked:
             self._say(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
@@ -251,6 +261,8 @@ class Agent:
         return self._partitioned_until > 0
 
     def _report(self) -> None:
+        if self._leaving.parked:
+            return
         report = self._fitness.report(core.report(self._state))
         if report is None:
             return
@@ -288,6 +300,7 @@ class Agent:
         self._workers.forget()
         self._begin()
         self._report()
+        self._leaving.again()
 
     def _start_prefetch(self, order: m.Prefetch) -> None:
         def work() -> None:
@@ -302,6 +315,10 @@ class Agent:
     def stop(self) -> None:
         """Kill the workers and end; for signal handlers."""
         self._queue.put(m.Stop(130, "told to stop"))
+
+    def leave(self) -> None:
+        """The node shall leave within --grace seconds and the agent end; for signal handlers."""
+        self._leaving.signalled()
 
     # ---- callbacks of other threads ----
 
@@ -329,6 +346,7 @@ class Agent:
             if self._exit_code == 0 and not self._group.wait(GRACE_S):
                 log.warning("workers did not end within %g s", GRACE_S)
             self._group.terminate(self._config.shutdown_timeout_s)
+        self._leaving.close()
         self._session.close()
         self._fitness.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
@@ -348,6 +366,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, default=0)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
+    early: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
     configure_logging(args.node, Path(config.run_dir) / "logs" / f"{args.node}.log")
     if args.parent_pipe >= 0:
@@ -370,6 +390,9 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
+    signal.signal(signal.SIGUSR1, lambda *_: agent.leave())
+    if early:
+        agent.leave()
     return agent.run()
 
 

@@ -17,6 +17,7 @@ import xxhash
 from elastic.agent.incoming import Incoming
 from elastic.agent.vault import Vault
 from elastic.core import codec
+from elastic.core.timeouts import DEFAULT
 from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.rpc.blocks import CODECS, drain_blocks
@@ -54,7 +55,7 @@ class VaultServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        timeout_s: float = 30.0,
+        timeout_s: float = DEFAULT.serve_s,
         pace: Callable[[int], None] | None = None,
         compressing: Compressing | None = None,
     ) -> None:

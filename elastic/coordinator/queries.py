@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.config import JobConfig
-from elastic.core import job, quarantine
+from elastic.core import codec, job, quarantine
 from elastic.core.health import Limits
 from elastic.core.stragglers import factor
 from elastic.errors import FieldError
@@ -60,8 +60,10 @@ def policy_of(config: JobConfig) -> job.Policy:
         shape=config.pipelines,
         schedule=config.schedule,
         backup=config.backup,
-        heartbeat_s=config.heartbeat_s,
-        lease_s=config.lease_s,
+        heartbeat_s=config.timeouts.heartbeat_s,
+        lease_s=config.timeouts.lease_s,
+        grace_s=config.timeouts.closed_s,
+        adopt_s=config.timeouts.adopt_s,
         master_addr=config.master_addr,
         master_port=config.master_port,
         room_bytes=config.vault_memory_bytes,
@@ -80,6 +82,7 @@ def status(state: job.JobState) -> dict[str, Any]:
         "nodes": nodes(state),
         "plan": format_plan(state.plan) if state.plan else "",
         "checkpoint": state.checkpoint[0] if state.checkpoint else "",
+        "timeouts": codec.encode(state.limits),
     }
 
 
@@ -92,6 +95,7 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "role": "stage" if node in held else "spare",
             "connected": mb.connected,
             "draining": mb.draining,
+            "notice": "" if mb.notice is None else f"{mb.notice.kind} ({mb.notice.provider})",
             "domain": mb.report.info.domain,
             "device": mb.report.info.device,
             "slow": factor(state, node),

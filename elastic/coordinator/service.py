@@ -50,6 +50,8 @@ from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.coordinator")
 TICK_S = 0.05
+ANSWER_S = 10.0
+"""After this long a question of the command line is given up; it waits less itself."""
 LINGER_S = 5.0
 """How long a finished coordinator waits for its agents to leave."""
 
@@ -89,6 +91,7 @@ class Coordinator:
             on_close=lambda session: self._queue.put((session, None)),
             on_call=self._call,
             term=lambda: self._lease.token,
+            keepalive_s=config.timeouts.keepalive_s,
         )
 
     def _load(self) -> None:
@@ -178,7 +181,10 @@ class Coordinator:
                     self._records.beat(self._state)
             case m.StepDone():
                 self._saver.hold(None, partial(self._records.step, message, self._state))
-                self._apply(job.Stepped(message.record))
+                self._apply(job.Stepped(message.record, message.seconds))
+            case m.Notice():
+                self._sessions.setdefault(message.node, session)
+                self._apply(message)
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
             case HealthReport():
@@ -275,6 +281,10 @@ class Coordinator:
         self._records.end(action.code, action.reason, action.params_sha256)
         with contextlib.suppress(StoreUnavailable):
             self._part.end(self._lease.token)
+        for node in [node for node in self._sessions if node not in self._state.members]:
+            self._send(
+                node, m.Stop(action.code, action.reason), self._state.epoch
+            )  # released, and waiting to come back
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----
@@ -283,7 +293,7 @@ class Coordinator:
         """Called from a server thread; answered by the coordinator's own."""
         query = Query(kind, body, Future())
         self._queue.put(query)
-        return query.answer.result(timeout=10.0)
+        return query.answer.result(timeout=ANSWER_S)
 
     def _answer(self, query: Query) -> None:
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic.core import change as epoch_change
 from elastic.core import messages as m
-from elastic.core import quarantine, remedies, returning
+from elastic.core import notices, quarantine, remedies, returning
 from elastic.core.backup import rechoose
 from elastic.core.job import (
     Action,
@@ -36,19 +36,12 @@ from elastic.core.members import launch
 from elastic.core.messages import NodePhase
 from elastic.core.relief import relieve
 from elastic.core.stay import count, paused
-from elastic.errors import EXIT_DRAINED
 from elastic.planning.peers import natural
 
-CONTACT_S = 0.5
-"""Workers lost contact although every member looks alive: after this long the epoch is abandoned all the same."""
-STARVED_S = 0.5
-"""A coordinator that looks at the time later than this was held up itself."""
 SCRIPT_S = 30.0
 """Workers that have not attached by then run a script that does not use elastic."""
 STRAGGLER_S = 90.0
 """With the minimum of nodes ready, the others' workers are waited for this long; then they join later."""
-PREFETCH_S = 20.0
-"""A joining node enters after this long even if its prefetch is not complete."""
 Rule = Callable[[JobState, float], Result | None]
 
 
@@ -56,13 +49,18 @@ def transition(state: JobState, event: Any, now: float) -> Result:
     """Return the job's next state, what to do, and why."""
     state = _held_up(state, now)
     know = KNOW.get(type(event))
+    seen = state.seen
     state, actions, reason = know(state, event, now) if know else (state, (), "")
-    return _settle(state, now, list(actions), [reason] if reason else [])
+    state, actions, reason = _settle(state, now, list(actions), [reason] if reason else [])
+    if state.timeouts is None or state.seen is not seen:
+        state, told = notices.retimed(state)
+        actions = (*actions, *told)
+    return state, actions, reason
 
 
 def _held_up(state: JobState, now: float) -> JobState:
     """A coordinator that was itself held up does not count that time against the members."""
-    late = now - state.ticked - STARVED_S if state.ticked else 0.0
+    late = now - state.ticked - state.limits.starved_s if state.ticked else 0.0
     if late > 0:
         members = {
             n: replace(mb, seen=mb.seen + late, closed_at=mb.closed_at + late)
@@ -222,7 +220,7 @@ def _halting(state: JobState, now: float) -> Result | None:
 def _deadline(state: JobState, now: float) -> str:
     """A draining node whose notice runs out before the step's end leaves at once."""
     for member in state.members.values():
-        if member.draining and now > member.drain_deadline - 2.0:
+        if member.draining and now > member.drain_deadline - state.limits.leave_s:
             return f"notice of {member.node} runs out"
     return ""
 
@@ -254,7 +252,12 @@ def _running(state: JobState, now: float) -> Result | None:
         step = state.assignment.step if state.assignment is not None else -1
         sends = tuple(Send(n, m.Trim(state.epoch, step)) for n in state.members)
         return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
-    planned = _leaving(state, now) or remedies.remedy(state, now) or _joining(state, now)
+    planned = (
+        _leaving(state, now)
+        or notices.step_aside(state, now)
+        or remedies.remedy(state, now)
+        or _joining(state, now)
+    )
     return planned or _relieving(state, now) or rechoose(state, now)
 
 
@@ -277,11 +280,12 @@ def _leaving(state: JobState, now: float) -> Result | None:
         if not member.draining:
             continue
         if node in state.plan.nodes() or any(node == peer for _, peer in state.plan.peers):
-            return epoch_change.begin(state, f"drain {node}", now, boundary=now < member.drain_deadline - 2.0)
+            in_time = now < member.drain_deadline - state.limits.leave_s
+            return epoch_change.begin(state, notices.cause(state), now, boundary=in_time)
         if state.trimmed >= state.epoch:
             state = count(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
-            actions = (Send(node, m.Stop(EXIT_DRAINED, "drained")), Note("drained", {"node": node}))
+            actions = (notices.farewell(member), Note("drained", {"node": node}))
             return state.of(members=members), actions, f"{node} holds nothing any more and may leave"
     return None
 
@@ -293,7 +297,7 @@ def _joining(state: JobState, now: float) -> Result | None:
     if state.joining:
         here = [n for n in state.joining if n in state.members]
         waiting = [n for n in here if state.members[n].report.prefetched < state.epoch]
-        if waiting and now - state.joining_since < PREFETCH_S:
+        if waiting and now - state.joining_since < state.limits.prefetch_s:
             return None
         return (
             epoch_change.begin(state, f"join {' '.join(here)}", now, boundary=True)
@@ -328,7 +332,7 @@ def trouble(state: JobState, now: float) -> str:
     for node, peer in state.plan.peers:
         if peer not in state.members:
             return f"{peer} lost, which kept the backups of {node}"
-    if state.suspected_since and now - state.suspected_since > CONTACT_S:
+    if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
         suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
         return f"contact lost with {' '.join(suspects)}" if suspects else ""
     return ""

@@ -8,8 +8,9 @@ from typing import Any
 
 from elastic.core.gauge import Gauge
 from elastic.core.health import Limits, Record
-from elastic.core.messages import Launch, Measured, NodePhase, NodeReport
+from elastic.core.messages import Launch, Measured, NodePhase, NodeReport, Notice
 from elastic.core.pace import Pace
+from elastic.core.timeouts import Seen, Timeouts, budget
 from elastic.core.types import Assignment, JobSpec, Plan, Slot, StepRecord
 from elastic.core.vitals import HealthReport
 from elastic.planning.profile import Profile
@@ -80,6 +81,10 @@ class Member:
     drain_deadline: float = 0.0
     until: float = 0.0
     """When it is expected to go; 0: unknown."""
+    notice: Notice | None = None
+    """What its own agent was told, and has not been taken back."""
+    weighed: bool = False
+    """A hint was acted upon."""
 
     @property
     def node(self) -> str:
@@ -211,6 +216,14 @@ class JobState:
     """(epoch, seconds) of the newest steps."""
     rebalance: str = ""
     """Why the plan is to be changed at the end of a step, for a node's health; "": it is not."""
+    seen: Seen = field(default_factory=Seen)
+    """The longest times measured, which limits on waiting follow from."""
+    timeouts: Timeouts | None = None
+    """Those limits, as they were last told."""
+
+    @property
+    def limits(self) -> Timeouts:
+        return self.timeouts or budget(self.policy.lease_s, heartbeat_s=self.policy.heartbeat_s)
 
     def of(self, **changes: Any) -> JobState:
         return replace(self, **changes)
@@ -261,6 +274,8 @@ class Stepped:
     """A step was finished."""
 
     record: StepRecord
+    seconds: float = 0.0
+    """That it took; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

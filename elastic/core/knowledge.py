@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from elastic.core import conditions, remedies
+from elastic.core import conditions, notices, remedies
 from elastic.core import messages as m
 from elastic.core.job import (
     Action,
@@ -114,6 +114,9 @@ def _beat(state: JobState, event: Beat, now: float) -> Result:
         )
     report = replace(member.report, step=event.step, microbatch=event.microbatch)
     state = observe(put(state, replace(member, seen=now, report=report)), event)
+    longest = max((one.forward_s + one.backward_s for one in event.measured), default=0.0)
+    seen = state.seen.grown(microbatch_s=longest)
+    state = state if seen is state.seen else state.of(seen=seen)
     return conditions.observe(state, event), (), ""
 
 
@@ -127,9 +130,12 @@ def _closed(state: JobState, event: Closed, now: float) -> Result:
 
 def _drain_asked(state: JobState, event: DrainAsked, now: float) -> Result:
     member = state.members.get(event.node)
-    if member is None or member.draining:
+    if member is None or (member.draining and member.notice is None):
         return state, (), f"drain of {event.node}: {'already draining' if member else 'no such node'}"
-    state = put(state, replace(member, draining=True, drain_deadline=now + event.deadline_s))
+    deadline = now + event.deadline_s
+    if member.draining:
+        deadline = min(deadline, member.drain_deadline)
+    state = put(state, replace(member, draining=True, drain_deadline=deadline, notice=None))
     note = Note("drain", {"node": event.node, "deadline_s": event.deadline_s})
     return state, (note,), f"drain of {event.node} asked"
 
@@ -137,9 +143,9 @@ def _drain_asked(state: JobState, event: DrainAsked, now: float) -> Result:
 def _stepped(state: JobState, event: Stepped, now: float) -> Result:
     if state.record is not None and event.record.step < state.record.step:
         return state, (), ""
-    told = max(state.told, event.record.step)
+    told, seen = max(state.told, event.record.step), state.seen.grown(step_s=event.seconds)
     state = remedies.timed(state, now)
-    return state.of(record=event.record, stepped_at=now, told=told), (), ""
+    return state.of(record=event.record, stepped_at=now, told=told, seen=seen), (), ""
 
 
 def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
@@ -188,6 +194,7 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     Beat: _beat,
     Closed: _closed,
     DrainAsked: _drain_asked,
+    m.Notice: notices.noticed,
     Stepped: _stepped,
     PartWritten: _part_written,
     BackupNoted: _backup_noted,

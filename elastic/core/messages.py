@@ -325,7 +325,40 @@ class CheckpointPart:
     """Of the files written."""
 
 
+class NoticeKind(StrEnum):
+    """What a node was told about its future."""
+
+    LEAVE = "leave"
+    """It goes."""
+    HINT = "hint"
+    """It will probably go before long."""
+    NONE = "none"
+    """Nothing (any more): it stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a node was told about its own future, all providers together; said again after every reconnection."""
+
+    node: str
+    incarnation: str
+    kind: NoticeKind
+    provider: str = ""
+    deadline_s: float = 0.0
+    """Seconds from now; clocks differ."""
+    detail: str = ""
+    final: bool = False
+    """The agent ends once the node is drained; else it waits, and joins anew if the node outlives its notice."""
+
+
 # ---- coordinator -> agent ----
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The job needs nothing of the node any more: end the workers, drop the vault, and join anew only if it stays."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

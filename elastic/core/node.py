@@ -38,6 +38,7 @@ from elastic.core.node_state import (
     hung,
     report,
 )
+from elastic.core.timeouts import budget
 
 __all__ = [
     "MOVES", "Action", "Enter", "Evidence", "Exited", "Fence", "KillWorkers", "Leave", "Looked", "NodeState",
@@ -81,6 +82,8 @@ def transition(state: NodeState, event: Any, now: float) -> Result:
             return state, (Report(),), f"nothing to give up: {event.reason}"
         case m.Fenced():
             return state, (KillWorkers(event.reason), Rejoin()), f"no longer a member: {event.reason}"
+        case m.Released():
+            return state, (KillWorkers(event.reason), Rejoin()), f"released: {event.reason}"
         case Said():
             return _said(state, event, now)
         case Exited():
@@ -163,6 +166,7 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
             before = worker.progress
             if before is None or message.counter != before.counter:
                 worker = replace(worker, moved=now)
+            state = _timed(state, message)
             return _put(state, event.rank, replace(worker, progress=message)), (), "progress"
         case m.Halted():
             return _halted(_put(state, event.rank, replace(worker, halted=message)))
@@ -198,6 +202,17 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
             return state, (Report(),), message.message
         case _:
             return _put(state, event.rank, worker), (), "not for the node"
+
+
+def _timed(state: NodeState, message: m.Progress) -> NodeState:
+    """Limits follow the longest micro-batch that was measured here."""
+    if message.measured is None:
+        return state
+    seen = state.seen.grown(microbatch_s=message.measured.forward_s + message.measured.backward_s)
+    if seen is state.seen:
+        return state
+    old = state.limits
+    return replace(state, seen=seen, limits=budget(old.silence_s, heartbeat_s=old.heartbeat_s, seen=seen))
 
 
 def _halted(state: NodeState) -> Result:
@@ -255,7 +270,7 @@ def _looked(state: NodeState, event: Looked, now: float) -> Result:
         if evidence.cpu_s > worker.cpu_s:
             worker = replace(worker, cpu_s=evidence.cpu_s, moved=now)
             state = _put(state, evidence.rank, worker)
-        reason = hung(worker, evidence.stopped, now)
+        reason = hung(worker, evidence.stopped, now, state.limits)
         if reason:
             state = replace(state, cause=f"hang: {reason}", detect_s=now - worker.seen)
             return state, (KillWorkers(state.cause),), reason

@@ -7,14 +7,11 @@ from typing import Any
 
 from elastic.core import messages as m
 from elastic.core.messages import NodePhase as Phase
+from elastic.core.timeouts import DEFAULT, NOTHING, Seen, Timeouts
 from elastic.core.types import NodeInfo
 
 STOPPED_S = 0.4
 """A worker that the kernel shows as stopped, and that has been silent this long, is hung."""
-SILENT_S = 15.0
-"""A worker that is silent, and used no CPU, this long is hung."""
-STUCK_S = 60.0
-"""A worker whose main thread has computed on one action this long without using CPU is hung."""
 BLIND_S = 1.0
 """An agent that looks at its workers later than this was held up itself (stopped, starved, its machine suspended): what
 they said meanwhile lies unread, so that time tells nothing of them."""
@@ -66,6 +63,10 @@ class NodeState:
     failed: m.Failed | None = None
     waiting: bool = False
     """Told to halt for `epoch`, and not yet part of it: workers that attach now may still enter."""
+    seen: Seen = NOTHING
+    """The longest times that this node's workers measured."""
+    limits: Timeouts = DEFAULT
+    """What follows from them, and from the silence that is tolerated."""
 
     @property
     def able(self) -> bool:
@@ -205,15 +206,15 @@ def heartbeat(state: NodeState) -> m.Heartbeat:
     return m.Heartbeat(state.info.node, state.info.incarnation, at.step, at.microbatch, measured)
 
 
-def hung(worker: Worker, stopped: bool, now: float) -> str:
+def hung(worker: Worker, stopped: bool, now: float, limits: Timeouts = DEFAULT) -> str:
     """Say why this worker is hung, or "". Being slow, or waiting for others, is never enough."""
     silent = now - worker.seen
     if stopped and silent > STOPPED_S:
         return f"the process is stopped and silent for {silent:.1f} s"
     idle = now - worker.moved
-    if silent > SILENT_S and idle > SILENT_S:
+    if silent > limits.silent_s and idle > limits.silent_s:
         return f"silent and without CPU time for {min(silent, idle):.0f} s"
     computing = worker.progress is not None and worker.progress.activity == "compute"
-    if computing and idle > STUCK_S:
+    if computing and idle > limits.stuck_s:
         return f"no progress and no CPU time for {idle:.0f} s while computing"
     return ""

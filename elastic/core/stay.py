@@ -54,7 +54,8 @@ def paused(state: JobState, change: Change, resumed_at: float) -> JobState:
     if change.old_plan is None or change.wait_until > 0:
         return state
     since = change.paused if change.boundary and change.paused else change.began - change.detect_s
-    return state.of(pauses=(*state.pauses, max(0.0, resumed_at - since))[-PAUSES:])
+    pause_s = max(0.0, resumed_at - since)
+    return state.of(pauses=(*state.pauses, pause_s)[-PAUSES:], seen=state.seen.grown(pause_s=pause_s))
 
 
 def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:

@@ -74,6 +74,12 @@ class Child:
             self.returncode = self._process.wait()
         return gone
 
+    def notify(self) -> None:
+        """SIGUSR1 to the service alone: its node shall leave."""
+        if not self.ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+
     def terminate(self) -> None:
         """SIGTERM to the whole group: to the service, and to workers as torchrun passes it on."""
         if not self.ended():

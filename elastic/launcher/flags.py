@@ -131,8 +131,24 @@ OURS = (
     Flag(
         "--quarantine", "30", "seconds that a node which fails again and again is left out; doubles each time"
     ),
-    Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
-    Flag("--lease", "3", "a node that is silent this many seconds is lost"),
+    Flag(
+        "--silence",
+        None,
+        "how long a silent peer is tolerated, seconds (3); every other limit follows from it",
+    ),
+    Flag("--heartbeat", None, "seconds between a node's signs of life (default: follows from --silence)"),
+    Flag("--lease", None, "the same as --silence"),
+    Flag(
+        "--notice",
+        None,
+        "where nodes hear that they go: auto, none, aws, gcp, azure, file:PATH or http:[HOST:]PORT, comma-separated "
+        "(default auto, with --standalone none)",
+    ),
+    Flag(
+        "--grace",
+        "0",
+        "SIGTERM is a notice so many seconds ahead, and the node leaves; 0: it ends the job here",
+    ),
     Flag(
         "--fault", None, 'inject a fault, as "kill node=2 step=3 microbatch=5"', repeat=True, metavar="SPEC"
     ),

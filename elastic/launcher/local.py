@@ -105,6 +105,7 @@ class Supervisor:
         self._noted: set[str] = set()
         self._alone_since: float | None = None
         self._signals: deque[int] = deque()
+        self._leave_until = 0.0
         self._code: int | None = None
 
     def run(self) -> int:
@@ -140,8 +141,14 @@ class Supervisor:
         """Everything that may have happened since the last look."""
         if self._signals:
             number = signal.Signals(self._signals.popleft())
+            if number is signal.SIGTERM and self._leave():
+                return
             self._view.note(f"{number.name}: ending the job")
             self._code = 128 + number
+            return
+        if self._leave_until and time.monotonic() >= self._leave_until:
+            self._view.note("the notice ran out before the node was drained")
+            self._code = 128 + signal.SIGTERM
             return
         self._read_files()
         verdict = read_object(self._path / "exit.json") if self._hosting else None
@@ -151,6 +158,16 @@ class Supervisor:
             return
         self._look_at_coordinators()
         self._look_at_agents()
+
+    def _leave(self) -> bool:
+        """SIGTERM as a notice: this machine's node moves its state out and ends; the others go on. Once."""
+        if not self._config.grace_s or self._leave_until or all(agent.ended() for agent in self._agents):
+            return False
+        self._leave_until = time.monotonic() + self._config.grace_s
+        self._view.note(f"SIGTERM: leaving within {self._config.grace_s:g} s; again: at once")
+        for agent in self._agents:
+            agent.notify()
+        return True
 
     def _read_files(self) -> None:
         for entry in self._progress.read():
@@ -187,7 +204,7 @@ class Supervisor:
         if any(not agent.ended() for agent in self._agents) or self._faults.joins:
             self._alone_since = None
             return
-        if not self._hosting:
+        if not self._hosting or self._leave_until:
             codes = [agent.returncode or EXIT_OK for agent in self._agents]
             self._code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
         elif self._config.standalone:
@@ -197,7 +214,7 @@ class Supervisor:
         """No node is left and none will come: give the coordinator the time to say so itself."""
         now = time.monotonic()
         self._alone_since = now if self._alone_since is None else self._alone_since
-        if now - self._alone_since > 2 * self._config.lease_s:
+        if now - self._alone_since > self._config.timeouts.alone_s:
             self._view.note(f"every node ended before the job did; logs are in {self._path / 'logs'}")
             self._code = EXIT_FAILURE
 

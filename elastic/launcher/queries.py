@@ -41,12 +41,26 @@ def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def drain(argv: list[str], environ: Mapping[str, str]) -> int:
     """Move a node's state out, then let it go."""
     parser = query_parser("drain", "Move all state off a node, then release it; nothing is lost.", environ)
-    parser.add_argument("node", metavar="NODE", help="name of the node, as `elastic nodes` shows it")
+    parser.add_argument(
+        "node", metavar="NODE", nargs="?", help="name of the node, as `elastic nodes` shows it"
+    )
     parser.add_argument("--deadline", default="30", help="seconds after which the node goes anyhow (30)")
+    parser.add_argument(
+        "--self",
+        action="store_true",
+        dest="own",
+        help="this machine's node of --run-dir; returns when it has left",
+    )
     args = parser.parse_args(argv)
+    if args.own == (args.node is not None):
+        raise FieldError("NODE", args.node or "", "the name of a node, or --self")
     deadline = seconds("--deadline", args.deadline)
     if deadline < 0:
         raise FieldError("--deadline", args.deadline, "seconds from 0 up")
+    if args.own:
+        from elastic.launcher.selfdrain import drain_self
+
+        return show(drain_self(Path(args.run_dir or LATEST), deadline), args.json)
     return show(ask(args, "drain", {"node": args.node, "deadline_s": deadline}), args.json)
 
 

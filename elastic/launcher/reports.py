@@ -68,6 +68,8 @@ def as_text(answer: dict[str, Any]) -> str:
             below.append(table(value))
         elif isinstance(value, str) and "\n" in value:
             below.append(value.rstrip("\n"))
+        elif isinstance(value, dict):
+            lines.append(f"{key}: {', '.join(f'{name} {_cell(one)}' for name, one in value.items())}")
         elif value not in (None, "", []):
             lines.append(f"{key}: {value}")
     return "\n\n".join(part for part in ("\n".join(lines), *below) if part)

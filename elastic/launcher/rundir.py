@@ -29,6 +29,8 @@ class RunDir:
         self._lock = locked(self.path / "launcher.lock")
         if self._lock is None:
             raise FieldError("--run-dir", str(self.path), "a run is going on in it; give another")
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         if request.in_place:
             _move_aside(self.path)
         (self.path / "logs").mkdir(exist_ok=True)
@@ -46,6 +48,22 @@ class RunDir:
         for lock in (self._memory_lock, self._lock):
             if lock is not None:
                 os.close(lock)
+
+
+def launcher_of(path: Path) -> int | None:
+    """Process id of the launcher that uses this run directory; None: nobody does."""
+    try:
+        descriptor = os.open(path / "launcher.lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(descriptor, 32, 0).strip()
+        return int(text) if text.isdigit() else None
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def free_port(host: str = LOOPBACK) -> int:

@@ -27,6 +27,7 @@ from typing import Any
 import xxhash
 
 from elastic.core import codec
+from elastic.core.timeouts import DEFAULT
 from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.rpc.blocks import CODECS, read_blocks, send_blocks
@@ -122,7 +123,7 @@ class VaultClient:
         address: str,
         *,
         node: str = "",
-        timeout_s: float = 10.0,
+        timeout_s: float = DEFAULT.bulk_s,
         pace: Callable[[int], None] | None = None,
         compressing: Compressing | None = None,
     ) -> None:

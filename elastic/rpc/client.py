@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 
 from elastic.core.election import accepts
+from elastic.core.timeouts import DEFAULT
 from elastic.errors import ElasticError, FieldError, UsageError
 from elastic.rpc import elastic_pb2_grpc
 from elastic.rpc.envelope import (
@@ -55,7 +56,7 @@ class Session:
         on_up: Callable[[], object],
         on_down: Callable[[str], object],
         sender: str,
-        keepalive_s: float = 5.0,
+        keepalive_s: float = DEFAULT.keepalive_s,
     ) -> None:
         addresses = addresses_of(address)
         self.address, self.sender = address, sender
@@ -205,7 +206,7 @@ class Unreachable(UsageError):
 
 
 def _call(address: str, kind: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    with grpc.insecure_channel(address, options=client_options(keepalive_s=5.0)) as channel:
+    with grpc.insecure_channel(address, options=client_options(DEFAULT.keepalive_s)) as channel:
         stub = elastic_pb2_grpc.CoordinatorStub(channel)
         try:
             answer = stub.Call(to_proto(pack_call(kind, body)), timeout=timeout_s)

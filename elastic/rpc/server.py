@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from elastic.core.timeouts import DEFAULT
 from elastic.errors import ElasticError, FieldError, StaleError, UsageError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.envelope import (
@@ -92,7 +93,7 @@ class Server:
         on_close: Callable[[Session], object],
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
-        keepalive_s: float = 10.0,
+        keepalive_s: float = DEFAULT.keepalive_s,
     ) -> None:
         check_address(address, lowest_port=0)
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close

@@ -17,6 +17,7 @@ from typing import Any
 from elastic.core import codec
 from elastic.core import messages as m
 from elastic.core.faults import FaultSpec, load_faults
+from elastic.core.timeouts import DEFAULT, SILENCE_S, Timeouts, budget
 from elastic.errors import ChannelClosed, UsageError
 from elastic.planning.profile import Link
 from elastic.rpc.frames import Channel
@@ -49,6 +50,8 @@ class WorkerContext:
     """How slow links to other nodes are made."""
     measure: str = ""
     """File for what `elastic profile` wants to know: nothing is trained, layers are measured."""
+    timeouts: Timeouts = DEFAULT
+    """Limits on waiting for others."""
 
     @staticmethod
     def from_environment() -> WorkerContext:
@@ -73,6 +76,7 @@ class WorkerContext:
             device=env.get("ELASTIC_DEVICE", ""),
             link=codec.loads(Link, env["ELASTIC_LINK"]) if "ELASTIC_LINK" in env else Link(),
             measure=env.get("ELASTIC_MEASURE", ""),
+            timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
         )
 
 

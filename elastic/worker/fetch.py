@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from elastic.core.timeouts import DEFAULT
 from elastic.core.types import Copy
 from elastic.errors import VaultError
 from elastic.rpc.bulk import VaultClient
@@ -33,7 +34,12 @@ class Fetcher:
     """Keeps connections to the vaults of one assignment. Thread-safe; calls to one vault queue."""
 
     def __init__(
-        self, node: str, vaults: Mapping[str, str], abandon: Abandon | None = None, *, timeout_s: float = 10.0
+        self,
+        node: str,
+        vaults: Mapping[str, str],
+        abandon: Abandon | None = None,
+        *,
+        timeout_s: float = DEFAULT.bulk_s,
     ) -> None:
         """`node` is this one; `vaults` maps nodes to host:port; setting `abandon` ends all transfers."""
         self._node, self._abandon = node, abandon

@@ -47,12 +47,6 @@ from elastic.worker.replica import LayerReplica
 from elastic.worker.step import Outcome, StepRunner
 from elastic.worker.tensor_parallel import tp_sync
 
-LINK_TIMEOUT_S = 1800.0
-"""Last resort of the transport; hangs are found by progress, long before."""
-
-SIBLING_S = 5.0
-"""How long a worker whose TP collective failed waits to be ended, or told, before it takes the error for its own."""
-
 
 class Trainer:
     """Trains `stack` for `steps` steps of `microbatches` micro-batches, on whatever nodes there are.
@@ -186,7 +180,7 @@ class Trainer:
         except RuntimeError as error:
             # A collective of a TP group fails when a sibling dies. The agent, which knows of that, ends this
             # worker too, or somebody announces an epoch; else it was the script's own error.
-            if self._tp.size == 1 or not abandon.wait(SIBLING_S):
+            if self._tp.size == 1 or not abandon.wait(self._context.timeouts.sibling_s):
                 self._fail(f"{type(error).__name__}: {error}", EXIT_FAILURE, error)
         except Exception as error:  # noqa: BLE001 - the user's model, data or optimizer: the job cannot go on, and says so
             self._fail(f"{type(error).__name__}: {error}", EXIT_FAILURE, error)
@@ -267,7 +261,12 @@ class _Epoch:
         control.position.at("install", self._assignment.step)
         began = time.perf_counter()
         member = self.roster.members[self._rank]
-        fetcher = Fetcher(t._context.node, dict(self._assignment.vaults), self._abandon)
+        fetcher = Fetcher(
+            t._context.node,
+            dict(self._assignment.vaults),
+            self._abandon,
+            timeout_s=t._context.timeouts.bulk_s,
+        )
         t._optimizer.check(shared=state_of(self.plan.state).sharded)
         recovering = any(recipe.states or recipe.checkpoint for _, recipe in self._assignment.recipes)
 
@@ -302,7 +301,7 @@ class _Epoch:
             world_size=self.roster.size,
             store_address=self._assignment.store,
             device=t._device,
-            timeout_s=LINK_TIMEOUT_S,
+            timeout_s=t._context.timeouts.link_s,
             abandon=self._abandon,
             host=t._context.host,
             holder_sets=self.roster.holder_sets(),

@@ -48,6 +48,7 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         (job.Tick(), 60.0),
         (job.Adopted(), 5.0),
         (job.DrainAsked("nobody", 1.0), 0.1),
+        (m.Notice("nobody", "x", m.NoticeKind.LEAVE, "aws", 1.0), 0.1),
         (job.Beat("nobody", "x", 0, 0), 0.1),
         (job.Closed("nobody", "x"), 0.1),
         (job.Stepped(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
@@ -69,7 +70,10 @@ def events(state: JobState) -> list[tuple[Any, float]]:
             (job.DrainAsked(node, 0.5), 0.1),
             (job.DrainAsked(node, 60.0), 0.1),
             *((job.HealthSeen(report), 0.1) for report in health_reports(node, incarnation, state)),
+            (m.Notice(node, "former", m.NoticeKind.LEAVE, "aws", 60.0), 0.1),
         ]
+        made += [(m.Notice(node, incarnation, kind, "aws", 60.0), 0.1) for kind in m.NoticeKind]
+        made += [(m.Notice(node, incarnation, m.NoticeKind.LEAVE, "signal", 0.5, final=True), 0.1)]
         for phase in NodePhase:
             for epoch in sorted({0, max(state.epoch - 1, 0), state.epoch}):
                 report = replace(member.report, phase=phase, epoch=epoch, able=phase not in NOT_ABLE)

@@ -61,10 +61,16 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("name", ["states", "cli"])
+@pytest.mark.parametrize("name", ["states", "cli", "timeouts"])
 def test_generated_page_is_current(name: str) -> None:
     current = _script(f"make_{name}").text()
     assert (DOCS / f"{name}.md").read_text() == current, f"run: python docs/make_{name}.py"
+
+
+def test_every_constant_in_seconds_is_of_a_known_kind() -> None:
+    page = _script("make_timeouts")
+    assert set(page.found()) == set(page.CONSTANTS), "say in docs/make_timeouts.py of which kind it is"
+    assert set(page.CONSTANTS.values()) == set(page.KINDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ def coordinator() -> None:
 
 
 def agent() -> None:
-    """An agent with one child, which ignores SIGTERM."""
+    """An agent with one child, which ignores SIGTERM. `leaves`: told to leave, it ends."""
     config, args = _begin("--node", "--coordinator", "--host", "--domain")
+    leaves = "leaves" in config.command.args
+    signal.signal(signal.SIGUSR1, (lambda *_: sys.exit(0)) if leaves else signal.SIG_IGN)
     child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60 & wait; sleep 60"])
     facts = {"node": args.node, "domain": args.domain, "pids": [os.getpid(), child.pid]}
     _append(Path(config.run_dir) / "agents.jsonl", json.dumps(facts))

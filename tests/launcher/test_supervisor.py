@@ -209,3 +209,41 @@ def test_the_machine_that_owns_the_address_starts_the_coordinator(start: Start, 
     assert host.poll() is None  # the coordinator serves the other machines
     host.terminate()
     assert host.wait(20) == 143
+
+
+def hosts() -> tuple[str, ...]:
+    """One of two hosts, the one that owns the coordinator's address."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--notice", "none")
+
+
+def test_sigterm_with_grace_lets_the_node_leave(start: Start, tmp_path: Path) -> None:
+    launcher = start("serve leaves", "--grace", "60", mode=hosts())
+    assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0 and "leaving within 60 s" in err
+
+
+@pytest.mark.parametrize(("grace", "twice"), [("60", True), ("0.3", False), ("0", False)])
+def test_a_second_sigterm_the_end_of_the_grace_or_none_ends_at_once(
+    start: Start, tmp_path: Path, grace: str, twice: bool
+) -> None:
+    launcher = start("serve", "--grace", grace, mode=hosts())
+    assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
+    launcher.send_signal(signal.SIGTERM)
+    if twice:
+        assert launcher.stderr is not None
+        assert any("leaving within 60 s" in line for line in launcher.stderr)
+        launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert all(gone(pid) for one in agents(tmp_path / "runs" / "a") for pid in one["pids"])
+
+
+def test_sigint_is_never_a_notice(start: Start, tmp_path: Path) -> None:
+    launcher = start("serve leaves", "--grace", "60", mode=hosts())
+    assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + signal.SIGINT
