@@ -282,9 +282,8 @@ class Coordinator:
         with contextlib.suppress(StoreUnavailable):
             self._part.end(self._lease.token)
         for node in [node for node in self._sessions if node not in self._state.members]:
-            self._send(
-                node, m.Stop(action.code, action.reason), self._state.epoch
-            )  # released, and waiting to come back
+            stop = m.Stop(action.code, action.reason)  # released, and waiting to come back
+            self._send(node, stop, self._state.epoch)
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----
