@@ -11,6 +11,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from elastic.errors import EXIT_DRAINED
 from elastic.launcher.rundir import free_port
 from tests.notices.test_notice_jobs import (
     DEADLINE_S,
@@ -80,10 +81,10 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
         boss.wait_for(is_drained("hook"))
         agents["pod"].process.send_signal(signal.SIGTERM)
         boss.wait_for(is_drained("pod"))
-        assert agents["pod"].process.wait(DEADLINE_S) == 0
+        assert agents["pod"].process.wait(DEADLINE_S) == EXIT_DRAINED
         left = drain_self(tmp_path / "hooked-pod")
         assert left.returncode == 0 and json.loads(left.stdout)["left"], left.stderr
-        assert agents["hooked-pod"].process.poll() == 0
+        assert agents["hooked-pod"].process.poll() == EXIT_DRAINED
         run = boss.wait()
         assert agents["last"].process.wait(DEADLINE_S) == 0
         assert agents["file"].process.wait(DEADLINE_S) == 0  # parked until the job was over
