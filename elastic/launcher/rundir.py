@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import shutil
 import socket
 from pathlib import Path
 
 from elastic.config import JobConfig
-from elastic.errors import FieldError
+from elastic.errors import FieldError, UsageError
 from elastic.launcher.options import LOOPBACK, Request
 from elastic.store.slots import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
 """What stays in place when a run directory is used again."""
+PORTS, ATTEMPTS = range(20_000, 32_000), 100
+"""Where services of ours listen that were given no port; how many of them are tried."""
 
 
 class RunDir:
@@ -67,10 +70,17 @@ def launcher_of(path: Path) -> int | None:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that nobody uses now, and that no outgoing connection takes while its service is down.
+
+    Systems give outgoing connections ports from 32768 up (Linux) or 49152 (IANA). Raises UsageError.
+    """
+    for port in random.sample(PORTS, ATTEMPTS):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((host, port))
+            return port
+    raise UsageError(
+        f"no free TCP port was found from {PORTS.start} to {PORTS.stop - 1} on {host or 'this machine'}"
+    )
 
 
 def _with_port(request: Request) -> JobConfig:
