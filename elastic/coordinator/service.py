@@ -24,11 +24,15 @@ from elastic import lifeline
 from elastic.config import JobConfig, load_config
 from elastic.coordinator.queries import Query, policy_of, reply
 from elastic.coordinator.records import Records
+from elastic.coordinator.speakers import Speakers
 from elastic.core import codec, job
 from elastic.core import messages as m
+from elastic.core import speech
 from elastic.core.coordinator import transition
 from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW
+from elastic.rpc import security
+from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.server import Server, Session
 from elastic.store import durable
 from elastic.store.base import Lease
@@ -66,6 +70,8 @@ class Coordinator:
         self._disk = ThreadPoolExecutor(1, "checkpoint")
         self._commits: list[Future[job.CheckpointCommitted | None]] = []
         self._ending = 0.0
+        self._speakers = Speakers()
+        REFUSALS.subscribe(self._queue.put)
         self._open_store()
         self._server = Server(
             address,
@@ -121,6 +127,9 @@ class Coordinator:
         draft.write_text(json.dumps(text) + "\n")
         os.replace(draft, self._run_dir / "coordinator.json")
         self._records.event("coordinator", text)
+        if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
+            self._records.event("unencrypted", {"what": "workers", "why": security.WORKERS})
+            log.warning("%s", security.WORKERS)
 
     def _renew(self) -> None:
         now = self._clock.now()
@@ -134,17 +143,22 @@ class Coordinator:
             self._answer(item)
         elif isinstance(item, Future):
             self._committed(item)
+        elif isinstance(item, Refusal):
+            self._records.refused("coordinator", item.port, item.reason, item.peer, item.detail, item.count, item.total)
         elif isinstance(item, tuple):
             self._message(*item)
         else:
             self._apply(item)
 
     def _message(self, session: Session, message: Any) -> None:
+        if message is not None and not self._speakers.admit(self._state, session, message):
+            return
         match message:
             case None:
                 self._left(session)
             case m.NodeReport():
                 node = message.info.node
+                self._speakers.note(self._state, message)
                 connected = self._sessions.get(node) is not session
                 self._sessions[node] = session
                 self._apply(job.Reported(message, connected))
@@ -158,13 +172,14 @@ class Coordinator:
                 self._records.beat(self._state)
             case m.StepDone():
                 self._records.step(message, self._state)
-                self._apply(job.Stepped(message.record))
+                if speech.current(self._state, session.sender):
+                    self._apply(job.Stepped(message.record))
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
             case m.CheckpointPart():
                 self._apply(job.PartWritten(message.step, message.layers))
-            case _:
-                log.warning("unexpected %s from %s", type(message).__name__, session.peer)
+            case m.Refused(node, port, reason, peer, detail, count, total):
+                self._records.refused(node, port, reason, peer, detail, count, total)
 
     def _left(self, session: Session) -> None:
         self._fresh.discard(session)
@@ -294,6 +309,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
+        security.use(security.load(config.run_dir, config.certs, config.certs_name))
         return Coordinator(config, args.address).run()
     except StaleError as error:
         log.error("another coordinator took over: %s", error)

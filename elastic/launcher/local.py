@@ -16,6 +16,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from elastic.launcher.options import LOOPBACK, Request
 from elastic.launcher.progress import Bar, View, make_view
 from elastic.launcher.reports import LINES, event_line
 from elastic.launcher.rundir import RunDir, free_port
+from elastic.rpc import security
 
 MAX_FAILED_STARTS = 3
 """A coordinator that dies this many times in a row before it serves is given up."""
@@ -45,7 +47,11 @@ def launch(request: Request) -> int:
     address = request.config.coordinator or f"{LOOPBACK}:{free_port()}"
     hosting = request.hosts if request.hosts is not None else owner(address) is Owner.FREE
     host = LOOPBACK if request.config.standalone else request.config.local_addr or local_address(address)
+    if request.guard.warning:
+        print(f"elastic: {request.guard.warning}", file=sys.stderr)
     run_dir = RunDir(request)
+    config = run_dir.config
+    security.use(security.load(run_dir.path, config.certs, config.certs_name))
     try:
         return Supervisor(request, run_dir, address, hosting, host).run()
     finally:

@@ -8,6 +8,7 @@ about half a second of its return. Nothing is kept while it is away; a node tell
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -18,8 +19,9 @@ from typing import Any
 import grpc
 
 from elastic.errors import ElasticError, FieldError, UsageError
-from elastic.rpc import elastic_pb2_grpc
+from elastic.rpc import elastic_pb2_grpc, security
 from elastic.rpc.envelope import (
+    CHALLENGE,
     Envelope,
     Rejected,
     from_proto,
@@ -30,7 +32,9 @@ from elastic.rpc.envelope import (
     unpack_call,
 )
 from elastic.rpc.loop import Dispatcher, event_loop, run
-from elastic.rpc.options import RETRY_MAX_S, RETRY_MIN_S, check_address, client_options
+from elastic.rpc.options import CONNECT_TIMEOUT_S, RETRY_MAX_S, RETRY_MIN_S, check_address, client_options
+from elastic.rpc.proofs import answer, digest, new_nonce, proved
+from elastic.rpc.refusals import REFUSALS, Reason
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +56,11 @@ class Session:
         on_down: Callable[[str], object],
         sender: str,
         keepalive_s: float = 5.0,
+        secure: security.Security | None = None,
     ) -> None:
+        """`secure`: what this side proves itself with; None: what this process goes by."""
         check_address(address)
+        self._secure = secure or security.current()
         self.address, self.sender = address, sender
         self.term = 0
         """Highest coordinator term seen."""
@@ -102,14 +109,41 @@ class Session:
         streams.
         """
         delay_s = RETRY_MIN_S
-        async with grpc.aio.insecure_channel(self.address, options=client_options(keepalive_s)) as channel:
-            stub = elastic_pb2_grpc.CoordinatorStub(channel)
-            while True:
-                started = time.monotonic()
-                await self._stream(stub.Session(metadata=(("sender", self.sender),), wait_for_ready=True))
-                lived_s = time.monotonic() - started
-                delay_s = RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * delay_s, RETRY_MAX_S)
-                await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
+        while True:
+            stamp = self._stamp()
+            options = client_options(keepalive_s)
+            async with _channel(grpc.aio, self.address, options, self._secure) as channel:
+                stub = elastic_pb2_grpc.CoordinatorStub(channel)
+                while self._stamp() == stamp:
+                    started = time.monotonic()
+                    await self._attempt(stub)
+                    lived_s = time.monotonic() - started
+                    delay_s = RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * delay_s, RETRY_MAX_S)
+                    await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
+
+    def _stamp(self) -> security.Stamp:
+        """Other than before: the certificates were replaced, and the next connection goes by the new ones."""
+        contexts = self._secure.contexts
+        return contexts.stamp() if contexts is not None else ()
+
+    async def _attempt(self, stub: Any) -> None:
+        """Prove who we are, where that is asked, and use one stream until it ends."""
+        metadata: tuple[tuple[str, str], ...] = (("sender", self.sender),)
+        if self._secure.token or self._secure.certs is not None:
+            mine = new_nonce()
+            question = to_proto(pack_call(CHALLENGE, {"nonce": mine}))
+            try:
+                reply = await stub.Call(question, timeout=CONNECT_TIMEOUT_S)
+                metadata += _proof(self._secure.token, mine, unpack_call(from_proto(reply)), "session", self.sender)
+            except grpc.aio.AioRpcError as error:
+                log.info("%s: %s does not answer: %s", self.sender, self.address, error.details())
+                if "andshake" in str(error.details()) or "ertificate" in str(error.details()):
+                    REFUSALS.count("agent", Reason.HANDSHAKE, self.address, error.details())
+                return
+            except ElasticError as error:
+                REFUSALS.count("agent", Reason.TOKEN, self.address, error)
+                return
+        await self._stream(stub.Session(metadata=metadata, wait_for_ready=True))
 
     async def _stream(self, call: Any) -> None:
         """Use one stream until it ends."""
@@ -121,11 +155,19 @@ class Session:
             writer = asyncio.create_task(_write(outbox, call))
             self._outbox = outbox
             self._dispatcher.post(self._on_up)
+            newest = 0
             async for proto in call:
-                self._receive(from_proto(proto))
+                envelope = from_proto(proto)
+                if envelope.sequence <= newest and newest:
+                    REFUSALS.count("agent", Reason.REPLAYED, self.address, envelope.kind)
+                    continue
+                newest = envelope.sequence
+                self._receive(envelope)
             reason = "the coordinator ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                REFUSALS.count("agent", Reason.TOKEN, self.address, reason)
         finally:
             call.cancel()
             self._outbox = None
@@ -138,7 +180,8 @@ class Session:
     def _receive(self, envelope: Envelope) -> None:
         if envelope.term < self.term:
             self.stale += 1
-            log.warning("%s of term %d refused: term %d rules", envelope.kind, envelope.term, self.term)
+            what = f"{envelope.kind} of term {envelope.term}: term {self.term} rules"
+            REFUSALS.count("agent", Reason.STALE, self.address, what)
             return
         self.term = envelope.term
         try:
@@ -152,27 +195,60 @@ class Session:
         self._dispatcher.post(partial(self._on_message, message, envelope))
 
 
-def call(address: str, kind: str, body: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
+def call(
+    address: str,
+    kind: str,
+    body: dict[str, Any],
+    timeout_s: float = 5.0,
+    secure: security.Security | None = None,
+) -> dict[str, Any]:
     """Ask the coordinator one question.
 
     Raises UsageError if it cannot be reached or refuses the question (with its words), ElasticError if it
-    cannot do what was asked.
+    cannot do what was asked. `secure`: what this side proves itself with; None: what this process goes by.
     """
     check_address(address)
-    with grpc.insecure_channel(address, options=client_options(keepalive_s=5.0)) as channel:
+    secure = secure or security.current()
+    with _channel(grpc, address, client_options(keepalive_s=5.0), secure) as channel:
         stub = elastic_pb2_grpc.CoordinatorStub(channel)
+        question = pack_call(kind, body)
+        metadata: tuple[tuple[str, str], ...] = ()
         try:
-            answer = stub.Call(to_proto(pack_call(kind, body)), timeout=timeout_s)
+            if secure.token:
+                mine = new_nonce()
+                reply = stub.Call(to_proto(pack_call(CHALLENGE, {"nonce": mine})), timeout=timeout_s)
+                words = ("call", kind, digest(question.body))
+                metadata = _proof(secure.token, mine, unpack_call(from_proto(reply)), *words)
+            answered = stub.Call(to_proto(question), timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise _in_words(address, kind, timeout_s, error) from error
-    return unpack_call(from_proto(answer))
+    return unpack_call(from_proto(answered))
+
+
+def _channel(api: Any, address: str, options: list[tuple[str, Any]], secure: security.Security) -> Any:
+    """A channel of gRPC's `api` (synchronous or asyncio) to `address`."""
+    contexts = secure.contexts
+    if contexts is None:
+        return api.insecure_channel(address, options=options)
+    ca, cert, key = contexts.pem()
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    named = [("grpc.ssl_target_name_override", secure.name)] if secure.name else []
+    return api.secure_channel(address, credentials, options=[*options, *named])
+
+
+def _proof(token: str, mine: str, reply: dict[str, Any], *words: str) -> tuple[tuple[str, str], ...]:
+    """Metadata that answers a challenge. Raises UsageError when the other side does not know the token."""
+    nonce = str(reply.get("nonce", ""))
+    if token and not proved(token, str(reply.get("proof", "")), "server", mine, nonce):
+        raise UsageError("the coordinator does not know the join token: is it this job's?")
+    return ("nonce", nonce), ("proof", answer(token, nonce, *words))
 
 
 async def _write(outbox: asyncio.Queue[Envelope], call: Any) -> None:
     """Send what is queued. A stream that ends meanwhile is the reader's news, not ours."""
     try:
-        while True:
-            await call.write(to_proto(await outbox.get()))
+        for number in itertools.count(1):
+            await call.write(to_proto(await outbox.get(), number))
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return
 
@@ -183,8 +259,10 @@ def _in_words(address: str, kind: str, timeout_s: float, error: Any) -> ElasticE
         return UsageError(details)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return ElasticError(details)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return UsageError(f"{details}; give the job's with --join-token-file or --run-dir")
     if code is grpc.StatusCode.UNAVAILABLE:
-        remedy = "is the job running, and the address right?"
+        remedy = "is the job running, and are address and --certs right?"
         return UsageError(f"no coordinator answers at {address} ({details}); {remedy}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UsageError(f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s")
