@@ -16,7 +16,7 @@ from elastic.launcher.options import LOOPBACK, Request
 from elastic.rpc.security import TOKEN_FILE, write_token
 from elastic.store.slots import remove_fallbacks
 
-KEPT = ("checkpoints", "launcher.lock", TOKEN_FILE)
+KEPT = ("checkpoints", "launcher.lock")
 """What stays in place when a run directory is used again."""
 
 
@@ -31,6 +31,7 @@ class RunDir:
         self._lock = _lock(self.path / "launcher.lock")
         if self._lock is None:
             raise FieldError("--run-dir", str(self.path), "a run is going on in it; give another")
+        (self.path / TOKEN_FILE).unlink(missing_ok=True)  # of a launcher that was killed
         if request.in_place:
             _move_aside(self.path)
         (self.path / "logs").mkdir(exist_ok=True)

@@ -127,6 +127,8 @@ class Stream:
         self._sock, self._plain = secure, False
         try:
             secure.do_handshake()
+        except OSError:  # an untrue certificate is a ValueError, too
+            raise
         except (AttributeError, ValueError) as error:
             raise ChannelClosed(f"this side has closed: {error}") from error
 
