@@ -144,7 +144,9 @@ class Coordinator:
         elif isinstance(item, Future):
             self._committed(item)
         elif isinstance(item, Refusal):
-            self._records.refused("coordinator", item.port, item.reason, item.peer, item.detail, item.count, item.total)
+            self._records.refused(
+                "coordinator", item.port, item.reason, item.peer, item.detail, item.count, item.total
+            )
         elif isinstance(item, tuple):
             self._message(*item)
         else:

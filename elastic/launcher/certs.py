@@ -1,7 +1,7 @@
 """`elastic certs`: a certificate authority of one's own, and a certificate for every machine.
 
-    OUT/ca.crt  OUT/ca.key                     the authority; the key stays where it was made
-    OUT/HOST/ca.crt  tls.crt  tls.key          for --certs on that machine; also a Kubernetes secret's names
+OUT/ca.crt  OUT/ca.key                     the authority; the key stays where it was made
+OUT/HOST/ca.crt  tls.crt  tls.key          for --certs on that machine; also a Kubernetes secret's names
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ def certs(argv: list[str], environ: Mapping[str, str]) -> int:
         description="Make a certificate authority and certificates for --certs; run again to add or renew hosts.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the authority and of a folder a host")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="directory of the authority and of a folder a host"
+    )
     parser.add_argument(
         "--hosts",
         default="localhost",
         help="machines, comma-separated; several names or addresses of one are joined by /, as node1/10.0.0.1",
     )
     parser.add_argument("--days", default="365", help="days that the hosts' certificates are valid (365)")
-    parser.add_argument("--ca-days", "--ca_days", default="3650", help="days that a new authority is valid (3650)")
+    parser.add_argument(
+        "--ca-days", "--ca_days", default="3650", help="days that a new authority is valid (3650)"
+    )
     parser.add_argument("--force", action="store_true", help="renew certificates of hosts that have one")
     args = parser.parse_args(argv)
     hosts, out = _hosts(args.hosts), folder("--out", args.out)
@@ -84,7 +88,9 @@ def _authority(out: Path, days: float) -> Authority:
             loaded = load_pem_private_key(key.read_bytes(), None)
             found = x509.load_pem_x509_certificate(cert.read_bytes())
         except (OSError, ValueError) as error:
-            raise FieldError("--out", str(out), f"{CA} and {CA_KEY} of one authority are needed ({error})") from None
+            raise FieldError(
+                "--out", str(out), f"{CA} and {CA_KEY} of one authority are needed ({error})"
+            ) from None
         if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != found.public_key():
             raise FieldError("--out", str(out), f"{CA} and {CA_KEY} do not belong together")
         return found, loaded
@@ -146,7 +152,9 @@ def _draft(
         .not_valid_before(min(now, ends) - CLOCKS_APART)
         .not_valid_after(ends)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
     )
 
 

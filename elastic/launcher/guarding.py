@@ -48,9 +48,7 @@ def read_token(args: argparse.Namespace, environ: Mapping[str, str], *, alone: b
     return secrets.token_hex(TOKEN_BYTES) if alone else ""
 
 
-def guard(
-    args: argparse.Namespace, environ: Mapping[str, str], coordinator: str, standalone: bool
-) -> Guard:
+def guard(args: argparse.Namespace, environ: Mapping[str, str], coordinator: str, standalone: bool) -> Guard:
     """Check what the job would serve. Raises FieldError unless it is loopback, or encrypted, or --insecure."""
     token = read_token(args, environ, alone=standalone)
     if standalone or args.certs:
@@ -66,7 +64,8 @@ def guard(
         )
     open_text = "" if token else ", and anybody may join: give --join-token-file"
     return Guard(
-        token, f"WARNING: --insecure: {open_to[0]} is served in plain text, on a network that others use{open_text}"
+        token,
+        f"WARNING: --insecure: {open_to[0]} is served in plain text, on a network that others use{open_text}",
     )
 
 

@@ -134,7 +134,9 @@ class Session:
             question = to_proto(pack_call(CHALLENGE, {"nonce": mine}))
             try:
                 reply = await stub.Call(question, timeout=CONNECT_TIMEOUT_S)
-                metadata += _proof(self._secure.token, mine, unpack_call(from_proto(reply)), "session", self.sender)
+                metadata += _proof(
+                    self._secure.token, mine, unpack_call(from_proto(reply)), "session", self.sender
+                )
             except grpc.aio.AioRpcError as error:
                 log.info("%s: %s does not answer: %s", self.sender, self.address, error.details())
                 if "andshake" in str(error.details()) or "ertificate" in str(error.details()):

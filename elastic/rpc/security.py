@@ -165,7 +165,9 @@ def read_token(path: Path, flag: str = "") -> str:
 def check_token(field_name: str, token: str, shown: str) -> str:
     """`token`, if it is one; `shown` stands for it in the error, which never tells it."""
     if len(token) < LEAST_TOKEN_CHARS or not token.isascii() or not token.isprintable():
-        remedy = f"a token of {LEAST_TOKEN_CHARS} printable characters or more, as `openssl rand -hex 32` makes"
+        remedy = (
+            f"a token of {LEAST_TOKEN_CHARS} printable characters or more, as `openssl rand -hex 32` makes"
+        )
         raise FieldError(field_name, shown, remedy)
     return token
 

@@ -159,7 +159,11 @@ class Server:
         problem = self._gate.check(nonce, proof, *words)
         if problem is not None:
             REFUSALS.count(PORT, problem, context.peer(), " ".join(words[:2]))
-            text = "the join token is missing or wrong" if problem is Reason.TOKEN else "this proof was used before"
+            text = (
+                "the join token is missing or wrong"
+                if problem is Reason.TOKEN
+                else "this proof was used before"
+            )
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     async def _session(self, requests: AsyncIterator[elastic_pb2.Envelope], context: Any) -> None:
@@ -213,7 +217,9 @@ class Server:
         envelope = from_proto(request)
         if len(envelope.body) > MAX_CALL_BYTES:
             REFUSALS.count(PORT, Reason.OVERSIZE, context.peer(), f"a call of {len(envelope.body)} bytes")
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_CALL_BYTES} bytes may be asked")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_CALL_BYTES} bytes may be asked"
+            )
         if envelope.kind != CHALLENGE:
             await self._admit(context, "call", envelope.kind, digest(envelope.body))
         try:

@@ -269,7 +269,14 @@ def test_who_starts_the_coordinator(place: Path) -> None:
     dynamic = read("--nnodes", "2", "--rdzv-backend", "c10d", *there, "script.py")
     assert (dynamic.hosts, dynamic.config.coordinator) == (None, "10.0.0.1:29400")
     told = read(
-        "--nnodes", "2", "--insecure", "--rdzv-endpoint", "h:5", "--rdzv-conf", "is_host=1,timeout=9", "script.py"
+        "--nnodes",
+        "2",
+        "--insecure",
+        "--rdzv-endpoint",
+        "h:5",
+        "--rdzv-conf",
+        "is_host=1,timeout=9",
+        "script.py",
     )
     assert told.hosts is True and told.config.rdzv_conf == (("is_host", "1"), ("timeout", "9"))
 

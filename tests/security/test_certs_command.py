@@ -58,7 +58,9 @@ def test_an_authority_and_hosts_are_made_added_and_renewed(
 
 def read(place: Path, *words: str, **environ: str) -> Request:
     (place / "script.py").write_text("")
-    found = run_parser(environ).parse_args([*words, "--run-dir", str(place / "run"), str(place / "script.py")])
+    found = run_parser(environ).parse_args(
+        [*words, "--run-dir", str(place / "run"), str(place / "script.py")]
+    )
     return request(found, environ)
 
 

@@ -53,7 +53,9 @@ def test_a_member_may_say_it(message: object) -> None:
     assert objection(STATE, "node0", message) is None
 
 
-@pytest.mark.parametrize("message", [report("node0"), BEAT, SHORT, CORRUPT, REFUSED], ids=lambda g: type(g).__name__)
+@pytest.mark.parametrize(
+    "message", [report("node0"), BEAT, SHORT, CORRUPT, REFUSED], ids=lambda g: type(g).__name__
+)
 def test_no_other_member_may_say_it_in_its_name(message: object) -> None:
     found = objection(STATE, "node1", message)
     assert found is not None and (found.reason, found.fence) == (FORGED, False)
@@ -66,7 +68,9 @@ def test_nobody_says_anything_without_a_name(message: object) -> None:
         assert found is not None and found.reason == FORGED
 
 
-@pytest.mark.parametrize("message", [DONE, PART, replace(SHORT, owner="node9"), replace(REFUSED, node="node9")])
+@pytest.mark.parametrize(
+    "message", [DONE, PART, replace(SHORT, owner="node9"), replace(REFUSED, node="node9")]
+)
 def test_who_is_no_member_may_not_say_it(message: object) -> None:
     found = objection(STATE, "node9", message)
     assert found is not None and found.reason == STALE

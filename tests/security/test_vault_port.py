@@ -305,7 +305,9 @@ def test_a_copy_with_any_field_hurts_nobody(
     stream = dial(server, certs_of(server, authority))
     with contextlib.suppress(ChannelClosed, TimeoutError):
         enter(stream)
-        stream.send({"kind": "Put", "body": {"copies": [{**codec.encode(COPY), field: value}]}}, [memoryview(DATA)])
+        stream.send(
+            {"kind": "Put", "body": {"copies": [{**codec.encode(COPY), field: value}]}}, [memoryview(DATA)]
+        )
         stream.receive()
     stream.close()
     vault.check_integrity()
