@@ -25,9 +25,8 @@ from elastic.config import JobConfig, load_config
 from elastic.coordinator.queries import Query, policy_of, reply
 from elastic.coordinator.records import Records
 from elastic.coordinator.speakers import Speakers
-from elastic.core import codec, job
+from elastic.core import codec, job, speech
 from elastic.core import messages as m
-from elastic.core import speech
 from elastic.core.coordinator import transition
 from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW

@@ -126,12 +126,15 @@ def test_certificates_that_are_refused(
 
 def test_no_certificate_is_refused(tls: Bench, authority: Authority) -> None:
     context = ssl.create_default_context(cafile=str(authority.good / CA))
-    with refused(Reason.NO_CERTIFICATE, PORT), socket.create_connection(tls.where, timeout=10) as sock:
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            with context.wrap_socket(sock, server_hostname="localhost") as secured:
-                secured.sendall(b"PRI")
-                while not secured.recv(4096):
-                    raise ConnectionError
+    with (
+        refused(Reason.NO_CERTIFICATE, PORT),
+        socket.create_connection(tls.where, timeout=10) as sock,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+        context.wrap_socket(sock, server_hostname="localhost") as secured,
+    ):
+        secured.sendall(b"PRI")
+        while not secured.recv(4096):
+            raise ConnectionError
     serves(tls, authority.good)
 
 
@@ -139,9 +142,12 @@ def test_old_tls_is_refused(tls: Bench, authority: Authority) -> None:
     context = ssl.create_default_context(cafile=str(authority.good / CA))
     context.load_cert_chain(authority.good / CERT, authority.good / KEY)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with refused(Reason.HANDSHAKE, PORT), socket.create_connection(tls.where, timeout=10) as sock:
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            context.wrap_socket(sock, server_hostname="localhost")
+    with (
+        refused(Reason.HANDSHAKE, PORT),
+        socket.create_connection(tls.where, timeout=10) as sock,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
+        context.wrap_socket(sock, server_hostname="localhost")
 
 
 def test_a_server_of_another_authority_or_name_is_not_believed(authority: Authority) -> None:

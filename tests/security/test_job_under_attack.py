@@ -73,9 +73,12 @@ def attack(address: str, mine: Security, vault: str, authority: Authority, place
             raise AssertionError(who)
     for where in (address, vault):
         for _ in range(20):
-            with socket.create_connection(where.split(":"), timeout=10) as sock:  # type: ignore[arg-type]
-                with contextlib.suppress(OSError):
-                    sock.sendall(os.urandom(500))
+            host, _, port = where.rpartition(":")
+            with (
+                socket.create_connection((host, int(port)), timeout=10) as sock,
+                contextlib.suppress(OSError),
+            ):
+                sock.sendall(b"\xff" + os.urandom(499))
     with contextlib.suppress(UsageError):
         call(address, "echo", {"x": "y" * (1 << 20)}, secure=mine)
     stale = Heartbeat("node1", "of-old", 99, 0)

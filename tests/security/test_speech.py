@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic.core import messages as m
 from elastic.core import speech
-from elastic.core.job import JobPhase, JobState, Member
+from elastic.core.job import JobPhase, JobState, Member, Policy
 from elastic.core.messages import NodePhase
 from elastic.core.speech import FORGED, MALFORMED, STALE, objection
 from elastic.core.types import JobSpec, NodeInfo, StepRecord
@@ -33,7 +33,7 @@ def new(node: str, incarnation: str) -> m.NodeReport:
 
 def state_of(spec: JobSpec = SPEC) -> JobState:
     members = {n: Member(report=report(n), seen=1.0) for n in ("node0", "node1")}
-    return JobState().of(
+    return JobState(policy=Policy(min_nodes=1, max_nodes=2)).of(
         members=members, epoch=4, phase=JobPhase.RUNNING, spec=spec, record=StepRecord(1, 1.0, 1.0, 1.0)
     )
 

@@ -197,7 +197,6 @@ def test_a_nonce_is_good_once_and_not_for_long() -> None:
 
 def test_oversize_frames_are_refused(server: VaultServer, authority: Authority) -> None:
     certs = certs_of(server, authority)
-    host, _, port = server.address.rpartition(":")
     with refused(Reason.OVERSIZE, PORT):  # before the greeting a kilobyte is too much
         stream = dial(server, certs)
         stream.send({"kind": "Hello", "body": {"node": "b" * 5000, "nonce": ""}})
