@@ -128,6 +128,8 @@ def worker_environment(
         "ELASTIC_DEVICE": place.device,
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
+        "ELASTIC_CERTS": config.certs,
+        "ELASTIC_CERTS_NAME": config.certs_name,
     }
 
 

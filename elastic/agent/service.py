@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.errors import ElasticError, VaultError
+from elastic.rpc import security
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
+from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.shaping import pace_of
 from elastic.telemetry import configure_logging
 
@@ -67,6 +69,7 @@ class Agent:
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
         self._begin()
+        REFUSALS.subscribe(self._queue.put)
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
             coordinator,
@@ -127,6 +130,8 @@ class Agent:
             case m.BackupNote() | m.CheckpointPart():
                 self._parts.append(item)
                 self._say(item)
+            case Refusal():
+                self._say(m.Refused(self._node, *astuple(item)))
             case m.Trim():
                 self._vault.trim(item.epoch, item.step)
             case m.Prefetch() if not self._partitioned:
@@ -330,6 +335,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
+        security.use(security.load(config.run_dir, config.certs, config.certs_name))
         who = NodeInfo(
             node=args.node,
             incarnation="",

@@ -320,6 +320,20 @@ class CheckpointPart:
     """Of the files written."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This node's port refused something (`elastic.rpc.refusals`); told at a bounded rate."""
+
+    node: str
+    port: str
+    reason: str
+    peer: str
+    detail: str
+    count: int
+    """Since the one before."""
+    total: int
+
+
 # ---- coordinator -> agent ----
 
 

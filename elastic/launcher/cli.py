@@ -17,6 +17,7 @@ USAGE = """usage: elastic COMMAND [flags]
   drain NODE    move a node's state out, then release it
   plan [FILE]   the plan of a running job, of a text file, or the best one for a cluster file
   export CHECKPOINT OUT.safetensors
+  certs         make an authority and certificates for --certs
   coordinator, agent   one service of a job in the foreground, for several machines
   --version
 
@@ -61,6 +62,7 @@ def _commands() -> dict[str, Command]:
         "drain": _query("drain"),
         "plan": _plan,
         "export": _query("export"),
+        "certs": _certs,
         "coordinator": _service("coordinator"),
         "agent": _service("agent"),
     }
@@ -86,6 +88,12 @@ def _profile(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.launcher.profile import profile
 
     return profile(argv, environ)
+
+
+def _certs(argv: list[str], environ: Mapping[str, str]) -> int:
+    from elastic.launcher.certs import certs
+
+    return certs(argv, environ)
 
 
 def _query(name: str) -> Command:

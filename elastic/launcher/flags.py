@@ -125,6 +125,15 @@ OURS = (
     Flag(
         "--coordinators", "1", "coordinators of a --standalone run, one of which leads; several need --store"
     ),
+    Flag("--certs", None, "directory with ca.crt, tls.crt and tls.key: mutual TLS between all services"),
+    Flag("--certs-name", "", "name that the others' certificates must carry (default: the address dialled)"),
+    Flag(
+        "--join-token-file",
+        None,
+        "file with the token that all parts of the job must know (or ELASTIC_JOIN_TOKEN); default with "
+        "--standalone: a new one",
+    ),
+    Flag("--insecure", None, "serve addresses that others reach without --certs", switch=True),
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(

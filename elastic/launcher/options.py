@@ -11,13 +11,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.config import FILE, LOG_PREFIX, JobConfig, load_config
 from elastic.core.faults import FaultKind, FaultSpec, parse_fault
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
+from elastic.launcher.guarding import Guard, guard, read_certs
 from elastic.launcher.script import check_command
 from elastic.launcher.values import (
     addresses,
@@ -57,6 +58,8 @@ class Request:
     console_events: bool = False
     in_place: bool = False
     """Resume in a run directory that was used before: what it holds is moved aside."""
+    guard: Guard = field(default_factory=Guard)
+    """The join token, and what the user is warned of."""
     services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")
     """Modules that are run as coordinator and as agent."""
 
@@ -121,6 +124,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         profile=_profile(args),
         emulate=args.emulate is not None,
         link=_link(args.link),
+        certs=read_certs(args.certs),
+        certs_name=_certs_name(args.certs_name),
         faults=_faults(args.fault),
     )
     return Request(
@@ -130,6 +135,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         signals=signals(args.signals_to_handle),
         console_events=args.event_log_handler == "console",
         in_place=in_place,
+        guard=guard(args, environ, config.coordinator, standalone),
     )
 
 
@@ -336,6 +342,10 @@ def _link(text: str | None) -> Link:
 
 def _accumulate(text: str) -> Accumulate:
     return Accumulate(choice("--accumulate", text, tuple(mode.value for mode in Accumulate)))
+
+
+def _certs_name(text: str) -> str:
+    return host("--certs-name", text) if text else ""
 
 
 def _faults(texts: list[str]) -> tuple[FaultSpec, ...]:
