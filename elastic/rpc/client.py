@@ -86,6 +86,8 @@ class Session:
         self._active_term = 0
         self._left: set[Any] = set()
         """Streams given up for a newer coordinator's."""
+        self._silent: set[str] = set()
+        """Addresses of which it was told that they do not answer."""
         self._dispatcher = Dispatcher(f"rpc-{sender}")
         self._tasks = run(self._start(addresses, keepalive_s))
 
@@ -151,9 +153,12 @@ class Session:
             question = to_proto(pack_call(CHALLENGE, {"nonce": mine}))
             try:
                 reply = unpack_call(from_proto(await stub.Call(question, timeout=CONNECT_TIMEOUT_S)))
+                self._silent.discard(address)
                 metadata += _proof(self._secure.token, mine, reply, "session", self.sender)
             except grpc.aio.AioRpcError as error:
-                log.info("%s: %s does not answer: %s", self.sender, address, error.details())
+                if address not in self._silent:
+                    log.info("%s: %s does not answer: %s", self.sender, address, error.details())
+                self._silent.add(address)
                 if "andshake" in str(error.details()) or "ertificate" in str(error.details()):
                     REFUSALS.count("agent", Reason.HANDSHAKE, address, error.details())
                 await _ready(channel)
