@@ -193,8 +193,6 @@ class Coordinator:
                 self._saver.hold(None, partial(self._records.step, message, self._state))
                 if speech.current(self._state, session.sender):
                     self._apply(job.Stepped(message.record))
-                else:
-                    self._saver.flush()
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
             case m.CheckpointPart():
@@ -204,8 +202,7 @@ class Coordinator:
 
     def _refused(self, *told: Any) -> None:
         """`told`: the fields of `elastic.core.messages.Refused`."""
-        self._saver.hold(None, partial(self._records.refused, *told))
-        self._saver.flush()
+        self._saver.hold(None, partial(self._records.refused, *told))  # the next tick writes it
 
     def _left(self, session: Session) -> None:
         self._fresh.discard(session)
