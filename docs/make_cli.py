@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from elastic import errors
-from elastic.launcher import kubernetes, plans, preflight, profile, queries, services
+from elastic.launcher import certs, kubernetes, plans, preflight, profile, queries, services
 from elastic.launcher.flags import Parser, run_parser
 
 OUT = Path(__file__).with_name("cli.md")
@@ -38,7 +38,7 @@ EXITS = """
 
 A script that does not use elastic ends as under torchrun: 0, or 1 once its restarts are used up.
 """
-QUERIES = ("profile", "status", "nodes", "preflight", "drain", "plan", "export")
+QUERIES = ("profile", "status", "nodes", "preflight", "drain", "plan", "export", "certs")
 SERVICES = ("coordinator", "agent")
 Command = Callable[[list[str], Mapping[str, str]], int]
 
@@ -89,7 +89,12 @@ def run_part() -> str:
 
 
 def query_part(name: str) -> str:
-    homes = {"plan": plans.plan, "profile": profile.profile, "preflight": preflight.preflight}
+    homes = {
+        "plan": plans.plan,
+        "profile": profile.profile,
+        "preflight": preflight.preflight,
+        "certs": certs.certs,
+    }
     parser = parser_of(homes.get(name) or getattr(queries, name))
     return f"\n## elastic {name}\n\n{parser.description}\n\n{table(parser._actions)}\n"
 

@@ -164,6 +164,10 @@ class JobConfig:
     """What layers cost on which devices; None: the script's own figures."""
     emulate: bool = False
     """Workers wait the profiled times instead of computing."""
+    certs: str = ""
+    """Directory with ca.crt, tls.crt and tls.key of this machine; "": plain text. The join token is not in here."""
+    certs_name: str = ""
+    """Name that the certificates of the others must carry; "": the host that is dialled."""
     faults: tuple[FaultSpec, ...] = ()
     """Injected faults; the position of a fault is its number."""
 

@@ -129,6 +129,8 @@ def worker_environment(
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
         "ELASTIC_SILENCE": repr(config.lease_s),
+        "ELASTIC_CERTS": config.certs,
+        "ELASTIC_CERTS_NAME": config.certs_name,
     }
 
 

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,10 @@ from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.core.vitals import HealthReport, Preflight, Refused
 from elastic.errors import ElasticError, VaultError
+from elastic.rpc import security
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
+from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.shaping import pace_of
 from elastic.telemetry import configure_logging
 
@@ -72,6 +74,7 @@ class Agent:
         self._fitness = Fitness(config, coordinator, who, self._queue.put)
         self._leaving = Leaving(config, self._node, self._queue.put, self._say, self._report)
         self._begin()
+        REFUSALS.subscribe(self._queue.put)
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
             coordinator,
@@ -154,6 +157,8 @@ class Agent:
                     self._say(told)
                 if joins:
                     self._report()
+            case Refusal():
+                self._say(m.RefusalNote(self._node, *astuple(item)))
             case m.Trim():
                 self._vault.trim(item.epoch, item.step)
             case m.Prefetch() if not self._partitioned:
@@ -373,6 +378,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
+        security.use(security.load(config.run_dir, config.certs, config.certs_name))
         who = NodeInfo(
             node=args.node,
             incarnation="",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from elastic.core import codec
 from elastic.core.timeouts import DEFAULT
 from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
+from elastic.rpc import security
 from elastic.rpc.blocks import CODECS, drain_blocks
 from elastic.rpc.bulk import (
     REQUESTS,
@@ -36,12 +38,19 @@ from elastic.rpc.bulk import (
     tune,
 )
 from elastic.rpc.compressing import Compressing
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import Stream, TooLarge
+from elastic.rpc.greeting import GREETING_S, Turned, receive, wrap_server
+from elastic.rpc.proofs import Gate
+from elastic.rpc.refusals import REFUSALS, Reason
 
 __all__ = ["VaultClient", "VaultServer"]
 
 TELLING_BYTES = 8 << 20
 """Copies that are got tell of the link if they are larger than this: smaller ones vanish into buffers at once."""
+
+MOST_CONNECTIONS = 1024
+"""More than any node has peers and workers; each has a thread."""
+PORT = "vault"
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +67,12 @@ class VaultServer:
         timeout_s: float = DEFAULT.serve_s,
         pace: Callable[[int], None] | None = None,
         compressing: Compressing | None = None,
+        secure: security.Security | None = None,
     ) -> None:
-        """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are."""
+        """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are. `secure`: what is asked
+        of those who come; None: what this process goes by."""
+        secure = secure or security.current()
+        self._gate, self._contexts = Gate(secure.token), secure.contexts
         self._pace, self._compressing = pace, compressing or Compressing("off")
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
@@ -100,45 +113,76 @@ class VaultServer:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = listener.accept()
+                sock, where = listener.accept()
             except OSError:
                 return  # closed
             with self._lock:
                 if self._listener is None:
                     sock.close()
                     return
+                if len(self._streams) >= MOST_CONNECTIONS:
+                    REFUSALS.count(PORT, Reason.TOO_MANY, where[0], f"{len(self._streams)} connections stand")
+                    sock.close()
+                    continue
                 stream = Stream(tune(sock))
                 stream.pace = self._pace
                 self._streams.add(stream)
-                self._spawn(self._serve, stream)
+                self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Stream, peer: str) -> None:
         try:
-            while True:
+            node = self._welcome(stream, peer)
+            while node is not None:
                 stream.timeout_s = None
                 header, nbytes = stream.receive()
                 stream.timeout_s = self._timeout_s
-                self._answer(stream, header, nbytes)
+                self._answer(stream, header, nbytes, node)
         except (ChannelClosed, TimeoutError) as error:
             log.debug("vault connection ended: %s", error)
+        except TooLarge as error:
+            REFUSALS.count(PORT, Reason.OVERSIZE, peer, error)
         except FieldError as error:
-            log.warning("vault %s: a client is dropped: %s", self._vault.node, error)
+            REFUSALS.count(PORT, Reason.MALFORMED, peer, error)
+        except Exception as error:  # whatever came must not take the vault along
+            log.exception("vault %s: a client is dropped", self._vault.node)
+            REFUSALS.count(PORT, Reason.MALFORMED, peer, type(error).__name__)
         finally:
             stream.close()
             with self._lock:
                 self._streams.discard(stream)
 
-    def _answer(self, stream: Stream, header: Any, nbytes: int) -> None:
-        """Carry out one request; its errors go back as a reply and the connection goes on."""
-        kind = REQUESTS.get(header.get("kind", "")) if isinstance(header, dict) else None
+    def _welcome(self, stream: Stream, peer: str) -> str | None:
+        """TLS and join token, as far as they are asked for: the node that is there ("": nobody was asked), or None."""
+        stream.timeout_s = min(GREETING_S, self._timeout_s)
+        try:
+            if self._contexts is not None:
+                stream.secured(wrap_server(self._contexts))
+        except (ssl.SSLError, OSError) as error:
+            REFUSALS.count(PORT, security.why(error), peer, error)
+            return None
+        if self._gate.open:
+            return ""
+        found = receive(stream, self._gate)
+        if isinstance(found, Turned):
+            REFUSALS.count(PORT, found.reason, peer, found.text)
+            return None
+        return found
+
+    def _answer(self, stream: Stream, header: Any, nbytes: int, node: str) -> None:
+        """Carry out one request of `node`; its errors go back as a reply and the connection goes on."""
+        kind = REQUESTS.get(str(header.get("kind", ""))) if isinstance(header, dict) else None
         if kind is None:
             raise FieldError("vault request", str(header)[:80], f"one of {', '.join(REQUESTS)}")
         request: Any = codec.decode(kind, header.get("body"))
         try:
+            if isinstance(request, Locate) and node and request.node != node:
+                REFUSALS.count(PORT, Reason.FORGED, node, f"it asks in the name of {request.node}")
+                raise VaultError(f"this connection is of {node}, not of {request.node}")
             if isinstance(request, Put):
                 self._put(stream, request, nbytes)
                 return
-            stream.drain(nbytes)
+            if nbytes:
+                raise FieldError("payload bytes", nbytes, f"{header['kind']} comes without")
             if isinstance(request, Get):
                 self._get(stream, request.key)
                 return

@@ -38,6 +38,13 @@ class Records:
     def event(self, kind: str, data: dict[str, Any]) -> None:
         self._events.append(kind, data)
 
+    def refused(
+        self, node: str, port: str, reason: str, peer: str, detail: str, count: int, total: int
+    ) -> None:
+        """`node`, or the coordinator, refused something at its `port`."""
+        told = {"node": node, "port": port, "reason": str(reason), "peer": peer, "detail": detail}
+        self.event("refused", {**told, "count": count, "total": total})
+
     def decision(self, state: JobState, reason: str) -> None:
         self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,15 @@ from elastic.coordinator.leading import (
 from elastic.coordinator.queries import Query, policy_of, reply
 from elastic.coordinator.records import Records
 from elastic.coordinator.saving import Saver
-from elastic.core import codec, job
+from elastic.coordinator.speakers import Speakers
+from elastic.core import codec, job, speech
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
 from elastic.core.vitals import HealthReport
 from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW
+from elastic.rpc import security
+from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.server import Server, Session
 from elastic.store import durable
 from elastic.store.base import Lease, Store, StoreUnavailable
@@ -79,11 +83,12 @@ class Coordinator:
         self._disk = ThreadPoolExecutor(1, "checkpoint")
         self._commits: list[Future[job.CheckpointCommitted | None]] = []
         self._ending = 0.0
-        self._part = part
+        self._part, self._speakers = part, Speakers()
         self._load()
         self._records = Records(self._run_dir)
         self._saver.tell = self._records.event
         self._keeper = Keeper(store, lease, self._clock.now, self._queue.put)
+        REFUSALS.subscribe(self._queue.put)
         self._server = Server(
             address,
             on_open=self._fresh.add,
@@ -118,6 +123,7 @@ class Coordinator:
             return self._serve()
         finally:
             self._keeper.close()
+            REFUSALS.unsubscribe(self._queue.put)
             self._server.close()
             self._records.close()
             self._disk.shutdown(wait=False)
@@ -146,6 +152,9 @@ class Coordinator:
             draft.write_text(json.dumps(text) + "\n")
             os.replace(draft, path)
         self._records.event("coordinator", text)
+        if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
+            self._records.event("unencrypted", {"what": "workers", "why": security.WORKERS})
+            log.warning("%s", security.WORKERS)
 
     # ---- events in ----
 
@@ -156,17 +165,22 @@ class Coordinator:
             self._answer(item)
         elif isinstance(item, Future):
             self._committed(item)
+        elif isinstance(item, Refusal):
+            self._refused("coordinator", *astuple(item))
         elif isinstance(item, tuple):
             self._message(*item)
         else:
             self._apply(item)
 
     def _message(self, session: Session, message: Any) -> None:
+        if message is not None and not self._speakers.admit(self._state, session, message):
+            return
         match message:
             case None:
                 self._left(session)
             case m.NodeReport():
                 node = message.info.node
+                self._speakers.note(self._state, message)
                 connected = self._sessions.get(node) is not session
                 self._sessions[node] = session
                 self._apply(job.Reported(message, connected))
@@ -181,7 +195,8 @@ class Coordinator:
                     self._records.beat(self._state)
             case m.StepDone():
                 self._saver.hold(None, partial(self._records.step, message, self._state))
-                self._apply(job.Stepped(message.record, message.seconds))
+                if speech.current(self._state, session.sender):
+                    self._apply(job.Stepped(message.record, message.seconds))
             case m.Notice():
                 self._sessions.setdefault(message.node, session)
                 self._apply(message)
@@ -191,8 +206,12 @@ class Coordinator:
                 self._apply(job.HealthSeen(message))
             case m.CheckpointPart():
                 self._apply(job.PartWritten(message.step, message.layers))
-            case _:
-                log.warning("unexpected %s from %s", type(message).__name__, session.peer)
+            case m.RefusalNote():
+                self._refused(*astuple(message))
+
+    def _refused(self, *told: Any) -> None:
+        """`told`: the fields of `elastic.core.messages.RefusalNote`."""
+        self._saver.hold(None, partial(self._records.refused, *told))  # the next tick writes it
 
     def _left(self, session: Session) -> None:
         self._fresh.discard(session)
@@ -371,6 +390,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
+        security.use(security.load(config.run_dir, config.certs, config.certs_name))
         return lead(config, args.address, args.slot)
     except ElasticError as error:
         print(f"elastic coordinator: {error}", file=sys.stderr)

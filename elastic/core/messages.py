@@ -351,6 +351,20 @@ class Notice:
     """The agent ends once the node is drained; else it waits, and joins anew if the node outlives its notice."""
 
 
+@dataclass(frozen=True, slots=True)
+class RefusalNote:
+    """This node's port refused something (`elastic.rpc.refusals`); told at a bounded rate."""
+
+    node: str
+    port: str
+    reason: str
+    peer: str
+    detail: str
+    count: int
+    """Since the one before."""
+    total: int
+
+
 # ---- coordinator -> agent ----
 
 

@@ -22,6 +22,7 @@ USAGE = """usage: elastic COMMAND [flags]
   drain NODE    move a node's state out, then release it
   plan [FILE]   the plan of a running job, of a text file, or the best one for a cluster file
   export CHECKPOINT OUT.safetensors
+  certs         make an authority and certificates for --certs
   coordinator, agent   one service of a job in the foreground, for several machines
   kubernetes render   manifests of a job, for kubectl apply
   --version
@@ -68,6 +69,7 @@ def _commands() -> dict[str, Command]:
         "drain": _query("drain"),
         "plan": _plan,
         "export": _query("export"),
+        "certs": _certs,
         "coordinator": _service("coordinator"),
         "agent": _service("agent"),
         "kubernetes": _kubernetes,
@@ -118,6 +120,12 @@ def _preflight(argv: list[str], environ: Mapping[str, str]) -> int:
     from elastic.launcher.preflight import preflight
 
     return preflight(argv, environ)
+
+
+def _certs(argv: list[str], environ: Mapping[str, str]) -> int:
+    from elastic.launcher.certs import certs
+
+    return certs(argv, environ)
 
 
 def _query(name: str) -> Command:

@@ -149,6 +149,15 @@ OURS = (
         "0",
         "SIGTERM is a notice so many seconds ahead, and the node leaves; 0: it ends the job here",
     ),
+    Flag("--certs", None, "directory with ca.crt, tls.crt and tls.key: mutual TLS between all services"),
+    Flag("--certs-name", "", "name that the others' certificates must carry (default: the address dialled)"),
+    Flag(
+        "--join-token-file",
+        None,
+        "file with the token that all parts of the job must know (or ELASTIC_JOIN_TOKEN); default with "
+        "--standalone: a new one",
+    ),
+    Flag("--insecure", None, "serve addresses that others reach without --certs", switch=True),
     Flag(
         "--fault", None, 'inject a fault, as "kill node=2 step=3 microbatch=5"', repeat=True, metavar="SPEC"
     ),

@@ -16,6 +16,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from elastic.launcher.options import LOOPBACK, Request
 from elastic.launcher.progress import Bar, View, make_view
 from elastic.launcher.reports import LINES, event_line
 from elastic.launcher.rundir import RunDir, free_port
+from elastic.rpc import security
 from elastic.store.opening import check_store
 
 FAULT_LOOK_S = 0.02
@@ -51,7 +53,11 @@ def launch(request: Request) -> int:
     if mine:
         check_store(config)
     host = LOOPBACK if config.standalone else config.local_addr or local_address(places[0])
+    if request.guard.warning:
+        print(f"elastic: {request.guard.warning}", file=sys.stderr)
     run_dir = RunDir(request)
+    config = run_dir.config
+    security.use(security.load(run_dir.path, config.certs, config.certs_name))
     try:
         return Supervisor(request, run_dir, address, mine, host).run()
     finally:

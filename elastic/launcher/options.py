@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.config import FILE, LOG_PREFIX, JobConfig, load_config
@@ -20,6 +20,7 @@ from elastic.core.sources import NoticeSource, SourceKind, parse_sources
 from elastic.core.timeouts import SILENCE_S, budget
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
+from elastic.launcher.guarding import Guard, guard, read_certs
 from elastic.launcher.ray_options import RayOptions, ray_options
 from elastic.launcher.script import check_command
 from elastic.launcher.values import (
@@ -68,6 +69,8 @@ class Request:
     """Resume in a run directory that was used before: what it holds is moved aside."""
     ray: RayOptions | None = None
     """Agents run on a Ray cluster; None: here."""
+    guard: Guard = field(default_factory=Guard)
+    """The join token, and what the user is warned of."""
     services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")
     """Modules that are run as coordinator and as agent."""
 
@@ -138,6 +141,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         preflight=args.preflight,
         quarantine_s=seconds("--quarantine", args.quarantine),
         link=_link(args.link),
+        certs=read_certs(args.certs),
+        certs_name=_certs_name(args.certs_name),
         faults=_faults(args.fault),
     )
     return Request(
@@ -148,6 +153,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         console_events=args.event_log_handler == "console",
         in_place=in_place,
         ray=ray,
+        guard=guard(args, environ, config.coordinator, standalone),
     )
 
 
@@ -355,6 +361,10 @@ def _link(text: str | None) -> Link:
 
 def _accumulate(text: str) -> Accumulate:
     return Accumulate(choice("--accumulate", text, tuple(mode.value for mode in Accumulate)))
+
+
+def _certs_name(text: str) -> str:
+    return host("--certs-name", text) if text else ""
 
 
 def _faults(texts: list[str]) -> tuple[FaultSpec, ...]:

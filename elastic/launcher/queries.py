@@ -100,15 +100,26 @@ def query_parser(name: str, description: str, environ: Mapping[str, str]) -> Par
         "--run-dir", "--run_dir", default=environ.get("PET_RUN_DIR"), help=f"a run ({LATEST})"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    for flag, text in (
+        ("--certs", "directory with ca.crt, tls.crt and tls.key"),
+        ("--certs-name", "name that the coordinator's certificate must carry"),
+        ("--join-token-file", "file with the job's join token"),
+    ):
+        default = environ.get(f"PET_{flag.strip('-').replace('-', '_').upper()}")
+        parser.add_argument(flag, "--" + flag[2:].replace("-", "_"), default=default, help=text)
+    parser.set_defaults(environ=environ)
     return parser
 
 
 def ask(args: Any, kind: str, body: dict[str, Any]) -> dict[str, Any]:
     """The coordinator's answer."""
     where = _where(args)
+    from elastic.launcher.guarding import asking
     from elastic.rpc.client import call
 
-    return call(where, kind, body)
+    local = args.run_dir or not args.rdzv_endpoint
+    secure = asking(args, args.environ, Path(args.run_dir or LATEST) if local else None)
+    return call(where, kind, body, secure=secure)
 
 
 def _where(args: Any) -> str:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from elastic.config import JobConfig
 from elastic.errors import FieldError, UsageError
+from elastic.launcher.guarding import TOKEN_VARIABLE
 from elastic.launcher.options import LOOPBACK, Request
+from elastic.rpc.security import TOKEN_FILE, write_token
 from elastic.store.slots import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
@@ -34,18 +36,23 @@ class RunDir:
             raise FieldError("--run-dir", str(self.path), "a run is going on in it; give another")
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        (self.path / TOKEN_FILE).unlink(missing_ok=True)  # of a launcher that was killed
         if request.in_place:
             _move_aside(self.path)
         (self.path / "logs").mkdir(exist_ok=True)
         self.config = _with_port(request)
         self.config.save()
+        if request.guard.token:
+            write_token(self.path / TOKEN_FILE, request.guard.token)
+        os.environ.pop(TOKEN_VARIABLE, None)  # not for the children's environment
         self._memory = Path(self.config.memory_dir)
         _sweep(self._memory.parent)
         self._memory_lock = _make_memory(self._memory)
         _point_latest(self.path)
 
     def close(self) -> None:
-        """Remove what lies in memory and let go of the directory."""
+        """Remove what lies in memory, and the join token, and let go of the directory."""
+        (self.path / TOKEN_FILE).unlink(missing_ok=True)
         shutil.rmtree(self._memory, ignore_errors=True)
         remove_fallbacks(self._memory)
         for lock in (self._memory_lock, self._lock):

@@ -12,6 +12,8 @@ answered by a `Reply`, whose `error` is empty when all went well.
     Inventory()           all whole copies
     Verify(key, wrong)    compare a copy with its checksum again; a corrupt or `wrong` one is dropped
     Probe() + bytes       nothing: what a link carries can be seen from how long it takes
+
+Where a join token is set, a connection begins with `elastic.rpc.greeting`; with certificates all of it is TLS.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from elastic.core import codec
 from elastic.core.timeouts import DEFAULT
 from elastic.core.types import Copy
 from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
+from elastic.rpc import security
 from elastic.rpc.blocks import CODECS, read_blocks, send_blocks
 from elastic.rpc.compressing import Compressing
 from elastic.rpc.frames import Stream
+from elastic.rpc.greeting import greet, wrap_client
 
 BUFFER_BYTES = 1 << 20
 """Socket buffers: fewer turns between the two sides of a big copy."""
@@ -126,10 +130,12 @@ class VaultClient:
         timeout_s: float = DEFAULT.bulk_s,
         pace: Callable[[int], None] | None = None,
         compressing: Compressing | None = None,
+        secure: security.Security | None = None,
     ) -> None:
         """`node` is the requester's own; `timeout_s` bounds every wait without progress; `pace` see `Stream`;
-        `compressing` decides how copies are sent, None: as they are."""
+        `compressing` decides how copies are sent, None: as they are; `secure`: None: what this process goes by."""
         self.address, self._pace = address, pace
+        self._secure = secure or security.current()
         self._compressing = compressing or Compressing("off")
         self._where = split_address(address)
         self._node, self._timeout_s = node, timeout_s
@@ -231,6 +237,10 @@ class VaultClient:
             raise ChannelClosed("this side has closed")
         sock.settimeout(self._timeout_s)
         sock.connect(where)
+        if self._secure.contexts is not None:
+            stream.secured(wrap_client(self._secure, self._where[0]))
+        if self._secure.token:
+            greet(stream, self._secure.token, self._node)
         return stream
 
     @contextlib.contextmanager

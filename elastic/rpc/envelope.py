@@ -15,6 +15,10 @@ from elastic.errors import FieldError
 from elastic.rpc import elastic_pb2
 
 MAX_BODY_BYTES = 64 << 20
+MAX_CALL_BYTES = 64 << 10
+"""Of a question of the command line."""
+CHALLENGE = "challenge"
+"""The call that gives a nonce (`elastic.rpc.proofs`); the only one that needs no proof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Envelope:
     kind: str
     body: bytes
     sender: str = ""
+    sequence: int = 0
+    """Number in its session and direction, from 1: what comes twice is refused. 0: not numbered."""
 
 
 def _kinds() -> dict[str, type]:
@@ -89,18 +95,20 @@ def unpack_call(envelope: Envelope) -> dict[str, Any]:
     return data
 
 
-def to_proto(envelope: Envelope) -> elastic_pb2.Envelope:
+def to_proto(envelope: Envelope, sequence: int = 0) -> elastic_pb2.Envelope:
+    """As it travels, numbered `sequence`."""
     return elastic_pb2.Envelope(
         term=envelope.term,
         epoch=envelope.epoch,
         kind=envelope.kind,
         body=envelope.body,
         sender=envelope.sender,
+        sequence=sequence or envelope.sequence,
     )
 
 
 def from_proto(proto: elastic_pb2.Envelope) -> Envelope:
-    return Envelope(proto.term, proto.epoch, proto.kind, proto.body, proto.sender)
+    return Envelope(proto.term, proto.epoch, proto.kind, proto.body, proto.sender, proto.sequence)
 
 
 def _check_size(kind: str, body: bytes) -> None:

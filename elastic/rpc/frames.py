@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -42,13 +43,20 @@ KINDS: dict[str, type] = {
 """Every message that may travel, by class name."""
 
 
+class TooLarge(FieldError):
+    """A frame is longer than may come."""
+
+
 class Stream:
     """Frames over a connected socket. Not thread-safe, but for `close`, which wakes a blocked call."""
 
     def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
-        self._sock = sock
+        self._sock: socket.socket | ssl.SSLSocket = sock
+        self._plain = not isinstance(sock, ssl.SSLSocket)
         self.timeout_s = timeout_s
         """Seconds without any progress after which a call raises TimeoutError; None: never."""
+        self.most_header, self.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+        """Longest header and payload that may come; below the defaults for who has not shown yet who it is."""
         self.pace: Callable[[int], None] | None = None
         """Called before a payload is sent (with 0) and before every piece of it, with its bytes; waits as long as it
         likes."""
@@ -65,7 +73,7 @@ class Stream:
         text = json.dumps(header, separators=(",", ":")).encode()
         _limit("header", len(text), MAX_HEADER_BYTES)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
-        more = _MORE if nbytes and self.pace is None and not waits else 0
+        more = _MORE if self._plain and nbytes and self.pace is None and not waits else 0
         self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)), more)
         if self.pace is not None and nbytes:
             self.pace(0)
@@ -83,13 +91,13 @@ class Stream:
     def receive(self) -> tuple[Any, int]:
         """Return the next frame's header and its payload's bytes, which the caller must read or drain."""
         (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
-        _limit("header", length, MAX_HEADER_BYTES)
+        _limit("header", length, self.most_header)
         rest = self._exactly(length + _PAYLOAD.size)
         text, (nbytes,) = rest[:length], _PAYLOAD.unpack_from(rest, length)
-        _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
+        _limit("payload", nbytes, self.most_payload)
         try:
             return json.loads(text), nbytes
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FieldError("frame header", bytes(text[:80]), f"not JSON: {error}") from error
 
     def read_into(self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None) -> None:
@@ -112,8 +120,20 @@ class Stream:
             self.read_into(scratch[:nbytes])
             nbytes -= min(nbytes, len(scratch))
 
+    def secured(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
+        """Go on over what `wrap` makes of the socket, once its handshake is done. Raises OSError (ssl.SSLError)."""
+        self._sock.settimeout(self.timeout_s)
+        secure = wrap(self._sock)
+        self._sock, self._plain = secure, False
+        try:
+            secure.do_handshake()
+        except OSError:  # an untrue certificate is a ValueError, too
+            raise
+        except (AttributeError, ValueError) as error:
+            raise ChannelClosed(f"this side has closed: {error}") from error
+
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
@@ -195,10 +215,10 @@ def _closing_errors() -> Iterator[None]:
         yield
     except TimeoutError:
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: TLS of a socket that was closed meanwhile
         raise ChannelClosed(f"connection lost: {error}") from error
 
 
 def _limit(name: str, nbytes: int, limit: int) -> None:
     if nbytes > limit:
-        raise FieldError(f"frame {name} bytes", nbytes, f"at most {limit} are allowed; is the peer ours?")
+        raise TooLarge(f"frame {name} bytes", nbytes, f"at most {limit} are allowed; is the peer ours?")

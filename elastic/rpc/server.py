@@ -4,11 +4,16 @@ Callbacks `on_open`, `on_message` and `on_close` run on one thread, one after an
 order; `on_call` runs on a small pool beside it and may block. A message that cannot be read is answered with
 `Rejected` and the session goes on; a bad call ends with INVALID_ARGUMENT. A sender that knows a newer term
 than ours tells us that we were replaced: its session is refused.
+
+With certificates (`elastic.rpc.security`) the port is `elastic.rpc.front`'s. With a join token a session or call is
+taken only with a proof over a nonce that this server gave (`elastic.rpc.proofs`; the call CHALLENGE). What is refused
+is counted (`elastic.rpc.refusals`), also messages that come twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +25,10 @@ import grpc
 
 from elastic.core.timeouts import DEFAULT
 from elastic.errors import ElasticError, FieldError, StaleError, UsageError
-from elastic.rpc import elastic_pb2, elastic_pb2_grpc
+from elastic.rpc import elastic_pb2, elastic_pb2_grpc, security
 from elastic.rpc.envelope import (
+    CHALLENGE,
+    MAX_CALL_BYTES,
     Envelope,
     Rejected,
     from_proto,
@@ -31,8 +38,11 @@ from elastic.rpc.envelope import (
     unpack,
     unpack_call,
 )
+from elastic.rpc.front import PORT, Front
 from elastic.rpc.loop import Dispatcher, event_loop, run
 from elastic.rpc.options import TERM, check_address, server_options
+from elastic.rpc.proofs import Gate, digest
+from elastic.rpc.refusals import REFUSALS, Reason
 
 log = logging.getLogger(__name__)
 CALL_THREADS = 4
@@ -67,8 +77,11 @@ class Session:
 
     async def write_to(self, context: Any) -> None:
         """Send what is queued until `close`."""
-        while (envelope := await self._outbox.get()) is not None:
-            await context.write(to_proto(envelope))
+        for number in itertools.count(1):
+            envelope = await self._outbox.get()
+            if envelope is None:
+                return
+            await context.write(to_proto(envelope, number))
 
     def ended(self) -> None:
         """The stream is gone; nothing can be sent any more."""
@@ -94,8 +107,13 @@ class Server:
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
         keepalive_s: float = DEFAULT.keepalive_s,
+        secure: security.Security | None = None,
     ) -> None:
+        """`secure`: what is asked of those who come; None: what this process goes by."""
         check_address(address, lowest_port=0)
+        secure = secure or security.current()
+        self._gate, self._contexts = Gate(secure.token), secure.contexts
+        self._front: Front | None = None
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
         self._on_call, self._term = on_call, term
         self._dispatcher = Dispatcher("rpc-server")
@@ -108,7 +126,7 @@ class Server:
 
     def close(self) -> None:
         """End all sessions and free the port; every `on_close` has run afterwards."""
-        run(self._server.stop(grace=None))
+        run(self._stop())
         self._dispatcher.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -116,17 +134,44 @@ class Server:
         self._server = grpc.aio.server(options=server_options(keepalive_s))
         servicer = SimpleNamespace(Session=self._session, Call=self._call)
         elastic_pb2_grpc.add_CoordinatorServicer_to_server(servicer, self._server)
+        self._front = Front(self._contexts) if self._contexts is not None else None
         try:
-            port = self._server.add_insecure_port(address)
+            port = self._server.add_insecure_port(self._front.backend if self._front else address)
         except RuntimeError as error:
             raise FieldError("address", address, "a free port of this machine is needed") from error
         await self._server.start()
+        if self._front is not None:
+            try:
+                port = self._front.listen(address)
+            except FieldError:
+                await self._stop()
+                raise
         return f"{address.rpartition(':')[0]}:{port}"
+
+    async def _stop(self) -> None:
+        if self._front is not None:
+            await self._front.close()
+        await self._server.stop(grace=None)
+
+    async def _admit(self, context: Any, *words: str) -> None:
+        """Abort the call unless it comes with a proof of the join token."""
+        metadata = dict(context.invocation_metadata() or ())
+        nonce, proof = str(metadata.get("nonce", "")), str(metadata.get("proof", ""))
+        problem = self._gate.check(nonce, proof, *words)
+        if problem is not None:
+            REFUSALS.count(PORT, problem, context.peer(), " ".join(words[:2]))
+            text = (
+                "the join token is missing or wrong"
+                if problem is Reason.TOKEN
+                else "this proof was used before"
+            )
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     async def _session(self, requests: AsyncIterator[elastic_pb2.Envelope], context: Any) -> None:
         """One node's stream, from its opening to its end."""
         metadata = dict(context.invocation_metadata() or ())
         session = Session(str(metadata.get("sender", "")), context.peer(), self._term)
+        await self._admit(context, "session", session.sender)
         self._dispatcher.post(partial(self._on_open, session))
         tasks: set[asyncio.Task[None]] = set()
         try:
@@ -148,25 +193,41 @@ class Server:
 
     async def _read(self, session: Session, requests: AsyncIterator[elastic_pb2.Envelope]) -> None:
         """Hand on every message until the node ends the stream or is gone."""
+        newest = 0
         async for request in requests:
             envelope = from_proto(request)
+            if envelope.sequence <= newest and newest:
+                REFUSALS.count(PORT, Reason.REPLAYED, session, f"{envelope.kind} {envelope.sequence}")
+                session.send(Rejected(envelope.kind[:80], "it came before"), 0)
+                continue
+            newest = envelope.sequence
             if envelope.term > self._term():
+                REFUSALS.count(PORT, Reason.STALE, session, f"it knows term {envelope.term}")
                 raise StaleError(
                     f"this coordinator has term {self._term()}, {session.sender} knows {envelope.term}"
                 )
             try:
                 message = unpack(envelope)
             except FieldError as error:
-                log.warning("%s sent a message that cannot be read: %s", session, error)
-                session.send(Rejected(envelope.kind, str(error)), envelope.epoch)
+                REFUSALS.count(PORT, Reason.MALFORMED, session, error)
+                session.send(Rejected(envelope.kind, str(error)), 0)
             else:
                 self._dispatcher.post(partial(self._on_message, session, message, envelope))
 
     async def _call(self, request: elastic_pb2.Envelope, context: Any) -> elastic_pb2.Envelope:
         """One question of the command line."""
         envelope = from_proto(request)
+        if len(envelope.body) > MAX_CALL_BYTES:
+            REFUSALS.count(PORT, Reason.OVERSIZE, context.peer(), f"a call of {len(envelope.body)} bytes")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_CALL_BYTES} bytes may be asked"
+            )
+        if envelope.kind != CHALLENGE:
+            await self._admit(context, "call", envelope.kind, digest(envelope.body))
         try:
-            body = unpack_call(envelope)
+            body = self._question(envelope, context.peer())
+            if envelope.kind == CHALLENGE:
+                return to_proto(pack_call(CHALLENGE, self._challenge(body), self._term()))
             answer = await event_loop().run_in_executor(self._pool, self._on_call, envelope.kind, body)
             return to_proto(pack_call(envelope.kind, answer, self._term()))
         except UsageError as error:
@@ -174,3 +235,15 @@ class Server:
         except ElasticError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         raise AssertionError("abort raises")
+
+    def _question(self, envelope: Envelope, peer: str) -> dict[str, Any]:
+        try:
+            return unpack_call(envelope)
+        except FieldError as error:
+            REFUSALS.count(PORT, Reason.MALFORMED, peer, error)
+            raise
+
+    def _challenge(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A nonce to answer, and this server's own proof, over the asking side's."""
+        nonce, theirs = self._gate.nonce(), str(body.get("nonce", ""))
+        return {"nonce": nonce, "proof": self._gate.show(theirs, nonce)}

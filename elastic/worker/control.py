@@ -20,6 +20,7 @@ from elastic.core.faults import FaultSpec, load_faults
 from elastic.core.timeouts import DEFAULT, SILENCE_S, Timeouts, budget
 from elastic.errors import ChannelClosed, UsageError
 from elastic.planning.profile import Link
+from elastic.rpc import security
 from elastic.rpc.frames import Channel
 from elastic.worker.links import Abandon
 
@@ -61,6 +62,11 @@ class WorkerContext:
                 "this script trains under `elastic run`; try: elastic run --standalone --nnodes 2 SCRIPT"
             )
         env = os.environ
+        security.use(
+            security.load(
+                env["ELASTIC_RUN_DIR"], env.get("ELASTIC_CERTS", ""), env.get("ELASTIC_CERTS_NAME", "")
+            )
+        )
         return WorkerContext(
             agent=env["ELASTIC_AGENT"],
             node=env["ELASTIC_NODE"],

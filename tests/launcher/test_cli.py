@@ -50,6 +50,12 @@ WRONG_FLAGS = [
     (["--rdzv-endpoint", "host:port"], "--rdzv-endpoint"),
     (["--rdzv-endpoint", "host:99999"], "--rdzv-endpoint"),
     (["--rdzv-endpoint", "a b:1"], "--rdzv-endpoint"),
+    (["--rdzv-endpoint", "10.0.0.1:29400", "--rdzv-backend", "c10d"], "--insecure"),
+    (["--rdzv-endpoint", "127.0.0.1:29400", "--local-addr", "10.0.0.1"], "--local-addr"),
+    (["--certs", "nowhere"], "--certs"),
+    (["--certs-name", "a b"], "--certs-name"),
+    (["--join-token-file", "nowhere"], "--join-token-file"),
+    (["--join-token-file", "script.py"], "--join-token-file"),
     (["--rdzv-id", " "], "--rdzv-id"),
     (["--rdzv-conf", "timeout"], "--rdzv-conf"),
     (["--rdzv-conf", "is_host=perhaps"], "--rdzv-conf is_host"),
@@ -256,7 +262,17 @@ def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: l
         (["coordinator", "script.py"], "--address"),
         (["kubernetes", "apply"], "render"),
         (["agent", "--coordinator", "h:0", "script.py"], "--coordinator"),
-        (["agent", "--coordinator", "h:1", "--node", "a/b", "script.py"], "--node"),
+        (["agent", "--coordinator", "h:1", "--node", "a/b", "--insecure", "script.py"], "--node"),
+        (["agent", "--coordinator", "10.0.0.1:1", "script.py"], "--certs"),
+        (["agent", "--coordinator", "127.0.0.1:1,10.0.0.1:1", "script.py"], "--certs"),
+        (["agent", "--coordinator", "10.0.0.1:1,127.0.0.1:1", "script.py"], "--certs"),
+        (["status", "--rdzv-endpoint", "h:1", "--certs", "nowhere"], "--certs"),
+        (["status", "--rdzv-endpoint", "h:1", "--join-token-file", "script.py"], "--join-token-file"),
+        (["certs"], "--out"),
+        (["certs", "--out", "script.py"], "--out"),
+        (["certs", "--out", "new", "--hosts", "a,,b"], "--hosts"),
+        (["certs", "--out", "new", "--days", "0"], "--days"),
+        (["certs", "--out", "new", "--ca-days", "x"], "--ca-days"),
         (["coordinator", "--address", "h:1", "--standalone", "script.py"], "--standalone"),
     ],
 )
@@ -331,13 +347,23 @@ def test_defaults_from_the_environment(place: Path) -> None:
 
 
 def test_who_starts_the_coordinator(place: Path) -> None:
-    static = ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234"]
+    static = ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234", "--insecure"]
     first, second = read(*static, "script.py"), read(*static, "--node-rank", "1", "script.py")
     assert (first.hosts, first.nodes, first.config.coordinator) == (True, ("node0",), "10.0.0.1:1234")
     assert (second.hosts, second.nodes, second.config.coordinator) == (False, ("node1",), "10.0.0.1:1234")
-    dynamic = read("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1", "script.py")
+    there = ["--insecure", "--rdzv-endpoint", "10.0.0.1"]
+    dynamic = read("--nnodes", "2", "--rdzv-backend", "c10d", *there, "script.py")
     assert (dynamic.hosts, dynamic.config.coordinator) == (None, "10.0.0.1:29400")
-    told = read("--nnodes", "2", "--rdzv-endpoint", "h:5", "--rdzv-conf", "is_host=1,timeout=9", "script.py")
+    told = read(
+        "--nnodes",
+        "2",
+        "--insecure",
+        "--rdzv-endpoint",
+        "h:5",
+        "--rdzv-conf",
+        "is_host=1,timeout=9",
+        "script.py",
+    )
     assert told.hosts is True and told.config.rdzv_conf == (("is_host", "1"), ("timeout", "9"))
 
 

@@ -79,11 +79,13 @@ def answer(kind: str, body: dict[str, Any]) -> dict[str, Any]:
     """The calls that the test server knows."""
     if kind == "echo":
         return body
+    if kind == "repeat":
+        return {"text": body["text"] * body["times"]}
     if kind == "busy":
         raise ElasticError("a recovery is under way")
     if kind == "broken":
         raise RuntimeError("a bug")
-    raise FieldError("kind", kind, "one of echo, busy, broken")
+    raise FieldError("kind", kind, "one of echo, repeat, busy, broken")
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ def test_answer(server: ServerBench) -> None:
 
 
 def test_large_answer(server: ServerBench) -> None:
-    body = {"text": "x" * (20 << 20)}
-    assert call(server.address, "echo", body, timeout_s=30) == body
+    body = {"text": "x", "times": 20 << 20}
+    assert len(call(server.address, "repeat", body, timeout_s=30)["text"]) == 20 << 20
 
 
 def test_refused_question(server: ServerBench) -> None:
@@ -42,7 +42,7 @@ def test_bug_in_the_coordinator(server: ServerBench) -> None:
     assert call(server.address, "echo", {}) == {}
 
 
-@pytest.mark.parametrize("body", [b"\xff", b"[]", b"3", b"{", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"\xff", b"[]", b"3", b"{", b"[" * 60_000])
 def test_malformed_question(server: ServerBench, body: bytes) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = elastic_pb2_grpc.CoordinatorStub(channel)

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from elastic.rpc.client import call
+from elastic.rpc.security import load
 from tests.scenarios.harness import LEASE_S, ROOT, Run
 
 WAIT_S = 120.0
@@ -74,6 +76,10 @@ class Job:
     def leader(self) -> dict[str, Any]:
         """Address, pid and term of the coordinator that leads."""
         return dict(json.loads((self.run_dir / "coordinator.json").read_text()))
+
+    def ask(self, kind: str) -> dict[str, Any]:
+        """The leader's answer, to one who knows what lies in the run directory."""
+        return call(self.leader()["address"], kind, {}, secure=load(self.run_dir, ""))
 
     def agent(self, node: str) -> psutil.Process:
         """The agent of a node."""

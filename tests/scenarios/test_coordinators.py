@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.rpc.client import call
+from elastic.launcher.certs import make
 from tests.launcher.helpers import gone
 from tests.scenarios.jobs import Job
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
@@ -93,16 +93,16 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
         before = len(job.of("store-lost"))
         cluster.kill()
         job.wait("store-lost", lambda: job.of("store-lost")[before:])
-        told, address = max(job.steps()), job.leader()["address"]
+        told = max(job.steps())
 
         def trained() -> bool:
-            answer = call(address, "status", {})
+            answer = job.ask("status")
             return bool(answer["step"] >= told + 5 and answer["store"])
 
         job.wait("steps without etcd", trained)
         assert max(job.steps()) <= told + 1, "nothing is told that was not saved"
         job.agent("node2").kill()
-        job.wait("what the coordinator sees", lambda: call(address, "status", {})["phase"] == "halting")
+        job.wait("what the coordinator sees", lambda: job.ask("status")["phase"] == "halting")
         assert not any(event["epoch"] > 1 for event in job.of("halt"))
         for member in cluster.members:
             member.start()
@@ -117,18 +117,25 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
 
 
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
-    """Each with a run directory of its own; they find the job by --rdzv-id, the nodes find them by a list."""
+    """Each with a run directory and a certificate of its own; they find the job by --rdzv-id, the nodes find them by a
+    list."""
+    make(tmp_path / "certs", [["head0"], ["head1"], ["node0"], ["node1"]])
+    token = tmp_path / "token"
+    token.write_text("of all machines of this job\n")
     places = ["127.0.0.1:" + str(port) for port in free_ports(2)]
     short = ("--steps", "40", "--hidden", "128")
     with etcd(tmp_path / "etcd") as cluster:
         common = ["--nnodes", "2", "--rdzv-id", "together", "--store", cluster.url, "--accumulate", "exact"]
+        common += ["--join-token-file", str(token)]
+
+        def begin(name: str, certs: str, *words: str) -> Job:
+            return start(name, *words, *common, "--certs", str(tmp_path / "certs" / certs), script=short)
+
         hosts = [
-            start(f"host{i}", "coordinator", "--address", place, *common, script=short)
-            for i, place in enumerate(places)
+            begin(f"host{i}", f"head{i}", "coordinator", "--address", place) for i, place in enumerate(places)
         ]
         nodes = [
-            start(f"machine{i}", "agent", "--coordinator", ",".join(places), *common, script=short)
-            for i in range(2)
+            begin(f"machine{i}", f"node{i}", "agent", "--coordinator", ",".join(places)) for i in range(2)
         ]
         led = hosts[0].wait("steps", lambda: [host for host in hosts if len(host.steps()) > 3])[0]
         (other,) = [host for host in hosts if host is not led]
@@ -137,6 +144,9 @@ def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
         assert [node.finish().code for node in nodes] == [0, 0], [node.output for node in nodes]
         assert other.of("adopted") and max(other.steps()) == 39
         assert other.of("end")[0]["params_sha256"]
-        again = start("host3", "coordinator", "--address", places[0], *common, script=short)
+        assert not {event["reason"] for event in other.of("refused")} - {"stale", "handshake"}, (
+            "all are members"
+        )
+        again = begin("host3", "head0", "coordinator", "--address", places[0])
         again.wait("a new run", lambda: again.of("coordinator"))
         assert not again.of("adopted"), "the name may be used again"

@@ -60,7 +60,9 @@ def mid_step(step: int) -> Any:
 
 
 def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: Path) -> None:
-    job = start(cluster, tmp_path / "run", "--nnodes", "4")  # it waits for the fourth, however long that takes to come
+    job = start(
+        cluster, tmp_path / "run", "--nnodes", "4"
+    )  # it waits for the fourth, however long that takes to come
     try:
         job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 4)
         job.until(mid_step(3))

@@ -1,0 +1,53 @@
+"""Certificates of every kind that must be refused, and counters that are waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic.launcher.certs import make
+from elastic.rpc import refusals
+from elastic.rpc.refusals import REFUSALS, Reason, Refusal
+from elastic.rpc.security import Security
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+WRONG = "fedcba9876543210fedcba9876543210"
+WAIT_S = 20.0
+
+
+class Authority:
+    """Directories for --certs under `root`."""
+
+    def __init__(self, root: Path) -> None:
+        make(root / "ours", [["localhost"], ["other"]])
+        make(root / "theirs", [["localhost"]])
+        make(root / "ours", [["expired"]], days=-1)
+        self.good, self.other = root / "ours" / "localhost", root / "ours" / "other"
+        self.expired, self.foreign = root / "ours" / "expired", root / "theirs" / "localhost"
+        self.root = root
+
+
+def secure(certs: Path | None, token: str = TOKEN) -> Security:
+    return Security(certs, "", token)
+
+
+@contextmanager
+def refused(reason: Reason, port: str, times: int = 1) -> Iterator[None]:
+    """What happens inside is refused for `reason` at `port`, `times` times at least, within the deadline."""
+    enough = threading.Event()
+    wanted = REFUSALS.total(reason, port) + times
+
+    def heard(notice: Refusal) -> None:
+        if REFUSALS.total(reason, port) >= wanted:
+            enough.set()
+
+    former, refusals.EVERY_S = refusals.EVERY_S, 0.0
+    REFUSALS.subscribe(heard)
+    try:
+        yield
+        assert enough.wait(WAIT_S), f"{reason} at {port}: {dict(REFUSALS.counts())}"
+    finally:
+        REFUSALS.unsubscribe(heard)
+        refusals.EVERY_S = former

@@ -1,0 +1,118 @@
+"""`elastic certs`, and what the command line does with certificates, tokens and addresses that others reach."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from elastic.config import FILE
+from elastic.errors import FieldError
+from elastic.launcher import cli
+from elastic.launcher.flags import run_parser
+from elastic.launcher.guarding import is_loopback
+from elastic.launcher.options import Request, request
+from elastic.launcher.rundir import RunDir
+from elastic.rpc.security import TOKEN_FILE, Contexts, load
+from tests.security.parts import TOKEN, Authority
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def names(path: Path) -> list[str]:
+    found = x509.load_pem_x509_certificate(path.read_bytes()).extensions
+    alternative = found.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in alternative]
+
+
+def test_an_authority_and_hosts_are_made_added_and_renewed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, made = tmp_path / "certs", ["certs", "--out", str(tmp_path / "certs"), "--hosts"]
+    assert cli.main([*made, "node1/10.0.0.1,10.0.0.2"]) == 0
+    assert names(out / "node1" / "tls.crt")[:2] == ["node1", "10.0.0.1"]
+    assert "127.0.0.1" in names(out / "10.0.0.2" / "tls.crt")
+    keys = [out / "ca.key", out / "node1" / "tls.key", out / "10.0.0.2" / "tls.key"]
+    assert [mode(key) for key in keys] == [0o600] * 3
+    assert not (out / "node1" / "ca.key").exists(), "the authority's key stays where it was made"
+    before = {path: path.read_bytes() for path in out.rglob("*.*") if path.is_file()}
+    assert cli.main([*made, "node3,node1"]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+    assert not (out / "node3").exists(), "all or none"
+    assert cli.main([*made, "node3"]) == 0
+    assert cli.main([*made, "node1", "--force", "--days", "3"]) == 0
+    changed = {path.name for path in before if path.read_bytes() != before[path]}
+    assert changed == {"tls.crt", "tls.key"}
+    for host in ("node1", "node3", "10.0.0.2"):
+        Contexts(out / host)
+    (out / "ca.key").write_bytes((out / "node1" / "tls.key").read_bytes())
+    assert cli.main([*made, "node4"]) == 2
+    assert "do not belong together" in capsys.readouterr().err
+
+
+def read(place: Path, *words: str, **environ: str) -> Request:
+    (place / "script.py").write_text("")
+    found = run_parser(environ).parse_args(
+        [*words, "--run-dir", str(place / "run"), str(place / "script.py")]
+    )
+    return request(found, environ)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.9.9.9", "::1"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "[::]", "192.168.1.1", "no.such.host.invalid"])
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_an_address_that_others_reach_needs_certificates_or_insecure(
+    tmp_path: Path, authority: Authority
+) -> None:
+    there = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29400")
+    with pytest.raises(FieldError, match="--certs DIR"):
+        read(tmp_path, *there)
+    assert read(tmp_path, *there, "--certs", str(authority.good)).guard.warning == ""
+    loud = read(tmp_path, *there, "--insecure").guard.warning
+    assert "plain text" in loud and "anybody may join" in loud
+    assert "anybody" not in read(tmp_path, *there, "--insecure", ELASTIC_JOIN_TOKEN=TOKEN).guard.warning
+    assert read(tmp_path, *there, PET_INSECURE="1").guard.warning == loud
+    here = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29400")
+    assert read(tmp_path, *here).guard.warning == ""
+
+
+def test_the_token_is_in_no_file_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_JOIN_TOKEN", TOKEN)
+    wanted = read(tmp_path, "--standalone", **os.environ)
+    assert wanted.guard.token == TOKEN
+    assert TOKEN not in repr(wanted)
+    run_dir = RunDir(wanted)
+    try:
+        path = run_dir.path / TOKEN_FILE
+        assert (mode(path), path.read_text().strip()) == (0o600, TOKEN)
+        assert TOKEN not in (run_dir.path / FILE).read_text()
+        assert "ELASTIC_JOIN_TOKEN" not in os.environ, "children do not inherit it"
+        found = load(run_dir.path, "")
+        assert found.token == TOKEN and TOKEN not in repr(found)
+    finally:
+        run_dir.close()
+    assert not path.exists()
+
+
+def test_a_job_on_this_machine_alone_gets_a_token_of_its_own(tmp_path: Path) -> None:
+    one, two = (read(tmp_path, "--standalone").guard.token for _ in range(2))
+    assert len(one) == 64 and one != two
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    assert read(tmp_path, "--standalone", "--join-token-file", str(tmp_path / "token")).guard.token == TOKEN
+    (tmp_path / "token").write_text("short")
+    with pytest.raises(FieldError, match="16 printable") as caught:
+        read(tmp_path, "--standalone", "--join-token-file", str(tmp_path / "token"))
+    assert "short" not in str(caught.value)

@@ -1,0 +1,102 @@
+"""Several addresses, each with TLS and token: the newest is followed, and nobody who only says that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.core.messages import Heartbeat
+from elastic.rpc.client import Session, call
+from elastic.rpc.refusals import Reason
+from elastic.rpc.security import Security
+from elastic.rpc.server import Server
+from tests.rpc.conftest import Recorder
+from tests.rpc.test_several import free_address
+from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
+
+
+class Bench(Recorder):
+    """A coordinator of `term` at `address`."""
+
+    def __init__(self, address: str, term: int, asked: Security) -> None:
+        super().__init__()
+        self.server = Server(
+            address,
+            on_open=self.callback("open"),
+            on_message=self.callback("message"),
+            on_close=self.callback("close"),
+            on_call=lambda kind, body: {"term": term},
+            term=lambda: term,
+            secure=asked,
+        )
+
+
+@pytest.fixture
+def places() -> list[str]:
+    return [free_address() for _ in range(3)]
+
+
+@pytest.fixture(params=["tls", "plain"])
+def certs(request: pytest.FixtureRequest, authority: Authority) -> Path | None:
+    return authority.good if request.param == "tls" else None
+
+
+@pytest.fixture
+def node(places: list[str], certs: Path | None) -> Iterator[tuple[Recorder, Session]]:
+    told = Recorder()
+    callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
+    session = Session(",".join(places), sender="node0", secure=secure(certs), **callbacks)
+    yield told, session
+    session.close()
+
+
+def test_the_newest_is_followed(
+    places: list[str], certs: Path | None, node: tuple[Recorder, Session]
+) -> None:
+    told, session = node
+    old = Bench(places[2], 3, secure(certs))
+    told.expect("on_up")
+    assert call(",".join(places), "term", {}, secure=secure(certs)) == {"term": 3}
+    new = Bench(places[0], 4, secure(certs))
+    assert told.expect("on_down") == ("a coordinator with term 4 took over",)
+    told.expect("on_up")
+    assert session.send(Heartbeat("node0", "i", 1, 2), 3)
+    new.expect("open")
+    assert new.expect("message")[1] == Heartbeat("node0", "i", 1, 2)
+    new.server.close()
+    told.expect("on_down")
+    later = Bench(places[1], 5, secure(certs))
+    told.expect("on_up")
+    assert session.term == 5
+    for bench in (old, later):
+        bench.server.close()
+
+
+def test_a_stranger_at_one_address_is_not_followed(
+    places: list[str], certs: Path | None, node: tuple[Recorder, Session]
+) -> None:
+    told, session = node
+    with refused(Reason.TOKEN, "agent", 2):
+        stranger = Bench(places[0], 99, secure(certs, WRONG))
+    ours = Bench(places[1], 3, secure(certs))
+    told.expect("on_up")
+    assert session.term == 3 and stranger.empty()
+    for bench in (stranger, ours):
+        bench.server.close()
+
+
+def test_another_authority_at_one_address_is_not_followed(places: list[str], authority: Authority) -> None:
+    told = Recorder()
+    callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
+    stranger = Bench(places[0], 99, Security(authority.foreign, "", TOKEN))
+    with refused(Reason.HANDSHAKE, "agent"):
+        session = Session(",".join(places), sender="node0", secure=secure(authority.good), **callbacks)
+    ours = Bench(places[1], 3, secure(authority.good))
+    told.expect("on_up")
+    assert session.term == 3 and stranger.empty()
+    assert call(",".join(places), "term", {}, secure=secure(authority.good)) == {"term": 3}
+    session.close()
+    for bench in (stranger, ours):
+        bench.server.close()

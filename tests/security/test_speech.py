@@ -1,0 +1,156 @@
+"""Every message that the coordinator may be sent: who may say it, and that nobody else's changes anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core import messages as m
+from elastic.core import speech
+from elastic.core.job import JobPhase, JobState, Member, Policy
+from elastic.core.messages import NodePhase
+from elastic.core.speech import FORGED, MALFORMED, STALE, objection
+from elastic.core.types import JobSpec, NodeInfo, StepRecord
+from elastic.core.vitals import HealthReport
+from elastic.rpc.envelope import KINDS
+from tests.core.job_model import make_spec
+from tests.vault.copies import content, make
+
+SPEC = make_spec(2, 2, 4)
+
+
+def report(node: str, incarnation: str = "i1", **changes: object) -> m.NodeReport:
+    info = NodeInfo(node=node, incarnation=incarnation, vault="127.0.0.1:1")
+    made = m.NodeReport(info, NodePhase.RUNNING, 4, restart=0)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def new(node: str, incarnation: str) -> m.NodeReport:
+    return report(node, incarnation, phase=NodePhase.EMPTY, epoch=0, restart=-1)
+
+
+def state_of(spec: JobSpec = SPEC) -> JobState:
+    members = {n: Member(report=report(n), seen=1.0) for n in ("node0", "node1")}
+    return JobState(policy=Policy(min_nodes=1, max_nodes=2)).of(
+        members=members, epoch=4, phase=JobPhase.RUNNING, spec=spec, record=StepRecord(1, 1.0, 1.0, 1.0)
+    )
+
+
+STATE = state_of()
+DONE = m.StepDone(4, StepRecord(2, 1.0, 1.0, 1.0), 0.1, 0.1)
+SHORT = m.BackupNote(m.BACKUP_SHORT, "node0", "node1", "")
+CORRUPT = m.BackupNote(m.COPY_CORRUPT, "node1", "node0", "")
+PART = m.CheckpointPart(2, ((0, 0),))
+BEAT = m.Heartbeat("node0", "i1", 2, 0)
+REFUSED = m.RefusalNote("node0", "vault", "token", "x", "", 1, 1)
+GOOD = (report("node0"), BEAT, DONE, SHORT, CORRUPT, PART, REFUSED)
+
+
+@pytest.mark.parametrize("message", GOOD, ids=lambda g: type(g).__name__)
+def test_a_member_may_say_it(message: object) -> None:
+    assert objection(STATE, "node0", message) is None
+
+
+@pytest.mark.parametrize(
+    "message", [report("node0"), BEAT, SHORT, CORRUPT, REFUSED], ids=lambda g: type(g).__name__
+)
+def test_no_other_member_may_say_it_in_its_name(message: object) -> None:
+    found = objection(STATE, "node1", message)
+    assert found is not None and (found.reason, found.fence) == (FORGED, False)
+
+
+@pytest.mark.parametrize("message", GOOD, ids=lambda g: type(g).__name__)
+def test_nobody_says_anything_without_a_name(message: object) -> None:
+    for sender in ("", "../x", "a b", "\n"):
+        found = objection(STATE, sender, message)
+        assert found is not None and found.reason == FORGED
+
+
+@pytest.mark.parametrize(
+    "message", [DONE, PART, replace(SHORT, owner="node9"), replace(REFUSED, node="node9")]
+)
+def test_who_is_no_member_may_not_say_it(message: object) -> None:
+    found = objection(STATE, "node9", message)
+    assert found is not None and found.reason == STALE
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        report("node0", "i0"),
+        replace(BEAT, incarnation="i0"),
+        report("node0", "i0", phase=NodePhase.EMPTY),
+        report("node0", "i2", epoch=9),
+    ],
+)
+def test_a_former_incarnation_is_fenced(message: object) -> None:
+    found = objection(STATE, "node0", message)
+    assert found is not None and (found.reason, found.fence) == (STALE, True)
+
+
+def test_a_new_incarnation_joins_and_a_retired_one_never_again() -> None:
+    assert objection(STATE, "node0", new("node0", "i2")) is None
+    assert objection(STATE, "node5", new("node5", "i1")) is None
+    found = objection(STATE, "node0", new("node0", "i0"), [("node0", "i0")])
+    assert found is not None and (found.reason, found.fence) == (STALE, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (report("node0", inventory=(replace(make(content(1)), node="node1"),)), FORGED),
+        (report("node0", epoch=1 << 60), MALFORMED),
+        (report("node0", step=-2), MALFORMED),
+        (report("node0", store="x" * 300), MALFORMED),
+        (report("node0", ""), MALFORMED),
+        (replace(BEAT, step=-1), MALFORMED),
+        (replace(BEAT, microbatch=1 << 60), MALFORMED),
+        (replace(DONE, epoch=5), FORGED),
+        (replace(DONE, record=StepRecord(-1, 1.0, 1.0, 1.0)), MALFORMED),
+        (replace(DONE, record=StepRecord(SPEC.n_steps, 1.0, 1.0, 1.0)), MALFORMED),
+        (replace(SHORT, kind="joke"), MALFORMED),
+        (replace(PART, step=-1), MALFORMED),
+        (replace(PART, layers=((SPEC.n_layers, 0),)), MALFORMED),
+    ],
+)
+def test_what_cannot_be_is_refused(message: object, reason: str) -> None:
+    found = objection(STATE, "node0", message)
+    assert found is not None and found.reason == reason
+
+
+def test_a_former_member_tells_of_the_past_and_changes_nothing() -> None:
+    past = replace(DONE, epoch=3, record=StepRecord(1, 1.0, 1.0, 1.0))
+    assert objection(STATE, "node7", past) is None
+    assert not speech.current(STATE, "node7")
+    assert speech.current(STATE, "node0")
+
+
+def test_all_other_messages_are_not_for_nodes_to_say() -> None:
+    said = {
+        m.NodeReport, m.Heartbeat, m.StepDone, m.BackupNote, m.CheckpointPart, m.RefusalNote, m.Notice, HealthReport,
+    }  # fmt: skip
+    for name, kind in KINDS.items():
+        if kind in said:
+            continue
+        found = objection(STATE, "node0", object.__new__(kind))
+        assert found is not None and found.reason == FORGED, name
+
+
+@given(
+    sender=st.sampled_from(["node0", "node1", "node2", ""]),
+    node=st.sampled_from(["node0", "node1", "node2"]),
+    incarnation=st.sampled_from(["i0", "i1", "i2"]),
+    epoch=st.integers(-2, 1 << 61),
+    phase=st.sampled_from(NodePhase),
+)
+def test_only_the_member_itself_changes_its_report(
+    sender: str, node: str, incarnation: str, epoch: int, phase: NodePhase
+) -> None:
+    said = report(node, incarnation, epoch=epoch, phase=phase)
+    if objection(STATE, sender, said) is None:
+        assert sender == node
+        assert epoch < speech.MOST
+        assert incarnation == "i1" or node == "node2" or phase is NodePhase.EMPTY
