@@ -3,11 +3,15 @@
 One thread takes events from a queue (messages of agents, ticks, requests of the command line), asks the pure
 transition what to do, saves the new state, and then acts. State is saved before anything is sent, under the fencing
 token of the coordinator's lease, so that a former coordinator can neither save nor, by its older term, be heard.
+
+Events that are there together are learned one by one, and then decided on, saved and acted on once: in a job of
+thousands of nodes an epoch change brings thousands of reports at a time. Heartbeats wait for the next tick.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
@@ -22,12 +26,15 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.config import JobConfig, load_config
-from elastic.coordinator.queries import Query, policy_of, reply
+from elastic.coordinator.gauges import JobCollector, Standing
+from elastic.coordinator.metrics import CoordinatorMetrics
+from elastic.coordinator.queries import Query, lately, policy_of, reply
 from elastic.coordinator.records import Records
 from elastic.core import codec, job
 from elastic.core import messages as m
-from elastic.core.coordinator import transition
+from elastic.core.coordinator import learn, settle
 from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
+from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.planning.matching import FEW
 from elastic.rpc.server import Server, Session
 from elastic.store import durable
@@ -38,6 +45,10 @@ from elastic.telemetry import configure_logging
 log = logging.getLogger("elastic.coordinator")
 STATE_KEY, LEASE_NAME = "job/state", "coordinator"
 TICK_S = 0.05
+PASSING = ("Beat", "Tick", "rules")
+"""After these alone nothing needs to be saved, unless something follows."""
+TOGETHER = 512
+"""Events that are taken at once at most."""
 LEASE_S = 10.0
 LINGER_S = 5.0
 """How long a finished coordinator waits for its agents to leave."""
@@ -66,6 +77,11 @@ class Coordinator:
         self._disk = ThreadPoolExecutor(1, "checkpoint")
         self._commits: list[Future[job.CheckpointCommitted | None]] = []
         self._ending = 0.0
+        self._todo: list[job.Action] = []
+        """What follows from events that were learned and not yet decided on."""
+        self._unsettled = self._to_save = False
+        self._exposition: Exposition | None = None
+        self._meter = CoordinatorMetrics(new_registry(), self._clock.now())
         self._open_store()
         self._server = Server(
             address,
@@ -75,6 +91,25 @@ class Coordinator:
             on_call=self._call,
             term=lambda: self._lease.token,
         )
+        collector = JobCollector(
+            config.job_id, lambda: self._state, self._standing, self._meter, self._clock.now
+        )
+        self._meter.registry.register(collector)
+
+    def serve_metrics(self, port: int) -> None:
+        """From now on; -1: not at all."""
+        where = Where(
+            self._config.metrics_host,
+            port,
+            str(self._run_dir),
+            self._config.job_id,
+            "coordinator",
+            "coordinator",
+        )
+        self._exposition = serve(self._meter.registry, where)
+
+    def _standing(self) -> Standing:
+        return Standing(True, self._lease.token, self._queue.qsize(), len(self._saved))
 
     def _open_store(self) -> None:
         now = self._clock.now()
@@ -103,16 +138,22 @@ class Coordinator:
             threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
         next_tick = self._clock.now()
         while True:
-            try:
-                item = self._queue.get(timeout=max(0.001, next_tick - self._clock.now()))
-                self._take(item)
-            except queue.Empty:
-                next_tick = self._clock.now() + TICK_S
+            with contextlib.suppress(queue.Empty):
+                self._take(self._queue.get(timeout=max(0.001, next_tick - self._clock.now())))
+                for _ in range(TOGETHER):
+                    self._take(self._queue.get_nowait())
+            now = self._clock.now()
+            if now >= next_tick:
+                self._meter.ticked(now - next_tick)
+                next_tick = now + TICK_S
                 self._apply(job.Tick())
                 self._renew()
+            self._decide()
             if self._ending and (not self._sessions or self._clock.now() > self._ending):
                 self._server.close()
                 self._store.close()
+                if self._exposition is not None:
+                    self._exposition.close()
                 return self._code
 
     def _announce(self) -> None:
@@ -155,9 +196,10 @@ class Coordinator:
                         message.node, message.incarnation, message.step, message.microbatch, message.measured
                     )
                 )
-                self._records.beat(self._state)
+                self._records.beat((message.step, message.microbatch), self._state)
             case m.StepDone():
                 self._records.step(message, self._state)
+                self._meter.stepped(message, self._state)
                 self._apply(job.Stepped(message.record))
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
                 self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
@@ -175,24 +217,48 @@ class Coordinator:
                 self._apply(job.Closed(node, member.report.info.incarnation))
 
     def _apply(self, event: Any) -> None:
-        """One transition: decide, save, act."""
-        before = self._state
-        self._state, actions, reason = transition(before, event, self._clock.now())
+        """Learn of an event; `_decide` follows."""
+        before, began, now = self._state, time.perf_counter(), self._clock.now()
+        result = learn(before, event, now)
+        self._meter.took(event, time.perf_counter() - began)
+        self._unsettled = self._unsettled or not isinstance(event, job.Beat)
+        self._follow(type(event).__name__, before, result, now)
+
+    def _decide(self) -> None:
+        """One transition for all that was learned: decide, save, act."""
+        while self._unsettled or self._todo:
+            if self._unsettled:
+                self._unsettled = False
+                before, began, now = self._state, time.perf_counter(), self._clock.now()
+                result = settle(before, now)
+                self._meter.took(None, time.perf_counter() - began)
+                self._follow("rules", before, result, now)
+            actions, self._todo = self._todo, []
+            if actions or self._to_save:
+                self._save()
+            for action in actions:
+                self._act(action)
+
+    def _follow(self, what: str, before: job.JobState, result: job.Result, now: float) -> None:
+        """Take over what was decided; actions wait until it is saved."""
+        self._state, actions, reason = result
+        self._meter.decided(before, self._state, actions, now)
         if before.spec is None and self._state.spec is not None:
             self._records.job(self._state.spec)
-        if not isinstance(event, (job.Beat, job.Tick)) or actions:
-            self._save()
+        self._to_save = self._to_save or what not in PASSING
         if reason and (actions or self._state.phase is not before.phase):
-            log.info("%s: %s", type(event).__name__, reason)
-            self._records.decision(self._state, reason)
-        for action in actions:
-            self._act(action)
+            log.info("%s: %s", what, reason)
+            told = {"phase": self._state.phase.value, "epoch": self._state.epoch, "reason": reason}
+            self._todo.append(job.Note("decision", told))
+        self._todo += actions
 
     def _save(self) -> None:
+        began, self._to_save = time.perf_counter(), False
         value = codec.dumps(self._state).encode()
         if value != self._saved:
             entry = self._store.put_if(STATE_KEY, value, self._revision, self._lease.token)
             self._revision, self._saved = entry.revision, value
+            self._meter.saved(time.perf_counter() - began, len(value))
 
     # ---- actions out ----
 
@@ -209,7 +275,7 @@ class Coordinator:
                     self._records.progress(self._state)
             case job.Recovered():
                 if action.change.cause != "start":
-                    self._records.recovered(action)
+                    self._meter.recovered(action, self._records.recovered(action))
                 self._records.progress(self._state)
             case job.CommitCheckpoint(step):
                 self._commit(step)
@@ -250,6 +316,7 @@ class Coordinator:
     def _finish(self, action: job.Finish) -> None:
         for future in tuple(self._commits):
             self._committed(future)
+        self._decide()
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
         self._ending = self._clock.now() + LINGER_S
@@ -265,8 +332,11 @@ class Coordinator:
     def _answer(self, query: Query) -> None:
         try:
             answer, event = reply(self._state, query.kind, query.body)
+            if query.kind == "status":
+                answer |= lately(self._meter, self._lease.token)
             if event is not None:
                 self._apply(event)
+                self._decide()
                 answer["phase"] = self._state.phase.value
             query.answer.set_result(answer)
         except ElasticError as error:
@@ -287,6 +357,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="elastic.coordinator.service")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--address", default="127.0.0.1:0")
+    parser.add_argument("--metrics-port", type=int, default=-1)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
@@ -294,7 +365,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
-        return Coordinator(config, args.address).run()
+        coordinator = Coordinator(config, args.address)
+        coordinator.serve_metrics(args.metrics_port)
+        return coordinator.run()
     except StaleError as error:
         log.error("another coordinator took over: %s", error)
         return EXIT_FAILURE

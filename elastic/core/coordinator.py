@@ -52,11 +52,21 @@ Rule = Callable[[JobState, float], Result | None]
 
 
 def transition(state: JobState, event: Any, now: float) -> Result:
-    """Return the job's next state, what to do, and why."""
+    """Return the job's next state, what to do, and why: `learn`, then `settle`."""
+    state, actions, reason = learn(state, event, now)
+    return _settle(state, now, list(actions), [reason] if reason else [])
+
+
+def learn(state: JobState, event: Any, now: float) -> Result:
+    """Take note of an event alone; costs the same in a job of any size."""
     state = _held_up(state, now)
     know = KNOW.get(type(event))
-    state, actions, reason = know(state, event, now) if know else (state, (), "")
-    return _settle(state, now, list(actions), [reason] if reason else [])
+    return know(state, event, now) if know else (state, (), "")
+
+
+def settle(state: JobState, now: float) -> Result:
+    """Apply the rules to what is known; many events may be learned before."""
+    return _settle(_held_up(state, now), now, [], [])
 
 
 def _held_up(state: JobState, now: float) -> JobState:

@@ -26,6 +26,7 @@ from elastic.core.faults import FaultKind, FaultSpec
 from elastic.errors import EXIT_FAILURE, EXIT_OK, ElasticError
 from elastic.launcher.addresses import Owner, local_address, owner
 from elastic.launcher.children import Child, Lifeline, tail_of
+from elastic.launcher.exposing import check_free, metrics_flag
 from elastic.launcher.follow import Follower, read_object
 from elastic.launcher.injected import LauncherFaults
 from elastic.launcher.options import LOOPBACK, Request
@@ -45,6 +46,7 @@ def launch(request: Request) -> int:
     address = request.config.coordinator or f"{LOOPBACK}:{free_port()}"
     hosting = request.hosts if request.hosts is not None else owner(address) is Owner.FREE
     host = LOOPBACK if request.config.standalone else request.config.local_addr or local_address(address)
+    check_free(request.config, hosting, len(request.nodes))
     run_dir = RunDir(request)
     try:
         return Supervisor(request, run_dir, address, hosting, host).run()
@@ -100,7 +102,7 @@ class Supervisor:
     def _start_coordinator(self) -> None:
         self._restart_at = None
         with (self._path / "logs" / "coordinator.out").open("ab") as out:
-            args = ["--run-dir", str(self._path), "--address", self._address]
+            args = ["--run-dir", str(self._path), "--address", self._address, *metrics_flag(self._config, 0)]
             self._coordinator = Child.start(
                 "coordinator", self._request.services[0], args, self._lifeline, out
             )
@@ -114,6 +116,7 @@ class Supervisor:
         args += ["--memory", str(memory)] if memory else []
         lifetime_s = self._config.lifetime_s(index)
         args += ["--lifetime", f"{lifetime_s:g}"] if lifetime_s else []
+        args += metrics_flag(self._config, index + 1)
         console = self._view.output if isinstance(self._view, Bar) else None
         self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
 
