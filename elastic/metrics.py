@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, start_http_server
 
 log = logging.getLogger(__name__)
 FOLDER = "metrics"
@@ -59,6 +59,7 @@ class Where:
 
 def new_registry() -> CollectorRegistry:
     """An empty registry, but for what the kernel knows of this process."""
+    disable_created_metrics()  # a series more for each counter, which nobody reads
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     return registry
@@ -69,12 +70,14 @@ class Exposition:
 
     def __init__(self, registry: CollectorRegistry, where: Where, secrets: Secrets | None = None) -> None:
         """Raises OSError when the address cannot be had."""
-        tls = {}
-        if secrets is not None:
-            tls = {"certfile": secrets.certificate, "keyfile": secrets.key}
-            tls |= {"client_cafile": secrets.ca} if secrets.ca else {}
         found = start_http_server(
-            where.port, where.host, registry, client_auth_required=bool(secrets and secrets.ca), **tls
+            where.port,
+            where.host,
+            registry,
+            certfile=secrets.certificate if secrets else None,
+            keyfile=secrets.key if secrets else None,
+            client_cafile=secrets.ca or None if secrets else None,
+            client_auth_required=bool(secrets and secrets.ca),
         )
         self._server: WSGIServer = found[0]
         self._thread: threading.Thread = found[1]
