@@ -27,7 +27,10 @@ from elastic.core.types import STATE, Assignment, Copy, JobSpec, LayerSpec, Node
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.envelope import Envelope, from_proto, pack, to_proto, unpack
 from elastic.rpc.options import client_options
+from elastic.rpc.parcels import NONE
 
+MEMORY_BYTES = 24 << 30
+"""Of a node: a pipeline needs a dozen of them."""
 RAMP_S = 0.5
 """Agents begin their heartbeats spread over so long."""
 
@@ -35,32 +38,36 @@ RAMP_S = 0.5
 def spec_of(layers: int, microbatches: int) -> JobSpec:
     """A deep model of equal layers, with the proportions of a transformer of 100 M parameters a layer."""
     layer = LayerSpec(
-        200 << 20, 1200 << 20, 400 << 20, 0.02, 0.04, activation_bytes=1 << 28, output_bytes=1 << 24
+        200 << 20, 1200 << 20, 400 << 20, 0.02, 0.04, activation_bytes=1 << 24, output_bytes=1 << 24
     )
     return JobSpec((layer,) * layers, microbatches, 1_000_000)
 
 
-@functools.lru_cache(maxsize=64)
 def read(kind: str, body: bytes) -> Any:
-    """All agents are told the same: it is decoded once."""
+    """All agents are told the same, but for recipes, which nobody here follows: it is decoded once."""
+    if kind == "Install":
+        head, _, rest = body.partition(b'"recipes":')
+        body = head + NONE + rest[rest.index(b',"covered":') :]
+    return _decoded(kind, body)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoded(kind: str, body: bytes) -> Any:
     return unpack(Envelope(0, 0, kind, body))
 
 
-@functools.lru_cache(maxsize=4)
-def kept_for(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Node: those whose copies it keeps, and itself."""
-    found: dict[str, tuple[str, ...]] = {node: (node,) for node in plan.nodes()}
-    for node, peer in plan.peers:
-        found[peer] = (*found.get(peer, ()), node)
-    return found
+class Places:
+    """What lies where under a plan; made once for all agents of the process."""
 
-
-@functools.lru_cache(maxsize=4)
-def layers_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for _, _, stage in plan.stages():
-        found[stage.unit.node] = (*found.get(stage.unit.node, ()), *stage.layers)
-    return found
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.nodes = plan, frozenset(plan.nodes())
+        self.layers: dict[str, tuple[int, ...]] = {}
+        for _, _, stage in plan.stages():
+            self.layers[stage.unit.node] = (*self.layers.get(stage.unit.node, ()), *stage.layers)
+        self.owners: dict[str, tuple[str, ...]] = {node: (node,) for node in self.nodes}
+        """Those whose copies a node has: its own, and those that it keeps for others."""
+        for node, peer in plan.peers:
+            self.owners[peer] = (*self.owners.get(peer, ()), node)
 
 
 class Agent:
@@ -68,7 +75,7 @@ class Agent:
 
     def __init__(self, crowd: Crowd, name: str) -> None:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
-        self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9"))
+        self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES))
         self.assignment: Assignment | None = None
         self.task = asyncio.create_task(self._live())
 
@@ -140,11 +147,12 @@ class Agent:
     def _inventory(self) -> tuple[Copy, ...]:
         if self.assignment is None:
             return ()
-        plan = self.assignment.plan
+        places = self.crowd.places(self.assignment.plan)
+        epoch = places.plan.epoch
         return tuple(
-            Copy(STATE, layer, 0, 0, plan.epoch, owner, layer + 1, 1400 << 20, "0" * 16, node=self.name)
-            for owner in kept_for(plan).get(self.name, ())
-            for layer in layers_of(plan).get(owner, ())
+            Copy(STATE, layer, 0, 0, epoch, owner, layer + 1, 1400 << 20, "0" * 16, node=self.name)
+            for owner in places.owners.get(self.name, ())
+            for layer in places.layers.get(owner, ())
         )
 
 
@@ -154,9 +162,15 @@ class Crowd:
     def __init__(self, address: str, spec: JobSpec, heartbeat_s: float) -> None:
         self.address, self.spec, self.heartbeat_s = address, spec, heartbeat_s
         self.agents: dict[str, Agent] = {}
+        self._places: Places | None = None
         self.late_s = 0.0
         """How late a heartbeat was at most: this process, too, has but one core."""
         self._epoch, self._halts, self._installs = 0, (0.0, 0.0), set[str]()
+
+    def places(self, plan: Plan) -> Places:
+        if self._places is None or self._places.plan is not plan:
+            self._places = Places(plan)
+        return self._places
 
     def halted(self, epoch: int) -> None:
         """An agent's workers were told to halt."""
@@ -170,8 +184,10 @@ class Crowd:
         if epoch > self._epoch:
             self._epoch, self._halts, self._installs = epoch, (0.0, 0.0), set()
         self._installs.add(agent.name)
+        if len(self._installs) < len(self.agents) // 2:
+            return
         plan = agent.assignment.plan if agent.assignment else None
-        if plan is not None and self._installs >= set(plan.nodes()) & set(self.agents):
+        if plan is not None and self._installs >= self.places(plan).nodes & set(self.agents):
             first, last = self._halts
             told = {"epoch": epoch, "first_halt": first, "last_halt": last, "last_install": time.time()}
             print(json.dumps(told | {"late_s": round(self.late_s, 3)}), flush=True)

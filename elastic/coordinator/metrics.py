@@ -40,7 +40,7 @@ class CoordinatorMetrics:
         """Seconds of the newest steps under the present plan."""
         self.tokens_per_s = 0.0
         self._refused: list[Callable[[], Mapping[str, int]]] = []
-        self._added = now
+        self._added, self._fenced = now, 0
         self._silent_s = 0.0
         """How long a node that was lost had been silent."""
         self._make_job()
@@ -114,6 +114,8 @@ class CoordinatorMetrics:
         for action in actions:
             if isinstance(action, job.Note):
                 self._noted(action.kind, action.data, before, after, now)
+            elif isinstance(action, job.Send) and isinstance(action.message, m.Fenced):
+                self._fenced += action.node not in before.members
         if after.epoch != before.epoch and after.change is not None:
             self._begun(before, after.change)
         if after.plan is not before.plan:
@@ -195,7 +197,7 @@ class CoordinatorMetrics:
 
     def refused(self) -> dict[str, int]:
         """Messages that were refused, by reason."""
-        found = {"fenced": 0, "malformed": 0}
+        found = {"fenced": self._fenced}
         for read in self._refused:
             for reason, number in read().items():
                 found[reason] = found.get(reason, 0) + number
