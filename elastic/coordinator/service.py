@@ -30,6 +30,7 @@ from elastic.coordinator.gauges import JobCollector, Standing
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.queries import Query, lately, policy_of, reply
 from elastic.coordinator.records import Records
+from elastic.coordinator.saving import StateText
 from elastic.core import codec, job
 from elastic.core import messages as m
 from elastic.core.coordinator import learn, settle
@@ -71,7 +72,7 @@ class Coordinator:
         self._config, self._clock = config, Clock()
         self._run_dir = Path(config.run_dir)
         self._records = Records(self._run_dir)
-        self._queue: queue.Queue[Any] = queue.Queue()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sessions: dict[str, Session] = {}
         self._fresh: set[Session] = set()
         self._disk = ThreadPoolExecutor(1, "checkpoint")
@@ -80,6 +81,7 @@ class Coordinator:
         self._todo: list[job.Action] = []
         """What follows from events that were learned and not yet decided on."""
         self._unsettled = self._to_save = False
+        self._text = StateText()
         self._exposition: Exposition | None = None
         self._meter = CoordinatorMetrics(new_registry(), self._clock.now())
         self._open_store()
@@ -254,7 +256,7 @@ class Coordinator:
 
     def _save(self) -> None:
         began, self._to_save = time.perf_counter(), False
-        value = codec.dumps(self._state).encode()
+        value = self._text.dumps(self._state).encode()
         if value != self._saved:
             entry = self._store.put_if(STATE_KEY, value, self._revision, self._lease.token)
             self._revision, self._saved = entry.revision, value

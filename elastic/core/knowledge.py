@@ -107,7 +107,9 @@ def _beat(state: JobState, event: Beat, now: float) -> Result:
             (Send(event.node, m.Fenced(f"{event.node} is not a member (any more)")),),
             "former member",
         )
-    report = replace(member.report, step=event.step, microbatch=event.microbatch)
+    report = member.report
+    if (report.step, report.microbatch) != (event.step, event.microbatch):
+        report = replace(report, step=event.step, microbatch=event.microbatch)
     state = observe(put(state, replace(member, seen=now, report=report)), event)
     return conditions.observe(state, event), (), ""
 
