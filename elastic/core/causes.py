@@ -12,10 +12,10 @@ with notice | the notice ran out | nodes joined | nodes turned slow or well agai
 nodes came to a paused job | anything else."""
 _FORMS = (
     ("start", r"start$"),
+    ("contact", r"contact lost"),
     ("lost", r"\S+ lost"),
     ("hang", r"\S+: hang"),
     ("worker", r"\S+: "),
-    ("contact", r"contact lost"),
     ("drain", r"drain "),
     ("notice", r"notice of "),
     ("join", r"join "),
