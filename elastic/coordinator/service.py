@@ -92,6 +92,7 @@ class Coordinator:
             on_close=lambda session: self._queue.put((session, None)),
             on_call=self._call,
             term=lambda: self._lease.token,
+            prompt=True,
         )
         collector = JobCollector(
             config.job_id, lambda: self._state, self._standing, self._meter, self._clock.now

@@ -16,6 +16,7 @@ from elastic.core.types import Plan, Stage, Unit
 from elastic.planning.profile import Profile, profile_of
 
 T = TypeVar("T")
+UNKNOWN = Pace()
 PLANS = 4
 """Whose places are remembered."""
 MOST_ALIKE = 32
@@ -77,7 +78,7 @@ def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
 
 def pace_of(state: JobState, node: str) -> Pace:
     member = state.members.get(node)
-    return Pace() if member is None else state.paces.get(member.report.info.incarnation, Pace())
+    return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
 
 
 def factor(state: JobState, node: str) -> float:

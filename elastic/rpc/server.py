@@ -29,7 +29,7 @@ from elastic.rpc.envelope import (
     unpack,
     unpack_call,
 )
-from elastic.rpc.loop import Dispatcher, event_loop, run
+from elastic.rpc.loop import Directly, Dispatcher, event_loop, run
 from elastic.rpc.options import check_address, server_options
 from elastic.rpc.parcels import Parcels
 
@@ -96,11 +96,14 @@ class Server:
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
         keepalive_s: float = 10.0,
+        prompt: bool = False,
     ) -> None:
+        """`prompt`: the callbacks of sessions return at once, and need no thread of their own: with thousands of
+        nodes its turns cost more than they do."""
         check_address(address, lowest_port=0)
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
         self._on_call, self._term, self._parcels = on_call, term, Parcels()
-        self._dispatcher = Dispatcher("rpc-server")
+        self._dispatcher: Dispatcher | Directly = Directly() if prompt else Dispatcher("rpc-server")
         self._pool = ThreadPoolExecutor(CALL_THREADS, "rpc-call")
         try:
             self.address = run(self._start(address, keepalive_s))
