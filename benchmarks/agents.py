@@ -77,6 +77,7 @@ class Agent:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
         self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES))
         self.assignment: Assignment | None = None
+        self._told, self._heartbeat = (-1, -1), elastic_pb2.Envelope()
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -103,13 +104,19 @@ class Agent:
             await asyncio.sleep(max(0.0, next_beat - loop.time()))
             self.crowd.late_s = max(self.crowd.late_s, loop.time() - next_beat)
             next_beat += self.crowd.heartbeat_s
-            await self._say(core.heartbeat(self.state))
+            if (self.state.epoch, self.term) != self._told:  # nothing else in it changes
+                self._told = self.state.epoch, self.term
+                self._heartbeat = self._proto(core.heartbeat(self.state))
+            async with self._writing:
+                await self._call.write(self._heartbeat)
 
     async def _say(self, message: Any) -> None:
         if not self.muted:
-            envelope = pack(message, term=self.term, epoch=self.state.epoch, sender=self.name)
             async with self._writing:
-                await self._call.write(to_proto(envelope))
+                await self._call.write(self._proto(message))
+
+    def _proto(self, message: Any) -> elastic_pb2.Envelope:
+        return to_proto(pack(message, term=self.term, epoch=self.state.epoch, sender=self.name))
 
     async def _hear(self, proto: elastic_pb2.Envelope) -> None:
         envelope = from_proto(proto)
