@@ -29,7 +29,7 @@ def encode(value: Any) -> Any:
         return value
     names = _names(type(value))
     if names is not None:
-        return {n: v if type(v := getattr(value, n)) in _PLAIN else encode(v) for n in names}
+        return {n: v if type(v) in _PLAIN else encode(v) for n in names for v in (getattr(value, n),)}
     if isinstance(value, (frozenset, set)):
         return [encode(v) for v in sorted(value)]
     if isinstance(value, (tuple, list)):

@@ -35,7 +35,8 @@ class Screen(Protocol):
 
 def watch(args: Namespace, ask: Callable[[], Answer], interval_s: float, latest: str) -> int:
     """Show answers until the job is over; return the exit code. Raises what `ask` does at first: nobody is there."""
-    answer, run_dir = ask(), None if args.rdzv_endpoint else Path(args.run_dir or latest)
+    answer: Answer | None = ask()
+    run_dir = None if args.rdzv_endpoint else Path(args.run_dir or latest)
     screen = screen_for(args, sys.stdout)
     answered = time.monotonic()
     try:
