@@ -25,9 +25,10 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 def encode(value: Any) -> Any:
     """Return `value` as JSON-compatible data. Sets become sorted lists; fields at their default are kept."""
-    if type(value) in _PLAIN:
+    kind: type = type(value)
+    if kind in _PLAIN:
         return value
-    names = _names(type(value))
+    names = _names(kind)
     if names is not None:
         return {n: v if type(v) in _PLAIN else encode(v) for n in names for v in (getattr(value, n),)}
     if isinstance(value, (frozenset, set)):
