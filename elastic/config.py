@@ -123,6 +123,11 @@ class JobConfig:
     heartbeat_s: float = 0.5
     lease_s: float = 3.0
     """A node that is silent this long is lost."""
+    metrics_port: int = -1
+    """Where the coordinator serves metrics, the agents of this machine at the ports after it; 0: all at free ones;
+    -1: nobody does."""
+    metrics_host: str = "127.0.0.1"
+    """Address of this machine under which metrics are served."""
     log_dir: str = ""
     """Absolute directory of the workers' logs; "": RUN_DIR/logs."""
     redirects: tuple[int, ...] = (0,)
@@ -250,6 +255,9 @@ def _check_size(config: JobConfig) -> None:
     if config.standalone and len(memories) not in (0, 1, config.max_nodes):
         remedy = f"one size, or one for each of the {config.max_nodes} nodes"
         raise FieldError("--node-memory", ",".join(map(str, memories)), remedy)
+    if not -1 <= config.metrics_port <= 65535 - config.max_nodes - config.coordinators + 1:
+        remedy = "0 (any free ports), or a port that leaves room for one more a node"
+        raise FieldError("--metrics-port", config.metrics_port, remedy)
     if not 0 <= config.master_port <= 65535:
         raise FieldError("--master-port", config.master_port, "a port from 1 to 65535")
     if config.standalone and len(config.domains) not in (0, 1, config.max_nodes):

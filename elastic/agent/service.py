@@ -25,6 +25,7 @@ from typing import Any
 from elastic import lifeline
 from elastic.agent.checkpoints import CheckpointWriter
 from elastic.agent.injected import carry_out
+from elastic.agent.metrics import AgentMetrics, condition
 from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
@@ -39,6 +40,7 @@ from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.errors import ElasticError, VaultError
+from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
 from elastic.rpc.shaping import pace_of
@@ -66,6 +68,8 @@ class Agent:
         self._generation = 0
         self._partitioned_until = 0.0
         self._exit_code: int | None = None
+        self._meter = AgentMetrics(new_registry())
+        self._exposition: Exposition | None = None
         self._begin()
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
@@ -76,18 +80,37 @@ class Agent:
             sender=self._node,
         )
 
+    def serve_metrics(self, port: int) -> None:
+        """From now on; -1: not at all."""
+        config = self._config
+        self._meter.condition = lambda: condition(
+            config,
+            self._directory,
+            self._vault,
+            self._replicator,
+            self._group,
+            self._session,
+            self._state.epoch,
+        )
+        where = Where(config.metrics_host, port, config.run_dir, config.job_id, self._node, "agent")
+        self._exposition = serve(self._meter.registry, where)
+
     def _begin(self) -> None:
         """A new incarnation: empty vault, no workers."""
         tell, limit = Notes(self._node, self._queue.put), self._config.vault_memory_bytes
         self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
         pace = pace_of(self._directory, self._config.link)
         packs = Compressing(self._config.compress)
-        self._server = VaultServer(self._vault, self._host, pace=pace, compressing=packs).start()
+        meter = self._meter
+        self._server = VaultServer(
+            self._vault, self._host, pace=pace, compressing=packs, received=meter.received
+        ).start()
         self._checkpoints = CheckpointWriter(Path(self._config.checkpoint_dir), self._vault, self._queue.put)
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
-            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short, compressing=packs
-        )
+            self._vault, self._acked, self._held, prepare=prepare, pace=pace, short=short, compressing=packs,
+            delivered=meter.sent,
+        )  # fmt: skip
         info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
         self._state = core.NodeState(info)
 
@@ -145,6 +168,7 @@ class Agent:
                 until = carry_out(parse_fault(message.fault), self._vault)
                 self._partitioned_until = max(self._partitioned_until, until)
             case WorkerExit():
+                self._meter.worker_ended()
                 self._workers.gone(rank)
                 self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.Exited(rank, message.returncode))
@@ -184,6 +208,7 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
+        self._meter.beat()
         self._say(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
@@ -259,6 +284,7 @@ class Agent:
             self._group.kill()
 
     def _rejoin(self) -> None:
+        self._meter.rejoined()
         self._generation += 1
         self._group = None
         for part in (self._replicator, self._server, self._vault):
@@ -310,6 +336,8 @@ class Agent:
         self._session.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
             part.close()
+        if self._exposition is not None:
+            self._exposition.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -323,6 +351,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="")
     parser.add_argument("--lifetime", type=float, default=0.0)
     parser.add_argument("--memory", type=int, default=0)
+    parser.add_argument("--metrics-port", type=int, default=-1)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
@@ -342,6 +371,7 @@ def main(argv: list[str] | None = None) -> int:
             lifetime_s=args.lifetime,
         )
         agent = Agent(config, args.coordinator, who)
+        agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
         print(f"elastic agent: {error}", file=sys.stderr)
         return error.exit_code

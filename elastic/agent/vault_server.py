@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
@@ -56,9 +56,12 @@ class VaultServer:
         timeout_s: float = 30.0,
         pace: Callable[[int], None] | None = None,
         compressing: Compressing | None = None,
+        received: Callable[[Sequence[Copy]], object] = lambda copies: None,
     ) -> None:
-        """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are."""
+        """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are. `received` hears
+        of copies that were taken in, from any thread."""
         self._pace, self._compressing = pace, compressing or Compressing("off")
+        self._received = received
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
@@ -196,6 +199,8 @@ class VaultServer:
                     drain_blocks(stream, copy.nbytes) if how else stream.drain(copy.nbytes)
             if error is None:
                 error = self._commit(list(zip(incoming, digests, strict=True)))
+            if error is None:
+                self._received(copies)
         finally:
             for arrival in incoming:
                 arrival.abort()

@@ -22,8 +22,10 @@ def relieve(state: JobState, now: float) -> Result | None:
     What was found becomes what plans count with, so the same evidence is weighed once.
     """
     assert state.plan is not None
-    shown = [(node, pace_of(state, node), found(pace_of(state, node))) for node in state.plan.nodes()]
-    changed = [(node, pace, factor) for node, pace, factor in shown if factor is not None]
+    if not state.paces:
+        return None
+    paced = [(node, pace_of(state, node)) for node in state.plan.nodes()]
+    changed = [(node, pace, factor) for node, pace in paced if (factor := found(pace)) is not None]
     if not changed:
         return None
     paces = dict(state.paces)

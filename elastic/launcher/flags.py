@@ -128,6 +128,13 @@ OURS = (
     Flag("--heartbeat", "0.5", "seconds between a node's signs of life"),
     Flag("--lease", "3", "a node that is silent this many seconds is lost"),
     Flag(
+        "--metrics-port",
+        None,
+        "serve Prometheus metrics: the coordinator here, agents at the ports after it; 0: any free ones, "
+        "as RUN_DIR/metrics/ tells",
+    ),
+    Flag("--metrics-host", "127.0.0.1", "address of this machine under which metrics are served"),
+    Flag(
         "--fault", None, 'inject a fault, as "kill node=2 step=3 microbatch=5"', repeat=True, metavar="SPEC"
     ),
 )

@@ -106,6 +106,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         coordinators=whole("--coordinators", args.coordinators),
         heartbeat_s=seconds("--heartbeat", args.heartbeat),
         lease_s=seconds("--lease", args.lease),
+        metrics_port=-1 if args.metrics_port is None else whole("--metrics-port", args.metrics_port),
+        metrics_host=host("--metrics-host", args.metrics_host),
         log_dir=str(folder("--log-dir", args.log_dir) or run_dir / "logs"),
         redirects=streams("--redirects", args.redirects, nproc),
         tee=streams("--tee", args.tee, nproc),

@@ -98,6 +98,9 @@ WRONG_FLAGS = [
     (["--link", "latency=-1ms"], "--link latency"),
     (["--link", "latency=1ms latency=2ms"], "--link"),
     (["--link", "latency=0s"], "--link"),
+    (["--metrics-port", "http"], "--metrics-port"),
+    (["--metrics-port", "65535"], "--metrics-port"),
+    (["--metrics-host", "no good"], "--metrics-host"),
     (["--accumulate", "slow"], "--accumulate"),
     (["--pipelines", "0"], "--pipelines"),
     (["--pipelines", "2+"], "--pipelines"),
@@ -199,6 +202,7 @@ def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: l
     [
         (["fly"], "is no command"),
         ([], "is no command"),
+        (["status", "--watch", "--interval", "0"], "--interval"),
         (["status", "--run-dir", "nowhere"], "no coordinator runs there"),
         (["nodes", "--rdzv-endpoint", "x:y"], "--rdzv-endpoint"),
         (["drain"], "NODE"),
