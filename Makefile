@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench soak chaos proto clean
+.PHONY: help setup demo test tools check bench soak chaos proto clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -25,8 +25,15 @@ $(STAMP): pyproject.toml
 demo: setup ## train a GPT, kill a node in the middle of a step, compare with a failure-free run
 	$(BIN)/python -m examples.demo
 
-test: setup ## the whole test suite
+test: setup tools ## the whole test suite
 	$(BIN)/python -m pytest
+
+tools: # what some tests need besides Python, where it can be had; they say so and skip where not
+	@command -v prometheus >/dev/null || ! command -v apt-get >/dev/null || { \
+		root=$$(test "$$(id -u)" = 0 || echo sudo -n); install="apt-get install -y -qq --no-install-recommends prometheus"; \
+		export DEBIAN_FRONTEND=noninteractive; \
+		timeout 120 $$root $$install || { timeout 60 $$root apt-get update -qq && timeout 120 $$root $$install; }; \
+	} </dev/null >/dev/null 2>&1 || true
 
 check: setup ## lint, types, import rules
 	$(BIN)/ruff check

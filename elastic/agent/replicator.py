@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.agent.vault import Vault
@@ -40,6 +40,8 @@ class _Job:
     published: Published
     round: int
     """Which reset it came after."""
+    announced: float
+    """time.monotonic()"""
 
 
 class Replicator:
@@ -57,10 +59,13 @@ class Replicator:
         short: Callable[[str, str], None] = lambda peer, why: None,
         compressing: Compressing | None = None,
         sent: Callable[[str, int, float], None] = lambda peer, nbytes, seconds: None,
+        delivered: Callable[[Sequence[Copy], float, bool], None] = lambda copies, seconds, kept: None,
     ) -> None:
-        """`prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`: see
-        `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`; `sent` is told of everything that is whole at a
-        peer: bytes and seconds."""
+        """`delivered` hears of copies that a peer took or (not kept) had no room for, and how long after their
+        announcement. `prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`:
+        see `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`; `sent` is told of everything that is whole
+        at a peer: bytes and seconds."""
+        self._delivered = delivered
         self._prepare, self._pace, self._short, self._compressing = prepare, pace, short, compressing
         self._sent = sent
         self._told_short = (-1, "")
@@ -101,7 +106,7 @@ class Replicator:
             stale = any(local.copy.epoch < self._epoch for local in published.copies)
             if self._closed or (published.peer and stale):
                 return
-            self._jobs.append(_Job(worker, published, self._round))
+            self._jobs.append(_Job(worker, published, self._round, time.monotonic()))
             self._changed.notify_all()
 
     def reset(self, epoch: int) -> None:
@@ -122,6 +127,18 @@ class Replicator:
         """Bundles not yet acknowledged."""
         with self._changed:
             return len(self._jobs)
+
+    @property
+    def exposed_s(self) -> float:
+        """Age of the oldest bundle that a peer must have and has not; 0: there is none."""
+        with self._changed:
+            first = next((job.announced for job in self._jobs if job.published.peer), None)
+        return 0.0 if first is None else max(0.0, time.monotonic() - first)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """What the link was seen to carry; 0: not known."""
+        return self._compressing.link_bytes_per_s if self._compressing is not None else 0.0
 
     def _clear(self) -> None:
         self._round += 1
@@ -207,6 +224,9 @@ class Replicator:
             if job.round != self._round:
                 return
             self._jobs.popleft()
+        if job.published.peer:
+            copies = [local.copy for local in job.published.copies]
+            self._delivered(copies, time.monotonic() - job.announced, kept)
         self._acked(job.worker, job.published.bundle, kept)
 
     def _give_up(self, job: _Job, error: VaultFull) -> None:

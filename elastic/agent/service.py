@@ -6,7 +6,6 @@ orders of the coordinator, words of workers (in the order in which they were sai
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import queue
@@ -27,10 +26,12 @@ from elastic.agent.checkpoints import CheckpointWriter
 from elastic.agent.fitness import Fitness
 from elastic.agent.injected import carry_out
 from elastic.agent.leaving import Found, Leaving, Read
+from elastic.agent.metrics import AgentMetrics, condition
 from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
 from elastic.agent.replicator import Replicator
+from elastic.agent.starting import who, words
 from elastic.agent.vault import Vault
 from elastic.agent.vault_server import VaultServer
 from elastic.agent.workers import Workers
@@ -42,6 +43,7 @@ from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.core.vitals import HealthReport, Preflight, Refused
 from elastic.errors import ElasticError, VaultError
+from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.rpc import security
 from elastic.rpc.client import Session
 from elastic.rpc.compressing import Compressing
@@ -52,7 +54,7 @@ from elastic.telemetry import configure_logging
 log = logging.getLogger("elastic.agent")
 LOOK_S = 0.1
 RANKS = 1 << 16
-"""Workers are numbered generation * RANKS + local rank: an acknowledgement is for one launch alone."""
+"""A worker is generation * RANKS + local rank: an acknowledgement is for one launch alone."""
 GRACE_S = 10.0
 """How long workers may take to end by themselves when the job is over."""
 RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
@@ -73,17 +75,25 @@ class Agent:
         self._exit_code: int | None = None
         self._fitness = Fitness(config, coordinator, who, self._queue.put)
         self._leaving = Leaving(config, self._node, self._queue.put, self._say, self._report)
+        self._meter = AgentMetrics(new_registry())
+        self._exposition: Exposition | None = None
         self._begin()
         REFUSALS.subscribe(self._queue.put)
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
-            coordinator,
-            on_message=lambda message, envelope: self._queue.put(message),
-            on_up=lambda: self._queue.put("up"),
-            on_down=lambda reason: log.info("coordinator away: %s", reason),
-            sender=self._node,
+            coordinator, on_message=lambda message, envelope: self._queue.put(message), sender=self._node,
+            on_up=lambda: self._queue.put("up"), on_down=lambda why: log.info("coordinator away: %s", why),
             keepalive_s=config.timeouts.keepalive_s,
-        )
+        )  # fmt: skip
+
+    def serve_metrics(self, port: int) -> None:
+        """From now on; -1: not at all."""
+        config = self._config
+        self._meter.condition = lambda: condition(
+            config, self._directory, self._vault, self._replicator, self._group, self._session, self._state.epoch
+        )  # fmt: skip
+        place = Where(config.metrics_host, port, config.run_dir, config.job_id, self._node, "agent")
+        self._exposition = serve(self._meter.registry, place)
 
     def _begin(self) -> None:
         """A new incarnation: empty vault, no workers."""
@@ -91,20 +101,21 @@ class Agent:
         self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
         pace = pace_of(self._directory, self._config.link)
         packs = Compressing(self._config.compress)
-        where, limits = Path(self._config.checkpoint_dir), self._config.timeouts
+        meter, limits = self._meter, self._config.timeouts
         self._server = VaultServer(
-            self._vault, self._host, timeout_s=limits.serve_s, pace=pace, compressing=packs
-        ).start()
+            self._vault, self._host, timeout_s=limits.serve_s, pace=pace, compressing=packs, received=meter.received
+        ).start()  # fmt: skip
+        where = Path(self._config.checkpoint_dir)
         self._checkpoints = CheckpointWriter(where, self._vault, self._queue.put, self._fitness.unwritten)
         prepare, short = self._checkpoints.offer, tell.short
         self._replicator = Replicator(
             self._vault, self._acked, self._held, timeout_s=limits.bulk_s, prepare=prepare, pace=pace, short=short,
-            compressing=packs, sent=self._fitness.sent,
+            compressing=packs, sent=self._fitness.sent, delivered=meter.sent,
         )  # fmt: skip
-        info = replace(self._who, incarnation=uuid.uuid4().hex[:12], vault=self._server.address)
-        self._state = core.NodeState(info, limits=limits)
-        self._fitness.begin(info.incarnation)
-        self._leaving.incarnation = info.incarnation
+        self._leaving.incarnation = incarnation = uuid.uuid4().hex[:12]
+        who = replace(self._who, incarnation=incarnation, vault=self._server.address)
+        self._state = core.NodeState(who, limits=limits)
+        self._fitness.begin(incarnation)
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -177,6 +188,7 @@ class Agent:
                 until = carry_out(parse_fault(message.fault), self._vault)
                 self._partitioned_until = max(self._partitioned_until, until)
             case WorkerExit():
+                self._meter.worker_ended()
                 self._workers.gone(rank)
                 self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.Exited(rank, message.returncode))
@@ -217,6 +229,7 @@ class Agent:
         self._apply(core.Looked(evidence))
 
     def _beat(self) -> None:
+        self._meter.beat()
         if self._fitness.known and not self._leaving.parked:
             self._say(core.heartbeat(self._state))
 
@@ -298,6 +311,7 @@ class Agent:
             self._group.kill()
 
     def _rejoin(self) -> None:
+        self._meter.rejoined()
         self._generation += 1
         self._group = None
         for part in (self._replicator, self._server, self._vault):
@@ -318,7 +332,7 @@ class Agent:
         threading.Thread(target=work, name="prefetch", daemon=True).start()
 
     def stop(self) -> None:
-        """Kill the workers and end; for signal handlers."""
+        """For signal handlers: kill the workers and end."""
         self._queue.put(m.Stop(130, "told to stop"))
 
     def leave(self) -> None:
@@ -339,9 +353,8 @@ class Agent:
             self._tell_acked(worker, acked)
 
     def _tell_acked(self, worker: int, acked: m.Acked) -> None:
-        generation, rank = divmod(worker, RANKS)
-        if generation == self._generation:
-            self._workers.tell(acked, rank)
+        if worker // RANKS == self._generation:
+            self._workers.tell(acked, worker % RANKS)
 
     def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
         self._queue.put(("held", peer, f"backup of bundle {bundle}: {error}"))
@@ -356,21 +369,13 @@ class Agent:
         self._fitness.close()
         for part in (self._checkpoints, self._replicator, self._server, self._vault):
             part.close()
+        if self._exposition is not None:
+            self._exposition.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="elastic.agent.service")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--domain", default="")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--lifetime", type=float, default=0.0)
-    parser.add_argument("--memory", type=int, default=0)
-    parser.add_argument("--parent-pipe", type=int, default=-1)
-    args = parser.parse_args(argv)
+    args = words(argv)
     early: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
@@ -379,18 +384,8 @@ def main(argv: list[str] | None = None) -> int:
         lifeline.watch(args.parent_pipe)
     try:
         security.use(security.load(config.run_dir, config.certs, config.certs_name))
-        who = NodeInfo(
-            node=args.node,
-            incarnation="",
-            vault="",
-            domain=args.domain,
-            workers=config.nproc_per_node,
-            memory_bytes=args.memory,
-            host=args.host,
-            device=args.device,
-            lifetime_s=args.lifetime,
-        )
-        agent = Agent(config, args.coordinator, who)
+        agent = Agent(config, args.coordinator, who(args, config))
+        agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
         print(f"elastic agent: {error}", file=sys.stderr)
         return error.exit_code

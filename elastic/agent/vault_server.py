@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
@@ -68,12 +68,15 @@ class VaultServer:
         pace: Callable[[int], None] | None = None,
         compressing: Compressing | None = None,
         secure: security.Security | None = None,
+        received: Callable[[Sequence[Copy]], object] = lambda copies: None,
     ) -> None:
         """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are. `secure`: what is asked
-        of those who come; None: what this process goes by."""
+        of those who come; None: what this process goes by. `received` hears of copies that were taken in, from any
+        thread."""
         secure = secure or security.current()
         self._gate, self._contexts = Gate(secure.token), secure.contexts
         self._pace, self._compressing = pace, compressing or Compressing("off")
+        self._received = received
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
@@ -244,6 +247,8 @@ class VaultServer:
                     drain_blocks(stream, copy.nbytes) if how else stream.drain(copy.nbytes)
             if error is None:
                 error = self._commit(list(zip(incoming, digests, strict=True)))
+            if error is None:
+                self._received(copies)
         finally:
             for arrival in incoming:
                 arrival.abort()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.config import JobConfig
+from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.core import codec, job, quarantine
 from elastic.core.health import Limits
 from elastic.core.stragglers import factor
@@ -83,6 +84,20 @@ def status(state: job.JobState) -> dict[str, Any]:
         "plan": format_plan(state.plan) if state.plan else "",
         "checkpoint": state.checkpoint[0] if state.checkpoint else "",
         "timeouts": codec.encode(state.limits),
+    }
+
+
+LATELY = ("step", "cause", "nodes_before", "nodes_after", "microbatches_lost", "total_s")
+"""What `status` tells of a recovery."""
+
+
+def lately(metrics: CoordinatorMetrics, term: int) -> dict[str, Any]:
+    """What the coordinator saw since it started, besides the state."""
+    return {
+        "term": term,
+        "tokens_per_s": round(metrics.tokens_per_s, 1),
+        "step_s": round(metrics.step_s[-1], 4) if metrics.step_s else None,
+        "recoveries": [{key: entry[key] for key in LATELY} for entry in metrics.recoveries],
     }
 
 

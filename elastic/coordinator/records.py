@@ -100,18 +100,18 @@ class Records:
         }
         self.event("job", entry)
 
-    def beat(self, state: JobState) -> None:
-        """Progress between steps, as heartbeats tell it; at most once a micro-batch."""
-        reports = [mb.report for mb in state.members.values()]
-        here = max(((r.step, r.microbatch) for r in reports), default=(0, 0))
+    def beat(self, here: tuple[int, int], state: JobState) -> None:
+        """Progress between steps, as a heartbeat tells it: (step, micro-batch); at most once a micro-batch."""
         if here > self._last_beat:
             self._last_beat = here
             self.progress(state)
 
-    def recovered(self, event: Recovered) -> None:
+    def recovered(self, event: Recovered) -> dict[str, Any]:
+        """Note an epoch change; return its figures."""
         entry = recovery_entry(event, self._fault_time(event))
         self._last_recovery = event.resumed_at
         self.event("recovery", entry)
+        return entry
 
     def _fault_time(self, event: Recovered) -> float | None:
         """When the newest injected fault since the last recovery was carried out."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from elastic.core import codec
+from elastic.coordinator.encoding import StateText
 from elastic.core.election import retry_s
 from elastic.core.job import JobState
 from elastic.store.base import Conflict, Entry, Lease, Store, StoreUnavailable
@@ -36,6 +36,9 @@ class Saver:
         self._store, self._token, self._key = store, lease.token, key
         self.tell: Callable[[str, dict[str, Any]], object] = lambda kind, data: None
         """Told of events of the store itself."""
+        self.measured: Callable[[float, int], object] = lambda seconds, nbytes: None
+        """Told of each save: how long it took, and how large the state is."""
+        self._text = StateText()
         self._revision = entry.revision if entry is not None else None
         self._saved = entry.value if entry is not None else b""
         self._held: list[tuple[object, Callable[[], object]]] = []
@@ -46,6 +49,11 @@ class Saver:
     def away(self) -> bool:
         """The store was out of reach when it was last asked."""
         return self._failures > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the state as it was saved last."""
+        return len(self._saved)
 
     def hold(self, what: object, deed: Callable[[], object]) -> None:
         """Do this once the state is saved. `what`, when given, is done once however often it is held."""
@@ -78,7 +86,7 @@ class Saver:
         if self._unsaved is None:
             return
         try:
-            self._put(codec.dumps(self._unsaved).encode())
+            self._put(self._unsaved)
         except StoreUnavailable as error:
             self._failures += 1
             self._again = time.monotonic() + retry_s(self._failures)
@@ -96,7 +104,9 @@ class Saver:
             self.tell("store-back", {"away_s": away_s, "held": len(self._held)})
         self.flush()
 
-    def _put(self, value: bytes) -> None:
+    def _put(self, state: JobState) -> None:
+        began = time.perf_counter()
+        value = self._text.dumps(state).encode()
         if value == self._saved:
             return
         try:
@@ -107,3 +117,4 @@ class Saver:
             self._revision = present.revision if present is not None else None
             entry = self._store.put_if(self._key, value, self._revision, self._token)
         self._revision, self._saved = entry.revision, value
+        self.measured(time.perf_counter() - began, len(value))

@@ -1,9 +1,12 @@
-"""The coordinator process: a thin shell around `elastic.core.coordinator.transition`.
+"""The coordinator process: a thin shell around `elastic.core.coordinator`.
 
 Of several coordinators one leads; the others stand by (`elastic.coordinator.leading`). One thread takes events from
-a queue (messages of agents, ticks, requests of the command line), asks the pure transition what to do, saves the new
+a queue (messages of agents, ticks, requests of the command line), asks the pure core what to do, saves the new
 state, and then acts. State is saved before anything is sent or written, under the fencing token of the coordinator's
 lease, so that a former coordinator can neither save nor, by its older term, be heard.
+
+Events that are there together are learned one by one, and then decided on, saved and acted on once: in a job of
+thousands of nodes an epoch change brings thousands of reports at a time. Heartbeats wait for the next tick.
 """
 
 from __future__ import annotations
@@ -11,14 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import logging
 import os
 import queue
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -26,28 +28,25 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.config import JobConfig, load_config
-from elastic.coordinator.leading import (
-    LEASE_S,
-    SHARED_LEASE_S,
-    STATE_KEY,
-    Keeper,
-    Part,
-    stand_by,
-)
-from elastic.coordinator.queries import Query, policy_of, reply
+from elastic.coordinator.clock import Clock
+from elastic.coordinator.commits import Commit, Commits
+from elastic.coordinator.exposing import Exposed
+from elastic.coordinator.gauges import Standing
+from elastic.coordinator.leading import LEASE_S, SHARED_LEASE_S, STATE_KEY, Keeper, Part, stand_by
+from elastic.coordinator.queries import Query, lately, reply
 from elastic.coordinator.records import Records
+from elastic.coordinator.rundir import announce, first_state, name_of, read_told
 from elastic.coordinator.saving import Saver
 from elastic.coordinator.speakers import Speakers
 from elastic.core import codec, job, speech
 from elastic.core import messages as m
-from elastic.core.coordinator import transition
+from elastic.core.coordinator import learn, settle
 from elastic.core.vitals import HealthReport
 from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.matching import FEW
 from elastic.rpc import security
 from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.server import Server, Session
-from elastic.store import durable
 from elastic.store.base import Lease, Store, StoreUnavailable
 from elastic.store.opening import open_store
 from elastic.telemetry import configure_logging
@@ -56,37 +55,34 @@ log = logging.getLogger("elastic.coordinator")
 TICK_S = 0.05
 ANSWER_S = 10.0
 """After this long a question of the command line is given up; it waits less itself."""
+PASSING = ("Beat", "Tick", "HealthSeen", "rules")
+"""After these alone nothing needs to be saved, unless something follows."""
+TOGETHER = 512
+"""Events that are taken at once at most."""
 LINGER_S = 5.0
 """How long a finished coordinator waits for its agents to leave."""
-
-
-class Clock:
-    """Wall time that never jumps back while the process lives."""
-
-    def __init__(self) -> None:
-        self._base = time.time() - time.monotonic()
-
-    def now(self) -> float:
-        return self._base + time.monotonic()
 
 
 class Coordinator:
     """Owns the job's state for one term. Everything happens on the thread that calls `run`."""
 
-    def __init__(self, config: JobConfig, address: str, store: Store, lease: Lease, part: Part) -> None:
+    def __init__(
+        self, config: JobConfig, address: str, store: Store, lease: Lease, part: Part, exposed: Exposed
+    ) -> None:
         self._config, self._clock = config, Clock()
         self._run_dir = Path(config.run_dir)
         self._store, self._lease = store, lease
-        self._queue: queue.Queue[Any] = queue.Queue()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sessions: dict[str, Session] = {}
         self._fresh: set[Session] = set()
-        self._disk = ThreadPoolExecutor(1, "checkpoint")
-        self._commits: list[Future[job.CheckpointCommitted | None]] = []
+        self._commits = Commits(Path(config.checkpoint_dir), self._queue.put)
         self._ending = 0.0
+        self._unsettled = self._to_save = False
         self._part, self._speakers = part, Speakers()
         self._load()
         self._records = Records(self._run_dir)
-        self._saver.tell = self._records.event
+        self._exposed, self._meter = exposed, exposed.meter
+        self._saver.tell, self._saver.measured = self._tell, self._meter.saved
         self._keeper = Keeper(store, lease, self._clock.now, self._queue.put)
         REFUSALS.subscribe(self._queue.put)
         self._server = Server(
@@ -97,7 +93,12 @@ class Coordinator:
             on_call=self._call,
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
+            prompt=True,
         )
+        exposed.lead(lambda: (self._state, self._standing()))
+
+    def _standing(self) -> Standing:
+        return Standing(self._keeper.sure, self._lease.token, self._queue.qsize(), self._saver.nbytes)
 
     def _load(self) -> None:
         """Take the state over from the store, or begin a new run. Raises StoreUnavailable, StaleError."""
@@ -106,11 +107,7 @@ class Coordinator:
             self._state = codec.loads(job.JobState, entry.value)
             self._queue.put(job.Adopted())
         else:
-            durable.discard_incomplete(Path(self._config.checkpoint_dir))
-            checkpoint = _checkpoint(Path(self._config.resume)) if self._config.resume else None
-            self._state = job.JobState(policy=policy_of(self._config))
-            if checkpoint is not None:
-                self._state = self._state.of(checkpoint=(str(checkpoint), step_of(checkpoint)))
+            self._state = first_state(self._config)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
             self._part.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
@@ -122,23 +119,28 @@ class Coordinator:
             self._announce()
             return self._serve()
         finally:
+            self._exposed.stand_by()
             self._keeper.close()
             REFUSALS.unsubscribe(self._queue.put)
             self._server.close()
             self._records.close()
-            self._disk.shutdown(wait=False)
+            self._commits.close()
 
     def _serve(self) -> int:
         next_tick = self._clock.now()
         while True:
-            try:
-                item = self._queue.get(timeout=max(0.001, next_tick - self._clock.now()))
-                self._take(item)
-            except queue.Empty:
-                next_tick = self._clock.now() + TICK_S
+            with contextlib.suppress(queue.Empty):
+                self._take(self._queue.get(timeout=max(0.001, next_tick - self._clock.now())))
+                for _ in range(TOGETHER):
+                    self._take(self._queue.get_nowait())
+            now = self._clock.now()
+            if now >= next_tick:
+                self._meter.ticked(now - next_tick)
+                next_tick = now + TICK_S
                 self._apply(job.Tick())
-                if self._saver.due():
-                    self._saver.retry()
+            self._decide()
+            if self._saver.due():
+                self._saver.retry()
             if self._ending and (not self._sessions or self._clock.now() > self._ending):
                 with contextlib.suppress(StoreUnavailable):
                     self._store.release(self._lease)
@@ -146,15 +148,15 @@ class Coordinator:
 
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
-        path = self._run_dir / "coordinator.json"
-        if (_told(path).get("term") or 0) <= self._lease.token:
-            draft = self._run_dir / f"coordinator.{os.getpid()}.tmp"
-            draft.write_text(json.dumps(text) + "\n")
-            os.replace(draft, path)
-        self._records.event("coordinator", text)
+        announce(self._run_dir, text)
+        self._tell("coordinator", text)
         if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
-            self._records.event("unencrypted", {"what": "workers", "why": security.WORKERS})
+            self._tell("unencrypted", {"what": "workers", "why": security.WORKERS})
             log.warning("%s", security.WORKERS)
+
+    def _tell(self, kind: str, data: dict[str, Any]) -> None:
+        self._records.event(kind, data)
+        self._meter.told(kind)
 
     # ---- events in ----
 
@@ -192,9 +194,10 @@ class Coordinator:
                     )
                 )
                 if self._keeper.sure:
-                    self._records.beat(self._state)
+                    self._records.beat((message.step, message.microbatch), self._state)
             case m.StepDone():
                 self._saver.hold(None, partial(self._records.step, message, self._state))
+                self._saver.hold(None, partial(self._meter.stepped, message, self._state))
                 if speech.current(self._state, session.sender):
                     self._apply(job.Stepped(message.record, message.seconds))
             case m.Notice():
@@ -222,22 +225,43 @@ class Coordinator:
                 self._apply(job.Closed(node, member.report.info.incarnation))
 
     def _apply(self, event: Any) -> None:
-        """One transition: decide, save, act."""
-        before = self._state
-        self._state, actions, reason = transition(before, event, self._clock.now())
+        """Learn of an event; `_decide` follows."""
+        before, began, now = self._state, time.perf_counter(), self._clock.now()
+        result = learn(before, event, now)
+        self._meter.took(event, time.perf_counter() - began)
+        self._unsettled = self._unsettled or not isinstance(event, job.Beat)
+        self._follow(type(event).__name__, before, result, now)
+
+    def _decide(self) -> None:
+        """One transition for all that was learned: decide, save, act."""
+        while self._unsettled or self._to_save:
+            if self._unsettled:
+                self._unsettled = False
+                before, began, now = self._state, time.perf_counter(), self._clock.now()
+                result = settle(before, now)
+                self._meter.took(None, time.perf_counter() - began)
+                self._follow("rules", before, result, now)
+            if self._to_save:
+                self._to_save = False
+                self._saver.save(self._state)
+        self._saver.flush()
+
+    def _follow(self, what: str, before: job.JobState, result: job.Result, now: float) -> None:
+        """Take over what was decided; all that follows from it is held back until it is saved."""
+        self._state, actions, reason = result
         hold = self._saver.hold
+        turned = self._state.phase is not before.phase
+        self._to_save = self._to_save or bool(actions) or what not in PASSING
+        if actions or turned or not self._saver.away:  # what only tells that time passes would pile up
+            hold(None, partial(self._meter.decided, before, self._state, actions, now))
         if before.spec is None and self._state.spec is not None:
             hold(None, partial(self._records.job, self._state.spec))
-        if reason and (actions or self._state.phase is not before.phase):
-            log.info("%s: %s", type(event).__name__, reason)
+        if reason and (actions or turned):
+            log.info("%s: %s", what, reason)
             hold(None, partial(self._records.decision, self._state, reason))
         for action in actions:
             once = action if isinstance(action, job.Send) and self._saver.away else None
             hold(once, partial(self._act, action, self._state))
-        if not isinstance(event, (job.Beat, job.Tick, job.HealthSeen)) or actions:
-            self._saver.save(self._state)
-        else:
-            self._saver.flush()
 
     # ---- actions out ----
 
@@ -255,10 +279,10 @@ class Coordinator:
                     self._records.progress(state)
             case job.Recovered():
                 if action.change.cause != "start":
-                    self._records.recovered(action)
+                    self._meter.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
-                self._commit(step)
+                self._commits.begin(step, self._state.spec)
             case job.Finish():
                 self._finish(action)
 
@@ -269,33 +293,16 @@ class Coordinator:
         if isinstance(message, m.Fenced) and session is not None:
             del self._sessions[node]
 
-    def _commit(self, step: int) -> None:
-        """Make the checkpoint the newest one; the disk is waited for by a thread."""
-        spec = self._state.spec
-
-        def work() -> job.CheckpointCommitted | None:
-            try:
-                path = durable.commit(Path(self._config.checkpoint_dir), step, spec)
-            except ElasticError as error:
-                log.error("checkpoint of step %d is not whole: %s", step, error)
-                return None
-            return job.CheckpointCommitted(str(path), step)
-
-        future = self._disk.submit(work)
-        self._commits.append(future)
-        future.add_done_callback(self._queue.put)
-
-    def _committed(self, future: Future[job.CheckpointCommitted | None]) -> None:
+    def _committed(self, future: Commit) -> None:
         """Wait for a commit and tell, once, that it was made."""
-        if future in self._commits:
-            self._commits.remove(future)
-            event = future.result()
-            if event is not None:
-                self._apply(event)
+        event = self._commits.take(future)
+        if event is not None:
+            self._apply(event)
 
     def _finish(self, action: job.Finish) -> None:
-        for future in tuple(self._commits):
+        for future in self._commits.left():
             self._committed(future)
+        self._decide()
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
         with contextlib.suppress(StoreUnavailable):
@@ -316,8 +323,11 @@ class Coordinator:
     def _answer(self, query: Query) -> None:
         try:
             answer, event = reply(self._state, query.kind, query.body)
+            if query.kind == "status":
+                answer |= lately(self._meter, self._lease.token)
             if event is not None:
                 self._apply(event)
+                self._decide()
                 answer["phase"] = self._state.phase.value
             if self._saver.away:
                 answer["store"] = "out of reach: decisions wait"
@@ -328,25 +338,7 @@ class Coordinator:
                 raise
 
 
-def _checkpoint(path: Path) -> Path | None:
-    """`path` itself if it is one checkpoint, else the newest one in it."""
-    return path if (path / durable.MANIFEST).is_file() else durable.latest(path)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Step of a checkpoint directory step-XXXXXXXX."""
-    return int(checkpoint.name.rsplit("-", 1)[1])
-
-
-def _told(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is none."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}
-
-
-def lead(config: JobConfig, address: str, slot: int) -> int:
+def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     """Stand by and lead, in turn, until the job is over; return its exit code."""
     # One that is alone takes its own lease again at once. Among several a new process is a new candidate: else one
     # that dies whenever it leads would keep the others from trying.
@@ -354,6 +346,7 @@ def lead(config: JobConfig, address: str, slot: int) -> int:
     holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
     run_dir, clock, store = Path(config.run_dir), Clock(), open_store(config)
     part = Part(store, run_dir)
+    exposed = Exposed(config, name_of(slot), metrics_port, clock.now)
     try:
         if config.max_nodes > FEW:  # the planner needs it after the first change; it is slow to import
             threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
@@ -362,11 +355,11 @@ def lead(config: JobConfig, address: str, slot: int) -> int:
             lease = stand_by(
                 store, part, holder, SHARED_LEASE_S if config.store.shared else LEASE_S, clock.now
             )
-            verdict = _told(run_dir / "exit.json")
+            verdict = read_told(run_dir / "exit.json")
             if config.store.shared and verdict:  # another one of this machine has told everything
                 return int(verdict.get("code", EXIT_FAILURE))
             try:
-                return Coordinator(config, address, store, lease, part).run()
+                return Coordinator(config, address, store, lease, part, exposed).run()
             except StaleError as error:
                 log.error("another coordinator took over: %s", error)
                 if not config.store.shared:
@@ -374,6 +367,7 @@ def lead(config: JobConfig, address: str, slot: int) -> int:
             except StoreUnavailable as error:
                 log.warning("the store went away while the job was taken over: %s", error)
     finally:
+        exposed.close()
         store.close()
 
 
@@ -382,16 +376,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--address", default="127.0.0.1:0")
     parser.add_argument("--slot", type=int, default=0)
+    parser.add_argument("--metrics-port", type=int, default=-1)
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
-    log_name = f"coordinator-{args.slot}" if args.slot else "coordinator"
-    configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{log_name}.log")
+    configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{name_of(args.slot)}.log")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
         security.use(security.load(config.run_dir, config.certs, config.certs_name))
-        return lead(config, args.address, args.slot)
+        return lead(config, args.address, args.slot, args.metrics_port)
     except ElasticError as error:
         print(f"elastic coordinator: {error}", file=sys.stderr)
         return error.exit_code

@@ -227,10 +227,11 @@ def _records(state: JobState) -> tuple[StepRecord, ...]:
 def consider_joining(state: JobState, now: float) -> Result | None:
     """If idle nodes came that the planner would use, let them pull state in the background."""
     assert state.plan is not None
-    able, used = candidates(state), state.plan.nodes()
+    able, used = candidates(state), frozenset(state.plan.nodes())
     if state.look_again and now >= state.look_again:
         state = state.of(considered=(), look_again=0.0)
-    new = [mb for mb in able if stay.key(mb) not in state.considered]
+    considered = frozenset(state.considered)
+    new = [mb for mb in able if stay.key(mb) not in considered]
     fresh = tuple(mb.node for mb in new if mb.node not in used)
     if not fresh:
         return None

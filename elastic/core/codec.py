@@ -18,15 +18,19 @@ from typing import Any, TypeVar
 from elastic.errors import FieldError
 
 T = TypeVar("T")
+_newest: dict[Any, tuple[Any, Any]] = {}
+"""Of kinds that say `everywhere_the_same`, which come from thousands of nodes: the newest, raw and decoded."""
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def encode(value: Any) -> Any:
     """Return `value` as JSON-compatible data. Sets become sorted lists; fields at their default are kept."""
-    if type(value) in _PLAIN:
+    kind: type = type(value)
+    if kind in _PLAIN:
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    names = _names(kind)
+    if names is not None:
+        return {n: v if type(v) in _PLAIN else encode(v) for n in names for v in (getattr(value, n),)}
     if isinstance(value, (frozenset, set)):
         return [encode(v) for v in sorted(value)]
     if isinstance(value, (tuple, list)):
@@ -59,6 +63,17 @@ def loads(kind: type[T], text: str | bytes) -> T:
     except (ValueError, RecursionError) as error:
         raise FieldError(kind.__name__, text[:80], f"not JSON: {error}") from error
     return decode(kind, data)
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    """Fields of a dataclass; None: it is none."""
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+
+
+@functools.cache
+def _known(kind: type) -> frozenset[str]:
+    return frozenset(_names(kind) or ())
 
 
 @functools.cache
@@ -95,17 +110,24 @@ def _decode(kind: Any, data: Any, path: str) -> Any:
 def _dataclass(kind: type, data: Any, path: str) -> Any:
     if not isinstance(data, dict):
         raise FieldError(path, data, "an object is needed")
-    known = _fields(kind)
-    unknown = sorted(set(data) - {name for name, _, _ in known})
-    if unknown:
-        raise FieldError(f"{path}.{unknown[0]}", data[unknown[0]], "unknown field")
+    newest = _newest.get(kind)
+    if newest is not None and newest[0] == data:
+        return newest[1]
+    if not _known(kind).issuperset(data):
+        unknown = min(set(data) - _known(kind))
+        raise FieldError(f"{path}.{unknown}", data[unknown], "unknown field")
     values = {}
-    for name, hint, required in known:
+    for name, hint, required in _fields(kind):
         if name in data:
-            values[name] = _decode(hint, data[name], f"{path}.{name}")
+            value = data[name]
+            plain = type(value) is hint and hint in _PLAIN
+            values[name] = value if plain else _decode(hint, value, f"{path}.{name}")
         elif required:
             raise FieldError(f"{path}.{name}", None, "missing field")
-    return kind(**values)
+    value = kind(**values)
+    if getattr(kind, "everywhere_the_same", False):
+        _newest[kind] = (data, value)
+    return value
 
 
 def _union(options: tuple[Any, ...], data: Any, path: str) -> Any:

@@ -46,16 +46,30 @@ Rule = Callable[[JobState, float], Result | None]
 
 
 def transition(state: JobState, event: Any, now: float) -> Result:
-    """Return the job's next state, what to do, and why."""
-    state = _held_up(state, now)
-    know = KNOW.get(type(event))
-    seen = state.seen
+    """Return the job's next state, what to do, and why: `learn`, then `settle`."""
+    state, actions, reason = _know(_held_up(state, now), event, now)
+    return _settle(state, now, list(actions), [reason] if reason else [])
+
+
+def learn(state: JobState, event: Any, now: float) -> Result:
+    """Take note of an event alone. `settle` is to follow within the limit of a held-up coordinator."""
+    if now - state.ticked > state.limits.starved_s:
+        state = _held_up(state, now)
+    return _know(state, event, now)
+
+
+def _know(state: JobState, event: Any, now: float) -> Result:
+    know, seen = KNOW.get(type(event)), state.seen
     state, actions, reason = know(state, event, now) if know else (state, (), "")
-    state, actions, reason = _settle(state, now, list(actions), [reason] if reason else [])
     if state.timeouts is None or state.seen is not seen:
         state, told = notices.retimed(state)
         actions = (*actions, *told)
     return state, actions, reason
+
+
+def settle(state: JobState, now: float) -> Result:
+    """Apply the rules to what is known; many events may be learned before."""
+    return _settle(_held_up(state, now), now, [], [])
 
 
 def _held_up(state: JobState, now: float) -> JobState:

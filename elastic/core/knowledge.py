@@ -61,6 +61,10 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
     if report.spec is not None and state.spec is not None and report.spec != state.spec:
         failed = m.Failed(f"{node} runs another model or configuration than the rest of the job", 2)
         state = put(state, replace(state.members[node], report=replace(report, failed=failed)))
+    elif (
+        report.spec is not None and state.spec is not None
+    ):  # once is enough: it is the largest part of a report
+        state = put(state, replace(state.members[node], report=replace(report, spec=None)))
     if report.suspects and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record]
@@ -112,7 +116,9 @@ def _beat(state: JobState, event: Beat, now: float) -> Result:
             (Send(event.node, m.Fenced(f"{event.node} is not a member (any more)")),),
             "former member",
         )
-    report = replace(member.report, step=event.step, microbatch=event.microbatch)
+    report = member.report
+    if (report.step, report.microbatch) != (event.step, event.microbatch):
+        report = replace(report, step=event.step, microbatch=event.microbatch)
     state = observe(put(state, replace(member, seen=now, report=report)), event)
     longest = max((one.forward_s + one.backward_s for one in event.measured), default=0.0)
     seen = state.seen.grown(microbatch_s=longest)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic.core.types import Assignment, Copy, JobSpec, NodeInfo, Slot, StepRecord
+from elastic.core.vitals import Notice as Notice
+from elastic.core.vitals import NoticeKind as NoticeKind
 from elastic.core.vitals import Preflight
 
 
@@ -323,32 +325,6 @@ class CheckpointPart:
     step: int
     layers: tuple[Slot, ...]
     """Of the files written."""
-
-
-class NoticeKind(StrEnum):
-    """What a node was told about its future."""
-
-    LEAVE = "leave"
-    """It goes."""
-    HINT = "hint"
-    """It will probably go before long."""
-    NONE = "none"
-    """Nothing (any more): it stays."""
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """What a node was told about its own future, all providers together; said again after every reconnection."""
-
-    node: str
-    incarnation: str
-    kind: NoticeKind
-    provider: str = ""
-    deadline_s: float = 0.0
-    """Seconds from now; clocks differ."""
-    detail: str = ""
-    final: bool = False
-    """The agent ends once the node is drained; else it waits, and joins anew if the node outlives its notice."""
 
 
 @dataclass(frozen=True, slots=True)

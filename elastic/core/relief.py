@@ -28,6 +28,8 @@ def relieve(state: JobState, now: float) -> Result | None:
     What was found becomes what plans count with, so the same evidence is weighed once.
     """
     assert state.plan is not None
+    if not state.paces:
+        return None
     shown = [(node, pace_of(state, node), found(pace_of(state, node))) for node in state.plan.nodes()]
     changed = [
         (node, pace, factor)

@@ -6,18 +6,50 @@ Only what many steps in a row agree on is believed (`elastic.core.pace`); what f
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from elastic.core import messages as m
 from elastic.core.job import Beat, JobState
 from elastic.core.pace import Pace, calibrate
 from elastic.core.pace import observe as note
-from elastic.core.types import Plan, Unit
+from elastic.core.types import Plan, Stage, Unit
 from elastic.planning.profile import Profile, profile_of
 
 T = TypeVar("T")
+UNKNOWN = Pace()
+PLANS = 4
+"""Whose places are remembered."""
+MOST_ALIKE = 32
+"""Nodes with the same layers that one is compared with."""
 KEPT_MORE = 16
 """Nodes that left and may come back, besides as many as there are members."""
+
+
+class _Places:
+    """Stages of a plan by unit, and nodes by what they hold; made once a plan: every heartbeat asks."""
+
+    remembered: ClassVar[dict[int, _Places]] = {}
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.stages: dict[Unit, list[tuple[int, Stage]]] = {}
+        held: dict[str, list[tuple[int, int]]] = {}
+        for p, _, stage in plan.stages():
+            self.stages.setdefault(stage.unit, []).append((p, stage))
+            held.setdefault(stage.unit.node, []).append((stage.first, stage.last))
+        self.held = {node: tuple(ranges) for node, ranges in held.items()}
+        self.alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+        for node, ranges in self.held.items():
+            self.alike.setdefault(ranges, []).append(node)
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Places:
+        found = cls.remembered.get(id(plan))
+        if found is None:  # what is kept here holds its plan, so that no other one can have the same id
+            if len(cls.remembered) >= PLANS:
+                cls.remembered.clear()
+            found = cls.remembered[id(plan)] = cls(plan)
+        return found
 
 
 def observe(state: JobState, event: Beat) -> JobState:
@@ -46,7 +78,7 @@ def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
 
 def pace_of(state: JobState, node: str) -> Pace:
     member = state.members.get(node)
-    return Pace() if member is None else state.paces.get(member.report.info.incarnation, Pace())
+    return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
 
 
 def factor(state: JobState, node: str) -> float:
@@ -86,9 +118,7 @@ def _expected(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
     """Seconds of one micro-batch through all stages of `unit`: f + b, or f + bi + bw when the parts run apart,
     and f once more with recomputation."""
     times, total = profile.device(device).layers, 0.0
-    for p, _, stage in plan.stages():
-        if stage.unit != unit:
-            continue
+    for p, stage in _Places.of(plan).stages.get(unit, ()):
         split = plan.pipelines[p].schedule == "zero-bubble"
         for layer in stage.layers:
             t = times[layer]
@@ -100,9 +130,8 @@ def _expected(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
 def _same(state: JobState, node: str) -> list[Pace]:
     """Of the other nodes that hold exactly the layers that `node` holds, in this epoch."""
     assert state.plan is not None
-    held: dict[str, list[tuple[int, int]]] = {}
-    for _, _, stage in state.plan.stages():
-        held.setdefault(stage.unit.node, []).append((stage.first, stage.last))
-    others = [other for other in held if other != node and held[other] == held.get(node)]
+    places = _Places.of(state.plan)
+    alike = places.alike[places.held[node]] if node in places.held else []
+    others = [other for other in alike if other != node][:MOST_ALIKE]
     found = [pace_of(state, other) for other in others]
     return [pace for pace in found if pace.epoch == state.plan.epoch]

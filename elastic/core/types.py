@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 STATE, GRADIENT, REDUCED, UPDATE, PARITY = "state", "gradient", "reduced", "update", "parity"
 """Kinds of copies. A reduced gradient is that of a layer with shared tensors after the sum over all of their
@@ -169,6 +170,7 @@ class JobSpec:
     """Pairs of layers that share a tensor."""
     checkpoint_every: int = 0
     """Steps between durable checkpoints; 0: none."""
+    everywhere_the_same: ClassVar[bool] = True
 
     @property
     def n_layers(self) -> int:

@@ -5,6 +5,7 @@ the first report. Figures alone; what they mean is decided in `elastic.core.heal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 MANY = 8
 """Entries of one kind in a report, at most."""
@@ -127,3 +128,29 @@ class Refused:
 
     reason: str
     retry_s: float
+
+
+class NoticeKind(StrEnum):
+    """What a node was told about its future."""
+
+    LEAVE = "leave"
+    """It goes."""
+    HINT = "hint"
+    """It will probably go before long."""
+    NONE = "none"
+    """Nothing (any more): it stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a node was told about its own future, all providers together; said again after every reconnection."""
+
+    node: str
+    incarnation: str
+    kind: NoticeKind
+    provider: str = ""
+    deadline_s: float = 0.0
+    """Seconds from now; clocks differ."""
+    detail: str = ""
+    final: bool = False
+    """The agent ends once the node is drained; else it waits, and joins anew if the node outlives its notice."""

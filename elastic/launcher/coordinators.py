@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic.config import JobConfig
 from elastic.launcher.children import Child, Lifeline, tail_of
+from elastic.launcher.exposing import metrics_flag
 from elastic.launcher.follow import read_object
 
 MAX_FAILED_STARTS = 3
@@ -19,13 +21,14 @@ class Coordinators:
 
     def __init__(
         self,
-        run_dir: Path,
+        config: JobConfig,
         module: str,
         addresses: tuple[str, ...],
         lifeline: Lifeline,
         note: Callable[[str], object],
     ) -> None:
-        self._path, self._module, self.addresses = run_dir, module, addresses
+        self._config, self._path = config, Path(config.run_dir)
+        self._module, self.addresses = module, addresses
         self._lifeline, self._note = lifeline, note
         self._children: dict[int, Child] = {}
         self._restart_at: dict[int, float] = {}
@@ -75,6 +78,7 @@ class Coordinators:
     def _start(self, slot: int) -> None:
         args = ["--run-dir", str(self._path), "--address", self.addresses[slot]]
         args += ["--slot", str(slot)] if slot else []
+        args += metrics_flag(self._config, slot)
         name = f"coordinator-{slot}" if slot else "coordinator"
         with (self._path / "logs" / f"{name}.out").open("ab") as out:
             self._children[slot] = Child.start(name, self._module, args, self._lifeline, out)

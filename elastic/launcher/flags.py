@@ -159,6 +159,13 @@ OURS = (
     ),
     Flag("--insecure", None, "serve addresses that others reach without --certs", switch=True),
     Flag(
+        "--metrics-port",
+        None,
+        "serve Prometheus metrics: the coordinator here, agents at the ports after it; 0: any free ones, "
+        "as RUN_DIR/metrics/ tells",
+    ),
+    Flag("--metrics-host", "127.0.0.1", "address of this machine under which metrics are served"),
+    Flag(
         "--fault", None, 'inject a fault, as "kill node=2 step=3 microbatch=5"', repeat=True, metavar="SPEC"
     ),
 )

@@ -30,6 +30,7 @@ from elastic.errors import EXIT_FAILURE, EXIT_OK, ElasticError, FieldError
 from elastic.launcher.addresses import Owner, local_address, owner
 from elastic.launcher.children import Child, Lifeline
 from elastic.launcher.coordinators import Coordinators
+from elastic.launcher.exposing import check_free, first_agent, metrics_flag
 from elastic.launcher.follow import Follower, read_object
 from elastic.launcher.injected import LauncherFaults
 from elastic.launcher.options import LOOPBACK, Request
@@ -53,6 +54,7 @@ def launch(request: Request) -> int:
     if mine:
         check_store(config)
     host = LOOPBACK if config.standalone else config.local_addr or local_address(places[0])
+    check_free(config, len(mine), len(request.nodes))
     if request.guard.warning:
         print(f"elastic: {request.guard.warning}", file=sys.stderr)
     run_dir = RunDir(request)
@@ -105,7 +107,7 @@ class Supervisor:
             Follower(self._path / "events.jsonl"),
         )
         self._coordinators = Coordinators(
-            self._path, request.services[0], mine, self._lifeline, lambda line: self._view.note(line)
+            self._config, request.services[0], mine, self._lifeline, lambda line: self._view.note(line)
         )
         self._agents: list[Child] = []
         self._noted: set[str] = set()
@@ -138,6 +140,7 @@ class Supervisor:
 
     def _start_agent(self, node: str, index: int) -> None:
         args = agent_args(self._config, self._path, node, index, self._address, self._host)
+        args += metrics_flag(self._config, first_agent(self._config) + index)
         console = self._view.output if isinstance(self._view, Bar) else None
         self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from elastic.config import FILE, LOG_PREFIX, JobConfig, load_config
 from elastic.core.faults import FaultKind, FaultSpec, parse_fault
-from elastic.core.sources import NoticeSource, SourceKind, parse_sources
-from elastic.core.timeouts import SILENCE_S, budget
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
 from elastic.launcher.guarding import Guard, guard, read_certs
@@ -39,18 +37,13 @@ from elastic.launcher.values import (
     streams,
     whole,
 )
+from elastic.launcher.waiting import heartbeat, metadata_services, notices, silence
 from elastic.planning.profile import Link, Profile
 from elastic.planning.quantities import duration_of, rate_of
 
 STATIC_PORT, DYNAMIC_PORT = 29500, 29400
 """torchrun's default ports."""
 LOOPBACK = "127.0.0.1"
-METADATA_VARIABLES = {
-    SourceKind.AWS: "AWS_EC2_METADATA_SERVICE_ENDPOINT",
-    SourceKind.GCP: "GCE_METADATA_HOST",
-    SourceKind.AZURE: "ELASTIC_AZURE_METADATA_SERVICE",
-}
-"""Where the clouds' own tools look for another address of the metadata service; Azure's have no such variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +112,13 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         shutdown_timeout_s=seconds("--shutdown-timeout", _shutdown(args, environ)),
         store=store(args),
         coordinators=whole("--coordinators", args.coordinators),
-        heartbeat_s=_heartbeat(args),
-        lease_s=_silence(args),
-        notices=_notices(args, standalone),
-        metadata_services=_metadata_services(environ),
+        heartbeat_s=heartbeat(args),
+        lease_s=silence(args),
+        notices=notices(args, standalone),
+        metadata_services=metadata_services(environ),
         grace_s=seconds("--grace", args.grace),
+        metrics_port=-1 if args.metrics_port is None else whole("--metrics-port", args.metrics_port),
+        metrics_host=host("--metrics-host", args.metrics_host),
         log_dir=str(folder("--log-dir", args.log_dir) or run_dir / "logs"),
         redirects=streams("--redirects", args.redirects, nproc),
         tee=streams("--tee", args.tee, nproc),
@@ -379,32 +374,3 @@ def _prefix(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
 def _shutdown(args: argparse.Namespace, environ: Mapping[str, str]) -> str:
     given: str | None = args.shutdown_timeout
     return given if given is not None else environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-
-
-def _silence(args: argparse.Namespace) -> float:
-    given = {
-        flag: text
-        for flag, text in (("--silence", args.silence), ("--lease", args.lease))
-        if text is not None
-    }
-    found = {seconds(flag, text) for flag, text in given.items()}
-    if len(found) > 1:
-        raise FieldError(
-            "--lease", args.lease, f"it is the same as --silence, which is {args.silence}: leave it out"
-        )
-    return found.pop() if found else SILENCE_S
-
-
-def _heartbeat(args: argparse.Namespace) -> float:
-    given: str | None = args.heartbeat
-    return budget(_silence(args)).heartbeat_s if given is None else seconds("--heartbeat", given)
-
-
-def _notices(args: argparse.Namespace, standalone: bool) -> tuple[NoticeSource, ...]:
-    given: str | None = args.notice
-    return parse_sources(("none" if standalone else "auto") if given is None else given)
-
-
-def _metadata_services(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    named = ((cloud.value, environ.get(variable, "")) for cloud, variable in METADATA_VARIABLES.items())
-    return tuple((cloud, where) for cloud, where in named if where)

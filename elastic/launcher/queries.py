@@ -19,9 +19,17 @@ LATEST = "runs/latest"
 
 def status(argv: list[str], environ: Mapping[str, str]) -> int:
     """How the job is."""
-    args = query_parser(
-        "status", "Show the phase, step, loss, nodes and plan of a running job.", environ
-    ).parse_args(argv)
+    parser = query_parser("status", "Show the phase, step, loss, nodes and plan of a running job.", environ)
+    parser.add_argument("--watch", action="store_true", help="again and again until the job is over")
+    parser.add_argument("--interval", default="1", help="seconds between two looks of --watch (1)")
+    args = parser.parse_args(argv)
+    interval_s = seconds("--interval", args.interval)
+    if not 0.05 <= interval_s <= 3600:
+        raise FieldError("--interval", args.interval, "from 0.05 to 3600 seconds")
+    if args.watch:
+        from elastic.launcher.watch import watch
+
+        return watch(args, lambda: ask(args, "status", {}), interval_s, LATEST)
     answer = ask(args, "status", {})
     return show(answer if args.json else {**answer, "nodes": _short(answer.get("nodes", []))}, args.json)
 

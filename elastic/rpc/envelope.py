@@ -62,7 +62,7 @@ def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
     if KINDS.get(kind) is not type(message):
         raise FieldError("message", kind, "a dataclass of elastic.core.messages (or vitals) is needed")
     body = codec.dumps(message).encode()
-    _check_size(kind, body)
+    check_size(kind, body)
     return Envelope(term, max(epoch, 0), kind, body, sender)
 
 
@@ -80,7 +80,7 @@ def unpack(envelope: Envelope) -> Any:
 def pack_call(kind: str, body: dict[str, Any], term: int = 0) -> Envelope:
     """Wrap a question or an answer of `Call`: free JSON, no dataclass."""
     data = json.dumps(codec.encode(body), separators=(",", ":")).encode()
-    _check_size(kind, data)
+    check_size(kind, data)
     return Envelope(term, 0, kind, data)
 
 
@@ -111,6 +111,6 @@ def from_proto(proto: elastic_pb2.Envelope) -> Envelope:
     return Envelope(proto.term, proto.epoch, proto.kind, proto.body, proto.sender, proto.sequence)
 
 
-def _check_size(kind: str, body: bytes) -> None:
+def check_size(kind: str, body: bytes) -> None:
     if len(body) > MAX_BODY_BYTES:
         raise FieldError(f"{kind}.body", f"{len(body)} bytes", f"at most {MAX_BODY_BYTES} bytes can be sent")

@@ -37,6 +37,19 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
+class Directly:
+    """In place of a dispatcher where callbacks return at once: they run on the loop itself, in order."""
+
+    def post(self, callback: Callable[[], object]) -> None:
+        try:
+            callback()
+        except Exception:  # its owner reads of it in the log; the others must be served
+            log.exception("a callback failed")
+
+    def close(self) -> None:
+        """Nothing is left to run."""
+
+
 class Dispatcher:
     """One thread that runs callbacks one after another, in the order in which they were posted."""
 

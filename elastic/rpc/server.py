@@ -32,15 +32,15 @@ from elastic.rpc.envelope import (
     Envelope,
     Rejected,
     from_proto,
-    pack,
     pack_call,
     to_proto,
     unpack,
     unpack_call,
 )
 from elastic.rpc.front import PORT, Front
-from elastic.rpc.loop import Dispatcher, event_loop, run
+from elastic.rpc.loop import Directly, Dispatcher, event_loop, run
 from elastic.rpc.options import TERM, check_address, server_options
+from elastic.rpc.parcels import Parcels
 from elastic.rpc.proofs import Gate, digest
 from elastic.rpc.refusals import REFUSALS, Reason
 
@@ -51,8 +51,11 @@ CALL_THREADS = 4
 class Session:
     """A node's open stream. All methods are thread-safe and return at once."""
 
-    def __init__(self, sender: str, peer: str, term: Callable[[], int]) -> None:
-        self.sender, self.peer = sender, peer
+    def __init__(
+        self, sender: str, peer: str, term: Callable[[], int], parcels: Parcels | None = None
+    ) -> None:
+        """`parcels` are shared by the sessions of one coordinator."""
+        self.sender, self.peer, self._parcels = sender, peer, parcels or Parcels()
         self._term = term
         self._outbox: asyncio.Queue[Envelope | None] = asyncio.Queue()
         self._open = True
@@ -68,7 +71,7 @@ class Session:
         """Queue a message of `elastic.core.messages`. False: the session is closed and nothing was sent."""
         if not self._open:
             return False
-        self._put(pack(message, term=self._term(), epoch=epoch))
+        self._put(self._parcels.pack(message, term=self._term(), epoch=epoch, node=self.sender))
         return True
 
     def close(self) -> None:
@@ -107,16 +110,19 @@ class Server:
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
         keepalive_s: float = DEFAULT.keepalive_s,
+        prompt: bool = False,
         secure: security.Security | None = None,
     ) -> None:
-        """`secure`: what is asked of those who come; None: what this process goes by."""
+        """`prompt`: the callbacks of sessions return at once, and need no thread of their own: with thousands of
+        nodes its turns cost more than they do. `secure`: what is asked of those who come; None: what this process
+        goes by."""
         check_address(address, lowest_port=0)
         secure = secure or security.current()
         self._gate, self._contexts = Gate(secure.token), secure.contexts
         self._front: Front | None = None
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
-        self._on_call, self._term = on_call, term
-        self._dispatcher = Dispatcher("rpc-server")
+        self._on_call, self._term, self._parcels = on_call, term, Parcels()
+        self._dispatcher: Dispatcher | Directly = Directly() if prompt else Dispatcher("rpc-server")
         self._pool = ThreadPoolExecutor(CALL_THREADS, "rpc-call")
         try:
             self.address = run(self._start(address, keepalive_s))
@@ -170,7 +176,7 @@ class Server:
     async def _session(self, requests: AsyncIterator[elastic_pb2.Envelope], context: Any) -> None:
         """One node's stream, from its opening to its end."""
         metadata = dict(context.invocation_metadata() or ())
-        session = Session(str(metadata.get("sender", "")), context.peer(), self._term)
+        session = Session(str(metadata.get("sender", "")), context.peer(), self._term, self._parcels)
         await self._admit(context, "session", session.sender)
         self._dispatcher.post(partial(self._on_open, session))
         tasks: set[asyncio.Task[None]] = set()

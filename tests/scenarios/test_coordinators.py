@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from elastic.launcher.certs import make
 from tests.launcher.helpers import gone
+from tests.metrics.tools import scrape
 from tests.scenarios.jobs import Job
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 from tests.store.etcds import etcd, free_ports
@@ -48,9 +50,25 @@ def undisturbed(job: Job) -> dict[str, Any]:
     return summary
 
 
+def metrics(job: Job) -> list[float]:
+    """Of each coordinator that serves metrics: its term if it leads by them, else 0."""
+    found = []
+    for file in sorted((job.run_dir / "metrics").glob("coordinator*.json")):
+        with contextlib.suppress(OSError):  # left over from one that was killed
+            lines = dict(
+                line.rsplit(" ", 1)
+                for line in scrape(job.run_dir, file.stem).splitlines()
+                if line[0] != "#" and line.startswith("elastic_coordinator_")
+            )
+            leads = float(lines["elastic_coordinator_leader"])
+            found.append(float(lines["elastic_coordinator_term"]) if leads else 0.0)
+    return found
+
+
 def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
     with etcd(tmp_path / "etcd") as cluster:
         flags = [*STEADY, "--nnodes", "2", "--coordinators", "3", "--store", cluster.url]
+        flags += ["--metrics-port", "0"]
         job = start("run", "run", "--standalone", *flags, *faults("kill-coordinator step=4 down=60"))
         first = job.wait("first leader", lambda: job.of("coordinator"))[0]
         _, second = job.wait("second leader", lambda: job.of("coordinator")[1:] and job.of("coordinator"))
@@ -71,6 +89,9 @@ def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
         )
         job.await_steps(2)
         assert job.leader()["term"] == third["term"]
+        job.wait(
+            "one leader and one standby in the metrics", lambda: sorted(metrics(job)) == [0.0, third["term"]]
+        )
         summary = undisturbed(job)
     assert summary["params_sha256"] == reference(tmp_path, *LONG).summary["params_sha256"]
     assert summary["recoveries"] == [], "no step was disturbed"

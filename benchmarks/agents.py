@@ -1,0 +1,247 @@
+"""Many simulated agents in one process: real gRPC streams, real messages, the real `elastic.core.node`; no workers.
+
+    python -m benchmarks.agents --address HOST:PORT --first 0 --count 500 --layers 96 --microbatches 1024
+
+Each has a connection of its own, says its heartbeats in time and does at once what it is told: its workers attach,
+halt, install and protect in no time. Its vault's inventory has the states of its layers and of those that it keeps.
+Standard input takes `close NODE` (its connection ends, as when its machine is lost) and `mute NODE` (it stays
+connected and says nothing any more); standard output has a JSON line whenever all of them run in a new epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from elastic.core import messages as m
+from elastic.core import node as core
+from elastic.core.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
+from elastic.rpc import elastic_pb2, elastic_pb2_grpc
+from elastic.rpc.envelope import Envelope, from_proto, pack, to_proto, unpack
+from elastic.rpc.options import client_options
+from elastic.rpc.parcels import NONE
+
+MEMORY_BYTES = 24 << 30
+"""Of a node: a pipeline needs a dozen of them."""
+RAMP_S = 0.5
+"""Agents begin their heartbeats spread over so long."""
+
+
+def spec_of(layers: int, microbatches: int) -> JobSpec:
+    """A deep model of equal layers, with the proportions of a transformer of 100 M parameters a layer."""
+    layer = LayerSpec(
+        200 << 20, 1200 << 20, 400 << 20, 0.02, 0.04, activation_bytes=1 << 24, output_bytes=1 << 24
+    )
+    return JobSpec((layer,) * layers, microbatches, 1_000_000)
+
+
+def read(kind: str, body: bytes) -> Any:
+    """All agents are told the same, but for recipes, which nobody here follows: it is decoded once."""
+    if kind == "Install":
+        head, _, rest = body.partition(b'"recipes":')
+        body = head + NONE + rest[rest.index(b',"covered":') :]
+    return _decoded(kind, body)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoded(kind: str, body: bytes) -> Any:
+    return unpack(Envelope(0, 0, kind, body))
+
+
+class Places:
+    """What lies where under a plan; made once for all agents of the process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.nodes = plan, frozenset(plan.nodes())
+        self.layers: dict[str, tuple[int, ...]] = {}
+        for _, _, stage in plan.stages():
+            self.layers[stage.unit.node] = (*self.layers.get(stage.unit.node, ()), *stage.layers)
+        self.owners: dict[str, tuple[str, ...]] = {node: (node,) for node in self.nodes}
+        """Those whose copies a node has: its own, and those that it keeps for others."""
+        for node, peer in plan.peers:
+            self.owners[peer] = (*self.owners.get(peer, ()), node)
+
+
+class Agent:
+    """One of them."""
+
+    def __init__(self, crowd: Crowd, name: str) -> None:
+        self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
+        self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES))
+        self.assignment: Assignment | None = None
+        self._told, self._heartbeat = (-1, -1), elastic_pb2.Envelope()
+        self.task = asyncio.create_task(self._live())
+
+    async def _live(self) -> None:
+        options = client_options(keepalive_s=30.0)
+        async with grpc.aio.insecure_channel(self.crowd.address, options=options) as channel:
+            stub = elastic_pb2_grpc.CoordinatorStub(channel)
+            self._call = stub.Session(metadata=(("sender", self.name),), wait_for_ready=True)
+            await self._call.wait_for_connection()
+            self._writing = asyncio.Lock()
+            await self._say(core.report(self.state))
+            beats = asyncio.create_task(self._beat())
+            try:
+                async for proto in self._call:
+                    await self._hear(proto)
+            except grpc.aio.AioRpcError as error:
+                self.crowd.failed(f"{self.name}: {error.details()}")
+            finally:
+                beats.cancel()
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_beat = loop.time() + hash(self.name) % 997 / 997 * RAMP_S
+        while not self.muted:
+            await asyncio.sleep(max(0.0, next_beat - loop.time()))
+            self.crowd.late_s = max(self.crowd.late_s, loop.time() - next_beat)
+            next_beat += self.crowd.heartbeat_s
+            if (self.state.epoch, self.term) != self._told:  # nothing else in it changes
+                self._told = self.state.epoch, self.term
+                self._heartbeat = self._proto(core.heartbeat(self.state))
+            async with self._writing:
+                await self._call.write(self._heartbeat)
+
+    async def _say(self, message: Any) -> None:
+        if not self.muted:
+            async with self._writing:
+                await self._call.write(self._proto(message))
+
+    def _proto(self, message: Any) -> elastic_pb2.Envelope:
+        return to_proto(pack(message, term=self.term, epoch=self.state.epoch, sender=self.name))
+
+    async def _hear(self, proto: elastic_pb2.Envelope) -> None:
+        envelope = from_proto(proto)
+        self.term = max(self.term, envelope.term)
+        message = read(envelope.kind, envelope.body)
+        if not isinstance(message, m.Trim):
+            await self._take(message)
+
+    async def _take(self, event: Any) -> None:
+        """A transition, and what the node's parts would do about it."""
+        self.state, actions, _ = core.transition(self.state, event, time.monotonic())
+        for action in actions:
+            match action:
+                case core.Spawn():
+                    await self._take(core.Said(0, m.Attach(0, 1, self.crowd.spec, "127.0.0.1:9")))
+                case core.Tell(m.Halt(epoch)):
+                    self.crowd.halted(epoch)
+                    await self._take(core.Said(0, m.Halted(epoch, 0)))
+                case core.Enter(install):
+                    self.assignment = install.assignment
+                case core.Tell(m.Install(epoch)):
+                    await self._take(core.Said(0, m.Ready(epoch, 0.0, 0.0)))
+                    await self._take(core.Said(0, m.Resumed(epoch, time.time())))
+                    await self._take(core.Said(0, m.Protected(epoch)))
+                    self.crowd.installed(self, epoch)
+                case core.Report():
+                    await self._report()
+
+    async def _report(self) -> None:
+        report = core.report(self.state)
+        if report.phase is m.NodePhase.HALTED:
+            report = replace(report, inventory=self._inventory())
+        await self._say(report)
+
+    def _inventory(self) -> tuple[Copy, ...]:
+        if self.assignment is None:
+            return ()
+        places = self.crowd.places(self.assignment.plan)
+        epoch = places.plan.epoch
+        return tuple(
+            Copy(STATE, layer, 0, 0, epoch, owner, layer + 1, 1400 << 20, "0" * 16, node=self.name)
+            for owner in places.owners.get(self.name, ())
+            for layer in places.layers.get(owner, ())
+        )
+
+
+class Crowd:
+    """All agents of this process."""
+
+    def __init__(self, address: str, spec: JobSpec, heartbeat_s: float) -> None:
+        self.address, self.spec, self.heartbeat_s = address, spec, heartbeat_s
+        self.agents: dict[str, Agent] = {}
+        self._places: Places | None = None
+        self.late_s = 0.0
+        """How late a heartbeat was at most: this process, too, has but one core."""
+        self._epoch, self._halts, self._installs = 0, (0.0, 0.0), set[str]()
+
+    def places(self, plan: Plan) -> Places:
+        if self._places is None or self._places.plan is not plan:
+            self._places = Places(plan)
+        return self._places
+
+    def halted(self, epoch: int) -> None:
+        """An agent's workers were told to halt."""
+        if epoch > self._epoch:
+            self._epoch, self._halts, self._installs = epoch, (time.time(), 0.0), set()
+        self._halts = (self._halts[0], time.time())
+
+    def installed(self, agent: Agent, epoch: int) -> None:
+        if epoch < self._epoch:
+            return
+        if epoch > self._epoch:
+            self._epoch, self._halts, self._installs = epoch, (0.0, 0.0), set()
+        self._installs.add(agent.name)
+        if len(self._installs) < len(self.agents) // 2:
+            return
+        plan = agent.assignment.plan if agent.assignment else None
+        if plan is not None and self._installs >= self.places(plan).nodes & set(self.agents):
+            first, last = self._halts
+            told = {"epoch": epoch, "first_halt": first, "last_halt": last, "last_install": time.time()}
+            print(json.dumps(told | {"late_s": round(self.late_s, 3)}), flush=True)
+            self.late_s = 0.0
+
+    def failed(self, text: str) -> None:
+        print(json.dumps({"failed": text}), flush=True)
+
+    def obey(self, line: str) -> None:
+        """`close NODE` or `mute NODE`."""
+        word, name = line.split()
+        agent = self.agents.pop(name)
+        if word == "mute":
+            agent.muted = True
+        else:
+            agent.task.cancel()
+
+
+async def live(crowd: Crowd, first: int, count: int) -> None:
+    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    for index in range(first, first + count):
+        name = f"node{index}"
+        crowd.agents[name] = Agent(crowd, name)
+        if index % 20 == 0:
+            await asyncio.sleep(0.01)
+    while line := await lines.readline():
+        crowd.obey(line.decode())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--layers", type=int, default=96)
+    parser.add_argument("--microbatches", type=int, default=1024)
+    parser.add_argument("--heartbeat", type=float, default=0.5)
+    args = parser.parse_args()
+    crowd_spec = spec_of(args.layers, args.microbatches)
+
+    async def start() -> None:
+        await live(Crowd(args.address, crowd_spec, args.heartbeat), args.first, args.count)
+
+    asyncio.run(start())
+
+
+if __name__ == "__main__":
+    main()

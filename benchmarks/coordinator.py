@@ -1,0 +1,276 @@
+"""One coordinator on one core, and up to 2,000 agents: CPU, memory, how soon a loss is known and decided on.
+
+    python -m benchmarks.coordinator [--agents 100,250,500,1000,2000] [--quick]
+
+The coordinator is the real process, pinned to a core; the agents (`benchmarks.agents`) share the others. They join, get
+a plan for a model of 96 layers, and heartbeat twice a second. Then
+
+- for a while nothing happens: the coordinator's share of its core, and how late it looks at the time;
+- an agent's connection ends: detection goes from there to the decision to halt, which waits 0.15 s for it to come back;
+  decision from there to the new plan, the reports of everybody's vault between them;
+- another one falls silent and stays connected: detection goes from its last sign of life, and its lease is part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import psutil
+
+from benchmarks.results import Row, save
+from elastic.config import Command, JobConfig
+from elastic.launcher.rundir import free_port
+from elastic.telemetry import read_events
+
+ROOT = Path(__file__).parents[1]
+AGENTS = (100, 250, 500, 1000, 2000)
+HEARTBEAT_S, LEASE_S = 0.5, 3.0
+"""The defaults of `elastic run`."""
+DEADLINE_S = 120.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured."""
+
+    agents: tuple[int, ...] = AGENTS
+    layers: int = 96
+    steady_s: float = 10.0
+
+
+QUICK = Size((8,), layers=8, steady_s=1.0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """With so many agents."""
+
+    agents: int
+    start_s: float
+    """From the first connection to a plan that everybody runs."""
+    cpu: float
+    """Share of one core while nothing happens."""
+    memory_bytes: int
+    late_s: float
+    """How late a look at the time was, on average."""
+    closed_s: float
+    """From the end of a connection to the decision to halt."""
+    silent_s: float
+    """From the last sign of life to the decision to halt."""
+    decide_s: float
+    """From the decision to halt to the new plan; every agent's report of its vault lies between."""
+    told_s: float
+    """From the decision to halt until every agent had the new plan, agents' own time included."""
+    agents_late_s: float
+    """How late heartbeats were sent at most: the agents' own cores."""
+
+
+class Crowd:
+    """Processes of simulated agents."""
+
+    def __init__(self, address: str, agents: int, layers: int, cores: Sequence[int]) -> None:
+        self._said: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._parts: list[tuple[range, subprocess.Popen[bytes]]] = []
+        share = -(-agents // len(cores))
+        for first, core in zip(range(0, agents, share), cores, strict=False):
+            count = min(share, agents - first)
+            words = ["--address", address, "--first", first, "--count", count, "--layers", layers]
+            words += ["--heartbeat", HEARTBEAT_S, "--microbatches", 1024 if agents >= 100 else 32]
+            process = start("benchmarks.agents", [str(word) for word in words], core, stdin=subprocess.PIPE)
+            self._parts.append((range(first, first + count), process))
+            threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._said.put(json.loads(line))
+
+    def running(self, epoch: int) -> dict[str, Any]:
+        """Wait until all agents run in `epoch` or later: when they were told, together."""
+        found: list[dict[str, Any]] = []
+        end = time.monotonic() + DEADLINE_S
+        while len(found) < len(self._parts):
+            try:
+                told = self._said.get(timeout=max(0.1, end - time.monotonic()))
+            except Empty:
+                raise RuntimeError(f"not every agent runs in epoch {epoch} after {DEADLINE_S:g} s") from None
+            if "failed" in told:
+                raise RuntimeError(told["failed"])
+            found = [*found, told] if told["epoch"] >= epoch else found
+        return {key: max(told[key] for told in found) for key in found[0]}
+
+    def order(self, word: str, node: int) -> float:
+        """Tell an agent; return when."""
+        (process,) = [process for numbers, process in self._parts if node in numbers]
+        assert process.stdin is not None
+        at = time.time()
+        process.stdin.write(f"{word} node{node}\n".encode())
+        process.stdin.flush()
+        return at
+
+    def close(self) -> None:
+        for _, process in self._parts:
+            process.kill()
+            process.wait()
+
+
+def start(module: str, words: Sequence[str], core: int, **options: Any) -> subprocess.Popen[bytes]:
+    """A process on one core."""
+    command = [sys.executable, "-m", module, *words]
+    pin = f"import os, sys; os.sched_setaffinity(0, [{core}]); os.execv(sys.executable, sys.argv[1:])"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-c", pin, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, **options
+    )
+
+
+@contextmanager
+def serving(run_dir: Path, agents: int, core: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The coordinator of a job of so many nodes: its address and process."""
+    run_dir.mkdir()
+    JobConfig(
+        job_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
+        checkpoint_dir=str(run_dir / "checkpoints"), command=Command(script="x"),
+        min_nodes=agents, max_nodes=agents, heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, backup="stream+snapshot",
+    ).save()  # fmt: skip
+    address = f"127.0.0.1:{free_port()}"
+    words = ["--run-dir", str(run_dir), "--address", address, "--metrics-port", "0"]
+    process = start("elastic.coordinator.service", words, core)
+    try:
+        until(lambda: (run_dir / "coordinator.json").exists(), "the coordinator serves")
+        yield address, psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(found: Callable[[], T], what: str) -> T:
+    """What `found` returns once that is anything. Raises RuntimeError after the deadline."""
+    end = time.monotonic() + DEADLINE_S
+    while not (value := found()):
+        if time.monotonic() > end:
+            raise RuntimeError(f"not within {DEADLINE_S:g} s: {what}")
+        time.sleep(0.05)
+    return value
+
+
+def delays(run_dir: Path) -> tuple[float, float]:
+    """(seconds, looks): how late the coordinator looked at the time so far."""
+    (target,) = json.loads((run_dir / "metrics" / "coordinator.json").read_text())
+    with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=60) as answer:
+        lines = dict(
+            line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")
+        )
+    return float(lines["elastic_tick_delay_seconds_sum"]), float(lines["elastic_tick_delay_seconds_count"])
+
+
+def at(run_dir: Path, kind: str, epoch: int) -> float:
+    """When the newest entry of that kind and epoch was written."""
+    found = [e for e in read_events(run_dir / "events.jsonl") if e["kind"] == kind and e["epoch"] == epoch]
+    return float(found[-1]["at"]) if found else 0.0
+
+
+def measure(agents: int, size: Size, folder: Path) -> Found:
+    """All figures for so many agents."""
+    cores = sorted(os.sched_getaffinity(0))
+    run_dir = folder / f"run-{agents}"
+    with serving(run_dir, agents, cores[0]) as (address, process):
+        began = time.time()
+        crowd = Crowd(address, agents, size.layers, cores[1:] or cores)
+        try:
+            started = crowd.running(1)
+            until(lambda: at(run_dir, "protected", 1), "the first plan is protected")
+            late, looks = delays(run_dir)
+            before = process.cpu_times()
+            steady = time.time()
+            time.sleep(size.steady_s)
+            after, spent = process.cpu_times(), time.time() - steady
+            late_then, looks_then = delays(run_dir)
+            memory = process.memory_info().rss
+            closed_at = crowd.order("close", agents // 3)
+            closed = crowd.running(2)
+            until(lambda: at(run_dir, "protected", 2), "the second plan is protected")
+            silent_at = crowd.order("mute", agents // 2)
+            crowd.running(3)
+            plan_at, halt_at = at(run_dir, "plan", 2), at(run_dir, "halt", 2)
+            return Found(
+                agents=agents,
+                start_s=started["last_install"] - began,
+                cpu=(after.user + after.system - before.user - before.system) / spent,
+                memory_bytes=memory,
+                late_s=(late_then - late) / max(1.0, looks_then - looks),
+                closed_s=halt_at - closed_at,
+                silent_s=at(run_dir, "halt", 3) - silent_at,
+                decide_s=plan_at - halt_at,
+                told_s=closed["last_install"] - halt_at,
+                agents_late_s=closed["late_s"],
+            )
+        finally:
+            crowd.close()
+
+
+def rows(found: Sequence[Found]) -> list[Row]:
+    """Targets are those of the largest."""
+    most = max(found, key=lambda one: one.agents)
+    made: list[Row] = []
+    for one in found:
+        name, largest = f"{one.agents} agents", one is most
+        made += [
+            Row(f"{name}: share of a core", one.cpu, "", 1.0 if largest else None, "lower"),
+            Row(f"{name}: memory", one.memory_bytes / 2**20, "MiB", None, "lower"),
+            Row(
+                f"{name}: looks at the time late by, mean", one.late_s, "s", 0.1 if largest else None, "lower"
+            ),
+            Row(
+                f"{name}: closed connection to the halt", one.closed_s, "s", 0.5 if largest else None, "lower"
+            ),
+            Row(f"{name}: silence to the halt", one.silent_s, "s", LEASE_S + 1 if largest else None, "lower"),
+            Row(f"{name}: halt to the new plan", one.decide_s, "s", None, "lower"),
+            Row(f"{name}: halt until all have the plan", one.told_s, "s", None, "lower"),
+            Row(f"{name}: start until all run", one.start_s, "s", None, "lower"),
+            Row(f"{name}: agents' own heartbeats late by, max", one.agents_late_s, "s", None, "lower"),
+        ]
+    least = min(found, key=lambda one: one.agents)
+    if least is not most:
+        growth = (most.cpu / most.agents) / (least.cpu / least.agents)
+        name = f"CPU an agent, {most.agents} over {least.agents}"
+        made.append(Row(name, growth, "", None, "lower"))
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator")
+    parser.add_argument("--agents", default=",".join(map(str, AGENTS)), help="numbers, comma-separated")
+    parser.add_argument("--quick", action="store_true", help="8 agents; nothing is written")
+    args = parser.parse_args()
+    size = QUICK if args.quick else Size(tuple(int(word) for word in args.agents.split(",")))
+    with tempfile.TemporaryDirectory() as scratch:
+        found = []
+        for agents in size.agents:
+            found.append(measure(agents, size, Path(scratch)))
+            print(found[-1], flush=True)
+    if args.quick:
+        for row in rows(found):
+            print(row)
+    else:
+        save("coordinator", rows(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Events that are there together: one save for all of them, and nothing sent, written or counted before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from elastic.config import Command, JobConfig
+from elastic.coordinator import saving
+from elastic.coordinator.exposing import Exposed
+from elastic.coordinator.leading import Part
+from elastic.coordinator.service import Coordinator
+from elastic.core.messages import Heartbeat, NodePhase, NodeReport
+from elastic.core.types import JobSpec, LayerSpec, NodeInfo
+from elastic.store.base import Entry, StoreUnavailable
+from elastic.store.memory import MemoryStore
+from elastic.telemetry import read_events
+
+SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
+
+
+class Counting(MemoryStore):
+    """A store that can be away, and counts what is saved."""
+
+    away, saves = False, 0
+
+    def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
+        if self.away:
+            raise StoreUnavailable("cut off")
+        self.saves += 1
+        return super().put_if(key, value, expected, token)
+
+
+class Line:
+    """In place of a session."""
+
+    peer = "here"
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def send(self, message: Any, epoch: int) -> bool:
+        self.sent.append(type(message).__name__)
+        return True
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        config = JobConfig(
+            job_id="j", run_dir=str(folder), memory_dir=str(folder / "memory"), command=Command(script="x"),
+            checkpoint_dir=str(folder / "checkpoints"), min_nodes=3, max_nodes=3, backup="stream+snapshot",
+        )  # fmt: skip
+        self.folder, self.store = folder, Counting()
+        lease = self.store.acquire("coordinator", "a", 60.0, 0.0)
+        self.exposed = Exposed(config, "coordinator", -1, lambda: 0.0)
+        self.coordinator = Coordinator(
+            config, "127.0.0.1:0", self.store, lease, Part(self.store, folder), self.exposed
+        )
+        self.lines = {node: Line() for node in ("a", "b", "c")}
+        self.saved = self.store.saves
+
+    def take(self, *messages: Any) -> None:
+        """As one batch."""
+        for message in messages:
+            node = message.node if isinstance(message, Heartbeat) else message.info.node
+            self.coordinator._take((self.lines[node], message))
+        self.coordinator._decide()
+
+    def saves(self) -> int:
+        """Since this was asked last."""
+        before, self.saved = self.saved, self.store.saves
+        return self.saved - before
+
+    def told(self) -> list[str]:
+        return [event["kind"] for event in read_events(self.folder / "events.jsonl")]
+
+    def sent(self) -> list[list[str]]:
+        return [line.sent for line in self.lines.values()]
+
+    def metrics(self) -> str:
+        return generate_latest(self.exposed.meter.registry).decode()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(saving, "retry_s", lambda failures: 0.0)
+    made = Bench(tmp_path)
+    yield made
+    made.coordinator._keeper.close()
+    made.coordinator._server.close()
+
+
+def came(node: str) -> NodeReport:
+    return NodeReport(NodeInfo(node, f"{node}-1", "h:1"), NodePhase.EMPTY, 0)
+
+
+def attached(node: str) -> NodeReport:
+    return replace(came(node), phase=NodePhase.IDLE, able=True, elastic=True, spec=SPEC, restart=0)
+
+
+def test_one_save_for_all_that_came_together(bench: Bench) -> None:
+    bench.take(*map(came, "abc"))
+    assert bench.saves() == 1 and bench.told().count("joined") == 3
+    assert bench.sent() == [["Launch"]] * 3
+    bench.take(*map(attached, "abc"))
+    assert bench.saves() == 1
+    assert bench.sent() == [["Launch", "Halt"]] * 3
+    bench.take(Heartbeat("a", "a-1", 0, 0))
+    assert bench.saves() == 0, "signs of life alone are not saved"
+
+
+def test_nothing_of_a_batch_happens_before_it_is_saved(bench: Bench) -> None:
+    bench.take(*map(came, "ab"))
+    before = bench.told()
+    bench.store.away = True
+    bench.take(came("c"), *map(attached, "abc"))
+    bench.take(Heartbeat("a", "a-1", 0, 0))
+    assert bench.sent() == [[]] * 3 and [kind for kind in bench.told() if kind != "store-lost"] == before
+    assert 'elastic_events_total{kind="joined"} 2.0' in bench.metrics()
+    bench.store.away = False
+    bench.coordinator._saver.retry()
+    bench.coordinator._decide()
+    assert bench.sent() == [["Launch", "Halt"]] * 3
+    later = bench.told()[len(before) :]
+    assert later.count("joined") == 1 and later.index("joined") < later.index("halt")
+    assert 'elastic_events_total{kind="joined"} 3.0' in bench.metrics()
+
+
+def test_metrics_of_a_process_over_its_terms(bench: Bench) -> None:
+    bench.take(*map(came, "abc"))
+    leading = bench.metrics()
+    assert "elastic_coordinator_leader 1.0" in leading and "elastic_coordinator_term 1.0" in leading
+    assert 'elastic_nodes{state="starting"} 3.0' in leading
+    bench.exposed.stand_by()
+    waiting = bench.metrics()
+    assert (
+        "elastic_coordinator_leader 0.0" in waiting and 'elastic_events_total{kind="joined"} 3.0' in waiting
+    )
+    assert "elastic_coordinator_term" not in waiting and "elastic_nodes{" not in waiting

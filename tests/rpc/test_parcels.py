@@ -1,0 +1,38 @@
+"""What the coordinator says to many nodes is encoded once, and each gets its own recipes."""
+
+from __future__ import annotations
+
+from elastic.core import messages as m
+from elastic.core.types import Assignment, Pipeline, Plan, Recipe, Stage, Unit
+from elastic.rpc.envelope import pack, unpack
+from elastic.rpc.parcels import Parcels
+
+TEXT = 'told "recipes":[] already'
+PLAN = Plan(3, 2, 2, 1, (Pipeline((Stage(Unit("a"), 0, 1), Stage(Unit("b"), 1, 2)), (0, 1)),), reason=TEXT)
+RECIPES = (("a", Recipe(0, 0, 4)), ("b", Recipe(1, 0, 4)), ("a", Recipe(1, 0, 4)))
+
+
+def test_an_install_has_the_recipes_of_its_node_alone() -> None:
+    parcels, install = Parcels(), m.Install(3, Assignment(PLAN, 4, RECIPES, store="s"))
+    for node in ("a", "b", "c", "a"):
+        got = unpack(parcels.pack(install, term=1, epoch=3, node=node))
+        assert got.assignment.recipes == tuple(pair for pair in RECIPES if pair[0] == node)
+        assert got.assignment.plan == PLAN and got.assignment.store == "s"
+    assert unpack(parcels.pack(install, term=1, epoch=3, node="")) == install
+
+
+def test_another_assignment_is_another_parcel() -> None:
+    parcels = Parcels()
+    for step in (4, 5):
+        envelope = parcels.pack(m.Install(3, Assignment(PLAN, step, RECIPES)), term=1, epoch=3, node="b")
+        assert unpack(envelope).assignment.step == step
+
+
+def test_the_same_words_are_encoded_once() -> None:
+    parcels = Parcels()
+    first = parcels.pack(m.Halt(3), term=1, epoch=2, node="a")
+    assert first == pack(m.Halt(3), term=1, epoch=2)
+    assert parcels.pack(m.Halt(3), term=1, epoch=2, node="b") is first
+    assert parcels.pack(m.Halt(3), term=2, epoch=2, node="b").term == 2
+    assert parcels.pack(m.Halt(3, True), term=2, epoch=2, node="b") == pack(m.Halt(3, True), term=2, epoch=2)
+    assert unpack(parcels.pack(m.Trim(3), term=2, epoch=2, node="b")) == m.Trim(3)
