@@ -22,6 +22,7 @@ from elastic.config import JobConfig
 from elastic.core.types import Copy
 from elastic.metrics import FAST_S
 from elastic.rpc.client import Session
+from elastic.rpc.refusals import REFUSALS
 
 KINDS = ("state", "gradient", "reduced", "update", "activation", "cotangent")
 
@@ -46,8 +47,6 @@ class Condition:
     """Age of the oldest of them that a peer must have; 0: there is none."""
     link_bytes_per_s: float
     epoch: int
-    stale: int
-    """Messages of a former coordinator that were refused."""
 
 
 def condition(
@@ -73,7 +72,6 @@ def condition(
         oldest_s=replicator.exposed_s,
         link_bytes_per_s=replicator.link_bytes_per_s,
         epoch=epoch,
-        stale=session.stale,
     )
 
 
@@ -170,7 +168,8 @@ class AgentMetrics(Collector):
         refused = CounterMetricFamily(
             "elastic_messages_refused", "Messages that were refused", labels=("reason",)
         )
-        refused.add_metric(("stale",), found.stale)
+        for reason, number in {"stale": 0, **REFUSALS.by_reason()}.items():
+            refused.add_metric((reason,), number)
         yield refused
 
 

@@ -92,8 +92,8 @@ class Agent:
         self._meter.condition = lambda: condition(
             config, self._directory, self._vault, self._replicator, self._group, self._session, self._state.epoch
         )  # fmt: skip
-        place = Where(config.metrics_host, port, config.run_dir, config.job_id, self._node, "agent")
-        self._exposition = serve(self._meter.registry, place)
+        place = (config.metrics_host, port, config.run_dir, config.job_id, self._node, "agent", config.certs)
+        self._exposition = serve(self._meter.registry, Where(*place))
 
     def _begin(self) -> None:
         """A new incarnation: empty vault, no workers."""
@@ -367,10 +367,9 @@ class Agent:
         self._leaving.close()
         self._session.close()
         self._fitness.close()
-        for part in (self._checkpoints, self._replicator, self._server, self._vault):
-            part.close()
-        if self._exposition is not None:
-            self._exposition.close()
+        for part in (self._checkpoints, self._replicator, self._server, self._vault, self._exposition):
+            if part is not None:
+                part.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -49,6 +49,7 @@ TELLING_BYTES = 8 << 20
 """Copies that are got tell of the link if they are larger than this: smaller ones vanish into buffers at once."""
 
 MOST_CONNECTIONS = 1024
+MOST_PROBE_BYTES = 16 << 20
 """More than any node has peers and workers; each has a thread."""
 PORT = "vault"
 
@@ -184,8 +185,9 @@ class VaultServer:
             if isinstance(request, Put):
                 self._put(stream, request, nbytes)
                 return
-            if nbytes:
-                raise FieldError("payload bytes", nbytes, f"{header['kind']} comes without")
+            if nbytes and (not isinstance(request, Probe) or nbytes > MOST_PROBE_BYTES):
+                raise FieldError("payload bytes", nbytes, f"{header['kind']} comes without, or with fewer")
+            stream.drain(nbytes)
             if isinstance(request, Get):
                 self._get(stream, request.key)
                 return

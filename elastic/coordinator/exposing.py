@@ -9,6 +9,7 @@ from elastic.coordinator.gauges import JobCollector, Standing
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.core.job import JobState
 from elastic.metrics import Where, new_registry, serve
+from elastic.rpc.refusals import REFUSALS
 
 STANDBY = Standing(False, 0, 0, 0)
 Reading = Callable[[], tuple[JobState | None, Standing]]
@@ -21,12 +22,13 @@ class Exposed:
     def __init__(self, config: JobConfig, name: str, port: int, clock: Callable[[], float]) -> None:
         """`port` 0: any free one; -1: nothing is served, only counted."""
         self.meter = CoordinatorMetrics(new_registry(), clock())
+        self.meter.count_refused(REFUSALS.by_reason)
         self._clock = clock
         self._reading: Reading = _nobody
         collector = JobCollector(config.job_id, lambda: self._reading(), self.meter, clock)
         self.meter.registry.register(collector)
-        where = Where(config.metrics_host, port, config.run_dir, config.job_id, name, "coordinator")
-        self._exposition = serve(self.meter.registry, where)
+        where = (config.metrics_host, port, config.run_dir, config.job_id, name, "coordinator", config.certs)
+        self._exposition = serve(self.meter.registry, Where(*where))
 
     def lead(self, reading: Reading) -> CoordinatorMetrics:
         """A term begins: gauges tell of it, until `stand_by`."""

@@ -73,6 +73,12 @@ def make(out: Path, hosts: Sequence[Sequence[str]], *, days: float = 365, ca_day
         _issue(out / _folder(names[0]), authority, names, days)
 
 
+def make_private(target: Path, name: str, *, days: float = 365) -> None:
+    """Write a certificate that carries `name` into `target`, of an authority whose key is forgotten at once: nobody
+    else gets one of it."""
+    _issue(target, _new_authority(days), (name,), days)
+
+
 Authority = tuple["x509.Certificate", "EllipticCurvePrivateKey"]
 
 
@@ -94,18 +100,24 @@ def _authority(out: Path, days: float) -> Authority:
         if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != found.public_key():
             raise FieldError("--out", str(out), f"{CA} and {CA_KEY} do not belong together")
         return found, loaded
-    made = ec.generate_private_key(ec.SECP256R1())
-    name = _name("elastic authority")
-    usage = _usage(authority=True)
-    built = (
-        _draft(name, name, made, made, days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-    )
-    certificate = _signed(built, made)
+    certificate, made = _new_authority(days)
     _write_key(key, made)
     _write(cert, _pem(certificate), 0o644)
     return certificate, made
+
+
+def _new_authority(days: float) -> Authority:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    made = ec.generate_private_key(ec.SECP256R1())
+    name = _name("elastic authority")
+    built = (
+        _draft(name, name, made, made, days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(authority=True), critical=True)
+    )
+    return _signed(built, made), made
 
 
 def _issue(target: Path, authority: Authority, names: Sequence[str], days: float) -> None:

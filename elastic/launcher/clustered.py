@@ -17,11 +17,13 @@ from typing import Protocol
 from elastic.config import JobConfig
 from elastic.core import codec, fleet
 from elastic.launcher.children import Child
+from elastic.launcher.guarding import PRIVATE
 from elastic.launcher.hosted import CONSOLE, Order
 from elastic.launcher.local import Supervisor
 from elastic.launcher.options import Request
 from elastic.launcher.progress import Bar
 from elastic.launcher.rundir import RunDir
+from elastic.rpc.security import CA, CERT, KEY, TOKEN_FILE
 
 LOOK_S = 0.25
 """How often the cluster is asked for its machines."""
@@ -119,7 +121,9 @@ class ClusterSupervisor(Supervisor):
         match action:
             case fleet.Start(node, machine):
                 text = codec.dumps(order(self._config, machine, node, self._address))
-                self._agents.append(self._cluster.start(machine, node, text, secrets(self._config)))
+                self._agents.append(
+                    self._cluster.start(machine, node, text, secrets(self._config, self._path))
+                )
             case fleet.Forget(node):
                 for agent in self._agents:
                     if agent.name == node:
@@ -170,8 +174,10 @@ def order(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str
     )
 
 
-def secrets(config: JobConfig) -> Mapping[str, bytes]:
-    """What an agent needs to be let in: certificates and the join token, by their path below a run directory. They
-    are read here, carried as an argument, and written on the agent's machine where only its user reads them.
-    Nothing yet."""
-    return {}
+def secrets(config: JobConfig, run_dir: Path) -> Mapping[str, bytes]:
+    """What an agent needs to be let in: the join token and the certificates, by their path below a run directory. They
+    are read here, carried as an argument, and written on the agent's machine where only its user reads them."""
+    files = {TOKEN_FILE: run_dir / TOKEN_FILE}
+    if config.certs:
+        files |= {f"{PRIVATE}/{name}": Path(config.certs, name) for name in (CA, CERT, KEY)}
+    return {name: path.read_bytes() for name, path in files.items()}

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.errors import FieldError
+from elastic.launcher.values import host
 from elastic.rpc import security
 from elastic.rpc.security import TOKEN_FILE, Security
 
 TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
 TOKEN_BYTES = 32
+PRIVATE = "certs"
+"""Of a run directory: certificates that were made for this job alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Guard:
     token: str = field(default="", repr=False)
     warning: str = ""
     """What the user must read before the job starts; "": nothing."""
+    private: bool = False
+    """The launcher makes the job's certificates, and hands them to the agents that it starts."""
 
 
 def read_certs(text: str | None) -> str:
@@ -39,6 +44,12 @@ def read_certs(text: str | None) -> str:
     return str(path)
 
 
+def certificates(args: argparse.Namespace, secured: Guard, run_dir: Path, job: str) -> tuple[str, str]:
+    """(directory of certificates, name that they must carry), for the job's configuration. Raises FieldError."""
+    name = host("--certs-name", args.certs_name) if args.certs_name else ""
+    return (str(run_dir / PRIVATE), name or job) if secured.private else (read_certs(args.certs), name)
+
+
 def read_token(args: argparse.Namespace, environ: Mapping[str, str], *, alone: bool = False) -> str:
     """The join token that was given; for a job on this machine alone a new one if none was. Raises FieldError."""
     if args.join_token_file:
@@ -46,6 +57,15 @@ def read_token(args: argparse.Namespace, environ: Mapping[str, str], *, alone: b
     if environ.get(TOKEN_VARIABLE):
         return security.check_token(TOKEN_VARIABLE, environ[TOKEN_VARIABLE].strip(), "...")
     return secrets.token_hex(TOKEN_BYTES) if alone else ""
+
+
+def guard_cluster(args: argparse.Namespace, environ: Mapping[str, str]) -> Guard:
+    """The same where the launcher itself starts all agents: what is not given, it makes and hands to them."""
+    token = read_token(args, environ, alone=True)
+    warning = "WARNING: --insecure: the job's services are reached in plain text" if args.insecure else ""
+    if args.certs and args.insecure:
+        raise FieldError("--insecure", "on", "certificates are given: leave it or --certs out")
+    return Guard(token, warning, private=not args.certs and not args.insecure)
 
 
 def guard(args: argparse.Namespace, environ: Mapping[str, str], coordinator: str, standalone: bool) -> Guard:
@@ -60,7 +80,7 @@ def guard(args: argparse.Namespace, environ: Mapping[str, str], coordinator: str
         *(place.rpartition(":")[0] for place in coordinator.split(",")),
         *([args.local_addr] if args.local_addr else []),
     ]
-    open_to = [host for host in hosts if not is_loopback(host)]
+    open_to = [place for place in hosts if not is_loopback(place)]
     if not open_to:
         return Guard(token)
     if not args.insecure:
@@ -75,9 +95,9 @@ def guard(args: argparse.Namespace, environ: Mapping[str, str], coordinator: str
     )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is reached from this machine alone."""
-    bare = host.strip("[]")
+def is_loopback(place: str) -> bool:
+    """Whether `place`, a name or an address, is reached from this machine alone."""
+    bare = place.strip("[]")
     try:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:

@@ -28,6 +28,7 @@ from elastic.config import JobConfig
 from elastic.core import codec
 from elastic.errors import EXIT_FAILURE, ElasticError, UsageError
 from elastic.launcher.children import Child, Lifeline
+from elastic.launcher.guarding import PRIVATE
 from elastic.launcher.local import agent_args
 from elastic.launcher.options import Request, memory_root
 from elastic.launcher.rundir import RunDir, locked
@@ -172,6 +173,7 @@ def _request(order: Order) -> Request:
         run_dir=str(path),
         log_dir=str(path / "logs"),
         memory_dir=str(memory_root() / f"elastic-{name}"),
+        certs=str(path / PRIVATE) if order.config.certs else "",
         domains=(order.domain,) if order.domain else order.config.domains[:1],
     )
     return Request(config=config, nodes=(order.node,), hosts=False, signals=())

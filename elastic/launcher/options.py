@@ -18,7 +18,7 @@ from elastic.config import FILE, LOG_PREFIX, JobConfig, load_config
 from elastic.core.faults import FaultKind, FaultSpec, parse_fault
 from elastic.core.types import Accumulate
 from elastic.errors import FieldError, UsageError
-from elastic.launcher.guarding import Guard, guard, read_certs
+from elastic.launcher.guarding import Guard, certificates, guard, guard_cluster
 from elastic.launcher.ray_options import RayOptions, ray_options
 from elastic.launcher.script import check_command
 from elastic.launcher.values import (
@@ -81,6 +81,9 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     run_dir, in_place = _run_dir(args, token)
     checkpoints = folder("--checkpoint-dir", args.checkpoint_dir) or run_dir / "checkpoints"
     conf = _conf(args.rdzv_conf)
+    coordinator = "" if standalone or (ray and not args.rdzv_endpoint) else _endpoint(args)
+    secured = guard_cluster(args, environ) if ray else guard(args, environ, coordinator, standalone)
+    certs, certs_name = certificates(args, secured, run_dir, job_id)
     config = JobConfig(
         job_id=job_id,
         run_dir=str(run_dir),
@@ -92,7 +95,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         nproc_per_node=nproc,
         local_nodes=high if standalone else 1,
         standalone=standalone,
-        coordinator="" if standalone or (ray and not args.rdzv_endpoint) else _endpoint(args),
+        coordinator=coordinator,
         run_id=job_id if standalone and args.rdzv_id == "none" else args.rdzv_id,
         rdzv_conf=tuple(conf.items()),
         master_addr=LOOPBACK if standalone else "" if ray else _master_addr(args),
@@ -136,8 +139,8 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         preflight=args.preflight,
         quarantine_s=seconds("--quarantine", args.quarantine),
         link=_link(args.link),
-        certs=read_certs(args.certs),
-        certs_name=_certs_name(args.certs_name),
+        certs=certs,
+        certs_name=certs_name,
         faults=_faults(args.fault),
     )
     return Request(
@@ -148,7 +151,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         console_events=args.event_log_handler == "console",
         in_place=in_place,
         ray=ray,
-        guard=guard(args, environ, config.coordinator, standalone),
+        guard=secured,
     )
 
 
@@ -356,10 +359,6 @@ def _link(text: str | None) -> Link:
 
 def _accumulate(text: str) -> Accumulate:
     return Accumulate(choice("--accumulate", text, tuple(mode.value for mode in Accumulate)))
-
-
-def _certs_name(text: str) -> str:
-    return host("--certs-name", text) if text else ""
 
 
 def _faults(texts: list[str]) -> tuple[FaultSpec, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from elastic.launcher.hosted import REACH_S, AgentHost
 from elastic.launcher.options import Request
 from elastic.launcher.ray_options import AUTO, CLIENT
 from elastic.launcher.rundir import RunDir, free_port
+from elastic.rpc import security
 
 ZONE = "ray.io/availability-zone"
 """The label of a Ray node that is its failure domain."""
@@ -47,7 +49,10 @@ def launch(request: Request) -> int:
     try:
         host = request.config.local_addr or _own_host(options.address)
         address = request.config.coordinator or f"{host}:{free_port(host)}"
+        if request.guard.warning:
+            print(f"elastic: {request.guard.warning}", file=sys.stderr)
         run_dir = RunDir(request)
+        security.use(security.load(run_dir.path, run_dir.config.certs, run_dir.config.certs_name))
         try:
             resources = dict(options.resources) or usual(request.config.nproc_per_node)
             cluster = RayCluster(resources, request.config.min_nodes)

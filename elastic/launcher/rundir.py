@@ -12,7 +12,8 @@ from pathlib import Path
 
 from elastic.config import JobConfig
 from elastic.errors import FieldError, UsageError
-from elastic.launcher.guarding import TOKEN_VARIABLE
+from elastic.launcher.certs import make_private
+from elastic.launcher.guarding import PRIVATE, TOKEN_VARIABLE
 from elastic.launcher.options import LOOPBACK, Request
 from elastic.rpc.security import TOKEN_FILE, write_token
 from elastic.store.slots import remove_fallbacks
@@ -44,6 +45,9 @@ class RunDir:
         self.config.save()
         if request.guard.token:
             write_token(self.path / TOKEN_FILE, request.guard.token)
+        self.private = request.guard.private
+        if self.private:
+            make_private(self.path / PRIVATE, self.config.certs_name)
         os.environ.pop(TOKEN_VARIABLE, None)  # not for the children's environment
         self._memory = Path(self.config.memory_dir)
         _sweep(self._memory.parent)
@@ -51,8 +55,10 @@ class RunDir:
         _point_latest(self.path)
 
     def close(self) -> None:
-        """Remove what lies in memory, and the join token, and let go of the directory."""
+        """Remove what lies in memory, the join token and certificates of the job's own, and let go of the directory."""
         (self.path / TOKEN_FILE).unlink(missing_ok=True)
+        if self.private:
+            shutil.rmtree(self.path / PRIVATE, ignore_errors=True)
         shutil.rmtree(self._memory, ignore_errors=True)
         remove_fallbacks(self._memory)
         for lock in (self._memory_lock, self._lock):

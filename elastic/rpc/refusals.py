@@ -96,6 +96,13 @@ class Refusals:
         with self._lock:
             return dict(self._counts)
 
+    def by_reason(self) -> Mapping[str, int]:
+        """The same over all ports."""
+        found: dict[str, int] = {}
+        for (_, reason), number in self.counts().items():
+            found[reason.value] = found.get(reason.value, 0) + number
+        return found
+
     def total(self, reason: Reason, port: str = "") -> int:
         """How often something was refused for `reason`, at `port` or at any."""
         return sum(n for (where, why), n in self.counts().items() if why is reason and port in ("", where))

@@ -41,7 +41,8 @@ class Line:
 
     peer = "here"
 
-    def __init__(self) -> None:
+    def __init__(self, sender: str) -> None:
+        self.sender = sender
         self.sent: list[str] = []
 
     def send(self, message: Any, epoch: int) -> bool:
@@ -61,7 +62,7 @@ class Bench:
         self.coordinator = Coordinator(
             config, "127.0.0.1:0", self.store, lease, Part(self.store, folder), self.exposed
         )
-        self.lines = {node: Line() for node in ("a", "b", "c")}
+        self.lines = {node: Line(node) for node in ("a", "b", "c")}
         self.saved = self.store.saves
 
     def take(self, *messages: Any) -> None:

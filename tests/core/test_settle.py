@@ -7,7 +7,7 @@ from dataclasses import replace
 from elastic.coordinator.encoding import StateText
 from elastic.core import codec
 from elastic.core import messages as m
-from elastic.core.coordinator import STARVED_S, learn, settle, transition
+from elastic.core.coordinator import learn, settle, transition
 from elastic.core.job import Beat, Closed, JobState, Policy, Reported, Send
 from elastic.core.messages import NodePhase, NodeReport
 from elastic.core.types import JobSpec, LayerSpec, NodeInfo
@@ -42,13 +42,13 @@ def test_many_events_are_decided_on_together_as_one_by_one() -> None:
 
 def test_what_is_learned_is_answered_at_once() -> None:
     state = JobState(policy=Policy())
-    same, (action,), _ = learn(state, Beat("x", "x-1", 0, 0), 1.0)
+    same, (action, *_), _ = learn(state, Beat("x", "x-1", 0, 0), 1.0)
     assert isinstance(action, Send) and isinstance(action.message, m.Fenced) and same.members == {}
 
 
 def test_a_stall_is_noticed_by_what_is_learned_first() -> None:
     state, _, _ = settle(learn(JobState(policy=Policy(min_nodes=9)), Reported(report("a")), 1.0)[0], 1.0)
-    late = 1.0 + STARVED_S + 5.0
+    late = 1.0 + state.limits.starved_s + 5.0
     state, _, _ = learn(state, Beat("z", "z-1", 0, 0), late)
     assert state.members["a"].seen == 1.0 + 5.0, "that time is not counted against the member"
     state, actions, _ = settle(state, late)

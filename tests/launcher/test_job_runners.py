@@ -17,6 +17,7 @@ from elastic.launcher.options import Request, request
 
 def under(place: Path, **environ: str) -> Request:
     (place / "script.py").write_text("")
+    environ.setdefault("PET_INSECURE", "1")
     return request(run_parser(environ).parse_args([str(place / "script.py")]), environ)
 
 
@@ -57,7 +58,7 @@ def test_who_hosts_can_be_said(here: Path, word: str, hosts: bool) -> None:
 
 
 def test_flags_come_before_variables(here: Path) -> None:
-    environ = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "a:1"}
+    environ = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "a:1", "PET_INSECURE": "1"}
     (here / "script.py").write_text("")
     words = ["--nnodes", "2:3", str(here / "script.py")]
     config = request(run_parser(environ).parse_args(words), environ).config

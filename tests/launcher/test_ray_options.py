@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from elastic.launcher import cli
+from elastic.launcher.certs import make
+from elastic.launcher.clustered import secrets
 from elastic.launcher.flags import run_parser
 from elastic.launcher.options import Request, request
 from elastic.launcher.ray_options import RayOptions
+from elastic.launcher.rundir import RunDir
+from elastic.rpc.security import Contexts
 
 
 def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> Request:
@@ -27,6 +31,28 @@ def test_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = wanted.config
     assert not config.standalone and config.coordinator == config.master_addr == ""
     assert (config.min_nodes, config.max_nodes, config.local_nodes) == (2, 4, 1)
+
+
+def test_what_secures_the_job_is_made_by_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    private = read(monkeypatch, tmp_path, "--backend", "ray")
+    assert private.guard.private and private.guard.token and not private.guard.warning
+    run_dir = RunDir(private)
+    config = run_dir.config
+    assert Path(config.certs).parent == run_dir.path and config.certs_name == config.job_id
+    handed = secrets(config, run_dir.path)
+    assert set(handed) == {"join.token", "certs/ca.crt", "certs/tls.crt", "certs/tls.key"}
+    Contexts(Path(config.certs))
+    run_dir.close()
+    assert not Path(config.certs).exists() and not (run_dir.path / "join.token").exists()
+    make(tmp_path / "c", [["localhost"]])
+    given = read(
+        monkeypatch, tmp_path, "--backend", "ray", "--certs", "c/localhost", "--certs-name", "localhost"
+    )
+    assert not given.guard.private and given.config.certs == str(tmp_path / "c" / "localhost")
+    plain = read(monkeypatch, tmp_path, "--backend", "ray", "--insecure")
+    assert not plain.config.certs and plain.guard.token and "plain text" in plain.guard.warning
 
 
 def test_local_is_as_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

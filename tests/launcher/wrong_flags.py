@@ -97,7 +97,7 @@ WRONG_FLAGS = [
     (["--store", "etcd://a"], "--store"),
     (["--store", "etcd://a:1,"], "--store"),
     (["--store", "etcd://127.0.0.1:1"], "--store"),
-    (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--store", "etcd://a:1"], "--rdzv-id"),
+    (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--insecure", "--store", "etcd://a:1"], "--rdzv-id"),
     (["--store-ca", "missing.pem"], "--store-ca"),
     (["--store-ca", "script.py"], "--store-ca"),
     (["--store", "etcd://a:1", "--store-cert", "script.py"], "--store-cert"),

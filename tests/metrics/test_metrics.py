@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import re
+import ssl
 import urllib.request
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,9 @@ from elastic.core.figures import recovery_entry
 from elastic.core.job import Change, JobPhase, JobState, Member, Policy
 from elastic.core.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
 from elastic.core.usage import USES, Usage
+from elastic.launcher.certs import make
 from elastic.metrics import Where, new_registry, serve
+from elastic.rpc.security import CA, CERT, KEY
 from tests.metrics.tools import DASHBOARD, ROOT, RULES
 
 PLAN = Plan(
@@ -70,9 +75,7 @@ def coordinator(of: JobState, now: float = 10.0) -> CoordinatorMetrics:
 
 def agent() -> AgentMetrics:
     metrics = AgentMetrics(new_registry())
-    metrics.condition = lambda: Condition(
-        5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3, 2
-    )
+    metrics.condition = lambda: Condition(5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3)
     return metrics
 
 
@@ -294,3 +297,37 @@ def test_served_and_announced_until_it_is_closed(tmp_path: Path) -> None:
     served.close()
     assert not (tmp_path / "metrics" / "node0.json").exists()
     assert serve(agent().registry, replace(where, port=-1)) is None
+
+
+def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    make(certs, [["localhost"]])
+    make(tmp_path / "others", [["localhost"]])
+    ours = certs / "localhost"
+    where = Where("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent", str(ours))
+    served = serve(agent().registry, where)
+    assert served is not None
+    (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
+    assert target["labels"]["__scheme__"] == "https"
+
+    def read(known: Path, own: Path | None) -> tuple[bytes, bytes]:
+        """(page, the server's certificate)"""
+        context = ssl.create_default_context(cafile=str(known / CA))
+        if own is not None:
+            context.load_cert_chain(own / CERT, own / KEY)
+        with closing(http.client.HTTPSConnection(served.address, context=context, timeout=5)) as connection:
+            connection.request("GET", "/metrics")
+            shown = connection.sock.getpeercert(True)
+            return connection.getresponse().read(), shown
+
+    page, first = read(ours, ours)
+    assert b"elastic_heartbeats_total 0.0" in page
+    for stranger in (None, tmp_path / "others" / "localhost"):
+        with pytest.raises(OSError):
+            read(ours, stranger)
+    with pytest.raises((OSError, http.client.HTTPException)):
+        urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5)
+    make(certs, [["localhost"]])
+    assert read(ours, ours)[1] == first, "still the old one, which sees that it was replaced"
+    assert read(ours, ours)[1] != first
+    served.close()
