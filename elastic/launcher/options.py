@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from elastic.config import FILE, LOG_PREFIX, JobConfig, load_config
 from elastic.core.faults import FaultKind, FaultSpec, parse_fault
@@ -104,9 +105,6 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         accumulate=_accumulate(args.accumulate),
         pipelines=args.pipelines,
         schedule=args.schedule,
-        node_memories_bytes=tuple(
-            size("--node-memory", text) for text in _domains("--node-memory", args.node_memory, standalone)
-        ),
         vault_memory_bytes=size("--vault-memory", args.vault_memory) if args.vault_memory else 0,
         compress=args.compress,
         resume=_resume(args.resume, checkpoints),
@@ -129,11 +127,6 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         local_ranks_filter=ranks(args.local_ranks_filter),
         role=args.role,
         virtual_local_rank=args.virtual_local_rank,
-        domains=_domains("--domain", args.domain, standalone),
-        devices=_domains("--device", args.device, standalone),
-        lifetimes_s=tuple(
-            seconds("--lifetime", text) for text in _domains("--lifetime", args.lifetime, standalone)
-        ),
         profile=_profile(args),
         emulate=args.emulate is not None,
         preflight=args.preflight,
@@ -142,6 +135,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         certs=certs,
         certs_name=certs_name,
         faults=_faults(args.fault),
+        **_of_nodes(args, standalone),
     )
     return Request(
         config=config,
@@ -153,6 +147,22 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         ray=ray,
         guard=secured,
     )
+
+
+def _of_nodes(args: argparse.Namespace, standalone: bool) -> dict[str, Any]:
+    """What may differ between this machine's nodes."""
+
+    def given(flag: str, text: str) -> tuple[str, ...]:
+        return _domains(flag, text, standalone)
+
+    return {
+        "domains": given("--domain", args.domain),
+        "devices": given("--device", args.device),
+        "lifetimes_s": tuple(seconds("--lifetime", text) for text in given("--lifetime", args.lifetime)),
+        "node_memories_bytes": tuple(
+            size("--node-memory", text) for text in given("--node-memory", args.node_memory)
+        ),
+    }
 
 
 # ---- who takes part ----

@@ -24,6 +24,8 @@ pytestmark = [
 
 LONG_STEPS = ("--num-microbatches", "48", "--steps", "24")
 """Steps so long that a kill a moment after a micro-batch was told still falls into the same step."""
+FOUR_NEEDED = ("--node-memory", "2750KiB")
+"""Three nodes have no room for the model: the job waits for a fourth, however long that takes to come."""
 MANY_STEPS = ("--steps", "3000")
 TOLD_OFTEN = ("--heartbeat", "0.1")
 
@@ -60,9 +62,7 @@ def mid_step(step: int) -> Any:
 
 
 def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: Path) -> None:
-    job = start(
-        cluster, tmp_path / "run", "--nnodes", "4"
-    )  # it waits for the fourth, however long that takes to come
+    job = start(cluster, tmp_path / "run", "--nnodes", "4", *FOUR_NEEDED)
     try:
         job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 4)
         job.until(mid_step(3))
