@@ -27,7 +27,6 @@ from elastic.core.types import STATE, Assignment, Copy, JobSpec, LayerSpec, Node
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.envelope import Envelope, from_proto, pack, to_proto, unpack
 from elastic.rpc.options import client_options
-from elastic.rpc.parcels import NONE
 
 MEMORY_BYTES = 24 << 30
 """Of a node: a pipeline needs a dozen of them."""
@@ -43,17 +42,14 @@ def spec_of(layers: int, microbatches: int) -> JobSpec:
     return JobSpec((layer,) * layers, microbatches, 1_000_000)
 
 
-def read(kind: str, body: bytes) -> Any:
+def read(envelope: Envelope) -> Any:
     """All agents are told the same, but for recipes, which nobody here follows: it is decoded once."""
-    if kind == "Install":
-        head, _, rest = body.partition(b'"recipes":')
-        body = head + NONE + rest[rest.index(b',"covered":') :]
-    return _decoded(kind, body)
+    return _decoded(envelope.kind, b"[]" if envelope.common else envelope.body, envelope.common)
 
 
 @functools.lru_cache(maxsize=64)
-def _decoded(kind: str, body: bytes) -> Any:
-    return unpack(Envelope(0, 0, kind, body))
+def _decoded(kind: str, body: bytes, common: bytes) -> Any:
+    return unpack(Envelope(0, 0, kind, body, common=common))
 
 
 class Places:
@@ -121,7 +117,7 @@ class Agent:
     async def _hear(self, proto: elastic_pb2.Envelope) -> None:
         envelope = from_proto(proto)
         self.term = max(self.term, envelope.term)
-        message = read(envelope.kind, envelope.body)
+        message = read(envelope)
         if not isinstance(message, m.Trim):
             await self._take(message)
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65lastic/rpc/elastic.proto\x12\x07\x65lastic\"e\n\x08\x45nvelope\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\x0e\n\x06sender\x18\x05 \x01(\t\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x32p\n\x0b\x43oordinator\x12\x33\n\x07Session\x12\x11.elastic.Envelope\x1a\x11.elastic.Envelope(\x01\x30\x01\x12,\n\x04\x43\x61ll\x12\x11.elastic.Envelope\x1a\x11.elastic.Envelopeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65lastic/rpc/elastic.proto\x12\x07\x65lastic\"u\n\x08\x45nvelope\x12\x0c\n\x04term\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04\x62ody\x18\x04 \x01(\x0c\x12\x0e\n\x06sender\x18\x05 \x01(\t\x12\x10\n\x08sequence\x18\x06 \x01(\x04\x12\x0e\n\x06\x63ommon\x18\x07 \x01(\x0c\x32p\n\x0b\x43oordinator\x12\x33\n\x07Session\x12\x11.elastic.Envelope\x1a\x11.elastic.Envelope(\x01\x30\x01\x12,\n\x04\x43\x61ll\x12\x11.elastic.Envelope\x1a\x11.elastic.Envelopeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'elastic.rpc.elastic_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENVELOPE']._serialized_start=38
-  _globals['_ENVELOPE']._serialized_end=139
-  _globals['_COORDINATOR']._serialized_start=141
-  _globals['_COORDINATOR']._serialized_end=253
+  _globals['_ENVELOPE']._serialized_end=155
+  _globals['_COORDINATOR']._serialized_start=157
+  _globals['_COORDINATOR']._serialized_end=269
 # @@protoc_insertion_point(module_scope)

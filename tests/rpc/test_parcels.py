@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import replace
+
+import pytest
+
 from elastic.core import messages as m
 from elastic.core.types import Assignment, Pipeline, Plan, Recipe, Stage, Unit
-from elastic.rpc.envelope import pack, unpack
+from elastic.errors import FieldError
+from elastic.rpc.envelope import HOLE, MAX_BODY_BYTES, from_proto, pack, to_proto, unpack
 from elastic.rpc.parcels import Parcels
 
 TEXT = 'told "recipes":[] already'
@@ -36,3 +42,16 @@ def test_the_same_words_are_encoded_once() -> None:
     assert parcels.pack(m.Halt(3), term=2, epoch=2, node="b").term == 2
     assert parcels.pack(m.Halt(3, True), term=2, epoch=2, node="b") == pack(m.Halt(3, True), term=2, epoch=2)
     assert unpack(parcels.pack(m.Trim(3), term=2, epoch=2, node="b")) == m.Trim(3)
+
+
+def test_what_is_common_travels_deflated_and_within_bounds() -> None:
+    envelope = Parcels().pack(m.Install(3, Assignment(PLAN, 4, RECIPES)), term=1, epoch=3, node="a")
+    assert from_proto(to_proto(envelope)) == envelope
+    text = zlib.decompress(envelope.common)
+    bombs = (b"no zlib", envelope.common[:-1], zlib.compress(bytes(MAX_BODY_BYTES + 1)))
+    holes = (zlib.compress(text.replace(HOLE, b'"x":[]')), zlib.compress(text + HOLE))
+    for wrong in (*bombs, *holes):
+        with pytest.raises(FieldError, match=r"Install\.common"):
+            unpack(replace(envelope, common=wrong))
+    with pytest.raises(FieldError, match="Install"):
+        unpack(replace(envelope, body=b"[}"))
