@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elastic.errors import ElasticError
+from elastic.worker import threads
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ def abandonable(
         woken.set()
 
     abandon.subscribe(woken.set)
-    threading.Thread(target=body, name=name, daemon=True).start()
+    threads.start(name, body)
     woken.wait()
     abandon.unsubscribe(woken.set)
     with lock:

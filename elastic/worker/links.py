@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Work
 
 from elastic.errors import FieldError
 from elastic.rpc.shaping import Shaper
+from elastic.worker import threads
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed, abandonable
 from elastic.worker.flows import Form, Peer, Receive, data_tag, form_of, header_tag, pack_form
 from elastic.worker.rendezvous import blame, connect, host_store
@@ -136,7 +137,7 @@ class Links:
         except RuntimeError as error:
             raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
         abandon.subscribe(links.close)
-        links._start(f"sets-epoch{epoch}", lambda: links._open_sets(sets_of(rank, holder_sets)))
+        threads.start(f"sets-epoch{epoch}", lambda: links._open_sets(sets_of(rank, holder_sets)))
         return links
 
     def _open_data(
@@ -287,8 +288,4 @@ class Links:
         """End this epoch's communication in this process; blocked waits raise. Returns at once."""
         self.abandon.unsubscribe(self.close)
         for transport in {id(t): t for t in (self._control, self._data) if t is not None}.values():
-            self._start(f"close-epoch{self.epoch}", transport.close)
-
-    @staticmethod
-    def _start(name: str, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name=name, daemon=True).start()
+            threads.start(f"close-epoch{self.epoch}", transport.close)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic.errors import FieldError
+from elastic.worker import threads
 from elastic.worker.abandon import Abandon
 
 _BLAME_S = 0.2
@@ -58,7 +59,7 @@ def blame(store: PrefixStore | None, suspects: tuple[int, ...], abandon: Abandon
         answered.set()
 
     if store is not None:
-        threading.Thread(target=ask, args=(store,), name="blame", daemon=True).start()
+        threads.start("blame", lambda: ask(store))
         abandon.subscribe(answered.set)
         answered.wait(_BLAME_S)
         abandon.unsubscribe(answered.set)
