@@ -26,7 +26,7 @@ demo: setup ## train a GPT, kill a node in the middle of a step, compare with a 
 	$(BIN)/python -m examples.demo
 
 test: setup tools ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 tools: # what some tests need besides Python, where it can be had; they say so and skip where not
 	@command -v prometheus >/dev/null || ! command -v apt-get >/dev/null || { \
@@ -51,7 +51,7 @@ soak: setup ## 30 minutes of training on a loaded machine: nothing may be done a
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
 
-proto: setup ## regenerate elastic/rpc/*_pb2*
+proto: setup ## regenerate elastic/rpc/*_pb2* (with the oldest grpcio-tools that is allowed: newer code refuses older libraries)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. elastic/rpc/elastic.proto
 
 clean: ## remove the environment and all leftovers

@@ -80,7 +80,7 @@ class Size:
 
 
 FULL = Size(5, 1024, 96, (64, 256, 1024, 4096, 8192), 100, (64, 512), tuple(STEPS), tuple(range(2, 65)))
-QUICK = Size(1, 12, 14, (8,), 1, (8, 12), ("gpt3-medium", "gpt3-2.7b"), (2, 5, 9), 3)
+QUICK = Size(1, 5, 10, (4,), 1, (8, 12), ("gpt3-medium", "gpt3-2.7b"), (2, 5, 9), 3)
 
 
 def nodes_of(counts: dict[str, int]) -> tuple[NodeInfo, ...]:

@@ -101,7 +101,7 @@ class Monitor:
         """`directories`: (role, path) of what the node writes to."""
         self._node, self._directories, self._emit = node, directories, emit
         self._devices, self._clock = devices if devices is not None else Devices(), clock
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
         self._mishaps: dict[tuple[str, str], Mishap] = {}
         self._incarnation, self._epoch, self._quiet = "", 0, 0
@@ -112,7 +112,8 @@ class Monitor:
         return self
 
     def close(self) -> None:
-        self._ended.set()
+        self._ended = True
+        self._woken.set()
 
     def enter(self, incarnation: str, epoch: int) -> None:
         """A new plan, or a new membership: links are measured anew."""
@@ -127,11 +128,12 @@ class Monitor:
                 self._windows.setdefault(peer, _Window(self._clock())).add(nbytes, seconds)
 
     def failed(self, what: str, path: str, detail: str) -> None:
-        """Something could not be written."""
+        """Something could not be written. It is told at once: the job may be over at the next look."""
         with self._lock:
             count = self._mishaps[what, path].count + 1 if (what, path) in self._mishaps else 1
             if count > 1 or len(self._mishaps) < MANY:
                 self._mishaps[what, path] = Mishap(what, path[:LONG], detail[:LONG], count)
+        self._woken.set()
 
     def look(self) -> HealthReport | None:
         """The node as it is now, if that is news."""
@@ -160,7 +162,9 @@ class Monitor:
             return report
 
     def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
+        while not self._ended:
+            self._woken.wait(SAMPLE_S)
+            self._woken.clear()
             try:
                 report = self.look()
             except (OSError, psutil.Error) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -30,18 +29,8 @@ MANY_STEPS = ("--steps", "3000")
 TOLD_OFTEN = ("--heartbeat", "0.1")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def token() -> Iterator[None]:
-    """Only who has it may use the cluster. Ray reads it when it is imported, so nothing above imports it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        patch.delenv("RAY_ADDRESS", raising=False)
-        yield
-
-
 @pytest.fixture(scope="module")
-def cluster(token: None) -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
     with ray_cluster(4) as found:
         yield found
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,15 +24,6 @@ pytestmark = [
 ]
 STEPS = ("--num-microbatches", "48", "--steps", "100")
 FEW = ("--steps", "12")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def token() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        patch.delenv("RAY_ADDRESS", raising=False)
-        yield
 
 
 def test_two_raylets_then_an_actor_are_killed(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import threading
 import time
@@ -35,18 +34,8 @@ def here(cells: Sequence[Cell]) -> Generator[tuple[Cell, Result]]:
         yield cell, cell.run()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def token() -> Iterator[None]:
-    """Only who has it may use the cluster. Ray reads it when it is imported, so nothing above imports it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        patch.delenv("RAY_ADDRESS", raising=False)
-        yield
-
-
 @pytest.fixture(scope="module")
-def cluster(token: None) -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
     """Two nodes of one CPU each."""
     import ray
     from ray.cluster_utils import Cluster
