@@ -30,6 +30,7 @@ from elastic.rpc.options import client_options
 
 MEMORY_BYTES = 24 << 30
 """Of a node: a pipeline needs a dozen of them."""
+RETRY_S = 0.5
 RAMP_S = 0.5
 """Agents begin their heartbeats spread over so long."""
 
@@ -73,10 +74,21 @@ class Agent:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
         self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES))
         self.assignment: Assignment | None = None
+        self._heard = False
         self._told, self._heartbeat = (-1, -1), elastic_pb2.Envelope()
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
+        """As real agents do, it tries again when it cannot get through: hundreds of others come at the same moment."""
+        while not self._heard:
+            try:
+                await self._speak()
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                if self._heard:
+                    self.crowd.failed(f"{self.name}: {error}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _speak(self) -> None:
         options = client_options(keepalive_s=30.0)
         async with grpc.aio.insecure_channel(self.crowd.address, options=options) as channel:
             stub = elastic_pb2_grpc.CoordinatorStub(channel)
@@ -87,9 +99,8 @@ class Agent:
             beats = asyncio.create_task(self._beat())
             try:
                 async for proto in self._call:
+                    self._heard = True
                     await self._hear(proto)
-            except grpc.aio.AioRpcError as error:
-                self.crowd.failed(f"{self.name}: {error.details()}")
             finally:
                 beats.cancel()
 
