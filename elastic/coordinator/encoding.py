@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from typing import Any
 
 from elastic.core import codec
 from elastic.core.job import JobState, Member
 from elastic.core.messages import NodeReport
-
-SEPARATORS = (",", ":")
 
 
 class StateText:
@@ -22,7 +21,7 @@ class StateText:
 
     def __init__(self) -> None:
         self._fields: dict[str, tuple[Any, str]] = {}
-        self._reports: dict[str, tuple[NodeReport, str]] = {}
+        self._known: dict[str, tuple[NodeReport, tuple[Any, ...], str, str]] = {}
 
     def dumps(self, state: JobState) -> str:
         """The same as `codec.dumps(state)`."""
@@ -40,17 +39,21 @@ class StateText:
         return known[1]
 
     def _members(self, members: dict[str, Member]) -> str:
-        for node in self._reports.keys() - members.keys():
-            del self._reports[node]
-        return f"{{{','.join(f'{json.dumps(n)}:{self._member(n, mb)}' for n, mb in members.items())}}}"
+        for node in self._known.keys() - members.keys():
+            del self._known[node]
+        return f"{{{','.join([self._member(n, mb) for n, mb in members.items()])}}}"
 
     def _member(self, node: str, member: Member) -> str:
-        known = self._reports.get(node)
-        if known is None or known[0] is not member.report:
-            known = self._reports[node] = (member.report, codec.dumps(member.report))
-        rest = {f: codec.encode(getattr(member, f)) for f in REST}
-        return f'{{"report":{known[1]},{json.dumps(rest, separators=SEPARATORS)[1:]}'
+        """With its name. Heartbeats change one number of it, many times between two saves."""
+        known, report, rest = self._known.get(node), member.report, _rest(member)
+        if known is None or known[0] is not report or known[1] != rest:
+            texts = {name: codec.dumps(value) for name, value in zip(REST, rest, strict=True)}
+            before = f'{json.dumps(node)}:{{"report":{codec.dumps(report)},"seen":'
+            after = "".join(f',"{name}":{text}' for name, text in texts.items()) + "}"
+            known = self._known[node] = (report, rest, before, after)
+        return f"{known[2]}{codec.dumps(member.seen)}{known[3]}"
 
 
-REST = tuple(field.name for field in dataclasses.fields(Member))[1:]
-"""What follows a member's report."""
+REST = tuple(field.name for field in dataclasses.fields(Member))[2:]
+"""What follows a member's report and when it was seen."""
+_rest = operator.attrgetter(*REST)

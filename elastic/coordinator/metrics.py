@@ -23,7 +23,7 @@ EVENTS = ("beat", "report", "step", "other", "rules")
 REASONS = ("closed", "silent", "replaced")
 LOOK_S = 0.25
 """How often node-seconds are added up while nothing changes."""
-_EVENT_OF = {job.Beat: "beat", job.Reported: "report", job.Stepped: "step", type(None): "rules"}
+_EVENT_OF = {job.Beats: "beat", job.Reported: "report", job.Stepped: "step", type(None): "rules"}
 
 
 class CoordinatorMetrics:

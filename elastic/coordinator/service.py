@@ -55,7 +55,7 @@ log = logging.getLogger("elastic.coordinator")
 TICK_S = 0.05
 ANSWER_S = 10.0
 """After this long a question of the command line is given up; it waits less itself."""
-PASSING = ("Beat", "Tick", "HealthSeen", "rules")
+PASSING = ("Beats", "Tick", "HealthSeen", "rules")
 """After these alone nothing needs to be saved, unless something follows."""
 TOGETHER = 512
 """Events that are taken at once at most."""
@@ -78,6 +78,7 @@ class Coordinator:
         self._commits = Commits(Path(config.checkpoint_dir), self._queue.put)
         self._ending = 0.0
         self._unsettled = self._to_save = False
+        self._beats: list[m.Heartbeat] = []
         self._part, self._speakers = part, Speakers()
         self._load()
         self._records = Records(self._run_dir)
@@ -188,13 +189,7 @@ class Coordinator:
                 self._apply(job.Reported(message, connected))
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
-                self._apply(
-                    job.Beat(
-                        message.node, message.incarnation, message.step, message.microbatch, message.measured
-                    )
-                )
-                if self._keeper.sure:
-                    self._records.beat((message.step, message.microbatch), self._state)
+                self._beats.append(message)
             case m.StepDone():
                 self._saver.hold(None, partial(self._records.step, message, self._state))
                 self._saver.hold(None, partial(self._meter.stepped, message, self._state))
@@ -224,16 +219,26 @@ class Coordinator:
             if member is not None:
                 self._apply(job.Closed(node, member.report.info.incarnation))
 
+    def _hear(self) -> None:
+        """Learn of all heartbeats that have come since the last event."""
+        if self._beats:
+            beats, self._beats = tuple(self._beats), []
+            self._apply(job.Beats(beats))
+            if self._keeper.sure:
+                self._records.beat(max((beat.step, beat.microbatch) for beat in beats), self._state)
+
     def _apply(self, event: Any) -> None:
         """Learn of an event; `_decide` follows."""
+        self._hear()
         before, began, now = self._state, time.perf_counter(), self._clock.now()
         result = learn(before, event, now)
         self._meter.took(event, time.perf_counter() - began)
-        self._unsettled = self._unsettled or not isinstance(event, job.Beat)
+        self._unsettled = self._unsettled or not isinstance(event, job.Beats)
         self._follow(type(event).__name__, before, result, now)
 
     def _decide(self) -> None:
         """One transition for all that was learned: decide, save, act."""
+        self._hear()
         while self._unsettled or self._to_save:
             if self._unsettled:
                 self._unsettled = False

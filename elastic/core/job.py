@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.core.gauge import Gauge
 from elastic.core.health import Limits, Record
-from elastic.core.messages import Launch, Measured, NodePhase, NodeReport, Notice
+from elastic.core.messages import Heartbeat, Launch, NodePhase, NodeReport, Notice
 from elastic.core.pace import Pace
 from elastic.core.timeouts import Seen, Timeouts, budget
 from elastic.core.types import Assignment, JobSpec, Plan, Slot, StepRecord
@@ -241,13 +241,15 @@ class Reported:
     """First report over a new connection."""
 
 
+Beat = Heartbeat
+"""A node's sign of life is an event as it comes."""
+
+
 @dataclass(frozen=True, slots=True)
-class Beat:
-    node: str
-    incarnation: str
-    step: int
-    microbatch: int
-    measured: tuple[Measured, ...] = ()
+class Beats:
+    """Heartbeats that came together. In a job of thousands of nodes most of what comes is this."""
+
+    beats: tuple[Beat, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from elastic.core.job import (
     Adopted,
     BackupNoted,
     Beat,
+    Beats,
     CheckpointCommitted,
     Closed,
     CommitCheckpoint,
@@ -109,21 +110,32 @@ def _resync(state: JobState, node: str) -> tuple[Action, ...]:
 
 
 def _beat(state: JobState, event: Beat, now: float) -> Result:
-    member = state.members.get(event.node)
-    if member is None or member.report.info.incarnation != event.incarnation:
-        return (
-            state,
-            (Send(event.node, m.Fenced(f"{event.node} is not a member (any more)")),),
-            "former member",
-        )
-    report = member.report
-    if (report.step, report.microbatch) != (event.step, event.microbatch):
-        report = replace(report, step=event.step, microbatch=event.microbatch)
-    state = observe(put(state, replace(member, seen=now, report=report)), event)
-    longest = max((one.forward_s + one.backward_s for one in event.measured), default=0.0)
-    seen = state.seen.grown(microbatch_s=longest)
+    return _beats(state, Beats((event,)), now)
+
+
+def _beats(state: JobState, event: Beats, now: float) -> Result:
+    """All at once: each one alone would copy the members."""
+    members, taken = dict(state.members), []
+    strangers: list[Action] = []
+    for beat in event.beats:
+        member = members.get(beat.node)
+        if member is None or member.report.info.incarnation != beat.incarnation:
+            fenced = m.Fenced(f"{beat.node} is not a member (any more)")
+            strangers.append(Send(beat.node, fenced))
+            continue
+        report = member.report
+        if (report.step, report.microbatch) != (beat.step, beat.microbatch):
+            report = replace(report, step=beat.step, microbatch=beat.microbatch)
+        members[beat.node] = replace(member, seen=now, report=report)
+        taken.append(beat)
+    if taken:
+        state = state.of(members=members)
+    for beat in taken:
+        state = conditions.observe(observe(state, beat), beat)
+    times = (one.forward_s + one.backward_s for beat in taken for one in beat.measured)
+    seen = state.seen.grown(microbatch_s=max(times, default=0.0))
     state = state if seen is state.seen else state.of(seen=seen)
-    return conditions.observe(state, event), (), ""
+    return state, tuple(strangers), "former member" if strangers else ""
 
 
 def _closed(state: JobState, event: Closed, now: float) -> Result:
@@ -198,6 +210,7 @@ def _adopted(state: JobState, event: Adopted, now: float) -> Result:
 KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     Reported: _reported,
     Beat: _beat,
+    Beats: _beats,
     Closed: _closed,
     DrainAsked: _drain_asked,
     m.Notice: notices.noticed,

@@ -8,8 +8,8 @@ from elastic.coordinator.encoding import StateText
 from elastic.core import codec
 from elastic.core import messages as m
 from elastic.core.coordinator import learn, settle, transition
-from elastic.core.job import Beat, Closed, JobState, Policy, Reported, Send
-from elastic.core.messages import NodePhase, NodeReport
+from elastic.core.job import Beat, Beats, Closed, JobState, Policy, Reported, Send
+from elastic.core.messages import Measured, NodePhase, NodeReport
 from elastic.core.types import JobSpec, LayerSpec, NodeInfo
 
 SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
@@ -38,6 +38,26 @@ def test_many_events_are_decided_on_together_as_one_by_one() -> None:
         single, _, _ = settle(single, now)
         assert apart == single, number
     assert set(apart.members) == {"a", "c"} and apart.epoch == 1 and apart.losses == 1
+
+
+def test_heartbeats_together_are_as_one_by_one() -> None:
+    state = JobState(policy=Policy(min_nodes=2, max_nodes=2))
+    for one in (report("a"), report("b"), attached("a"), attached("b")):
+        state, _, _ = transition(state, Reported(one), 1.0)
+    measured = (Measured(0, 1, 3, 0.1, 0.2),)
+    beats = (
+        Beat("a", "a-1", 3, 1, measured),
+        Beat("x", "x-1", 0, 0),
+        Beat("b", "b-2", 3, 1),
+        Beat("a", "a-1", 3, 2),
+    )
+    together, actions, _ = learn(state, Beats(beats), 1.2)
+    fenced = [action.node for action in actions if isinstance(action, Send)]
+    for beat in beats:
+        state, _, _ = learn(state, beat, 1.2)
+    assert together == state and fenced == ["x", "b"]
+    assert (together.members["a"].seen, together.members["b"].seen) == (1.2, 1.0)
+    assert together.members["a"].report.microbatch == 2 and together.seen.microbatch_s > 0.29
 
 
 def test_what_is_learned_is_answered_at_once() -> None:
