@@ -111,6 +111,7 @@ CONSTANTS = {
     "worker/linkprobe.py TIMEOUT_S": "person",
     "worker/rendezvous.py _BLAME_S": "evidence",
     "worker/shaped.py LOOK_S": "look",
+    "worker/threads.py PATIENCE_S": "program",
     "worker/transport.py _POISON_S": "evidence",
 }
 """Constants in seconds, as `found` names them, and of which kind each is."""
