@@ -13,7 +13,7 @@ def test_a_short_lived_node_is_left_as_a_spare(tmp_path: Path) -> None:
     """It says that it goes after two seconds, when it may not even have started its workers."""
     flags = exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1"))
     run = elastic_run(
-        tmp_path / "run", flags, [*SCRIPT, "--steps", "60", "--hidden", "128", "--seq-len", "128"]
+        tmp_path / "run", flags, [*SCRIPT, "--steps", "120", "--hidden", "128", "--seq-len", "128"]
     )
     assert run.code == 0, run.output
     spares = [event for event in run.events if event["kind"] == "spare"]
