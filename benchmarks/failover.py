@@ -36,6 +36,10 @@ class Run:
         self._dir = run_dir
         command = [sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", "2", "--lease", "30"]
         command += ["--coordinators", "3", "--store", store, "--run-dir", str(run_dir)]
+        command += [
+            "--backup",
+            "log+snapshot",
+        ]  # else it is chosen anew once steps are measured, which changes the plan
         with (run_dir.parent / "out").open("wb") as out:
             words = [*command, *SCRIPT, "--steps", str(STEPS)]
             self.process = subprocess.Popen(words, stdout=out, stderr=out)
