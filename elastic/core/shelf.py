@@ -37,6 +37,8 @@ class Shelf:
     """(kind, layer, step, micro-batch): TP rank: copies of one message, newest epoch first."""
     divisions: dict[Slot, tuple[int, ...]] = field(default_factory=dict)
     """(layer, TP rank): into how many portions its states were divided, where they were."""
+    homes: dict[tuple[Slot, int], dict[str, Copy]] = field(default_factory=dict)
+    """(slot, version): node: what `on_node` finds of `states`, each of which may lie on hundreds of nodes."""
 
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
@@ -74,8 +76,9 @@ class Shelf:
                 gradients.setdefault(at, {}).setdefault(mask, []).append(copy)
         rebuilds = rebuildable(parities, states, plan)
         states |= {at: [state] for at, (state, *_) in rebuilds.items()}
+        sorted_states = {at: _newest_first(copies) for at, copies in states.items()}
         return cls(
-            {at: _newest_first(copies) for at, copies in states.items()},
+            sorted_states,
             {at: {m: _newest_first(c) for m, c in by.items()} for at, by in gradients.items()},
             {at: _newest_first(copies) for at, copies in reduced.items()},
             updates,
@@ -83,6 +86,7 @@ class Shelf:
             tuple(parities),
             {at: {s: _newest_first(c) for s, c in by.items()} for at, by in logs.items()},
             _divisions(states),
+            {at: _homes(copies) for at, copies in sorted_states.items()},
         )
 
     def versions(self, slot: Slot) -> list[int]:
@@ -117,6 +121,15 @@ def on_node(copies: Sequence[Copy], node: str) -> Copy | None:
     """Return the copy that lies on `node`, made there if possible, or None."""
     local = [copy for copy in copies if copy.node == node]
     return next((copy for copy in local if copy.owner == node), local[0] if local else None)
+
+
+def _homes(copies: Sequence[Copy]) -> dict[str, Copy]:
+    found: dict[str, Copy] = {}
+    for copy in copies:
+        held = found.get(copy.node)
+        if held is None or (copy.owner == copy.node and held.owner != copy.node):
+            found[copy.node] = copy
+    return found
 
 
 def _divisions(states: Iterable[tuple[Slot, int]]) -> dict[Slot, tuple[int, ...]]:

@@ -111,7 +111,7 @@ class Solver:
         """Return the state of `version`, or an older one and the updates that make `version` of it: what takes the
         fewest bytes to `node`, and of these the fewest updates. None if there is neither."""
         whole = self.shelf.states.get((slot, version), ())
-        local = on_node(whole, node)
+        local = self.shelf.homes.get((slot, version), {}).get(node)
         if local:
             return (local,)
         options: list[tuple[Copy, ...]] = [(self.nearest(whole, node),)] if whole else []

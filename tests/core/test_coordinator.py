@@ -65,6 +65,7 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         made += [
             (job.Beat(node, incarnation, 3, 1), 0.1),
             (job.Beat(node, "former", 3, 1), 0.1),
+            (job.Beats((job.Beat(node, incarnation, 3, 2), job.Beat("nobody", "x", 0, 0))), 0.1),
             (job.Closed(node, incarnation), 0.1),
             (job.Closed(node, "former"), 0.1),
             (job.DrainAsked(node, 0.5), 0.1),
