@@ -50,6 +50,7 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         (job.DrainAsked("nobody", 1.0), 0.1),
         (m.Notice("nobody", "x", m.NoticeKind.LEAVE, "aws", 1.0), 0.1),
         (job.Beat("nobody", "x", 0, 0), 0.1),
+        (job.Beats((job.Beat("nobody", "x", 0, 0),)), 0.1),
         (job.Closed("nobody", "x"), 0.1),
         (job.Stepped(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
         (job.PartWritten(2, ((0, 0), (1, 0))), 0.1),

@@ -62,6 +62,7 @@ def assert_nobody_was_killed(run: Run, nodes: int, until: float = float("inf")) 
         assert not [line for line in agent_log(run, f"node{node}") if "workers are killed" in line]
 
 
+@pytest.mark.chaos  # test_soak has the same with more of everything
 def test_nobody_is_killed_on_a_loaded_machine(tmp_path: Path) -> None:
     with loaded_machine():
         run = elastic_run(tmp_path / "run", ["--nnodes", "2"], [*SCRIPT, "--steps", "40"])

@@ -11,7 +11,7 @@ from tests.scenarios.shared import SCRIPT, exact, reference
 
 SHAPES = (
     pytest.param("1", "auto", "1", id="one-node"),
-    pytest.param("3", "auto", "1+1+1", id="three-replicas"),
+    pytest.param("3", "auto", "1+1+1", id="three-replicas", marks=pytest.mark.chaos),
     pytest.param("4", "3+1", "3+1", id="three-plus-one"),
     pytest.param("3", "1", "3", id="depth-three", marks=pytest.mark.chaos),
     pytest.param("4", "1", "4", id="depth-four", marks=pytest.mark.chaos),
