@@ -21,8 +21,8 @@ Every flag may be written `--a-b` or `--a_b`. For `run`, `coordinator` and `agen
 and one line on standard error, before anything is started or written.
 
 Several machines: run the same `elastic run` on each of them with the same `--rdzv-endpoint HOST:PORT` and
-`--rdzv-backend c10d`; the machine that owns the address starts the coordinator. `elastic coordinator` and
-`elastic agent` start the two services by themselves instead.
+`--rdzv-backend c10d`, and with `--certs` and `--join-token-file` ([security](security.md)); the machine that owns the
+address starts the coordinator. `elastic coordinator` and `elastic agent` start the two services by themselves instead.
 """
 EXITS = """
 ## Exit codes

@@ -92,6 +92,7 @@ CONSTANTS = {
     "launcher/watch.py PATIENCE_S": "person",
     "metrics.py FAST_S": "weigh",
     "metrics.py RECOVERY_S": "weigh",
+    "metrics.py SILENT_S": "program",
     "metrics.py STEP_S": "weigh",
     "rpc/client.py call timeout_s": "person",
     "rpc/compressing.py TURN_S": "weigh",

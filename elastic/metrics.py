@@ -10,26 +10,30 @@ Whoever serves also writes RUN_DIR/metrics/NAME.json, which Prometheus' file-bas
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
+import socket
 import ssl
+import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from wsgiref.simple_server import WSGIServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, start_http_server
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
-from elastic.rpc.security import CA, CERT, KEY
+from elastic.errors import FieldError
+from elastic.rpc.refusals import REFUSALS, Reason
+from elastic.rpc.security import Contexts, why
 
 log = logging.getLogger(__name__)
 FOLDER = "metrics"
 """Of a run directory: one discovery file a process."""
+SILENT_S = 10.0
+"""A connection on which nothing comes for so long is closed."""
 FAST_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Buckets of what takes milliseconds."""
 RECOVERY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -64,26 +68,47 @@ def new_registry() -> CollectorRegistry:
     return registry
 
 
+class _Server(ThreadingWSGIServer):
+    """One thread a scrape; with certificates each connection by the ones that are valid then."""
+
+    contexts: Contexts | None = None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        sock, where = super().get_request()
+        sock.settimeout(SILENT_S)
+        if self.contexts is not None:  # the handshake is the scrape's thread's: others do not wait for it
+            context = self.contexts.server()
+            sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return sock, where
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):  # of TLS, too
+            reason = why(error) if isinstance(error, ssl.SSLError) else Reason.HANDSHAKE
+            REFUSALS.count("metrics", reason, client_address, error)
+        else:
+            log.error("a scrape by %s failed", client_address, exc_info=error)
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are no news."""
+
+
 class Exposition:
-    """Serves a registry from a thread of its own, until `close`."""
+    """Serves a registry from threads of its own, until `close`."""
 
     def __init__(self, registry: CollectorRegistry, where: Where) -> None:
-        """Raises OSError when the address cannot be had, or the certificates cannot be used."""
-        certs = Path(where.certs) if where.certs else None
-        found = start_http_server(
-            where.port,
-            where.host,
-            registry,
-            certfile=str(certs / CERT) if certs else None,
-            keyfile=str(certs / KEY) if certs else None,
-            client_cafile=str(certs / CA) if certs else None,
-            client_auth_required=certs is not None,
-        )
-        self._server: WSGIServer = found[0]
-        self._thread: threading.Thread = found[1]
+        """Raises OSError when the address cannot be had, FieldError when the certificates cannot be used."""
+        family, *_ = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
+        kind = type("_Server", (_Server,), {"address_family": family})
+        contexts = Contexts(Path(where.certs)) if where.certs else None
+        app = make_wsgi_app(registry)
+        self._server = make_server(where.host, where.port, app, server_class=kind, handler_class=_Handler)
+        self._server.contexts = contexts
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.address = f"{where.host}:{self._server.server_port}"
-        if certs:
-            registry.register(_Renewal(self._server.socket.context, certs))  # type: ignore[attr-defined]
         self._file = _announce(self.address, where)
 
     def close(self) -> None:
@@ -94,32 +119,13 @@ class Exposition:
         self._thread.join(1.0)
 
 
-class _Renewal(Collector):
-    """Certificates that were replaced are taken up at a scrape, for those that follow."""
-
-    def __init__(self, context: ssl.SSLContext, certs: Path) -> None:
-        self._context, self._certs, self._stamp = context, certs, self._look(certs)
-
-    def collect(self) -> Iterator[Metric]:
-        with contextlib.suppress(OSError):  # being replaced: at the next scrape
-            stamp = self._look(self._certs)
-            if stamp != self._stamp:
-                self._context.load_verify_locations(self._certs / CA)
-                self._context.load_cert_chain(self._certs / CERT, self._certs / KEY)
-                self._stamp = stamp
-        return iter(())
-
-    def _look(self, certs: Path) -> tuple[int, ...]:
-        return tuple((certs / name).stat().st_mtime_ns for name in (CA, CERT, KEY))
-
-
 def serve(registry: CollectorRegistry, where: Where) -> Exposition | None:
     """Serve from now on; None, with a warning in the log, where that cannot be: nothing stops for its metrics."""
     if where.port < 0:
         return None
     try:
         found = Exposition(registry, where)
-    except OSError as error:
+    except (OSError, FieldError) as error:
         log.warning("no metrics: %s:%d cannot be served: %s", where.host, where.port, error)
         return None
     log.info("metrics at http%s://%s/metrics", "s" if where.certs else "", found.address)

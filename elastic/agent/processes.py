@@ -86,6 +86,10 @@ def process_state(pid: int) -> ProcessState | None:
     return ProcessState(stopped, cpu.user + cpu.system, (int(main[11]) + int(main[12])) / CLOCK_HZ)
 
 
+SECRET = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
+"""Variables that are not for scripts."""
+
+
 def worker_environment(
     config: JobConfig, launch: Launch, place: Place, local_rank: int, tp_store: str, base: Mapping[str, str]
 ) -> dict[str, str]:
@@ -95,7 +99,7 @@ def worker_environment(
     shared = config.nproc_per_node > 1 or config.local_nodes > 1
     folder = config.log_path(place.node, launch.restart, local_rank)
     return {
-        **base,
+        **{name: value for name, value in base.items() if name not in SECRET},
         "RANK": str(rank),
         "LOCAL_RANK": "0" if config.virtual_local_rank else str(local_rank),
         "GROUP_RANK": str(launch.group_rank),

@@ -42,7 +42,7 @@ from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.core.vitals import HealthReport, Preflight, Refused
-from elastic.errors import ElasticError, VaultError
+from elastic.errors import EXIT_DRAINED, ElasticError, VaultError
 from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.rpc import security
 from elastic.rpc.client import Session
@@ -143,9 +143,8 @@ class Agent:
                 self._report()
                 self._leaving.again()
             case Read(source="signal") if self._leaving.parked or not self._state.elastic:
-                self._apply(
-                    m.Stop(0 if self._leaving.parked else 143, "told to end; there is nothing to move")
-                )
+                code = EXIT_DRAINED if self._leaving.parked else 143
+                self._apply(m.Stop(code, "told to end; there is nothing to move"))
             case Read() | Found():
                 self._leaving.take(item)
             case m.Released() if not self._partitioned and not self._leaving.parked:

@@ -165,7 +165,7 @@ def _membership(state: JobState, now: float) -> Iterator[Metric]:
     for member in state.members.values():
         counts[_state_of(member, held)] += 1
     yield by_label("nodes", "Members, each in one state", "state", counts.items())
-    yield gauge("nodes_min", "Nodes without which the job waits", state.policy.min_nodes)
+    yield gauge("nodes_min", "Nodes without which the job does not start", state.policy.min_nodes)
     yield gauge("nodes_max", "Nodes that are used at most", state.policy.max_nodes)
     members = sorted(state.members.items())
     silent = ((node, max(0.0, now - mb.seen)) for node, mb in members)

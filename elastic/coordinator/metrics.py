@@ -54,7 +54,7 @@ class CoordinatorMetrics:
         self._step = self._histogram("step_seconds", "Seconds of a step, as its teller saw it", STEP_S)
         self._lost = self._counter("nodes_lost", "Members that were lost", "reason", REASONS)
         self._events = self._counter(
-            "events", "Entries of the event log", "kind", ("joined", "lost", "drained")
+            "events", "Entries of the event log", "kind", ("joined", "lost", "drained", "quarantine")
         )
         self._bad_copies = self._counter("copies_corrupt", "Copies that did not match their checksum")
         self._short = self._counter("backups_short", "Times that a vault had no room for copies")
@@ -158,6 +158,8 @@ class CoordinatorMetrics:
                 self._short.inc()
             case "checkpoint":
                 self._checkpoints.inc()
+            case "health" if "quarantine_s" in data["evidence"]:
+                self._events.labels("quarantine").inc()
 
     def _node_lost(self, member: job.Member | None, why: str, now: float) -> None:
         reason = next((r for r in ("closed", "silent") if r in why), "replaced")

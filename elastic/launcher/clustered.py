@@ -16,6 +16,7 @@ from typing import Protocol
 
 from elastic.config import JobConfig
 from elastic.core import codec, fleet
+from elastic.errors import FieldError
 from elastic.launcher.children import Child
 from elastic.launcher.guarding import PRIVATE
 from elastic.launcher.hosted import CONSOLE, Order
@@ -80,6 +81,7 @@ class ClusterSupervisor(Supervisor):
         self._cluster = cluster
         self._fleet = fleet.Fleet(wanted=self._config.max_nodes, spares=spares)
         self._next_look = 0.0
+        self._known: Mapping[str, bytes] = {}
         self._told_at, self._patience_s = time.monotonic(), PATIENCE_S
         self._logs = Path(self._config.log_dir or self._path / "logs")
 
@@ -121,9 +123,7 @@ class ClusterSupervisor(Supervisor):
         match action:
             case fleet.Start(node, machine):
                 text = codec.dumps(order(self._config, machine, node, self._address))
-                self._agents.append(
-                    self._cluster.start(machine, node, text, secrets(self._config, self._path))
-                )
+                self._agents.append(self._cluster.start(machine, node, text, self._secrets()))
             case fleet.Forget(node):
                 for agent in self._agents:
                     if agent.name == node:
@@ -135,6 +135,16 @@ class ClusterSupervisor(Supervisor):
             case fleet.GiveUp(reason):
                 self._view.note(f"{reason}; logs are in {self._logs}")
                 self._code = 1
+
+    def _secrets(self) -> Mapping[str, bytes]:
+        """As they are now, since certificates are renewed; as they were, while they cannot be read."""
+        try:
+            self._known = secrets(self._config, self._path)
+        except OSError as error:
+            if not self._known:
+                raise FieldError("--certs", self._config.certs, f"it cannot be read ({error})") from error
+            self._view.note(f"new agents get the certificates that were read before: {error}")
+        return self._known
 
     def _tell_what_is_missing(self, now: float) -> None:
         """Say it now and then, while the job cannot run for want of nodes."""

@@ -20,8 +20,10 @@ from elastic.rpc.security import TOKEN_FILE, Security
 
 TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
 TOKEN_BYTES = 32
-PRIVATE = "certs"
+PRIVATE = "job-certs"
 """Of a run directory: certificates that were made for this job alone."""
+PRIVATE_NAME = "elastic"
+"""The name that they carry: their authority has signed nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,12 @@ def read_certs(text: str | None) -> str:
     return str(path)
 
 
-def certificates(args: argparse.Namespace, secured: Guard, run_dir: Path, job: str) -> tuple[str, str]:
+def certificates(args: argparse.Namespace, secured: Guard, run_dir: Path) -> tuple[str, str]:
     """(directory of certificates, name that they must carry), for the job's configuration. Raises FieldError."""
     name = host("--certs-name", args.certs_name) if args.certs_name else ""
-    return (str(run_dir / PRIVATE), name or job) if secured.private else (read_certs(args.certs), name)
+    return (
+        (str(run_dir / PRIVATE), name or PRIVATE_NAME) if secured.private else (read_certs(args.certs), name)
+    )
 
 
 def read_token(args: argparse.Namespace, environ: Mapping[str, str], *, alone: bool = False) -> str:

@@ -16,6 +16,7 @@ import re
 import select
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -166,6 +167,9 @@ def _request(order: Order) -> Request:
     """The request of a launcher that runs this agent alone, with directories of this machine."""
     root = Path(tempfile.gettempdir(), f"elastic-hosted-{os.getuid()}")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UsageError(f"{root} is not this user's alone: remove it, or give another TMPDIR")
     sweep(root)
     name = f"{order.config.job_id}-{order.node}"
     path = root / name

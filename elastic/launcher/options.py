@@ -84,7 +84,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     conf = _conf(args.rdzv_conf)
     coordinator = "" if standalone or (ray and not args.rdzv_endpoint) else _endpoint(args)
     secured = guard_cluster(args, environ) if ray else guard(args, environ, coordinator, standalone)
-    certs, certs_name = certificates(args, secured, run_dir, job_id)
+    certs, certs_name = certificates(args, secured, run_dir)
     config = JobConfig(
         job_id=job_id,
         run_dir=str(run_dir),

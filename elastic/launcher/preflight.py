@@ -8,9 +8,11 @@ from time import perf_counter
 
 from elastic.errors import EXIT_FAILURE, EXIT_OK
 from elastic.launcher.flags import Parser
+from elastic.launcher.guarding import asking
 from elastic.launcher.options import DYNAMIC_PORT, memory_root
-from elastic.launcher.queries import show
-from elastic.launcher.values import address, folder, size
+from elastic.launcher.queries import add_secrets, show
+from elastic.launcher.values import addresses, folder, size
+from elastic.rpc import security
 
 
 def preflight(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -25,8 +27,9 @@ def preflight(argv: list[str], environ: Mapping[str, str]) -> int:
         "--rdzv-endpoint",
         "--rdzv_endpoint",
         default=environ.get("PET_RDZV_ENDPOINT"),
-        help="HOST:PORT of a coordinator, for the checks of clock and links",
+        help="HOST:PORT of a coordinator, or several, for the checks of clock and links",
     )
+    add_secrets(parser, environ)
     parser.add_argument("--strict", action="store_true", help="warnings count, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
@@ -35,7 +38,8 @@ def preflight(argv: list[str], environ: Mapping[str, str]) -> int:
     directories = [("run", run_dir), ("memory", memory_root())]
     directories += [("checkpoints", checkpoints)] if checkpoints else []
     memory = size("--node-memory", args.node_memory) if args.node_memory else 0
-    where = address("--rdzv-endpoint", args.rdzv_endpoint, DYNAMIC_PORT) if args.rdzv_endpoint else ""
+    where = addresses("--rdzv-endpoint", args.rdzv_endpoint, DYNAMIC_PORT) if args.rdzv_endpoint else ""
+    security.use(asking(args, environ, None))
 
     from elastic.agent.preflight import local_checks, network_checks, standing_of
     from elastic.core.vitals import Preflight

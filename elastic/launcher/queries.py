@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,6 +109,13 @@ def query_parser(name: str, description: str, environ: Mapping[str, str]) -> Par
         "--run-dir", "--run_dir", default=environ.get("PET_RUN_DIR"), help=f"a run ({LATEST})"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_secrets(parser, environ)
+    parser.set_defaults(environ=environ)
+    return parser
+
+
+def add_secrets(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """The flags of whoever calls a job's services; see `elastic.launcher.guarding.asking`."""
     for flag, text in (
         ("--certs", "directory with ca.crt, tls.crt and tls.key"),
         ("--certs-name", "name that the coordinator's certificate must carry"),
@@ -115,8 +123,6 @@ def query_parser(name: str, description: str, environ: Mapping[str, str]) -> Par
     ):
         default = environ.get(f"PET_{flag.strip('-').replace('-', '_').upper()}")
         parser.add_argument(flag, "--" + flag[2:].replace("-", "_"), default=default, help=text)
-    parser.set_defaults(environ=environ)
-    return parser
 
 
 def ask(args: Any, kind: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class RunDir:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         (self.path / TOKEN_FILE).unlink(missing_ok=True)  # of a launcher that was killed
+        shutil.rmtree(self.path / PRIVATE, ignore_errors=True)
         if request.in_place:
             _move_aside(self.path)
         (self.path / "logs").mkdir(exist_ok=True)

@@ -147,6 +147,7 @@ def recovery_text(entry: Answer) -> str:
 def trouble(node: Answer) -> str:
     """What is wrong with a node, or ""."""
     words = ["cut off"] * (not node["connected"]) + ["leaving"] * bool(node["draining"])
+    words += [node["health"]] if node.get("health", "ok") != "ok" else []
     return ", ".join(words + ([f"{node['slow']:.1f}x slower"] if node.get("slow", 1.0) != 1.0 else []))
 
 

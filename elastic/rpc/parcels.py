@@ -51,9 +51,9 @@ class Parcels:
     def _learn(self, message: Install) -> None:
         """Encode what is common, and sort recipes by node."""
         assignment = message.assignment
-        self._assignment, self._recipes = assignment, {}
+        self._recipes = {}
         for node, recipe in assignment.recipes:
             self._recipes.setdefault(node, []).append((node, recipe))
         text = codec.dumps(replace(message, assignment=replace(assignment, recipes=()))).encode()
         check_size("Install", text)
-        self._common = zlib.compress(text)
+        self._common, self._assignment = zlib.compress(text), assignment

@@ -213,6 +213,8 @@ class Server:
                     f"this coordinator has term {self._term()}, {session.sender} knows {envelope.term}"
                 )
             try:
+                if envelope.common:
+                    raise FieldError(f"{envelope.kind}.common", "...", "only a coordinator says it to many")
                 message = unpack(envelope)
             except FieldError as error:
                 REFUSALS.count(PORT, Reason.MALFORMED, session, error)
@@ -223,8 +225,9 @@ class Server:
     async def _call(self, request: elastic_pb2.Envelope, context: Any) -> elastic_pb2.Envelope:
         """One question of the command line."""
         envelope = from_proto(request)
-        if len(envelope.body) > MAX_CALL_BYTES:
-            REFUSALS.count(PORT, Reason.OVERSIZE, context.peer(), f"a call of {len(envelope.body)} bytes")
+        nbytes = len(envelope.body) + len(envelope.common)
+        if nbytes > MAX_CALL_BYTES:
+            REFUSALS.count(PORT, Reason.OVERSIZE, context.peer(), f"a call of {nbytes} bytes")
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_CALL_BYTES} bytes may be asked"
             )

@@ -12,6 +12,7 @@ from elastic.launcher import cli
 from elastic.launcher.certs import make
 from elastic.launcher.clustered import secrets
 from elastic.launcher.flags import run_parser
+from elastic.launcher.guarding import PRIVATE_NAME
 from elastic.launcher.options import Request, request
 from elastic.launcher.ray_options import RayOptions
 from elastic.launcher.rundir import RunDir
@@ -40,9 +41,9 @@ def test_what_secures_the_job_is_made_by_the_launcher(
     assert private.guard.private and private.guard.token and not private.guard.warning
     run_dir = RunDir(private)
     config = run_dir.config
-    assert Path(config.certs).parent == run_dir.path and config.certs_name == config.job_id
+    assert Path(config.certs).parent == run_dir.path and config.certs_name == PRIVATE_NAME
     handed = secrets(config, run_dir.path)
-    assert set(handed) == {"join.token", "certs/ca.crt", "certs/tls.crt", "certs/tls.key"}
+    assert set(handed) == {"join.token", "job-certs/ca.crt", "job-certs/tls.crt", "job-certs/tls.key"}
     Contexts(Path(config.certs))
     run_dir.close()
     assert not Path(config.certs).exists() and not (run_dir.path / "join.token").exists()

@@ -87,7 +87,7 @@ def test_ends_with_the_jobs_exit_code(start: Start, tmp_path: Path, code: int) -
     assert launcher.returncode == code
     assert "acted out" in err and "step 1/9: loss 2.5000, 2 nodes, plan 2" in err
     run = tmp_path / "runs" / "a"
-    assert all(gone(pid) for pid in pids(run))
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
     assert not memory(run).exists()
     assert (tmp_path / "runs" / "latest").resolve() == run
 
@@ -100,7 +100,7 @@ def test_signals_end_everything(start: Start, tmp_path: Path, number: int, code:
     assert wait_until(lambda: up(run), 30)
     launcher.send_signal(number)
     assert launcher.wait(20) == code
-    assert all(gone(pid) for pid in pids(run)) and not memory(run).exists()
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run))) and not memory(run).exists()
 
 
 def test_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
     assert any("SIGINT" in line for line in iter(launcher.stderr.readline, ""))
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(20) == 130
-    assert all(gone(pid) for pid in pids(run))
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
 
 
 def test_nothing_survives_a_killed_launcher(start: Start, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_kill_coordinator_and_join_faults(start: Start, tmp_path: Path) -> None:
     launcher.terminate()
     _, err = launcher.communicate(timeout=20)
     assert "fault: kill-coordinator step=1 down=0.1" in err
-    assert all(gone(pid) for pid in pids(run))
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
 
 
 def test_killed_agents_stay_dead_and_their_children_with_them(start: Start, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_killed_agents_stay_dead_and_their_children_with_them(start: Start, tmp_
     _, err = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
     assert "node0 ended (SIGKILL)" in err and "every node ended before the job did" in err
-    assert len(agents(run)) == 2 and all(gone(pid) for pid in pids(run))
+    assert len(agents(run)) == 2 and wait_until(lambda: all(gone(pid) for pid in pids(run)))
 
 
 def test_a_run_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import re
+import socket
 import ssl
 import urllib.request
 from contextlib import closing
@@ -29,6 +30,7 @@ from elastic.core.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord
 from elastic.core.usage import USES, Usage
 from elastic.launcher.certs import make
 from elastic.metrics import Where, new_registry, serve
+from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import CA, CERT, KEY
 from tests.metrics.tools import DASHBOARD, ROOT, RULES
 
@@ -327,7 +329,11 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
             read(ours, stranger)
     with pytest.raises((OSError, http.client.HTTPException)):
         urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5)
-    make(certs, [["localhost"]])
-    assert read(ours, ours)[1] == first, "still the old one, which sees that it was replaced"
-    assert read(ours, ours)[1] != first
+    with closing(socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2])))):
+        make(certs, [["localhost"]])
+        assert read(ours, ours)[1] != first, (
+            "somebody who says nothing holds up nobody; the new certificate is used"
+        )
+    refused = {reason for (port, reason), number in REFUSALS.counts().items() if port == "metrics" and number}
+    assert {Reason.NO_CERTIFICATE, Reason.WRONG_CA, Reason.PLAIN_TEXT} <= refused
     served.close()

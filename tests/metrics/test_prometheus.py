@@ -41,9 +41,9 @@ def queries(name: str) -> list[tuple[str, str]]:
 
 def test_promtool_accepts_rules_and_configuration() -> None:
     need("promtool")
-    for command in (["rules", RULES], ["config", CONFIG]):
+    for words in (["rules", RULES], ["config", CONFIG]):
         done = subprocess.run(
-            ["promtool", "check", command[0], str(command[1])], capture_output=True, text=True, check=False
+            ["promtool", "check", *map(str, words)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
 

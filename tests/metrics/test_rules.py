@@ -44,7 +44,7 @@ WELL: Series = {
     'elastic_plan_predicted_step_seconds{job="j"}': "1+0" + STEADY,
     'elastic_worker_exits_total{job="j", instance="a"}': "0+0" + STEADY,
     'elastic_messages_refused_total{job="j", reason="stale"}': "0+0" + STEADY,
-    'elastic_events_total{job="j", kind="quarantined"}': "0+0" + STEADY,
+    'elastic_events_total{job="j", kind="quarantine"}': "0+0" + STEADY,
     'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="1.0"}': "0+1" + STEADY,
     'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="60.0"}': "0+1" + STEADY,
     'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="+Inf"}': "0+1" + STEADY,

@@ -52,7 +52,6 @@ FAULTS = {
     "drain": "drain node=1 step=2 deadline=60",
 }
 SMALL = {
-    ("stream:2+snapshot", "kill-in-microbatch"),
     ("recompute+replica", "kill-in-update"),
     ("stream+parity", "kill-in-update"),
     ("stream+snapshot/sharded", "kill-in-update"),

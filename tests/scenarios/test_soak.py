@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic.telemetry import read_events
+from tests.launcher.helpers import wait_until
 from tests.scenarios.harness import LEASE_S, ROOT, Run
 from tests.scenarios.test_hang import agent_log, loaded_machine
 
@@ -53,10 +55,11 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
     script += ["--steps", "1000000", "--checkpoint-every", "50"]
     flags = ["--nnodes", "3", "--lease", LEASE_S, "--run-dir", str(folder / "run")]
     command = [sys.executable, "-m", "elastic", "run", "--standalone", *flags, *script]
-    end = time.time() + seconds
     with loaded_machine(a_core), (folder / "output").open("wb") as output:
         run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
         try:
+            assert wait_until(lambda: steps(folder / "run") > 5, 240.0), (folder / "output").read_text()
+            end = time.time() + seconds
             while time.time() < end:
                 with pytest.raises(subprocess.TimeoutExpired):
                     run.wait(max(0.1, min(every_s, end - time.time())))
@@ -67,7 +70,6 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
         finally:
             run.kill()
     done = Run(run.returncode, (folder / "output").read_text(), folder / "run")
-    assert sum(e["kind"] == "step" for e in done.events) > 5, done.output
     during = [e for e in done.events if e["at"] < ended]
     halts = [e["cause"] for e in during if e["kind"] == "halt"]
     assert halts[0] == "start" and not [cause for cause in halts[1:] if not cause.startswith("backup")], halts
@@ -77,6 +79,11 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
     acted = [e for e in done.events if e["kind"] == "health" and e["action"] != "none"]
     assert not acted, acted
     assert not [e for e in done.events if e["kind"] == "preflight" and not e["ok"]]
+
+
+def steps(run_dir: Path) -> int:
+    path = run_dir / "events.jsonl"
+    return sum(event["kind"] == "step" for event in read_events(path)) if path.exists() else 0
 
 
 def test_nothing_is_done_about_anybody_on_a_loaded_machine(tmp_path: Path) -> None:
