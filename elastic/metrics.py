@@ -104,7 +104,9 @@ class Exposition:
         kind = type("_Server", (_Server,), {"address_family": family})
         contexts = Contexts(Path(where.certs)) if where.certs else None
         app = make_wsgi_app(registry)
-        self._server = make_server(where.host, where.port, app, server_class=kind, handler_class=_Handler)
+        self._server: _Server = make_server(
+            where.host, where.port, app, server_class=kind, handler_class=_Handler
+        )
         self._server.contexts = contexts
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
