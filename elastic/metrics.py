@@ -101,7 +101,7 @@ class Exposition:
     def __init__(self, registry: CollectorRegistry, where: Where) -> None:
         """Raises OSError when the address cannot be had, FieldError when the certificates cannot be used."""
         family, *_ = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
-        kind = type("_Server", (_Server,), {"address_family": family})
+        kind: type[_Server] = type("_Server", (_Server,), {"address_family": family})
         contexts = Contexts(Path(where.certs)) if where.certs else None
         app = make_wsgi_app(registry)
         self._server: _Server = make_server(
