@@ -16,12 +16,13 @@ from prometheus_client.registry import Collector
 
 from elastic import __version__
 from elastic.coordinator.metrics import CoordinatorMetrics
+from elastic.core import quarantine
 from elastic.core.conditions import measured_profile
 from elastic.core.job import JobPhase, JobState, Member
 from elastic.core.stragglers import factor, pace_of, slow
 from elastic.planning.predict import predict
 
-STATES = ("training", "spare", "draining", "starting", "disconnected")
+STATES = ("training", "spare", "draining", "quarantined", "starting", "disconnected")
 PREDICT_S = 15.0
 """How long a prediction is used while the plan stays."""
 
@@ -163,7 +164,7 @@ def _membership(state: JobState, now: float) -> Iterator[Metric]:
     held = frozenset(state.plan.nodes()) if state.plan is not None else frozenset()
     counts = dict.fromkeys(STATES, 0)
     for member in state.members.values():
-        counts[_state_of(member, held)] += 1
+        counts[_state_of(state, member, held)] += 1
     yield by_label("nodes", "Members, each in one state", "state", counts.items())
     yield gauge("nodes_min", "Nodes without which the job does not start", state.policy.min_nodes)
     yield gauge("nodes_max", "Nodes that are used at most", state.policy.max_nodes)
@@ -176,13 +177,15 @@ def _membership(state: JobState, now: float) -> Iterator[Metric]:
     )
 
 
-def _state_of(member: Member, held: frozenset[str]) -> str:
+def _state_of(state: JobState, member: Member, held: frozenset[str]) -> str:
     if not member.connected:
         return "disconnected"
     if member.draining:
         return "draining"
     if member.node in held:
         return "training"
+    if quarantine.holds(state, member.node):
+        return "quarantined"
     return "spare" if member.report.able else "starting"
 
 

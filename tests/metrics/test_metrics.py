@@ -21,10 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic.agent.metrics import AgentMetrics, Condition
 from elastic.coordinator.gauges import JobCollector, Standing
 from elastic.coordinator.metrics import CoordinatorMetrics
-from elastic.core import job
+from elastic.core import job, quarantine
 from elastic.core import messages as m
 from elastic.core.causes import CAUSES, kind_of
 from elastic.core.figures import recovery_entry
+from elastic.core.health import Finding, Kind, Remedy
 from elastic.core.job import Change, JobPhase, JobState, Member, Policy
 from elastic.core.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
 from elastic.core.usage import USES, Usage
@@ -337,3 +338,17 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
     refused = {reason for (port, reason), number in REFUSALS.counts().items() if port == "metrics" and number}
     assert {Reason.NO_CERTIFICATE, Reason.WRONG_CA, Reason.PLAIN_TEXT} <= refused
     served.close()
+
+
+def test_a_node_that_is_put_aside_is_no_spare_and_is_counted() -> None:
+    able = replace(RUNNING.members["c"], report=replace(RUNNING.members["c"].report, able=True))
+    state = RUNNING.of(members={**RUNNING.members, "c": able})
+    assert values(coordinator(state).registry)["elastic_nodes{state=spare}"] == 1
+    aside, actions = quarantine.tell(
+        state, "c", Finding(Kind.PROCESS, Remedy.QUARANTINE, "it crashes", at=1.0)
+    )
+    metrics = coordinator(aside)
+    metrics.decided(state, aside, actions, 1.0)
+    found = values(metrics.registry)
+    assert (found["elastic_nodes{state=spare}"], found["elastic_nodes{state=quarantined}"]) == (0, 1)
+    assert found["elastic_events_total{kind=quarantine}"] == 1
