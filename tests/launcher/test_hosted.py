@@ -126,6 +126,16 @@ def test_secrets_stay_in_the_run_directory(tmp_path: Path, name: str) -> None:
         hosted.write_secret(tmp_path, name, b"x")
 
 
+def test_a_directory_that_somebody_else_may_have_made_is_not_used(order: Order, tmp_path: Path) -> None:
+    """Else he could put his own configuration where the agent looks for its."""
+    root = tmp_path / "machine" / f"elastic-hosted-{os.getuid()}"
+    root.mkdir()
+    root.chmod(0o777)
+    code, why = AgentHost(codec.dumps(order)).serve()
+    assert code == 2 and "not this user's alone" in why
+    assert not list(root.iterdir())
+
+
 def test_leftovers_of_killed_hosts_are_removed(tmp_path: Path) -> None:
     held, left, young = (tmp_path / name for name in ("held", "left", "young"))
     for folder in (held, left, young):

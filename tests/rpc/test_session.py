@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from elastic.core.messages import Halt, Heartbeat, Stop, Trim
 from elastic.errors import FieldError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.client import Session, call
-from elastic.rpc.envelope import MAX_BODY_BYTES, Rejected, from_proto, unpack
+from elastic.rpc.envelope import HOLE, MAX_BODY_BYTES, MAX_CALL_BYTES, Rejected, from_proto, unpack
 from tests.rpc.conftest import ClientBench, ServerBench
 
 ROOT = Path(__file__).parents[2]
@@ -172,6 +173,20 @@ def test_bad_message_is_answered_and_the_session_goes_on(
         server.accepted()
         assert server.message()[0] == Heartbeat("a", "b", 1, 0)
         server.expect("close")
+
+
+def test_nobody_makes_the_coordinator_inflate(server: ServerBench) -> None:
+    """A few bytes may stand for tens of megabytes; only a coordinator has a use for that."""
+    common = zlib.compress(b'{"epoch":1,"assignment":{' + HOLE + b"}}")
+    with grpc.insecure_channel(server.address) as channel:
+        message = elastic_pb2.Envelope(kind="Install", body=b"[]", common=common)
+        rejected = unpack(
+            from_proto(next(elastic_pb2_grpc.CoordinatorStub(channel).Session(iter([message]))))
+        )
+        assert isinstance(rejected, Rejected) and "only a coordinator" in rejected.text
+        asked = elastic_pb2.Envelope(kind="status", body=b"{}", common=bytes(MAX_CALL_BYTES))
+        with pytest.raises(grpc.RpcError, match="bytes may be asked"):
+            elastic_pb2_grpc.CoordinatorStub(channel).Call(asked, timeout=10)
 
 
 def test_noise_on_the_port_does_not_hurt(server: ServerBench) -> None:
