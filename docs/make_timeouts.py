@@ -65,6 +65,7 @@ CONSTANTS = {
     "coordinator/metrics.py LOOK_S": "look",
     "coordinator/service.py ANSWER_S": "person",
     "coordinator/service.py LINGER_S": "program",
+    "coordinator/service.py SLOWEST_TICK_S": "look",
     "coordinator/service.py TICK_S": "look",
     "core/backup.py LOOK_S": "look",
     "core/coordinator.py SCRIPT_S": "program",

@@ -127,9 +127,10 @@ class CoordinatorMetrics:
         if after.plan is not before.plan:
             self.step_s.clear()
 
-    def took(self, event: Any, seconds: float) -> None:
-        """To learn of `event`; None: to apply the rules to what is known."""
+    def took(self, event: Any, seconds: float) -> float:
+        """To learn of `event`; None: to apply the rules to what is known. Returns the seconds."""
         self._took[_EVENT_OF.get(type(event), "other")].observe(seconds)
+        return seconds
 
     def told(self, kind: str) -> None:
         """An entry of the event log that is no action: `decided` counts those."""

@@ -52,7 +52,8 @@ from elastic.store.opening import open_store
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.coordinator")
-TICK_S = 0.05
+TICK_S, SLOWEST_TICK_S = 0.05, 0.25
+"""Rules are applied so often, but in a large job not so often that they take more than a tenth of a core."""
 ANSWER_S = 10.0
 """After this long a question of the command line is given up; it waits less itself."""
 PASSING = ("Beats", "Tick", "HealthSeen", "rules")
@@ -76,7 +77,7 @@ class Coordinator:
         self._sessions: dict[str, Session] = {}
         self._fresh: set[Session] = set()
         self._commits = Commits(Path(config.checkpoint_dir), self._queue.put)
-        self._ending = 0.0
+        self._ending = self._settle_s = 0.0
         self._unsettled = self._to_save = False
         self._beats: list[m.Heartbeat] = []
         self._part, self._speakers = part, Speakers()
@@ -137,7 +138,7 @@ class Coordinator:
             now = self._clock.now()
             if now >= next_tick:
                 self._meter.ticked(now - next_tick)
-                next_tick = now + TICK_S
+                next_tick = now + max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s))
                 self._apply(job.Tick())
             self._decide()
             if self._saver.due():
@@ -244,7 +245,7 @@ class Coordinator:
                 self._unsettled = False
                 before, began, now = self._state, time.perf_counter(), self._clock.now()
                 result = settle(before, now)
-                self._meter.took(None, time.perf_counter() - began)
+                self._settle_s = self._meter.took(None, time.perf_counter() - began)
                 self._follow("rules", before, result, now)
             if self._to_save:
                 self._to_save = False
@@ -350,8 +351,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     alone = not config.store.shared or (config.standalone and config.coordinators == 1)
     holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
     run_dir, clock, store = Path(config.run_dir), Clock(), open_store(config)
-    part = Part(store, run_dir)
-    exposed = Exposed(config, name_of(slot), metrics_port, clock.now)
+    part, exposed = Part(store, run_dir), Exposed(config, name_of(slot), metrics_port, clock.now)
     try:
         if config.max_nodes > FEW:  # the planner needs it after the first change; it is slow to import
             threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
