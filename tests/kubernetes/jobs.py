@@ -35,10 +35,11 @@ def render(*words: str) -> list[Object]:
 
 
 def secrets(name: str, folder: Path) -> list[Object]:
-    """What the user makes before: certificates (as `elastic certs --hosts NAME` writes them) and the join token."""
+    """What the user makes before: certificates (as docs/kubernetes.md makes them) and the join token."""
     content = {"certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""}, "token": {"token": "5e" * 32 + "\n"}}
     if ENCRYPTED:
-        assert cli.main(["certs", "--out", str(folder), "--hosts", name]) == 0
+        hosts = f"{name}/{name}-etcd/*.{name}-etcd"
+        assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
         content["certs"] = {file: (folder / name / file).read_text() for file in content["certs"]}
     return [
         {"kind": "Secret", "metadata": {"name": f"{name}-{rest}"}, "stringData": data}

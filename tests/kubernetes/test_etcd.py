@@ -1,0 +1,55 @@
+"""The rendered job's etcd: three members that speak mutual TLS with everybody, each other included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.launcher import cli
+from tests.kubernetes.cluster import wait_for
+from tests.kubernetes.jobs import JobRun
+from tests.kubernetes.pods import Pod
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+CERTS = "/elastic/certs"
+ASKS = ("--command-timeout=20s", "--dial-timeout=5s", "get", "--prefix", "elastic/", "--keys-only")
+
+
+def ask(pod: Pod, *flags: str) -> tuple[int, str]:
+    """Exit code and output of etcdctl in a pod."""
+    done = pod.run(["etcdctl", *flags, *ASKS], timeout_s=60)
+    return done.returncode, (done.stdout + done.stderr).decode()
+
+
+def another_job(authority: Path, pod: Pod) -> tuple[str, str]:
+    """Flags that show a certificate which the same authority made for another job."""
+    assert cli.main(["certs", "--out", str(authority), "--hosts", "other"]) == 0
+    place = pod.volume("/elastic/run")
+    for name in ("tls.crt", "tls.key"):
+        (place / name).write_bytes((authority / "other" / name).read_bytes())
+        (place / name).chmod(0o644)
+    return ("--cert=/elastic/run/tls.crt", "--key=/elastic/run/tls.key")
+
+
+def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path) -> None:
+    with JobRun(tmp_path, "job", 2, "--overlay", "spot-pool") as job:
+        wait_for("a step, so a plan was stored", lambda: job.step >= 1, job.cluster)
+        members = [pod for pod in job.cluster.pods.values() if "-etcd-" in pod.name]
+        assert len(members) == 3
+        inside = job.coordinators[0]
+        trusting = (f"--cacert={CERTS}/ca.crt",)
+        shown = (f"--cert={CERTS}/tls.crt", f"--key={CERTS}/tls.key")
+        for place in ("demo-etcd", *(f"{pod.hostname}.demo-etcd" for pod in members)):
+            code, output = ask(inside, f"--endpoints=https://{place}:2379", *trusting, *shown)
+            assert code == 0 and "elastic/demo/k/job/state" in output, output
+        other = another_job(tmp_path / "certs", inside)
+        for endpoint, flags in (
+            ("http://demo-etcd:2379", ()),
+            ("https://demo-etcd:2379", trusting),
+            ("https://demo-etcd:2379", (*trusting, *other)),
+        ):
+            code, output = ask(inside, f"--endpoints={endpoint}", *flags)
+            assert code != 0 and "elastic/demo" not in output, (endpoint, flags, output)
+        speak = f"exec 3<>/dev/tcp/{members[0].address}/2380; echo 'GET /version' >&3; cat <&3"
+        assert b"etcdserver" not in inside.run(["bash", "-c", speak]).stdout, "members speak plain text"
