@@ -21,7 +21,7 @@ class Cluster:
     """Use as a context manager: at the end every process, namespace and folder is gone."""
 
     def __init__(self, objects: list[Object], folder: Path) -> None:
-        self._objects, self._folder = objects, folder
+        self.objects, self._folder = objects, folder
         self._network = Network()
         self.pods: dict[str, Pod] = {}
         self._count = 0
@@ -87,7 +87,7 @@ class Cluster:
 
     def _workload(self, component: str) -> Object:
         (one,) = (
-            item for item in self._objects
+            item for item in self.objects
             if item["kind"] in ("StatefulSet", "Job")
             and item["metadata"]["labels"]["app.kubernetes.io/component"] == component
         )  # fmt: skip
@@ -135,7 +135,7 @@ class Cluster:
             short = f"{pod.hostname}.{pod.subdomain}"
             for name in (short, f"{short}.{NAMESPACE}.svc.cluster.local", pod.hostname):
                 hosts[name] = [pod.address]
-        for item in self._objects:
+        for item in self.objects:
             if item["kind"] == "Service":
                 selector = item["spec"]["selector"].items()
                 hosts[item["metadata"]["name"]] = [
@@ -146,7 +146,7 @@ class Cluster:
     # ---- environment and volumes ----
 
     def _find(self, kind: str, name: str) -> Object:
-        (one,) = (o for o in self._objects if o["kind"] == kind and o["metadata"]["name"] == name)
+        (one,) = (o for o in self.objects if o["kind"] == kind and o["metadata"]["name"] == name)
         return one
 
     def _environment(self, pod: Pod) -> dict[str, str]:

@@ -47,14 +47,20 @@ def secrets(name: str, folder: Path) -> list[Object]:
     ]
 
 
+def job_cluster(folder: Path, kind: str, nodes: int, *flags: str) -> Cluster:
+    """Where pods of a rendered job for `nodes` agents can be started."""
+    words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
+    exact = ("--env", "PET_ACCUMULATE=exact")
+    objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *PACE)
+    return Cluster([*objects, *secrets("demo", folder / "certs")], folder)
+
+
 class JobRun:
     """A job of `nodes` agents on a cluster that ends with the `with` block."""
 
     def __init__(self, folder: Path, kind: str, nodes: int, *flags: str) -> None:
-        words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
-        exact = ("--env", "PET_ACCUMULATE=exact")
-        self.objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *PACE)
-        self.cluster = Cluster([*self.objects, *secrets("demo", folder / "certs")], folder)
+        self.cluster = job_cluster(folder, kind, nodes, *flags)
+        self.objects = self.cluster.objects
         self.agents: list[Pod] = []
         self.coordinators: list[Pod] = []
 

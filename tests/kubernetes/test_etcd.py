@@ -8,7 +8,7 @@ import pytest
 
 from elastic.launcher import cli
 from tests.kubernetes.cluster import wait_for
-from tests.kubernetes.jobs import JobRun
+from tests.kubernetes.jobs import job_cluster
 from tests.kubernetes.pods import Pod
 
 pytestmark = pytest.mark.usefixtures("namespaces")
@@ -33,11 +33,12 @@ def another_job(authority: Path, pod: Pod) -> tuple[str, str]:
 
 
 def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path) -> None:
-    with JobRun(tmp_path, "job", 2, "--overlay", "spot-pool") as job:
-        wait_for("a step, so a plan was stored", lambda: job.step >= 1, job.cluster)
-        members = [pod for pod in job.cluster.pods.values() if "-etcd-" in pod.name]
+    with job_cluster(tmp_path, "job", 2, "--overlay", "spot-pool") as cluster:
+        members = cluster.start("etcd")
         assert len(members) == 3
-        inside = job.coordinators[0]
+        (inside,) = cluster.start("coordinator", 1)
+        leads = inside.volume("/elastic/run") / "runs" / "latest" / "coordinator.json"
+        wait_for("a leader, whose state is stored", leads.exists, cluster)
         trusting = (f"--cacert={CERTS}/ca.crt",)
         shown = (f"--cert={CERTS}/tls.crt", f"--key={CERTS}/tls.key")
         for place in ("demo-etcd", *(f"{pod.hostname}.demo-etcd" for pod in members)):

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
 ]
 
-LONG_STEPS = ("--num-microbatches", "48", "--steps", "24")
+LONG_STEPS = ("--num-microbatches", "48", "--steps", "12")
 """Steps so long that a kill a moment after a micro-batch was told still falls into the same step."""
 FOUR_NEEDED = ("--node-memory", "2750KiB")
 """Three nodes have no room for the model: the job waits for a fourth, however long that takes to come."""
