@@ -3,7 +3,7 @@
     python -m benchmarks.coordinator [--agents 100,250,500,1000,2000] [--quick]
 
 The coordinator is the real process, pinned to a core; the agents (`benchmarks.agents`) share the others. They join, get
-a plan for a model of 96 layers, and heartbeat as agents of `elastic run` would. Then
+a plan for a model of 96 layers, and heartbeat twice a second. Then
 
 - for a while nothing happens: the coordinator's share of its core, and how late it looks at the time;
 - an agent's connection ends: detection goes from there to the decision to halt, which waits 0.15 s for it to come back;
@@ -33,14 +33,13 @@ import psutil
 
 from benchmarks.results import Row, save
 from elastic.config import Command, JobConfig
-from elastic.core.timeouts import budget
 from elastic.launcher.rundir import free_port
 from elastic.telemetry import read_events
 
 ROOT = Path(__file__).parents[1]
 AGENTS = (100, 250, 500, 1000, 2000)
-LEASE_S = 3.0
-"""The default of `elastic run`."""
+HEARTBEAT_S, LEASE_S = 0.5, 3.0
+"""The defaults of `elastic run`."""
 DEADLINE_S = 120.0
 T = TypeVar("T")
 
@@ -81,11 +80,6 @@ class Found:
     """How late heartbeats were sent at most: the agents' own cores."""
 
 
-def heartbeat_s(agents: int) -> float:
-    """Twice a second; in the largest jobs less often."""
-    return budget(LEASE_S, nodes=agents).heartbeat_s
-
-
 class Crowd:
     """Processes of simulated agents."""
 
@@ -96,7 +90,7 @@ class Crowd:
         for first, core in zip(range(0, agents, share), cores, strict=False):
             count = min(share, agents - first)
             words = ["--address", address, "--first", first, "--count", count, "--layers", layers]
-            words += ["--heartbeat", heartbeat_s(agents), "--microbatches", 1024 if agents >= 100 else 32]
+            words += ["--heartbeat", HEARTBEAT_S, "--microbatches", 1024 if agents >= 100 else 32]
             process = start("benchmarks.agents", [str(word) for word in words], core, stdin=subprocess.PIPE)
             self._parts.append((range(first, first + count), process))
             threading.Thread(target=self._listen, args=(process,), daemon=True).start()
@@ -152,7 +146,7 @@ def serving(run_dir: Path, agents: int, core: int) -> Iterator[tuple[str, psutil
     JobConfig(
         job_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
         checkpoint_dir=str(run_dir / "checkpoints"), command=Command(script="x"),
-        min_nodes=agents, max_nodes=agents, heartbeat_s=heartbeat_s(agents), lease_s=LEASE_S, backup="stream+snapshot",
+        min_nodes=agents, max_nodes=agents, heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, backup="stream+snapshot",
     ).save()  # fmt: skip
     address = f"127.0.0.1:{free_port()}"
     words = ["--run-dir", str(run_dir), "--address", address, "--metrics-port", "0"]

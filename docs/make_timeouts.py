@@ -134,10 +134,8 @@ More silence is worth tolerating where networks or hypervisors pause (live migra
 without a node are dear. A dead process is known by its closed connection at once, whatever the number.
 """
 AFTER = """
-`nodes` is how many there may be (`--nnodes MIN:MAX`): beyond `BEATS` = 2500 signs of life a second each comes less
-often, four in the silence tolerated at least. `microbatch_s` is the longest time that one worker computed on one
-micro-batch, `step_s` the longest step, `pause_s` the longest time that training stood still for a change of plan. What
-has to hold between the limits is a property test
+`microbatch_s` is the longest time that one worker computed on one micro-batch, `step_s` the longest step, `pause_s` the
+longest time that training stood still for a change of plan. What has to hold between the limits is a property test
 (`tests/core/test_timeouts.py`).
 
 ## What is no limit on waiting

@@ -136,11 +136,7 @@ OURS = (
         None,
         "how long a silent peer is tolerated, seconds (3); every other limit follows from it",
     ),
-    Flag(
-        "--heartbeat",
-        None,
-        "seconds between a node's signs of life (default: follows from --silence and --nnodes)",
-    ),
+    Flag("--heartbeat", None, "seconds between a node's signs of life (default: follows from --silence)"),
     Flag("--lease", None, "the same as --silence"),
     Flag(
         "--notice",

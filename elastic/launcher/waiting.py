@@ -32,12 +32,9 @@ def silence(args: argparse.Namespace) -> float:
     return found.pop() if found else SILENCE_S
 
 
-def heartbeat(args: argparse.Namespace, nodes: int) -> float:
-    """`nodes`: how many there may be."""
+def heartbeat(args: argparse.Namespace) -> float:
     given: str | None = args.heartbeat
-    if given is not None:
-        return seconds("--heartbeat", given)
-    return budget(silence(args), nodes=nodes).heartbeat_s
+    return budget(silence(args)).heartbeat_s if given is None else seconds("--heartbeat", given)
 
 
 def notices(args: argparse.Namespace, standalone: bool) -> tuple[NoticeSource, ...]:
