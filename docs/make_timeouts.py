@@ -64,8 +64,6 @@ CONSTANTS = {
     "coordinator/leading.py SHARED_LEASE_S": "lock",
     "coordinator/metrics.py LOOK_S": "look",
     "coordinator/service.py ANSWER_S": "person",
-    "coordinator/saving.py SOON_S": "look",
-    "coordinator/saving.py LATEST_S": "look",
     "coordinator/service.py LINGER_S": "program",
     "coordinator/service.py SLOWEST_TICK_S": "look",
     "coordinator/service.py TICK_S": "look",

@@ -56,8 +56,8 @@ TICK_S, SLOWEST_TICK_S = 0.05, 0.25
 """Rules are applied so often, but in a large job not so often that they take more than a tenth of a core."""
 ANSWER_S = 10.0
 """After this long a question of the command line is given up; it waits less itself."""
-PASSING, SAID_AGAIN = ("Beats", "Tick", "HealthSeen", "rules"), "Reported"
-"""After these alone nothing needs to be saved, or not at once, unless something follows."""
+PASSING = ("Beats", "Tick", "HealthSeen", "rules")
+"""After these alone nothing needs to be saved, unless something follows."""
 TOGETHER = 512
 """Events that are taken at once at most."""
 LINGER_S = 5.0
@@ -70,7 +70,8 @@ class Coordinator:
     def __init__(
         self, config: JobConfig, address: str, store: Store, lease: Lease, part: Part, exposed: Exposed
     ) -> None:
-        self._config, self._clock, self._run_dir = config, Clock(), Path(config.run_dir)
+        self._config, self._clock = config, Clock()
+        self._run_dir = Path(config.run_dir)
         self._store, self._lease = store, lease
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sessions: dict[str, Session] = {}
@@ -78,7 +79,8 @@ class Coordinator:
         self._commits = Commits(Path(config.checkpoint_dir), self._queue.put)
         self._ending = self._settle_s = 0.0
         self._unsettled = self._to_save = False
-        self._beats, self._part, self._speakers = list[m.Heartbeat](), part, Speakers()
+        self._beats: list[m.Heartbeat] = []
+        self._part, self._speakers = part, Speakers()
         self._load()
         self._records = Records(self._run_dir)
         self._exposed, self._meter = exposed, exposed.meter
@@ -183,7 +185,8 @@ class Coordinator:
             case m.NodeReport():
                 node = message.info.node
                 self._speakers.note(self._state, message)
-                connected, self._sessions[node] = self._sessions.get(node) is not session, session
+                connected = self._sessions.get(node) is not session
+                self._sessions[node] = session
                 self._apply(job.Reported(message, connected))
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
@@ -254,10 +257,7 @@ class Coordinator:
         self._state, actions, reason = result
         hold = self._saver.hold
         turned = self._state.phase is not before.phase
-        if what == SAID_AGAIN and not actions:
-            self._saver.wait(self._state)
-        elif actions or what not in PASSING:
-            self._to_save = True
+        self._to_save = self._to_save or bool(actions) or what not in PASSING
         if actions or turned or not self._saver.away:  # what only tells that time passes would pile up
             hold(None, partial(self._meter.decided, before, self._state, actions, now))
         if before.spec is None and self._state.spec is not None:
