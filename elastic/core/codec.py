@@ -49,7 +49,7 @@ def encode(value: Any) -> Any:
 def decode(kind: type[T], data: Any, path: str = "") -> T:
     """Return `data` as a `kind`. Raises FieldError naming the path of the first value that does not fit."""
     with contextlib.suppress(Exception):  # what does not fit is looked at again, to say where
-        return typing.cast(T, decoder(kind)(data))
+        return typing.cast(T, decoder(typing.cast(Any, kind))(data))
     path = path or getattr(kind, "__name__", "value")
     try:
         return typing.cast(T, _decode(kind, data, path))
