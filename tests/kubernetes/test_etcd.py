@@ -13,12 +13,12 @@ from tests.kubernetes.pods import Pod
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 CERTS = "/elastic/certs"
-ASKS = ("--command-timeout=20s", "--dial-timeout=5s", "get", "--prefix", "elastic/", "--keys-only")
+ASKS = ("--dial-timeout=5s", "get", "--prefix", "elastic/", "--keys-only")
 
 
-def ask(pod: Pod, *flags: str) -> tuple[int, str]:
+def ask(pod: Pod, *flags: str, patience_s: int = 30) -> tuple[int, str]:
     """Exit code and output of etcdctl in a pod."""
-    done = pod.run(["etcdctl", *flags, *ASKS], timeout_s=60)
+    done = pod.run(["etcdctl", f"--command-timeout={patience_s}s", *flags, *ASKS], timeout_s=60)
     return done.returncode, (done.stdout + done.stderr).decode()
 
 
@@ -36,6 +36,7 @@ def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path)
     with job_cluster(tmp_path, "job", 2, "--overlay", "spot-pool") as cluster:
         members = cluster.start("etcd")
         assert len(members) == 3
+        wait_for("etcd", lambda: all(pod.ready() for pod in members), cluster)
         (inside,) = cluster.start("coordinator", 1)
         leads = inside.volume("/elastic/run") / "runs" / "latest" / "coordinator.json"
         wait_for("a leader, whose state is stored", leads.exists, cluster)
@@ -50,7 +51,7 @@ def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path)
             ("https://demo-etcd:2379", trusting),
             ("https://demo-etcd:2379", (*trusting, *other)),
         ):
-            code, output = ask(inside, f"--endpoints={endpoint}", *flags)
+            code, output = ask(inside, f"--endpoints={endpoint}", *flags, patience_s=5)
             assert code != 0 and "elastic/demo" not in output, (endpoint, flags, output)
         speak = f"exec 3<>/dev/tcp/{members[0].address}/2380; echo 'GET /version' >&3; cat <&3"
         assert b"etcdserver" not in inside.run(["bash", "-c", speak]).stdout, "members speak plain text"
