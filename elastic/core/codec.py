@@ -6,14 +6,12 @@ types with a `FieldError` that names the path, so that a malformed message is a 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -48,8 +46,6 @@ def encode(value: Any) -> Any:
 
 def decode(kind: type[T], data: Any, path: str = "") -> T:
     """Return `data` as a `kind`. Raises FieldError naming the path of the first value that does not fit."""
-    with contextlib.suppress(Exception):  # what does not fit is looked at again, to say where
-        return typing.cast(T, decoder(typing.cast(Any, kind))(data))
     path = path or getattr(kind, "__name__", "value")
     try:
         return typing.cast(T, _decode(kind, data, path))
@@ -91,105 +87,6 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
         )
         for f in dataclasses.fields(kind)
     )
-
-
-class _Misfit(Exception):
-    """The value is not what is wanted."""
-
-
-@functools.cache
-def decoder(kind: Any) -> Callable[[Any], Any]:
-    """What `_decode` does, put together once for a kind, without the paths. Raises anything for what does not fit."""
-    if kind is Any:
-        return _as_it_is
-    if kind is float:
-        return _float
-    if kind in _PLAIN:
-        return functools.partial(_exactly, kind)
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return _optional(args)
-    if origin is tuple and args[1:] != (Ellipsis,):
-        return functools.partial(_each, tuple(map(decoder, args)))
-    if origin in (tuple, frozenset, list):
-        return functools.partial(_several, origin, decoder(args[0]))
-    if origin is None and dataclasses.is_dataclass(kind):
-        return _record(typing.cast(type, kind))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind
-    return lambda data: _decode(kind, data, "")
-
-
-def _as_it_is(data: Any) -> Any:
-    return data
-
-
-def _float(data: Any) -> float:
-    if type(data) is float:
-        return data
-    if type(data) is int:
-        return float(data)
-    if data is None:
-        return math.nan
-    raise _Misfit
-
-
-def _exactly(kind: type, data: Any) -> Any:
-    if type(data) is kind:
-        return data
-    raise _Misfit
-
-
-def _optional(options: tuple[Any, ...]) -> Callable[[Any], Any]:
-    (rest,) = (decoder(option) for option in options if option is not type(None))
-    if type(None) not in options:
-        raise _Misfit
-    return lambda data: None if data is None else rest(data)
-
-
-def _several(origin: Any, one: Callable[[Any], Any], data: Any) -> Any:
-    if type(data) is list:
-        return origin(map(one, data))
-    raise _Misfit
-
-
-def _each(decoders: tuple[Callable[[Any], Any], ...], data: Any) -> Any:
-    if type(data) is list and len(data) == len(decoders):
-        return tuple([one(value) for one, value in zip(decoders, data, strict=True)])
-    raise _Misfit
-
-
-def _record(kind: type) -> Callable[[Any], Any]:
-    same = getattr(kind, "everywhere_the_same", False)
-
-    @functools.cache
-    def fields() -> tuple[tuple[str, Any, Callable[[Any], Any], bool], ...]:
-        """Asked for when a value comes: a kind may hold others of its own."""
-        return tuple(
-            (name, hint if hint in _PLAIN else None, decoder(hint), needed)
-            for name, hint, needed in _fields(kind)
-        )
-
-    def decode(data: Any) -> Any:
-        if type(data) is not dict:
-            raise _Misfit
-        if same and (newest := _newest.get(kind)) is not None and newest[0] == data:
-            return newest[1]
-        values = {}
-        for name, plain, one, required in fields():
-            if name in data:
-                value = data[name]
-                values[name] = value if type(value) is plain else one(value)
-            elif required:
-                raise _Misfit
-        if len(values) != len(data):
-            raise _Misfit
-        found = kind(**values)
-        if same:
-            _newest[kind] = (data, found)
-        return found
-
-    return decode
 
 
 def _decode(kind: Any, data: Any, path: str) -> Any:

@@ -174,32 +174,6 @@ def test_assignments_travel(what: tuple[tuple[str, types.Recipe], ...]) -> None:
     json.loads(text)
 
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(-2, 2) | st.sampled_from(["", "red", "x"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["number", "k", "7"]), inner),
-    max_leaves=4,
-)
-names = st.sampled_from([*codec.encode(GOOD), "unknown"])
-
-
-@given(st.dictionaries(names, values, max_size=3), st.sets(names, max_size=2))
-def test_the_quick_way_is_the_careful_way(change: dict[str, Any], without: set[str]) -> None:
-    data = {name: value for name, value in (codec.encode(GOOD) | change).items() if name not in without}
-    try:
-        careful = codec.encode(codec._decode(Outer, data, "Outer"))
-    except FieldError:
-        with pytest.raises(Exception):  # noqa: B017 - whatever: the careful way then says what
-            codec.decoder(Outer)(data)
-    else:
-        assert repr(codec.encode(codec.decoder(Outer)(data))) == repr(careful)
-
-
-@given(recipes)
-def test_kinds_within_themselves_go_the_quick_way(recipe: types.Recipe) -> None:
-    outer = types.Recipe(0, 0, 1, portions=(recipe,))
-    assert codec.decoder(types.Recipe)(codec.encode(outer)) == outer
-
-
 def test_endless_nesting_is_refused() -> None:
     nested = codec.encode(types.Recipe(0, 0, 1))
     for _ in range(2000):
