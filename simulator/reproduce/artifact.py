@@ -95,7 +95,6 @@ class _Event:
 class _Step:
     began: int
     ended: int
-    samples: float
 
 
 class Simulation:
@@ -143,7 +142,7 @@ class Simulation:
             self.now = next_one.at
             act[next_one.kind](next_one)
         span = self.steps[-1].ended - (self.began or 0) if self.steps else 0
-        return sum(step.samples for step in self.steps) / span * 1000 if span > 0 else 0.0
+        return sum(self.samples()) / span * 1000 if span > 0 else 0.0
 
     # ---- what happens ----
 
@@ -194,7 +193,7 @@ class Simulation:
     def _stepped(self, event: _Event) -> None:
         if event.version != self.version or self.delayed():
             return
-        self.steps.append(_Step(self.last_step, self.now, float(self.model.samples_per_step)))
+        self.steps.append(_Step(self.last_step, self.now))
         at = self.now + self.after_step()
         self.last_step = at
         if self.reconfigures():
@@ -237,6 +236,10 @@ class Simulation:
         """Milliseconds before the next step."""
         return 0
 
+    def samples(self) -> list[float]:
+        """Of each step, those that count."""
+        return [float(self.model.samples_per_step)] * len(self.steps)
+
     def reconfigures(self) -> bool:
         return False
 
@@ -273,11 +276,10 @@ class Varuna(Simulation):
     def _forget(self, first: int) -> None:
         """Nothing from `first` on counts."""
         self._rates[first:] = [0.0] * len(self._rates[first:])
-        self._mark()
 
-    def _mark(self) -> None:
-        for step, rate in zip(self.steps, self._rates[1::2], strict=False):
-            step.samples = (step.ended - step.began) * rate
+    def samples(self) -> list[float]:
+        rates = self._rates[1::2]
+        return [(step.ended - step.began) * rate for step, rate in zip(self.steps, rates, strict=False)]
 
     def meeting_ms(self, kind: Kind) -> int:
         return self._restart_ms - (self.model.checkpoint_ms if kind is Kind.GLOBAL else 0)
@@ -291,7 +293,6 @@ class Varuna(Simulation):
         self._done += 1
         took = self.steps[-1].ended - self.steps[-1].began
         self._rates += [self.model.samples_per_step / took] * 2
-        self._mark()
         if self._done % CHECKPOINT_STEPS and not self._after_loss:
             return 0
         self._after_loss = False
@@ -300,7 +301,6 @@ class Varuna(Simulation):
         if self._rollback and self._interrupted():
             self._done = max(0, self._done - CHECKPOINT_STEPS)
             self._rates[-2 * CHECKPOINT_STEPS :] = [0.0] * (2 * CHECKPOINT_STEPS)
-            self._mark()
         else:
             self._written = self.now + writing
         return writing
