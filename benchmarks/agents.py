@@ -5,7 +5,8 @@
 Each has a connection of its own, says its heartbeats in time and does at once what it is told: its workers attach,
 halt, install and protect in no time. Its vault's inventory has the states of its layers and of those that it keeps.
 Standard input takes `close NODE` (its connection ends, as when its machine is lost) and `mute NODE` (it stays
-connected and says nothing any more); standard output has a JSON line whenever all of them run in a new epoch.
+connected and says nothing any more); standard output has a JSON line whenever all of them run in a new epoch, and
+one for each that was told that it is lost although it lives.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Agent:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
         self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES))
         self.assignment: Assignment | None = None
-        self._heard = False
+        self._heard, self._written_at = False, 0.0
         self._told, self._heartbeat = (-1, -1), elastic_pb2.Envelope()
         self.task = asyncio.create_task(self._live())
 
@@ -114,13 +115,16 @@ class Agent:
             if (self.state.epoch, self.term) != self._told:  # nothing else in it changes
                 self._told = self.state.epoch, self.term
                 self._heartbeat = self._proto(core.heartbeat(self.state))
-            async with self._writing:
-                await self._call.write(self._heartbeat)
+            await self._write(self._heartbeat)
 
     async def _say(self, message: Any) -> None:
         if not self.muted:
-            async with self._writing:
-                await self._call.write(self._proto(message))
+            await self._write(self._proto(message))
+
+    async def _write(self, proto: elastic_pb2.Envelope) -> None:
+        async with self._writing:
+            await self._call.write(proto)
+            self._written_at = time.monotonic()
 
     def _proto(self, message: Any) -> elastic_pb2.Envelope:
         return to_proto(pack(message, term=self.term, epoch=self.state.epoch, sender=self.name))
@@ -129,8 +133,12 @@ class Agent:
         envelope = from_proto(proto)
         self.term = max(self.term, envelope.term)
         message = read(envelope)
-        if not isinstance(message, m.Trim):
-            await self._take(message)
+        if isinstance(message, m.Fenced) and not self.muted:
+            self.crowd.fenced(self.name, message.reason, time.monotonic() - self._written_at)
+        elif not isinstance(message, m.Trim):
+            async with self.crowd.turn:
+                await self._take(message)
+                await asyncio.sleep(0)
 
     async def _take(self, event: Any) -> None:
         """A transition, and what the node's parts would do about it."""
@@ -177,6 +185,9 @@ class Crowd:
         self.address, self.spec, self.heartbeat_s = address, spec, heartbeat_s
         self.agents: dict[str, Agent] = {}
         self._places: Places | None = None
+        self.turn = asyncio.Lock()
+        """What agents are told they do one after another, and heartbeats in between: on a machine of its own nobody's
+        heartbeat would wait until a thousand others have reported."""
         self.late_s = 0.0
         """How late a heartbeat was at most: this process, too, has but one core."""
         self._epoch, self._halts, self._installs = 0, (0.0, 0.0), set[str]()
@@ -206,6 +217,11 @@ class Crowd:
             told = {"epoch": epoch, "first_halt": first, "last_halt": last, "last_install": time.time()}
             print(json.dumps(told | {"late_s": round(self.late_s, 3)}), flush=True)
             self.late_s = 0.0
+
+    def fenced(self, name: str, why: str, since_s: float) -> None:
+        """An agent that lives was told that it is lost, so long after its last word."""
+        if self.agents.pop(name, None) is not None:
+            print(json.dumps({"fenced": name, "why": why, "since_s": round(since_s, 3)}), flush=True)
 
     def failed(self, text: str) -> None:
         print(json.dumps({"failed": text}), flush=True)

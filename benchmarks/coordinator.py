@@ -3,7 +3,7 @@
     python -m benchmarks.coordinator [--agents 100,250,500,1000,2000] [--quick]
 
 The coordinator is the real process, pinned to a core; the agents (`benchmarks.agents`) share the others. They join, get
-a plan for a model of 96 layers, and heartbeat twice a second. Then
+a plan for a model of 96 layers, and heartbeat as agents of `elastic run` would. Then
 
 - for a while nothing happens: the coordinator's share of its core, and how late it looks at the time;
 - an agent's connection ends: detection goes from there to the decision to halt, which waits 0.15 s for it to come back;
@@ -33,13 +33,14 @@ import psutil
 
 from benchmarks.results import Row, save
 from elastic.config import Command, JobConfig
+from elastic.core.timeouts import budget
 from elastic.launcher.rundir import free_port
 from elastic.telemetry import read_events
 
 ROOT = Path(__file__).parents[1]
 AGENTS = (100, 250, 500, 1000, 2000)
-HEARTBEAT_S, LEASE_S = 0.5, 3.0
-"""The defaults of `elastic run`."""
+LEASE_S = 3.0
+"""The default of `elastic run`."""
 DEADLINE_S = 120.0
 T = TypeVar("T")
 
@@ -78,19 +79,28 @@ class Found:
     """From the decision to halt until every agent had the new plan, agents' own time included."""
     agents_late_s: float
     """How late heartbeats were sent at most: the agents' own cores."""
+    wrongly_lost: int
+    """Agents that live and were told that they are lost."""
+
+
+def heartbeat_s(agents: int) -> float:
+    """Twice a second; in the largest jobs less often."""
+    return budget(LEASE_S, nodes=agents).heartbeat_s
 
 
 class Crowd:
     """Processes of simulated agents."""
 
     def __init__(self, address: str, agents: int, layers: int, cores: Sequence[int]) -> None:
+        self.fenced: list[float] = []
+        """Of each agent that lives and was told that it is lost: how long ago its last word was."""
         self._said: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._parts: list[tuple[range, subprocess.Popen[bytes]]] = []
         share = -(-agents // len(cores))
         for first, core in zip(range(0, agents, share), cores, strict=False):
             count = min(share, agents - first)
             words = ["--address", address, "--first", first, "--count", count, "--layers", layers]
-            words += ["--heartbeat", HEARTBEAT_S, "--microbatches", 1024 if agents >= 100 else 32]
+            words += ["--heartbeat", heartbeat_s(agents), "--microbatches", 1024 if agents >= 100 else 32]
             process = start("benchmarks.agents", [str(word) for word in words], core, stdin=subprocess.PIPE)
             self._parts.append((range(first, first + count), process))
             threading.Thread(target=self._listen, args=(process,), daemon=True).start()
@@ -98,7 +108,11 @@ class Crowd:
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            self._said.put(json.loads(line))
+            told = json.loads(line)
+            if "fenced" in told:
+                self.fenced.append(told["since_s"])
+            else:
+                self._said.put(told)
 
     def running(self, epoch: int) -> dict[str, Any]:
         """Wait until all agents run in `epoch` or later: when they were told, together."""
@@ -146,7 +160,7 @@ def serving(run_dir: Path, agents: int, core: int) -> Iterator[tuple[str, psutil
     JobConfig(
         job_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
         checkpoint_dir=str(run_dir / "checkpoints"), command=Command(script="x"),
-        min_nodes=agents, max_nodes=agents, heartbeat_s=HEARTBEAT_S, lease_s=LEASE_S, backup="stream+snapshot",
+        min_nodes=agents, max_nodes=agents, heartbeat_s=heartbeat_s(agents), lease_s=LEASE_S, backup="stream+snapshot",
     ).save()  # fmt: skip
     address = f"127.0.0.1:{free_port()}"
     words = ["--run-dir", str(run_dir), "--address", address, "--metrics-port", "0"]
@@ -219,6 +233,7 @@ def measure(agents: int, size: Size, folder: Path) -> Found:
                 decide_s=plan_at - halt_at,
                 told_s=closed["last_install"] - halt_at,
                 agents_late_s=closed["late_s"],
+                wrongly_lost=len(crowd.fenced),
             )
         finally:
             crowd.close()
@@ -244,6 +259,7 @@ def rows(found: Sequence[Found]) -> list[Row]:
             Row(f"{name}: halt until all have the plan", one.told_s, "s", None, "lower"),
             Row(f"{name}: start until all run", one.start_s, "s", None, "lower"),
             Row(f"{name}: agents' own heartbeats late by, max", one.agents_late_s, "s", None, "lower"),
+            Row(f"{name}: living agents told that they are lost", one.wrongly_lost, "", 0.0, "lower"),
         ]
     least = min(found, key=lambda one: one.agents)
     if least is not most:

@@ -59,10 +59,14 @@ CONSTANTS = {
     "agent/service.py LOOK_S": "look",
     "agent/workers.py LAST_WORDS_S": "program",
     "coordinator/gauges.py PREDICT_S": "look",
+    "coordinator/inbox.py SWITCH_S": "look",
+    "coordinator/inbox.py WAIT_S": "look",
     "coordinator/leading.py LEASE_S": "lock",
     "coordinator/leading.py LOOK_S": "look",
     "coordinator/leading.py SHARED_LEASE_S": "lock",
     "coordinator/metrics.py LOOK_S": "look",
+    "coordinator/saving.py LATEST_S": "look",
+    "coordinator/saving.py SOON_S": "look",
     "coordinator/service.py ANSWER_S": "person",
     "coordinator/service.py LINGER_S": "program",
     "coordinator/service.py SLOWEST_TICK_S": "look",
@@ -132,8 +136,10 @@ More silence is worth tolerating where networks or hypervisors pause (live migra
 without a node are dear. A dead process is known by its closed connection at once, whatever the number.
 """
 AFTER = """
-`microbatch_s` is the longest time that one worker computed on one micro-batch, `step_s` the longest step, `pause_s` the
-longest time that training stood still for a change of plan. What has to hold between the limits is a property test
+`nodes` is how many there may be (`--nnodes MIN:MAX`): beyond `BEATS` = 2000 signs of life a second each comes less
+often, three in the silence tolerated at least. `microbatch_s` is the longest time that one worker computed on one
+micro-batch, `step_s` the longest step, `pause_s` the longest time that training stood still for a change of plan. What
+has to hold between the limits is a property test
 (`tests/core/test_timeouts.py`).
 
 ## What is no limit on waiting

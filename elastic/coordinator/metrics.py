@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from elastic.core import job
 from elastic.core import messages as m
 from elastic.core.causes import CAUSES, kind_of
-from elastic.core.job import JobState
+from elastic.core.job import JobState, Tick
 from elastic.core.usage import Usage
 from elastic.metrics import FAST_S, RECOVERY_S, STEP_S
 
@@ -129,6 +129,8 @@ class CoordinatorMetrics:
 
     def took(self, event: Any, seconds: float) -> float:
         """To learn of `event`; None: to apply the rules to what is known. Returns the seconds."""
+        if isinstance(event, Tick):
+            self._late.observe(event.late_s)
         self._took[_EVENT_OF.get(type(event), "other")].observe(seconds)
         return seconds
 
@@ -197,10 +199,6 @@ class CoordinatorMetrics:
         """The job's state was."""
         self._save.observe(seconds)
         self._saved_bytes.inc(nbytes)
-
-    def ticked(self, late_s: float) -> None:
-        """The time was looked at, so late."""
-        self._late.observe(max(0.0, late_s))
 
     # ---- what others count ----
 

@@ -2,6 +2,9 @@
 
 While the store is out of reach decisions go on being made, in memory; nothing of them is sent or told. Once it is
 back, the newest state is saved and everything held back happens in its order, as after a slow network.
+
+A report from which nothing follows yet need not be saved at once: its node says it again to the next coordinator, for
+which it is as if it had come a little later. In a job of thousands of nodes a change of plan brings thousands.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from elastic.coordinator.encoding import StateText
@@ -21,6 +25,9 @@ TOLD_AT = 2
 """Failures in a row until it is told in the event log. One alone may be ours: a coordinator that was stopped in the
 middle of a save finds its time over when it goes on, and at the next attempt that it was replaced; it tells nothing.
 """
+
+SOON_S, LATEST_S = 0.1, 2.0
+"""What can wait is saved after so long at least and at most; in between, such that saving takes a tenth of a core."""
 
 
 class Saver:
@@ -43,6 +50,8 @@ class Saver:
         self._saved = entry.value if entry is not None else b""
         self._held: list[tuple[object, Callable[[], object]]] = []
         self._unsaved: JobState | None = None
+        self._waiting: JobState | None = None
+        self._wait_until = self._took_s = 0.0
         self._failures, self._again, self._lost_at = 0, 0.0, 0.0
 
     @property
@@ -70,6 +79,15 @@ class Saver:
         if time.monotonic() >= self._again:
             self.retry()
 
+    def wait(self, state: JobState) -> None:
+        """Save `state` by and by, or with the next decision: nothing follows from what is new in it."""
+        if self._unsaved is not None:
+            self._unsaved = state
+            return
+        if self._waiting is None:
+            self._wait_until = time.monotonic() + min(LATEST_S, max(SOON_S, 10 * self._took_s))
+        self._waiting = state
+
     def flush(self) -> None:
         """Do what needs no saving, if nothing waits to be saved."""
         if self._unsaved is None:
@@ -78,15 +96,18 @@ class Saver:
                 deed()
 
     def due(self) -> bool:
-        """Time to look for the store again."""
-        return self.away and time.monotonic() >= self._again
+        """Time to look for the store again, or to save what waited."""
+        now, waited = time.monotonic(), self._waiting is not None
+        return now >= (self._again if self.away else self._wait_until if waited else inf)
 
     def retry(self) -> None:
         """Save now what is not saved. Raises as `save`."""
-        if self._unsaved is None:
+        state = self._unsaved = self._unsaved or self._waiting
+        self._waiting = None
+        if state is None:
             return
         try:
-            self._put(self._unsaved)
+            self._put(state)
         except StoreUnavailable as error:
             self._failures += 1
             self._again = time.monotonic() + retry_s(self._failures)
@@ -117,4 +138,5 @@ class Saver:
             self._revision = present.revision if present is not None else None
             entry = self._store.put_if(self._key, value, self._revision, self._token)
         self._revision, self._saved = entry.revision, value
-        self.measured(time.perf_counter() - began, len(value))
+        self._took_s = time.perf_counter() - began
+        self.measured(self._took_s, len(value))

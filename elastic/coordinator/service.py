@@ -5,8 +5,8 @@ a queue (messages of agents, ticks, requests of the command line), asks the pure
 state, and then acts. State is saved before anything is sent or written, under the fencing token of the coordinator's
 lease, so that a former coordinator can neither save nor, by its older term, be heard.
 
-Events that are there together are learned one by one, and then decided on, saved and acted on once: in a job of
-thousands of nodes an epoch change brings thousands of reports at a time. Heartbeats wait for the next tick.
+Events that are there together are learned one by one, each as of when it came, and then decided on, saved and acted on
+once: in a job of thousands of nodes a new epoch brings thousands of reports. Heartbeats wait for the next tick.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import logging
 import os
-import queue
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from elastic.coordinator.clock import Clock
 from elastic.coordinator.commits import Commit, Commits
 from elastic.coordinator.exposing import Exposed
 from elastic.coordinator.gauges import Standing
+from elastic.coordinator.inbox import SWITCH_S, Inbox
 from elastic.coordinator.leading import LEASE_S, SHARED_LEASE_S, STATE_KEY, Keeper, Part, stand_by
 from elastic.coordinator.queries import Query, lately, reply
 from elastic.coordinator.records import Records
@@ -56,8 +56,8 @@ TICK_S, SLOWEST_TICK_S = 0.05, 0.25
 """Rules are applied so often, but in a large job not so often that they take more than a tenth of a core."""
 ANSWER_S = 10.0
 """After this long a question of the command line is given up; it waits less itself."""
-PASSING = ("Beats", "Tick", "HealthSeen", "rules")
-"""After these alone nothing needs to be saved, unless something follows."""
+PASSING, SAID_AGAIN = ("Beats", "Tick", "HealthSeen", "rules"), "Reported"
+"""After these alone nothing needs to be saved, or not at once, unless something follows."""
 TOGETHER = 512
 """Events that are taken at once at most."""
 LINGER_S = 5.0
@@ -70,28 +70,26 @@ class Coordinator:
     def __init__(
         self, config: JobConfig, address: str, store: Store, lease: Lease, part: Part, exposed: Exposed
     ) -> None:
-        self._config, self._clock = config, Clock()
-        self._run_dir = Path(config.run_dir)
+        self._config, self._clock, self._run_dir = config, Clock(), Path(config.run_dir)
         self._store, self._lease = store, lease
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._now, self._inbox = self._clock.now(), Inbox(self._clock.now, self._interval_s)
         self._sessions: dict[str, Session] = {}
         self._fresh: set[Session] = set()
-        self._commits = Commits(Path(config.checkpoint_dir), self._queue.put)
+        self._commits = Commits(Path(config.checkpoint_dir), self._inbox.put)
         self._ending = self._settle_s = 0.0
         self._unsettled = self._to_save = False
-        self._beats: list[m.Heartbeat] = []
-        self._part, self._speakers = part, Speakers()
+        self._beats, self._part, self._speakers = list[m.Heartbeat](), part, Speakers()
         self._load()
         self._records = Records(self._run_dir)
         self._exposed, self._meter = exposed, exposed.meter
         self._saver.tell, self._saver.measured = self._tell, self._meter.saved
-        self._keeper = Keeper(store, lease, self._clock.now, self._queue.put)
-        REFUSALS.subscribe(self._queue.put)
+        self._keeper = Keeper(store, lease, self._clock.now, self._inbox.put)
+        REFUSALS.subscribe(self._inbox.put)
         self._server = Server(
             address,
             on_open=self._fresh.add,
-            on_message=lambda session, message, envelope: self._queue.put((session, message)),
-            on_close=lambda session: self._queue.put((session, None)),
+            on_message=lambda session, message, envelope: self._inbox.put((session, message)),
+            on_close=lambda session: self._inbox.put((session, None)),
             on_call=self._call,
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
@@ -100,14 +98,14 @@ class Coordinator:
         exposed.lead(lambda: (self._state, self._standing()))
 
     def _standing(self) -> Standing:
-        return Standing(self._keeper.sure, self._lease.token, self._queue.qsize(), self._saver.nbytes)
+        return Standing(self._keeper.sure, self._lease.token, len(self._inbox), self._saver.nbytes)
 
     def _load(self) -> None:
         """Take the state over from the store, or begin a new run. Raises StoreUnavailable, StaleError."""
         entry = self._store.get(STATE_KEY)
         if entry is not None and self._part.adopt():
             self._state = codec.loads(job.JobState, entry.value)
-            self._queue.put(job.Adopted())
+            self._inbox.put(job.Adopted())
         else:
             self._state = first_state(self._config)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
@@ -118,28 +116,23 @@ class Coordinator:
     def run(self) -> int:
         """Serve until the job is over; return its exit code. Raises StaleError once another one leads."""
         try:
+            self._inbox.start()
             self._announce()
             return self._serve()
         finally:
             self._exposed.stand_by()
+            self._inbox.close()
             self._keeper.close()
-            REFUSALS.unsubscribe(self._queue.put)
+            REFUSALS.unsubscribe(self._inbox.put)
             self._server.close()
             self._records.close()
             self._commits.close()
 
     def _serve(self) -> int:
-        next_tick = self._clock.now()
         while True:
-            with contextlib.suppress(queue.Empty):
-                self._take(self._queue.get(timeout=max(0.001, next_tick - self._clock.now())))
-                for _ in range(TOGETHER):
-                    self._take(self._queue.get_nowait())
-            now = self._clock.now()
-            if now >= next_tick:
-                self._meter.ticked(now - next_tick)
-                next_tick = now + max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s))
-                self._apply(job.Tick())
+            for came_at, item in self._inbox.take(TOGETHER):
+                self._now = max(self._now, came_at)
+                self._take(item)
             self._decide()
             if self._saver.due():
                 self._saver.retry()
@@ -147,6 +140,9 @@ class Coordinator:
                 with contextlib.suppress(StoreUnavailable):
                     self._store.release(self._lease)
                 return self._code
+
+    def _interval_s(self) -> float:
+        return max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s))
 
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
@@ -185,8 +181,7 @@ class Coordinator:
             case m.NodeReport():
                 node = message.info.node
                 self._speakers.note(self._state, message)
-                connected = self._sessions.get(node) is not session
-                self._sessions[node] = session
+                connected, self._sessions[node] = self._sessions.get(node) is not session, session
                 self._apply(job.Reported(message, connected))
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
@@ -231,7 +226,7 @@ class Coordinator:
     def _apply(self, event: Any) -> None:
         """Learn of an event; `_decide` follows."""
         self._hear()
-        before, began, now = self._state, time.perf_counter(), self._clock.now()
+        before, began, now = self._state, time.perf_counter(), self._now
         result = learn(before, event, now)
         self._meter.took(event, time.perf_counter() - began)
         self._unsettled = self._unsettled or not isinstance(event, job.Beats)
@@ -243,7 +238,7 @@ class Coordinator:
         while self._unsettled or self._to_save:
             if self._unsettled:
                 self._unsettled = False
-                before, began, now = self._state, time.perf_counter(), self._clock.now()
+                before, began, now = self._state, time.perf_counter(), self._now
                 result = settle(before, now)
                 self._settle_s = self._meter.took(None, time.perf_counter() - began)
                 self._follow("rules", before, result, now)
@@ -257,7 +252,10 @@ class Coordinator:
         self._state, actions, reason = result
         hold = self._saver.hold
         turned = self._state.phase is not before.phase
-        self._to_save = self._to_save or bool(actions) or what not in PASSING
+        if what == SAID_AGAIN and not actions:
+            self._saver.wait(self._state)
+        elif actions or what not in PASSING:
+            self._to_save = True
         if actions or turned or not self._saver.away:  # what only tells that time passes would pile up
             hold(None, partial(self._meter.decided, before, self._state, actions, now))
         if before.spec is None and self._state.spec is not None:
@@ -323,7 +321,7 @@ class Coordinator:
     def _call(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
         """Called from a server thread; answered by the coordinator's own."""
         query = Query(kind, body, Future())
-        self._queue.put(query)
+        self._inbox.put(query)
         return query.answer.result(timeout=ANSWER_S)
 
     def _answer(self, query: Query) -> None:
@@ -385,6 +383,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent-pipe", type=int, default=-1)
     args = parser.parse_args(argv)
     config = load_config(args.run_dir)
+    sys.setswitchinterval(SWITCH_S)
     configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{name_of(args.slot)}.log")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)

@@ -188,6 +188,8 @@ class JobState:
     joining_since: float = 0.0
     ticked: float = 0.0
     """When time was last looked at."""
+    late_s: float = 0.0
+    """How late that was: what has come by now is heard so late."""
     ending: Finish | None = None
     """How the job ended."""
     suspected_since: float = 0.0
@@ -263,6 +265,9 @@ class Closed:
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
+
+    late_s: float = 0.0
+    """How long after it was due the coordinator came to it."""
 
 
 @dataclass(frozen=True, slots=True)

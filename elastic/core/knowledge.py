@@ -31,6 +31,7 @@ from elastic.core.job import (
     Result,
     Send,
     Stepped,
+    Tick,
 )
 from elastic.core.members import launch as launch_nodes
 from elastic.core.members import put
@@ -207,6 +208,10 @@ def _adopted(state: JobState, event: Adopted, now: float) -> Result:
     return state.of(members=members), actions, "took the job over"
 
 
+def _ticked(state: JobState, event: Tick, now: float) -> Result:
+    return (state if event.late_s == state.late_s else state.of(late_s=event.late_s)), (), ""
+
+
 KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     Reported: _reported,
     Beat: _beat,
@@ -219,5 +224,6 @@ KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
     BackupNoted: _backup_noted,
     HealthSeen: remedies.seen,
     CheckpointCommitted: _checkpoint_committed,
+    Tick: _ticked,
     Adopted: _adopted,
 }

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 SILENCE_S = 3.0
 """Tolerated when the user says nothing."""
+BEATS = 2000
+"""Signs of life a second that a coordinator is to take from a large job, unless the silence tolerated is too short."""
 _STEPS = (1.0, 2.0, 5.0)
 
 
@@ -82,12 +84,15 @@ class Timeouts:
     """With no node left the launcher gives the coordinator this long to end the job itself."""
 
 
-def budget(silence_s: float, *, heartbeat_s: float = 0.0, seen: Seen | None = None) -> Timeouts:
-    """Every limit for a tolerated silence (seconds) and what was measured. `heartbeat_s`: as given; 0: it follows."""
+def budget(
+    silence_s: float, *, nodes: int = 0, heartbeat_s: float = 0.0, seen: Seen | None = None
+) -> Timeouts:
+    """Every limit for a tolerated silence (seconds) and what was measured. `heartbeat_s`: as given; 0: it follows, also
+    from how many `nodes` there may be."""
     silence, seen = silence_s, seen or Seen()
     return Timeouts(
         silence_s=silence,
-        heartbeat_s=heartbeat_s or min(0.5, silence / 6),
+        heartbeat_s=heartbeat_s or max(min(0.5, silence / 6), min(nodes / BEATS, silence / 3)),
         lease_s=silence,
         closed_s=min(0.15, silence / 20),
         contact_s=min(0.5, silence / 6),

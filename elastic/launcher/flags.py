@@ -136,7 +136,11 @@ OURS = (
         None,
         "how long a silent peer is tolerated, seconds (3); every other limit follows from it",
     ),
-    Flag("--heartbeat", None, "seconds between a node's signs of life (default: follows from --silence)"),
+    Flag(
+        "--heartbeat",
+        None,
+        "seconds between a node's signs of life (default: follows from --silence and --nnodes)",
+    ),
     Flag("--lease", None, "the same as --silence"),
     Flag(
         "--notice",

@@ -113,7 +113,7 @@ def request(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         shutdown_timeout_s=seconds("--shutdown-timeout", _shutdown(args, environ)),
         store=store(args),
         coordinators=whole("--coordinators", args.coordinators),
-        heartbeat_s=heartbeat(args),
+        heartbeat_s=heartbeat(args, high),
         lease_s=silence(args),
         notices=notices(args, standalone),
         metadata_services=metadata_services(environ),

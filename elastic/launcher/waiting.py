@@ -32,9 +32,12 @@ def silence(args: argparse.Namespace) -> float:
     return found.pop() if found else SILENCE_S
 
 
-def heartbeat(args: argparse.Namespace) -> float:
+def heartbeat(args: argparse.Namespace, nodes: int) -> float:
+    """`nodes`: how many there may be."""
     given: str | None = args.heartbeat
-    return budget(silence(args)).heartbeat_s if given is None else seconds("--heartbeat", given)
+    if given is not None:
+        return seconds("--heartbeat", given)
+    return budget(silence(args), nodes=nodes).heartbeat_s
 
 
 def notices(args: argparse.Namespace, standalone: bool) -> tuple[NoticeSource, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,44 @@ def test_the_same_message_is_held_once(bench: Bench) -> None:
     bench.store.away = False
     bench.saver.retry()
     assert bench.done == ["store-lost", "store-back", 1, 2]
+
+
+def test_what_can_wait_is_saved_by_and_by(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.decide(1)
+    bench.saver.wait(STATES[2])
+    bench.saver.hold(None, lambda: bench.done.append("passing"))
+    bench.saver.flush()
+    assert bench.done == [1, "passing"] and saved(bench) == 1, "nobody waits for it"
+    assert not bench.saver.due(), "not yet"
+    bench.saver.wait(STATES[3])
+    at = time.monotonic() + saving.LATEST_S
+    monkeypatch.setattr(time, "monotonic", lambda: at)
+    assert bench.saver.due()
+    bench.saver.retry()
+    assert saved(bench) == 3 and not bench.saver.due()
+
+
+def test_a_decision_saves_what_waits(bench: Bench) -> None:
+    bench.saver.wait(STATES[2])
+    bench.decide(3)
+    assert saved(bench) == 3 and bench.done == [3]
+    bench.saver.retry()
+    assert saved(bench) == 3, "and what waited does not come after it"
+
+
+def test_what_waits_is_no_older_than_what_the_store_missed(bench: Bench) -> None:
+    bench.store.away = True
+    bench.decide(1)
+    bench.saver.wait(STATES[2])
+    bench.store.away = False
+    bench.saver.retry()
+    assert saved(bench) == 2 and bench.done == [1]
+
+
+def saved(bench: Bench) -> int:
+    entry = bench.store.get("k")
+    assert entry is not None
+    return int(json.loads(entry.value)["epoch"])
 
 
 def test_a_save_whose_answer_was_lost_is_found_again(bench: Bench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ from elastic.core.job import JobState, Note, Policy
 from elastic.core.node import Said
 from elastic.core.node import transition as at_node
 from elastic.core.node_state import NodeState, Worker, hung
-from elastic.core.timeouts import DEFAULT, NOTHING, Seen, Timeouts, budget, coarse
+from elastic.core.timeouts import BEATS, DEFAULT, NOTHING, Seen, Timeouts, budget, coarse
 from elastic.core.types import NodeInfo, StepRecord
 from elastic.rpc.options import RETRY_MAX_S
 
@@ -45,6 +45,18 @@ def test_whoever_knows_more_decides_first(silence_s: float, seen: Seen) -> None:
     assert t.leave_s >= min(20.0, 2 * seen.pause_s)
     assert t.alone_s >= t.lease_s + t.closed_s
     assert all(getattr(t, field.name) > 0 for field in fields(Timeouts))
+
+
+@given(SILENCES, st.integers(0, 100_000))
+def test_many_nodes_say_less_often_that_they_live(silence_s: float, nodes: int) -> None:
+    few, many = budget(silence_s), budget(silence_s, nodes=nodes)
+    assert replace(many, heartbeat_s=few.heartbeat_s) == few, "nothing else depends on them"
+    assert few.heartbeat_s <= many.heartbeat_s and 3 * many.heartbeat_s <= silence_s * (1 + 1e-9)
+    assert nodes / many.heartbeat_s <= BEATS * (1 + 1e-9) or many.heartbeat_s == silence_s / 3
+
+
+def test_two_thousand_nodes() -> None:
+    assert [budget(3.0, nodes=n).heartbeat_s for n in (1000, 1500, 2000)] == [0.5, 0.75, 1.0]
 
 
 @given(SILENCES, SILENCES, SEEN)

@@ -1,0 +1,74 @@
+"""What comes to the coordinator, in the order and with the time in which it came.
+
+The coordinator may be behind: it plans, saves, and is told a thousand things at once. What waits here meanwhile was
+said in time. So everything is stamped when it comes, and the rules are applied as of the newest stamp that was taken
+out: a node is silent when the network thread does not hear it, not when nobody looks. Ticks come from the network
+thread too, and pass through the queue like all else; when that thread itself was held up, two stamps lie far apart, and
+`elastic.core.coordinator` does not count that time against anybody.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.core.job import Tick
+from elastic.rpc.loop import event_loop
+
+SWITCH_S = 0.0005
+"""While decisions are made the network thread waits this long for the interpreter, again and again: with Python's own
+5 ms, signs of life of 2,000 nodes came seconds late."""
+WAIT_S = 1.0
+"""Without ticks, for the network thread is held up, other duties are looked at this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A tick that nobody has come to yet."""
+
+    at: float
+
+
+class Inbox:
+    """A queue with one reader; `put` is thread-safe and returns at once."""
+
+    def __init__(self, now: Callable[[], float], interval_s: Callable[[], float]) -> None:
+        """`interval_s` is asked on the network thread after each tick."""
+        self._now, self._interval_s = now, interval_s
+        self._queue: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def start(self) -> None:
+        """Ticks begin."""
+        event_loop().call_soon_threadsafe(self._tick, self._now())
+
+    def put(self, item: Any) -> None:
+        self._queue.put((self._now(), item))
+
+    def take(self, most: int) -> Iterator[tuple[float, Any]]:
+        """Wait for what comes next, and give it and up to `most` that are there: when each came, and what it is."""
+        with suppress(queue.Empty):
+            yield self._opened(*self._queue.get(timeout=WAIT_S))
+            for _ in range(most):
+                yield self._opened(*self._queue.get_nowait())
+
+    def _opened(self, came_at: float, item: Any) -> tuple[float, Any]:
+        if isinstance(item, _Due):
+            return came_at, Tick(max(0.0, self._now() - item.at))
+        return came_at, item
+
+    def close(self) -> None:
+        """No more ticks."""
+        self._closed = True
+
+    def _tick(self, due: float) -> None:
+        if not self._closed:
+            self.put(_Due(due))
+            interval_s = self._interval_s()
+            event_loop().call_later(interval_s, self._tick, self._now() + interval_s)
