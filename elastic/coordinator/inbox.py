@@ -5,11 +5,15 @@ said in time. So everything is stamped when it comes, and the rules are applied 
 out: a node is silent when the network thread does not hear it, not when nobody looks. Ticks come from the network
 thread too, and pass through the queue like all else; when that thread itself was held up, two stamps lie far apart, and
 `elastic.core.coordinator` does not count that time against anybody.
+
+Heartbeats are passed on with what comes next, a tick at the latest: to wake the coordinator for each of them cost more
+than all that is done about it.
 """
 
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,30 +42,46 @@ class Inbox:
     def __init__(self, now: Callable[[], float], interval_s: Callable[[], float]) -> None:
         """`interval_s` is asked on the network thread after each tick."""
         self._now, self._interval_s = now, interval_s
-        self._queue: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()
+        self._heard: list[Any] = []
+        self._counting, self._waiting = threading.Lock(), 0
         self._closed = False
 
     def __len__(self) -> int:
-        return self._queue.qsize()
+        return self._waiting
 
     def start(self) -> None:
         """Ticks begin."""
         event_loop().call_soon_threadsafe(self._tick, self._now())
 
     def put(self, item: Any) -> None:
-        self._queue.put((self._now(), item))
+        self._put([item])
+
+    def hear(self, item: Any, *, soon: bool) -> None:
+        """Take what came on the network thread, and was posted there. `soon`: else it waits for what comes next."""
+        self._heard.append(item)
+        if soon:
+            heard, self._heard = self._heard, []
+            self._put(heard)
+
+    def _put(self, items: list[Any]) -> None:
+        with self._counting:
+            self._waiting += len(items)
+        self._queue.put((self._now(), items))
 
     def take(self, most: int) -> Iterator[tuple[float, Any]]:
-        """Wait for what comes next, and give it and up to `most` that are there: when each came, and what it is."""
+        """Wait for what comes next, and give it and what else is there, until that is `most` or more: when each came,
+        and what it is."""
+        given = 0
         with suppress(queue.Empty):
-            yield self._opened(*self._queue.get(timeout=WAIT_S))
-            for _ in range(most):
-                yield self._opened(*self._queue.get_nowait())
-
-    def _opened(self, came_at: float, item: Any) -> tuple[float, Any]:
-        if isinstance(item, _Due):
-            return came_at, Tick(max(0.0, self._now() - item.at))
-        return came_at, item
+            while given < most:
+                came_at, items = self._queue.get(timeout=0.0 if given else WAIT_S)
+                given += len(items)
+                with self._counting:
+                    self._waiting -= len(items)
+                for item in items:
+                    due = isinstance(item, _Due)
+                    yield came_at, Tick(max(0.0, self._now() - item.at)) if due else item
 
     def close(self) -> None:
         """No more ticks."""
@@ -69,6 +89,6 @@ class Inbox:
 
     def _tick(self, due: float) -> None:
         if not self._closed:
-            self.put(_Due(due))
+            self.hear(_Due(due), soon=True)
             interval_s = self._interval_s()
             event_loop().call_later(interval_s, self._tick, self._now() + interval_s)

@@ -72,11 +72,11 @@ class Coordinator:
     ) -> None:
         self._config, self._clock, self._run_dir = config, Clock(), Path(config.run_dir)
         self._store, self._lease = store, lease
-        self._now, self._inbox = self._clock.now(), Inbox(self._clock.now, self._interval_s)
+        self._now, self._ending, self._settle_s = self._clock.now(), 0.0, 0.0
+        self._inbox = Inbox(self._clock.now, lambda: max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s)))
         self._sessions: dict[str, Session] = {}
         self._fresh: set[Session] = set()
         self._commits = Commits(Path(config.checkpoint_dir), self._inbox.put)
-        self._ending = self._settle_s = 0.0
         self._unsettled = self._to_save = False
         self._beats, self._part, self._speakers = list[m.Heartbeat](), part, Speakers()
         self._load()
@@ -88,8 +88,8 @@ class Coordinator:
         self._server = Server(
             address,
             on_open=self._fresh.add,
-            on_message=lambda session, message, envelope: self._inbox.put((session, message)),
-            on_close=lambda session: self._inbox.put((session, None)),
+            on_message=self._came,
+            on_close=lambda session: self._inbox.hear((session, None), soon=True),
             on_call=self._call,
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
@@ -141,9 +141,6 @@ class Coordinator:
                     self._store.release(self._lease)
                 return self._code
 
-    def _interval_s(self) -> float:
-        return max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s))
-
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
         announce(self._run_dir, text)
@@ -157,6 +154,9 @@ class Coordinator:
         self._meter.told(kind)
 
     # ---- events in ----
+
+    def _came(self, session: Session, message: Any, envelope: object) -> None:
+        self._inbox.hear((session, message), soon=not isinstance(message, m.Heartbeat))
 
     def _take(self, item: Any) -> None:
         if isinstance(item, ElasticError):

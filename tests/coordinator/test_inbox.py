@@ -69,11 +69,25 @@ def test_what_comes_has_the_time_at_which_it_came(hands: Hands) -> None:
     )
 
 
-def test_no_more_are_given_than_were_asked_for(hands: Hands) -> None:
+def test_no_more_are_taken_than_are_asked_for(hands: Hands) -> None:
     for number in range(5):
         hands.inbox.put(number)
-    assert [item for _, item in hands.inbox.take(2)][1:] == [0, 1] and len(hands.inbox) == 3
+    assert [item for _, item in hands.inbox.take(3)][1:] == [0, 1] and len(hands.inbox) == 3
     assert [item for _, item in islice(hands.inbox.take(MOST), 1)] == [2]
+    assert len(hands.inbox) == 2
+
+
+def test_heartbeats_go_with_what_comes_next(hands: Hands) -> None:
+    hands.taken()
+    hands.inbox.hear("beat", soon=False)
+    assert not hands.taken() and len(hands.inbox) == 0, "nobody is woken for it"
+    hands.inbox.hear("beat again", soon=False)
+    hands.inbox.hear("a report", soon=True)
+    hands.inbox.hear("the last beat", soon=False)
+    assert [item for _, item in hands.taken()] == ["beat", "beat again", "a report"]
+    hands.wait(0.25)
+    *before, last = hands.taken()
+    assert [item for _, item in before] == ["the last beat"] and isinstance(last[1], Tick)
 
 
 def test_a_closed_inbox_ticks_no_more(hands: Hands) -> None:
@@ -117,7 +131,7 @@ def test_nobody_is_lost_while_the_coordinator_plans(hands: Hands, together: int)
     state = job_of("speaks", "silent")
     for _ in range(24):
         hands.wait(0.5)
-        hands.inbox.put(Beat("speaks", "speaks-1", 0, 0))
+        hands.inbox.hear(Beat("speaks", "speaks-1", 0, 0), soon=False)
     state, lost = worked_off(state, hands, together)
     assert lost == ["silent"] and set(state.members) == {"speaks"}
     hands.wait(7.0)
