@@ -229,8 +229,10 @@ class Crowd:
     def obey(self, line: str) -> None:
         """`close NODE` or `mute NODE`."""
         word, name = line.split()
-        agent = self.agents.pop(name)
-        if word == "mute":
+        agent = self.agents.pop(name, None)
+        if agent is None:  # it was told that it is lost
+            self.failed(f"{name} is gone already")
+        elif word == "mute":
             agent.muted = True
         else:
             agent.task.cancel()

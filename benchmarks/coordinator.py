@@ -8,7 +8,8 @@ a plan for a model of 96 layers, and heartbeat as agents of `elastic run` would.
 - for a while nothing happens: the coordinator's share of its core, and how late it looks at the time;
 - an agent's connection ends: detection goes from there to the decision to halt, which waits 0.15 s for it to come back;
   decision from there to the new plan, the reports of everybody's vault between them;
-- another one falls silent and stays connected: detection goes from its last sign of life, and its lease is part of it.
+- another one falls silent and stays connected, just after that change, and one more when nothing has happened for a
+  while: detection goes from its last sign of life, and its lease is part of it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Found:
     """From the end of a connection to the decision to halt."""
     silent_s: float
     """From the last sign of life to the decision to halt."""
+    busy_s: float
+    """The same for one that falls silent just after a change of plan."""
     decide_s: float
     """From the decision to halt to the new plan; every agent's report of its vault lies between."""
     told_s: float
@@ -136,6 +139,12 @@ class Crowd:
         process.stdin.write(f"{word} node{node}\n".encode())
         process.stdin.flush()
         return at
+
+    def all_there(self) -> None:
+        """Raise RuntimeError if agents that live were lost: another change of plan is under way than is measured."""
+        if self.fenced:
+            words = f"{len(self.fenced)} agents that live were told that they are lost"
+            raise RuntimeError(f"{words}, the latest {self.fenced[-1]:g} s after its last word")
 
     def close(self) -> None:
         for _, process in self._parts:
@@ -216,11 +225,18 @@ def measure(agents: int, size: Size, folder: Path) -> Found:
             after, spent = process.cpu_times(), time.time() - steady
             late_then, looks_then = delays(run_dir)
             memory = process.memory_info().rss
+            crowd.all_there()
             closed_at = crowd.order("close", agents // 3)
             closed = crowd.running(2)
             until(lambda: at(run_dir, "protected", 2), "the second plan is protected")
-            silent_at = crowd.order("mute", agents // 2)
+            crowd.all_there()
+            busy_at = crowd.order("mute", agents // 2)
             crowd.running(3)
+            until(lambda: at(run_dir, "protected", 3), "the third plan is protected")
+            time.sleep(size.steady_s)
+            crowd.all_there()
+            silent_at = crowd.order("mute", agents // 5)
+            crowd.running(4)
             plan_at, halt_at = at(run_dir, "plan", 2), at(run_dir, "halt", 2)
             return Found(
                 agents=agents,
@@ -229,7 +245,8 @@ def measure(agents: int, size: Size, folder: Path) -> Found:
                 memory_bytes=memory,
                 late_s=(late_then - late) / max(1.0, looks_then - looks),
                 closed_s=halt_at - closed_at,
-                silent_s=at(run_dir, "halt", 3) - silent_at,
+                silent_s=at(run_dir, "halt", 4) - silent_at,
+                busy_s=at(run_dir, "halt", 3) - busy_at,
                 decide_s=plan_at - halt_at,
                 told_s=closed["last_install"] - halt_at,
                 agents_late_s=closed["late_s"],
@@ -255,6 +272,7 @@ def rows(found: Sequence[Found]) -> list[Row]:
                 f"{name}: closed connection to the halt", one.closed_s, "s", 0.5 if largest else None, "lower"
             ),
             Row(f"{name}: silence to the halt", one.silent_s, "s", LEASE_S + 1 if largest else None, "lower"),
+            Row(f"{name}: silence to the halt, just after a change", one.busy_s, "s", None, "lower"),
             Row(f"{name}: halt to the new plan", one.decide_s, "s", None, "lower"),
             Row(f"{name}: halt until all have the plan", one.told_s, "s", None, "lower"),
             Row(f"{name}: start until all run", one.start_s, "s", None, "lower"),

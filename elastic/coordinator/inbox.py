@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.job import Tick
+from elastic.core.messages import Heartbeat
 from elastic.rpc.loop import event_loop
 
 SWITCH_S = 0.0005
@@ -57,12 +58,15 @@ class Inbox:
     def put(self, item: Any) -> None:
         self._put([item])
 
-    def hear(self, item: Any, *, soon: bool) -> None:
-        """Take what came on the network thread, and was posted there. `soon`: else it waits for what comes next."""
-        self._heard.append(item)
-        if soon:
-            heard, self._heard = self._heard, []
-            self._put(heard)
+    def say(self, session: Any, message: Any = None, envelope: object = None) -> None:
+        """On the network thread: what a session says; None: it ended."""
+        self._heard.append((session, message))
+        if not isinstance(message, Heartbeat):
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        heard, self._heard = self._heard, []
+        self._put(heard)
 
     def _put(self, items: list[Any]) -> None:
         with self._counting:
@@ -89,6 +93,7 @@ class Inbox:
 
     def _tick(self, due: float) -> None:
         if not self._closed:
-            self.hear(_Due(due), soon=True)
+            self._heard.append(_Due(due))
+            self._pass_on()
             interval_s = self._interval_s()
             event_loop().call_later(interval_s, self._tick, self._now() + interval_s)

@@ -2,7 +2,7 @@
 
 Of several coordinators one leads; the others stand by (`elastic.coordinator.leading`). One thread takes events from
 a queue (messages of agents, ticks, requests of the command line), asks the pure core what to do, saves the new
-state, and then acts. State is saved before anything is sent or written, under the fencing token of the coordinator's
+state, and then acts. Decisions are saved before they are sent or written, under the fencing token of the coordinator's
 lease, so that a former coordinator can neither save nor, by its older term, be heard.
 
 Events that are there together are learned one by one, each as of when it came, and then decided on, saved and acted on
@@ -75,9 +75,8 @@ class Coordinator:
         self._now, self._ending, self._settle_s = self._clock.now(), 0.0, 0.0
         self._inbox = Inbox(self._clock.now, lambda: max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s)))
         self._sessions: dict[str, Session] = {}
-        self._fresh: set[Session] = set()
         self._commits = Commits(Path(config.checkpoint_dir), self._inbox.put)
-        self._unsettled = self._to_save = False
+        self._unsettled = self._to_save = self._adopted = False
         self._beats, self._part, self._speakers = list[m.Heartbeat](), part, Speakers()
         self._load()
         self._records = Records(self._run_dir)
@@ -87,9 +86,9 @@ class Coordinator:
         REFUSALS.subscribe(self._inbox.put)
         self._server = Server(
             address,
-            on_open=self._fresh.add,
-            on_message=self._came,
-            on_close=lambda session: self._inbox.hear((session, None), soon=True),
+            on_open=lambda session: None,
+            on_message=self._inbox.say,
+            on_close=self._inbox.say,
             on_call=self._call,
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
@@ -105,7 +104,7 @@ class Coordinator:
         entry = self._store.get(STATE_KEY)
         if entry is not None and self._part.adopt():
             self._state = codec.loads(job.JobState, entry.value)
-            self._inbox.put(job.Adopted())
+            self._adopted = True
         else:
             self._state = first_state(self._config)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
@@ -129,17 +128,24 @@ class Coordinator:
             self._commits.close()
 
     def _serve(self) -> int:
+        if self._adopted:
+            self._now = self._clock.now()  # from now on they can come back
+            self._apply(job.Adopted())
         while True:
-            for came_at, item in self._inbox.take(TOGETHER):
-                self._now = max(self._now, came_at)
-                self._take(item)
-            self._decide()
-            if self._saver.due():
-                self._saver.retry()
+            self._turn()
             if self._ending and (not self._sessions or self._clock.now() > self._ending):
                 with contextlib.suppress(StoreUnavailable):
                     self._store.release(self._lease)
                 return self._code
+
+    def _turn(self) -> None:
+        """Wait for something, and do all that follows from it and from what else is there."""
+        for came_at, item in self._inbox.take(TOGETHER):
+            self._now = max(self._now, came_at)
+            self._take(item)
+        self._decide()
+        if self._saver.due():
+            self._saver.retry()
 
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
@@ -154,9 +160,6 @@ class Coordinator:
         self._meter.told(kind)
 
     # ---- events in ----
-
-    def _came(self, session: Session, message: Any, envelope: object) -> None:
-        self._inbox.hear((session, message), soon=not isinstance(message, m.Heartbeat))
 
     def _take(self, item: Any) -> None:
         if isinstance(item, ElasticError):
@@ -203,12 +206,10 @@ class Coordinator:
             case m.RefusalNote():
                 self._refused(*astuple(message))
 
-    def _refused(self, *told: Any) -> None:
-        """`told`: the fields of `elastic.core.messages.RefusalNote`."""
+    def _refused(self, *told: Any) -> None:  # the fields of elastic.core.messages.RefusalNote
         self._saver.hold(None, partial(self._records.refused, *told))  # the next tick writes it
 
     def _left(self, session: Session) -> None:
-        self._fresh.discard(session)
         for node in [n for n, s in self._sessions.items() if s is session]:
             del self._sessions[node]
             member = self._state.members.get(node)

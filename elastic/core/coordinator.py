@@ -111,20 +111,20 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
 def _losses(state: JobState, now: float) -> Result | None:
     """Drop members that are gone: closed and not back in time, accused by their neighbours, or silent.
 
-    Who leaves when the job is over is not lost. A coordinator that is behind bears with silence so much longer, up to
-    twice its lease: what is still on its way to it, it cannot have heard.
+    Who leaves when the job is over is not lost. A coordinator that is behind waits so much longer, for a lease at
+    most: what is still on its way to it, it cannot have heard.
     """
     if state.ending is not None:
         return None
-    silence_s = state.policy.lease_s + min(state.late_s, state.policy.lease_s)
+    behind_s = min(state.late_s, state.policy.lease_s)
     suspects = {s for mb in state.members.values() for s in mb.report.suspects}
     for node, member in state.members.items():
         why = ""
         if not member.connected and now >= member.closed_at:
             accused = node in suspects and member.closed_at <= now
-            if now - member.closed_at >= state.policy.grace_s or accused:
+            if now - member.closed_at >= state.policy.grace_s + behind_s or accused:
                 why = "connection closed" + (" and neighbours lost contact" if accused else "")
-        if not why and now - member.seen > silence_s:
+        if not why and now - member.seen > state.policy.lease_s + behind_s:
             why = f"silent for {now - member.seen:.1f} s"
         if why:
             state = count(state, now, left=1)

@@ -10,9 +10,10 @@ from elastic.core.job import Recovered
 def recovery_entry(event: Recovered, fault_at: float | None) -> dict[str, Any]:
     """Figures of one epoch change. `fault_at`: when the fault was injected, if it was; seconds since 1970.
 
-    detect_s: fault to the coordinator's decision to halt; decide_s: until the plan was sent (halting included);
-    transfer_s and rebuild_s: the slowest worker's; total_s: fault to the first micro-batch computed. pause_s, of a
-    planned change: from the end of the last step before it to the first micro-batch computed after it.
+    detect_s: fault to the coordinator's decision to halt, as of when the news came to it; decide_s: until the plan was
+    sent (halting included); transfer_s and rebuild_s: the slowest worker's; total_s: fault to the first micro-batch
+    computed. pause_s, of a planned change: from the end of the last step before it to the first micro-batch computed
+    after it.
     """
     change = event.change
     planned = change.boundary

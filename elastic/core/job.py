@@ -149,7 +149,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Everything that a coordinator must not forget; saved at every transition."""
+    """Everything that a coordinator must not forget; saved with every decision."""
 
     policy: Policy
     phase: JobPhase = JobPhase.WAITING

@@ -38,6 +38,7 @@ from elastic.core.members import put
 from elastic.core.messages import NodePhase
 from elastic.core.stay import arrived, count
 from elastic.core.stragglers import observe
+from elastic.core.timeouts import BEATS
 from elastic.core.types import Slot, whole_slots
 
 
@@ -197,7 +198,7 @@ def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: floa
 
 
 def _adopted(state: JobState, event: Adopted, now: float) -> Result:
-    late = now + state.policy.adopt_s
+    late = now + state.policy.adopt_s + len(state.members) / BEATS  # they all come at once
     members = {
         node: replace(mb, connected=False, closed_at=late, seen=late) for node, mb in state.members.items()
     }

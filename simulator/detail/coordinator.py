@@ -46,7 +46,7 @@ class Boss:
             self._take(*self._backlog.pop(0))
 
     def _take(self, link: Link | None, message: Any) -> None:
-        """As `elastic.coordinator.service` does."""
+        """As `elastic.coordinator.service` does; but what came while a plan was made is learned as of its end."""
         match message:
             case m.NodeReport():
                 assert link is not None

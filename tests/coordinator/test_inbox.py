@@ -11,50 +11,37 @@ import pytest
 from elastic.coordinator import inbox as module
 from elastic.coordinator.inbox import Inbox
 from elastic.core.coordinator import learn, settle
-from elastic.core.job import Beat, JobPhase, JobState, Note, Policy, Reported, Tick
-from elastic.core.messages import NodePhase, NodeReport
+from elastic.core.job import Adopted, Beat, Closed, JobPhase, JobState, Note, Policy, Reported, Tick
+from elastic.core.messages import Heartbeat, NodePhase, NodeReport
 from elastic.core.types import NodeInfo
+from tests.coordinator.hands import START, Hands
 
-START, MOST = 1000.0, 10_000
+MOST = 10_000
+BEAT = Heartbeat("a", "a-1", 0, 0)
 
 
-class Hands:
-    """A clock that is moved by hand, and an inbox whose network thread is, too."""
+class Bench(Hands):
+    """With an inbox."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self._timers = START, list[tuple[float, Any, float]]()
-        monkeypatch.setattr(module, "event_loop", lambda: self)
-        monkeypatch.setattr(module, "WAIT_S", 0.01)
+    def __init__(self) -> None:
+        super().__init__()
         self.inbox = Inbox(lambda: self.now, lambda: 0.25)
-        self.inbox.start()
-
-    def call_soon_threadsafe(self, call: Any, due: float) -> None:
-        call(due)
-
-    def call_later(self, after_s: float, call: Any, due: float) -> None:
-        self._timers.append((self.now + after_s, call, due))
-
-    def wait(self, seconds: float, held_up: bool = False) -> None:
-        """Timers go off, unless the network thread is held up; those that are over then go off late."""
-        end = self.now + seconds
-        while not held_up and self._timers and self._timers[0][0] <= end:
-            at, call, due = self._timers.pop(0)
-            self.now = max(self.now, at)
-            call(due)
-        self.now = end
 
     def taken(self) -> list[tuple[float, Any]]:
         return list(self.inbox.take(MOST))
 
 
 @pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hands]:
-    made = Hands(monkeypatch)
+def hands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    made = Bench()
+    monkeypatch.setattr(module, "event_loop", lambda: made)
+    monkeypatch.setattr(module, "WAIT_S", 0.01)
+    made.inbox.start()
     yield made
     made.inbox.close()
 
 
-def test_what_comes_has_the_time_at_which_it_came(hands: Hands) -> None:
+def test_what_comes_has_the_time_at_which_it_came(hands: Bench) -> None:
     hands.wait(0.1)
     hands.inbox.put("a")
     hands.wait(0.2)
@@ -69,7 +56,7 @@ def test_what_comes_has_the_time_at_which_it_came(hands: Hands) -> None:
     )
 
 
-def test_no_more_are_taken_than_are_asked_for(hands: Hands) -> None:
+def test_no_more_are_taken_than_are_asked_for(hands: Bench) -> None:
     for number in range(5):
         hands.inbox.put(number)
     assert [item for _, item in hands.inbox.take(3)][1:] == [0, 1] and len(hands.inbox) == 3
@@ -77,20 +64,25 @@ def test_no_more_are_taken_than_are_asked_for(hands: Hands) -> None:
     assert len(hands.inbox) == 2
 
 
-def test_heartbeats_go_with_what_comes_next(hands: Hands) -> None:
+def test_heartbeats_go_with_what_comes_next(hands: Bench) -> None:
     hands.taken()
-    hands.inbox.hear("beat", soon=False)
+    hands.inbox.say("a", BEAT)
     assert not hands.taken() and len(hands.inbox) == 0, "nobody is woken for it"
-    hands.inbox.hear("beat again", soon=False)
-    hands.inbox.hear("a report", soon=True)
-    hands.inbox.hear("the last beat", soon=False)
-    assert [item for _, item in hands.taken()] == ["beat", "beat again", "a report"]
+    hands.inbox.say("b", BEAT)
+    hands.inbox.say("a", "a report")
+    hands.inbox.say("c", BEAT)
+    assert [item for _, item in hands.taken()] == [("a", BEAT), ("b", BEAT), ("a", "a report")]
     hands.wait(0.25)
     *before, last = hands.taken()
-    assert [item for _, item in before] == ["the last beat"] and isinstance(last[1], Tick)
+    assert [item for _, item in before] == [("c", BEAT)] and isinstance(last[1], Tick)
+    hands.inbox.say("c", BEAT)
+    hands.inbox.say("c")
+    assert [item for _, item in hands.taken()] == [("c", BEAT), ("c", None)], (
+        "the end of a session comes last"
+    )
 
 
-def test_a_closed_inbox_ticks_no_more(hands: Hands) -> None:
+def test_a_closed_inbox_ticks_no_more(hands: Bench) -> None:
     hands.inbox.close()
     hands.wait(1.0)
     hands.taken()
@@ -112,7 +104,7 @@ def job_of(*nodes: str) -> JobState:
     return state
 
 
-def worked_off(state: JobState, hands: Hands, together: int = MOST) -> tuple[JobState, list[str]]:
+def worked_off(state: JobState, hands: Bench, together: int = MOST) -> tuple[JobState, list[str]]:
     """As the coordinator does it; and who was lost."""
     lost: list[str] = []
     now = state.ticked
@@ -126,19 +118,19 @@ def worked_off(state: JobState, hands: Hands, together: int = MOST) -> tuple[Job
 
 
 @pytest.mark.parametrize("together", [3, MOST])
-def test_nobody_is_lost_while_the_coordinator_plans(hands: Hands, together: int) -> None:
+def test_nobody_is_lost_while_the_coordinator_plans(hands: Bench, together: int) -> None:
     """It is busy for four leases, while one node speaks on, and another one falls silent."""
     state = job_of("speaks", "silent")
     for _ in range(24):
         hands.wait(0.5)
-        hands.inbox.hear(Beat("speaks", "speaks-1", 0, 0), soon=False)
+        hands.inbox.put(Beat("speaks", "speaks-1", 0, 0))
     state, lost = worked_off(state, hands, together)
     assert lost == ["silent"] and set(state.members) == {"speaks"}
     hands.wait(7.0)
     assert worked_off(state, hands)[1] == ["speaks"], "of whom nothing was heard since"
 
 
-def test_a_network_thread_that_is_held_up_accuses_nobody(hands: Hands) -> None:
+def test_a_network_thread_that_is_held_up_accuses_nobody(hands: Bench) -> None:
     state = job_of("a")
     hands.wait(30.0, held_up=True)
     hands.wait(0.5)
@@ -158,3 +150,24 @@ def test_who_is_behind_waits_longer_but_not_for_ever(late_s: float, silence_s: f
         state, actions, _ = settle(state, at)
         told = [at - START for a in actions if isinstance(a, Note) and a.kind == "lost"]
     assert told[0] == pytest.approx(silence_s, abs=0.11)
+
+
+def test_who_is_behind_waits_longer_for_who_may_come_back() -> None:
+    state, _, _ = learn(job_of("a", "b"), Closed("a", "a-1"), START)
+    for tenths in range(1, 20):
+        state, _, _ = learn(state, Tick(1.0), START + tenths / 10)
+        state, _, _ = settle(state, START + tenths / 10)
+        assert ("a" in state.members) == (tenths / 10 < 1.15) and "b" in state.members
+
+
+def test_a_coordinator_that_took_over_waits_longer_for_many() -> None:
+    """All of them come at the same time."""
+    few, many = job_of("a"), job_of(*(f"n{number}" for number in range(1000)))
+    for state, longer_s in ((few, 0.0), (many, 0.5)):
+        adopted, _, _ = learn(state, Adopted(), START)
+        known, until = adopted, START + state.policy.adopt_s + longer_s
+        for quarter in range(1, 20):
+            known, _, _ = learn(known, Tick(), START + quarter * 0.25)
+            known, _, _ = settle(known, START + quarter * 0.25)
+            all_there = known.members.keys() == state.members.keys()
+            assert all_there == (known.ticked < until + state.policy.grace_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 from prometheus_client import generate_latest
 
 from elastic.config import Command, JobConfig
-from elastic.coordinator import saving
+from elastic.coordinator import inbox, saving
+from elastic.coordinator.clock import Clock
 from elastic.coordinator.exposing import Exposed
 from elastic.coordinator.leading import Part
 from elastic.coordinator.service import Coordinator
+from elastic.core.job import Tick
 from elastic.core.messages import Heartbeat, NodePhase, NodeReport
 from elastic.core.types import JobSpec, LayerSpec, NodeInfo
 from elastic.store.base import Entry, StoreUnavailable
 from elastic.store.memory import MemoryStore
 from elastic.telemetry import read_events
+from tests.coordinator.hands import Hands
 
 SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
 
@@ -88,6 +92,15 @@ class Bench:
 
 
 @pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    """Asked for before `bench`, its coordinator goes by this clock."""
+    made = Hands()
+    monkeypatch.setattr(Clock, "now", lambda clock: made.now)
+    monkeypatch.setattr(inbox, "event_loop", lambda: made)
+    return made
+
+
+@pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(saving, "retry_s", lambda failures: 0.0)
     made = Bench(tmp_path)
@@ -130,6 +143,41 @@ def test_nothing_of_a_batch_happens_before_it_is_saved(bench: Bench) -> None:
     later = bench.told()[len(before) :]
     assert later.count("joined") == 1 and later.index("joined") < later.index("halt")
     assert 'elastic_events_total{kind="joined"} 3.0' in bench.metrics()
+
+
+def test_what_waits_for_a_busy_coordinator_came_in_time(hands: Hands, bench: Bench) -> None:
+    """It is busy for four leases; two nodes speak on meanwhile, and the third falls silent."""
+    box = bench.coordinator._inbox
+    box.start()
+    for node in "abc":
+        box.say(bench.lines[node], came(node))
+    bench.coordinator._turn()
+    assert set(bench.coordinator._state.members) == {"a", "b", "c"}
+    for _ in range(24):
+        hands.wait(0.5)
+        for node in "ab":
+            box.say(bench.lines[node], Heartbeat(node, f"{node}-1", 0, 0))
+    hands.wait(0.5)
+    while len(box):
+        bench.coordinator._turn()
+    assert set(bench.coordinator._state.members) == {"a", "b"}
+
+
+def test_a_report_from_which_nothing_follows_is_saved_by_and_by(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.take(*map(came, "ab"))
+    bench.saves()
+    at = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: at)
+    bench.take(replace(came("a"), step=1))
+    bench.coordinator._inbox.put(Tick())
+    bench.coordinator._turn()
+    assert bench.saves() == 0
+    monkeypatch.setattr(time, "monotonic", lambda: at + saving.LATEST_S)
+    bench.coordinator._inbox.put(Tick())
+    bench.coordinator._turn()
+    assert bench.saves() == 1
 
 
 def test_metrics_of_a_process_over_its_terms(bench: Bench) -> None:
