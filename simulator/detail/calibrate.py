@@ -84,12 +84,15 @@ def _recoveries(measured: Sequence[Story], simulated: Sequence[Story], physics: 
     both = [pair for one, other in zip(measured, simulated, strict=True) for pair in pairs(one, other)]
     lost = [pair for pair in both if not pair[0]["planned"]]
     planned = [pair for pair in both if pair[0]["planned"]]
+    apart, together = lost or planned, planned or lost
+    late = _gap(apart, lambda r: r["rebuild_s"])
     found = {
         "closed_s": _gap(lost, lambda r: r["detect_s"]),
         "leave_s": _gap(lost, lambda r: r["halt_s"]),
         "stop_s": _gap(planned, lambda r: r["halt_s"] + r["pause_s"] - r["total_s"]),
         "install_s": _gap(both, lambda r: r["transfer_s"]),
-        "group_s": _gap(both, lambda r: r["rebuild_s"]),
+        "group_s": late,
+        "crowd_s": _gap(together, lambda r: r["rebuild_s"]) - late,
         "resume_s": _gap(both, _rest),
         "prefetch_s": _middle(_all(measured, lambda story: story.prefetches))
         - _middle(_all(simulated, lambda story: story.prefetches)),

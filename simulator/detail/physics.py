@@ -19,7 +19,8 @@ MOST_JITTER = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Physics:
-    """Seconds, unless a name says otherwise. Every use of one is multiplied by a random factor of mean 1."""
+    """Seconds, unless a name says otherwise. Every use of one but `crowd_s` is multiplied by a random factor of mean
+    1."""
 
     version: int = VERSION
     message_s: float = 0.002
@@ -40,6 +41,8 @@ class Physics:
     """Of an installation, besides the bytes that it moves."""
     group_s: float = 0.1
     """Connecting, once everybody has what it needs."""
+    crowd_s: float = 0.0
+    """How much longer it takes if all come at once: they meet at one store, and who comes early is done by then."""
     start_s: float = 5.0
     """Of the job's first workers, all at once: from their launch to the last one's attaching."""
     spawn_s: float = 3.0

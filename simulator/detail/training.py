@@ -35,6 +35,8 @@ class Run:
     assignment: Assignment
     present: dict[str, Worker] = field(default_factory=dict)
     connected: bool = False
+    met_at: float = 0.0
+    """When those that are here will all have been at the store."""
     committing: bool = False
 
     def __post_init__(self) -> None:
@@ -54,12 +56,14 @@ class Run:
         """Everybody of the plan is there and can be reached."""
         return set(self.plan.nodes()) == self.present.keys() and all(w.here for w in self.present.values())
 
-    def connect(self) -> None:
-        """If everybody has what it needs: meet."""
+    def connect(self, worker: Worker) -> None:
+        """It has what it needs, and goes to the store; if everybody has: meet."""
+        clock, physics = self.world.clock, self.world.physics
+        self.met_at = max(self.met_at, clock.now) + physics.crowd_s / self.roster.size
         if self.whole and not self.connected:
             self.connected = True
-            for worker in self.present.values():
-                self.world.clock.about(self.world.physics.group_s, worker.ready_for(self))
+            for one in self.present.values():
+                clock.after(self.met_at - clock.now + clock.vary(physics.group_s), one.ready_for(self))
 
     def commit(self) -> None:
         """If everybody has done its micro-batches: the common end of the step."""

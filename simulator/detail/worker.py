@@ -285,7 +285,7 @@ class Worker:
         run.present[self.agent.name] = self
         self.training = Training(self, run)
         self.world.meter.look()
-        run.connect()
+        run.connect(self)
 
     def ready_for(self, run: Run) -> Callable[[], None]:
         def act() -> None:
