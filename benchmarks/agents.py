@@ -27,6 +27,7 @@ from elastic.core import node as core
 from elastic.core.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.envelope import Envelope, from_proto, pack, to_proto, unpack
+from elastic.rpc.loop import Loop
 from elastic.rpc.options import client_options
 
 MEMORY_BYTES = 24 << 30
@@ -265,7 +266,8 @@ def main() -> None:
     async def start() -> None:
         await live(Crowd(args.address, crowd_spec, args.heartbeat), args.first, args.count)
 
-    asyncio.run(start())
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(start())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""The loop that gRPC runs on."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+
+import grpc
+import pytest
+
+from elastic.rpc import elastic_pb2, elastic_pb2_grpc
+from elastic.rpc.loop import Loop, event_loop
+from tests.rpc.conftest import ServerBench
+
+CALLS = 300
+
+
+def test_many_events_take_few_turns(server: ServerBench) -> None:
+    """With the real gRPC: this fails if a newer one wakes the loop in another way."""
+    loop = event_loop()
+    assert isinstance(loop, Loop)
+    before = loop.spared
+    with grpc.insecure_channel(server.address) as channel:
+        stub = elastic_pb2_grpc.CoordinatorStub(channel)
+        question = elastic_pb2.Envelope(kind="echo", body=b"{}")
+        asked = [stub.Call.future(question, timeout=60) for _ in range(CALLS)]
+        assert all(answer.result().body == b"{}" for answer in asked)
+    assert loop.spared > before
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_no_wakeup_is_lost(bound: bool) -> None:
+    """A poller's bytes, as gRPC's reader takes them: one, and then all events."""
+    loop, (reader, writer) = Loop(), socket.socketpair()
+    reader.setblocking(False)
+    events, handled, turns = list[int](), list[int](), 0
+
+    def _handle_events(among: list[int] = events) -> None:
+        nonlocal turns
+        turns += 1
+        assert reader.recv(1) == b"1"
+        if turns == 1:
+            wake(99)  # while they are handled
+        while among:
+            handled.append(among.pop(0))
+
+    def wake(event: int) -> None:
+        events.append(event)
+        writer.send(b"1")
+
+    for number in range(50):
+        wake(number)
+    loop.add_reader(reader, partial(_handle_events, events) if bound else _handle_events)
+    loop.call_later(0.05, wake, 100)
+    loop.call_later(0.2, loop.stop)
+    loop.run_forever()
+    assert handled == [*range(50), 99, 100] and turns == 3
+    loop.remove_reader(reader)
+    loop.close()
+    reader.close()
+    writer.close()
