@@ -1,7 +1,7 @@
 """The job's state as text, as `elastic.core.codec` writes it, without encoding again what has not changed.
 
 A state is never changed in place, so what is the same object is the same text. In a job of thousands of nodes a save
-follows nearly every report, and the assignment alone has tens of thousands of recipes.
+often follows a few reports, and the assignment alone has tens of thousands of recipes.
 """
 
 from __future__ import annotations
