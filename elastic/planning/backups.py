@@ -23,7 +23,7 @@ from functools import cache
 
 from elastic.core.types import NodeInfo, Plan
 from elastic.planning.peers import domain_of
-from elastic.planning.predict import Prediction, predict
+from elastic.planning.predict import Prediction, Predictor
 from elastic.planning.profile import Profile
 from elastic.planning.schemes import (
     LOG,
@@ -116,10 +116,14 @@ def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> 
     return _Scales(plan, by, nodes).estimate(pair)
 
 
-def estimates(plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> list[Estimate]:
-    """All pairs that `auto` may take."""
+def estimates(
+    plan: Plan, by: Weighing, nodes: Sequence[NodeInfo], *, replicated: bool | None = None
+) -> list[Estimate]:
+    """All pairs that `auto` may take. `replicated`: what `is_replicated` says, if that is known."""
     scales = _Scales(plan, by, nodes)
-    return [scales.estimate(pair) for pair in options(plan, replicated=is_replicated(plan, nodes)[0])]
+    if replicated is None:
+        replicated, _ = is_replicated(plan, nodes)
+    return [scales.estimate(pair) for pair in options(plan, replicated=replicated)]
 
 
 class _Scales:
@@ -127,8 +131,9 @@ class _Scales:
     a share of the gradients sent, and what nodes carry, alike ones once."""
 
     def __init__(self, plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> None:
-        self.plan, self.by, self.nodes = plan, by, nodes
-        self.bare = predict(replace(plan, gradients=NONE), by.profile, nodes, by.slow)
+        self.plan, self.by = plan, by
+        self._predictor = Predictor(plan, by.profile, nodes, by.slow)
+        self.bare = self._predictor.prediction(NONE)
         self._steps = {0.0: self.bare.step_s}
         loads = _loads(plan, by.profile, self.bare)
         self._n = len(loads)
@@ -137,8 +142,7 @@ class _Scales:
     def step_s(self, gradients: str) -> float:
         share = gradients_of(gradients).share
         if share not in self._steps:
-            plan = replace(self.plan, gradients=gradients)
-            self._steps[share] = predict(plan, self.by.profile, self.nodes, self.by.slow).step_s
+            self._steps[share] = self._predictor.prediction(gradients).step_s
         return self._steps[share]
 
     def estimate(self, pair: str) -> Estimate:

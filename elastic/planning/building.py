@@ -110,8 +110,12 @@ def _recut(
     )
     if len(set(shape.kinds)) > 1 or recomputes:
         return shape.cuts
-    fill, slowest = cutter.seconds(shape.cuts)
     hosts = [node for node, n in zip(owners, shape.stages, strict=True) for _ in range(n)]
+    if all(
+        holdings.holds(node, range(a, b)) for node, (a, b) in zip(hosts, pairwise(shape.cuts), strict=True)
+    ):
+        return shape.cuts
+    fill, slowest = cutter.seconds(shape.cuts)
     moved = {node: holdings.missing(node, full) for node in set(hosts)}
     allowed = model.tails(shape.kinds[0], pipelines) <= tail * (1 + CLOSE)
     reach = [
@@ -124,13 +128,9 @@ def _recut(
 def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
     """For each first layer, the last layer + 1 up to which every end is able."""
     size = able.shape[0]
-    found = []
-    for first in range(size):
-        last = first
-        while last + 1 < size and able[first, last + 1]:
-            last += 1
-        found.append(last)
-    return found
+    stops = np.ones((size, size + 1), dtype=bool)
+    stops[:, :size] = np.triu(~able, 1)
+    return [int(stop) - 1 for stop in stops.argmax(axis=1)]
 
 
 # ---- backups ----
@@ -153,7 +153,7 @@ def protect(
     replicated, reason = is_replicated(plan, nodes)
     plan = replace(plan, peers=peers)
     if backup == "auto" and weighing is not None:
-        best, why = choose(estimates(plan, weighing, nodes), weighing.room_bytes)
+        best, why = choose(estimates(plan, weighing, nodes, replicated=replicated), weighing.room_bytes)
         return replace(plan, gradients=best.gradients, state=best.state), f"backup {why}; {reason}"
     gradients, state = (
         ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")

@@ -22,8 +22,8 @@ def largest_tail(model: CostModel, shapes: Sequence[Shape], pipelines: int = 0) 
     tails = [model.tails(kind, pipelines or len(shapes)) for kind in range(len(model.kinds))]
     return max(
         float(tails[kind][a, b])
-        for shape in {replace(shape, microbatches=0) for shape in shapes}
-        for kind, (a, b) in zip(shape.stage_kinds(), pairwise(shape.cuts), strict=True)
+        for kinds, cuts in {(shape.stage_kinds(), shape.cuts) for shape in shapes}
+        for kind, (a, b) in zip(kinds, pairwise(cuts), strict=True)
     )
 
 

@@ -78,6 +78,10 @@ class Holdings:
                 kept.setdefault(peer, {}).update((layer, saved[state][layer]) for layer in live.get(node, ()))
         return cls(live, kept, team)
 
+    def holds(self, node: str, layers: range) -> bool:
+        """Whether the node's worker has all these layers."""
+        return self.live.get(node, frozenset()).issuperset(layers)
+
     def fetched(self, node: str, full_bytes: Sequence[int]) -> list[int]:
         """Bytes of each layer that `node` would have to get from other nodes."""
         kept, live = self.kept.get(node, {}), self.live.get(node, frozenset())

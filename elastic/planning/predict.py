@@ -7,7 +7,7 @@ the step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -117,29 +117,35 @@ def predict(
     plan: Plan, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
 ) -> Prediction:
     """Predict a step of `plan` on `nodes` (all that hold stages must be there); `slow`: (node, factor)."""
-    places = _Places(profile, nodes, slow)
-    share = gradients_of(plan.gradients).share if plan.peers else 0.0
-    per_byte = _reduction(len(plan.pipelines), profile.link)
-    known: dict[object, _Run] = {}
-    runs = []
-    for number, pipeline in enumerate(plan.pipelines):
-        key = _likeness(pipeline) if places.alike else number
-        if key not in known:
-            known[key] = _run(pipeline, plan.tp, places, share, per_byte)
-        runs.append(known[key])
-    tail = max(run.tail_s for run in runs)
-    finish = tuple(run.finish_s for run in runs)
-    return Prediction(max(finish) + tail, finish, tail, tuple(run.times for run in runs))
+    return Predictor(plan, profile, nodes, slow).prediction(plan.gradients)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What one pipeline takes."""
+class Predictor:
+    """Predicts steps of one plan under several schemes. What these have in common is worked out once, and so are
+    pipelines that are alike."""
 
-    times: tuple[StageTimes, ...]
-    finish_s: float
-    tail_s: float
-    """Of its slowest unit."""
+    def __init__(
+        self, plan: Plan, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
+    ) -> None:
+        """As for `predict`."""
+        self._plan, self._places = plan, _Places(profile, nodes, slow)
+        unlike: dict[object, Pipeline] = {}
+        keys: list[object] = []
+        for number, pipeline in enumerate(plan.pipelines):
+            keys.append(_likeness(pipeline) if self._places.alike else number)
+            unlike.setdefault(keys[-1], pipeline)
+        self._unlike, self._keys = unlike, keys
+        per_byte = _reduction(len(plan.pipelines), profile.link)
+        self._tail_s = max(_tail(pipeline, plan.tp, per_byte, self._places) for pipeline in unlike.values())
+
+    def prediction(self, gradients: str) -> Prediction:
+        """With the scheme `gradients`, whatever the plan's own."""
+        share = gradients_of(gradients).share if self._plan.peers else 0.0
+        runs = {
+            key: _run(pipeline, self._plan.tp, self._places, share) for key, pipeline in self._unlike.items()
+        }
+        times, finish = zip(*(runs[key] for key in self._keys), strict=True)
+        return Prediction(max(finish) + self._tail_s, finish, self._tail_s, times)
 
 
 def _likeness(pipeline: Pipeline) -> object:
@@ -148,12 +154,18 @@ def _likeness(pipeline: Pipeline) -> object:
     return pipeline.schedule, len(pipeline.microbatches), stages
 
 
-def _run(pipeline: Pipeline, tp: int, places: _Places, share: float, per_byte: float) -> _Run:
+def _run(pipeline: Pipeline, tp: int, places: _Places, share: float) -> tuple[tuple[StageTimes, ...], float]:
+    """(times of its stages, when its last micro-batch is done)."""
     times = tuple(_times(pipeline, s, tp, places, share) for s in range(len(pipeline.stages)))
+    return times, _finish(pipeline, len(pipeline.microbatches), times)
+
+
+def _tail(pipeline: Pipeline, tp: int, per_byte: float, places: _Places) -> float:
+    """Seconds of reduction and update of its slowest unit."""
     tails: dict[Unit, float] = {}
     for stage in pipeline.stages:
         tails[stage.unit] = tails.get(stage.unit, 0.0) + _stage_tail(stage, tp, per_byte, places)
-    return _Run(times, _finish(pipeline, times), max(tails.values(), default=0.0))
+    return max(tails.values(), default=0.0)
 
 
 def pipeline_seconds(
@@ -164,8 +176,20 @@ def pipeline_seconds(
     tp: int,
 ) -> float:
     """Seconds of one pipeline, backups aside."""
+    return pipeline_pace(pipeline, profile, nodes, slow, tp)(len(pipeline.microbatches))
+
+
+def pipeline_pace(
+    pipeline: Pipeline,
+    profile: Profile,
+    nodes: Sequence[NodeInfo],
+    slow: Sequence[tuple[str, float]],
+    tp: int,
+) -> Callable[[int], float]:
+    """As `pipeline_seconds`, for any number of micro-batches."""
     places = _Places(profile, nodes, slow)
-    return _finish(pipeline, tuple(_times(pipeline, s, tp, places, 0.0) for s in range(len(pipeline.stages))))
+    times = tuple(_times(pipeline, s, tp, places, 0.0) for s in range(len(pipeline.stages)))
+    return lambda microbatches: _finish(pipeline, microbatches, times)
 
 
 def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: float) -> StageTimes:
@@ -195,10 +219,10 @@ def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: flo
     )
 
 
-def _finish(pipeline: Pipeline, times: tuple[StageTimes, ...]) -> float:
-    if len(pipeline.microbatches) * len(times) > MOST_ACTIONS and pipeline.schedule != INTERLEAVED:
-        return closed_form(pipeline.schedule, times, len(pipeline.microbatches))
-    return _makespan(pipeline.schedule, len(units_of(pipeline)), len(pipeline.microbatches), times)
+def _finish(pipeline: Pipeline, microbatches: int, times: tuple[StageTimes, ...]) -> float:
+    if microbatches * len(times) > MOST_ACTIONS and pipeline.schedule != INTERLEAVED:
+        return closed_form(pipeline.schedule, times, microbatches)
+    return _makespan(pipeline.schedule, len(units_of(pipeline)), microbatches, times)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from elastic.core.types import Pipeline, Plan
 from elastic.planning.batches import Cost, allot, deal
 from elastic.planning.building import protect
 from elastic.planning.peers import natural
-from elastic.planning.predict import pipeline_seconds, predict
+from elastic.planning.predict import pipeline_pace, predict
 from elastic.planning.request import PlanRequest
 from elastic.planning.transition import links_of, transition
 from elastic.planning.weigh import Option, choose, horizon_s
@@ -50,11 +50,7 @@ def _whole(request: PlanRequest, current: Plan) -> Plan | None:
 
     def cost(pipeline: Pipeline) -> Cost:
         """Run against the clock for a few micro-batches; each further one takes as long as those before."""
-
-        def seconds(microbatches: int) -> float:
-            run = replace(pipeline, microbatches=tuple(range(microbatches)))
-            return pipeline_seconds(run, profile, request.nodes, request.slow, current.tp)
-
+        seconds = pipeline_pace(pipeline, profile, request.nodes, request.slow, current.tp)
         few = 2 * len(pipeline.stages)
         base, pace = seconds(few), (seconds(2 * few) - seconds(few)) / few
         return lambda m: seconds(m) if m < few else base + (m - few) * pace

@@ -16,7 +16,8 @@ import pytest
 from tests.scenarios.harness import ROOT, Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
-BURN = "while True: sum(range(10000))"
+BURN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10000))"
+"""Ends with whoever started it, also when that is killed."""
 
 
 @contextmanager
