@@ -24,7 +24,7 @@ class Use(StrEnum):
     REDUNDANT = "redundant"
     """Computing that only guards against losses."""
     IDLE = "idle"
-    """There, and not used."""
+    """There, and not used, or still booting."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Every mix of so many on-demand nodes, which never go, and so many spot nodes, which come and go as in the trace, is
 replayed with every policy and seed. With a budget the mix is advised that makes most samples within it, without one
-the cheapest a sample, beside all others. Nodes beyond what the plan can use wait as spares: `idle` tells.
+the cheapest a sample, beside all others. Nodes beyond what the plan can use wait as spares: `spares` and `idle` tell.
+With `resized` the best mix is tried with fewer and more nodes, too.
 
 A recorded trace knows its own nodes only: with more spot nodes than it has it is repeated under other names, shifted in
 time, so that losses do not coincide more than they did.
@@ -11,15 +12,19 @@ time, so that losses do not coincide more than they did.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.errors import FieldError
-from simulator.clusters import NodeType
+from simulator.account import Use
+from simulator.clusters import NodeType, node_type_of
+from simulator.engine import Outcome
 from simulator.physics import stays
 from simulator.replay import Mean, Run, mean_of, run_one
 from simulator.scenario import Scenario
 from simulator.trace import ADD, REMOVE, Event, Trace, window
+from simulator.watch import Seen
 from simulator.world import World
 
 ON_DEMAND = "on-demand"
@@ -53,6 +58,12 @@ class Offer:
     """Samples over those of the best plan for all nodes of the mix, were they always there."""
     idle: float
     """Share of node time that nothing was done in: nodes that wait as spares, or do not fit."""
+    spares: float
+    """Nodes that are of use and do nothing, on average over the time."""
+    backup: str
+    """The pair of schemes of most of the time that a plan of ours was in force; "": there was none."""
+    backup_share: float
+    """Of that time."""
     within: bool
     """The budget."""
 
@@ -61,6 +72,25 @@ def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
     """Of so many nodes in all, from all spot to all on demand."""
     found = [Mix(n, size - n) for size in sizes for i in range(steps + 1) for n in (round(size * i / steps),)]
     return list(dict.fromkeys(found))
+
+
+def resized(mix: Mix) -> list[Mix]:
+    """An eighth fewer nodes, and an eighth more, of spot ones if it has any."""
+    by = max(1, round((mix.on_demand + mix.spot) / 8))
+    if mix.spot:
+        found = [Mix(mix.on_demand, mix.spot - by), Mix(mix.on_demand, mix.spot + by)]
+    else:
+        found = [Mix(mix.on_demand - by, 0), Mix(mix.on_demand + by, 0)]
+    return [one for one in found if min(one.on_demand, one.spot) >= 0 < one.on_demand + one.spot]
+
+
+def answer(best: Offer) -> str:
+    """The three questions, answered: which mix, how many spares, which backup."""
+    mix, backup = best.mix, f"{best.policy} keeps none of our schemes"
+    if best.backup:
+        backup = f"{best.backup}, in force {100 * best.backup_share:.0f} % of the time"
+    spares = f"{best.spares:.1f} nodes wait on average"
+    return f"Mix: {mix}, {mix.on_demand + mix.spot} in all. Spares: {spares}. Backup: {backup}."
 
 
 def blended(trace: Trace, mix: Mix) -> Trace:
@@ -136,20 +166,44 @@ def offers(
     budget_per_h: float = math.inf,
     progress: Callable[[str], None] | None = None,
 ) -> list[Offer]:
-    """Every mix with every policy, the best first. Raises FieldError."""
-    world = scenario.world()
+    """Every mix with every policy, the best first. Prices are those of the first node type. Raises FieldError."""
+    world, kind = scenario.world(), node_type_of(scenario.nodes_of[0])
     found = []
     for mix in options:
         traces = {seed: blended(scenario.trace_of(seed), mix) for seed in seeds}
         for policy in policies:
-            runs = [run_one(world, traces[seed], policy, seed) for seed in seeds]
-            costs = [_cost(world.types[0], traces[run.seed]) for run in runs]
-            found.append(_offer(world, mix, policy, runs, costs, traces[seeds[0]].end_s, budget_per_h))
+            pairs, spare_s, runs = Counter[str](), 0.0, []
+            for seed in seeds:
+                run = run_one(world, traces[seed], policy, seed, keep=True)
+                assert run.outcome is not None
+                pairs += _pairs(run.outcome, run.seen)
+                spare_s += run.outcome.account.totals()[Use.IDLE] / 1000
+                runs.append(replace(run, outcome=None, seen=()))  # they are large
+            costs = [_cost(kind, traces[run.seed]) for run in runs]
+            found.append(
+                _offer(world, mix, policy, runs, costs, pairs, spare_s, traces[seeds[0]].end_s, budget_per_h)
+            )
             if progress:
                 progress(f"{mix}, {policy}")
+    return ordered(found, budget_per_h)
+
+
+def ordered(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
+    """The best first."""
     if math.isfinite(budget_per_h):
         return sorted(found, key=lambda o: (not o.within, -o.samples_per_s.value, o.dollars_per_h.value))
     return sorted(found, key=lambda o: (o.per_million.value, o.dollars_per_h.value))
+
+
+def _pairs(outcome: Outcome, plans: Sequence[Seen | None]) -> Counter[str]:
+    """Milliseconds that each pair of schemes was in force."""
+    made = outcome.decisions
+    ends = [*(decision.at for decision in made[1:]), outcome.ended]
+    found = Counter[str]()
+    for decision, until, seen in zip(made, ends, plans, strict=True):
+        if seen is not None:
+            found[f"{seen.plan.gradients}+{seen.plan.state}"] += until - decision.at
+    return found
 
 
 def _offer(
@@ -158,6 +212,8 @@ def _offer(
     policy: str,
     runs: Sequence[Run],
     costs: Sequence[float],
+    pairs: Counter[str],
+    spare_s: float,
     end_s: float,
     budget_per_h: float,
 ) -> Offer:
@@ -169,6 +225,7 @@ def _offer(
     dollars = mean_of([cost / hours for cost in costs])
     whole = sum(sum(run.time.values()) for run in runs) or 1.0
     best = world.best(mix.on_demand + mix.spot)
+    ((backup, longest),) = pairs.most_common(1) or [("", 0)]
     full = world.samples / best.step_s if best else math.inf
     return Offer(
         mix=mix,
@@ -179,6 +236,9 @@ def _offer(
         per_million_tokens=mean_of([value / tokens for value in per_million]),
         goodput=mean_of([run.samples_per_s / full for run in runs]),
         idle=sum(run.time["idle"] for run in runs) / whole,
+        spares=spare_s / (end_s * len(runs)),
+        backup=backup,
+        backup_share=longest / pairs.total() if backup else 0.0,
         within=dollars.value <= budget_per_h,
     )
 

@@ -17,7 +17,7 @@ from simulator.detail.physics import Physics
 from simulator.detail.physics import read as read_physics
 from simulator.fetch import HOST, ORIGINALS, fetch
 from simulator.generate import Market, fitted, generate, shared_with_inference
-from simulator.importers import FORMATS
+from simulator.importers import FORMATS, UNITS, doubt
 from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored, writable
 from simulator.statistics import Statistics, statistics
 from simulator.sweep_command import sweep
@@ -56,19 +56,35 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
 @click.argument("source", type=FILE)
 @click.argument("out", type=FILE)
 @click.option("--bid", type=float, help="spot-prices: a zone's nodes are there up to this price")
-@click.option("--nodes", type=int, default=1, show_default=True, help="spot-prices: nodes of a zone")
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, traces.MOST_NODES),
+    default=1,
+    show_default=True,
+    help="spot-prices: nodes of a zone",
+)
+@click.option("--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several")
 @click.option("--hours", is_flag=True, help="counts: times are hours, not seconds")
 @clear_errors
-def import_(kind: str, source: Path, out: Path, bid: float | None, nodes: int, hours: bool) -> None:
+def import_(
+    kind: str, source: Path, out: Path, bid: float | None, nodes: int, product: str | None, hours: bool
+) -> None:
     """Convert a file of another form into a trace."""
     more: dict[str, Any] = {}
+    unit = UNITS[kind]
     if kind == "spot-prices":
         if bid is None:
             raise FieldError("--bid", None, "spot prices need a bid, in dollars an hour")
-        more = {"bid": bid, "nodes": nodes}
+        more = {"bid": bid, "nodes": nodes, "product": product}
     elif kind == "counts" and hours:
-        more = {"unit_s": 3600.0}
-    _write(FORMATS[kind](_text(source), source.name, **more), out)
+        more, unit = {"unit_s": 3600.0}, "hours"
+    elif kind == "events" and (config := source.parent / "config.json").is_file():
+        more = {"config": traces.text_of(config, "file")}
+    found = FORMATS[kind](traces.text_of(source, "file"), source.name, **more)
+    _write(found, out, f", times read as {unit}")
+    if kind != "events" and (strange := doubt(found, unit)):  # runs that were made to fail lose more
+        hint = " --hours takes them for hours" if kind == "counts" and not hours else ""
+        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
 
 
 @traces_group.command("convert")
@@ -102,7 +118,13 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     "--bulk", default="1", show_default=True, help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)"
 )
 @click.option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1 [0]")
-@click.option("--zones", default="a", show_default=True, help="zones, comma-separated")
+@click.option(
+    "--shape",
+    type=float,
+    default=1.0,
+    help="of the Weibull distribution of times between losses; below 1: in bursts [1]",
+)
+@click.option("--zones", default="", help="zones, comma-separated [a; with --like: the trace's]")
 @click.option(
     "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
 )
@@ -120,13 +142,14 @@ def generate_(
     notice: float,
     bulk: str,
     diurnal: float,
+    shape: float,
     zones: str,
     like: Path | None,
     inference: int | None,
     seed: int,
 ) -> None:
     """Make a trace up, labelled so."""
-    names = tuple(name.strip() for name in zones.split(","))
+    names = tuple(name.strip() for name in zones.split(",")) if zones else ()
     if inference is not None:
         made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice)
     else:
@@ -139,8 +162,9 @@ def generate_(
                 bulk=sizes_of(bulk),
                 repair_s=repair,
                 notice_s=notice,
+                shape=shape,
                 diurnal=diurnal,
-                zones=names,
+                zones=names or ("a",),
             )
         )
         made = generate(market, duration, seed)
@@ -205,16 +229,9 @@ def _told(found: Statistics) -> str:
     return "\n".join(f"{name:<{width}}  {value:>12.4g}" for name, value in rows.items())
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FieldError("file", str(path), f"a readable text file is needed: {error}") from error
-
-
-def _write(found: traces.Trace, out: Path) -> None:
+def _write(found: traces.Trace, out: Path, more: str = "") -> None:
     stored(out, traces.format_trace(found))
-    click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h")
+    click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h{more}")
 
 
 for command in (replay, policies, sweep, advise):

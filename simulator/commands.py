@@ -14,6 +14,7 @@ from elastic.errors import FieldError
 from simulator import advise as advice
 from simulator import policies as known
 from simulator import show
+from simulator.clusters import NODE_TYPES
 from simulator.generate import Market
 from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored, writable
 from simulator.replay import replay as run
@@ -143,7 +144,9 @@ def policies() -> None:
 @click.command()
 @click.argument("trace", type=FILE, required=False)
 @click.option(
-    "--buy", default="32", show_default=True, help="nodes in all, spares included; several as 28,32,36"
+    "--buy",
+    default="",
+    help="nodes in all, spares included; several as 28,32,36 [32, and the best mix with an eighth fewer and more]",
 )
 @click.option(
     "--mixes",
@@ -171,15 +174,31 @@ def advise(
     out: Path | None,
     **told: Any,
 ) -> None:
-    """Which mix of spot and on-demand nodes to rent, and what to expect of it."""
+    """Which mix of spot and on-demand nodes to rent, how many as spares, with which backup, and what to expect."""
     if not budget > 0:
         raise FieldError("--budget", budget, "dollars an hour, above 0")
     scenario, names = scenario_of(trace, told), policies_of(wanted)
+    source = click.get_current_context().get_parameter_source("nodes_of")
+    if "model" in scenario.files() and source == click.core.ParameterSource.DEFAULT:
+        kinds = ", ".join(kind.name for kind in NODE_TYPES)
+        raise FieldError(
+            "--nodes-of", "", f"a profile has no prices: name what its nodes cost, one of {kinds}"
+        )
     writable(out)
-    found = advice.offers(scenario, advice.mixes(_sizes(buy), steps), names, range(seeds), budget)
+    found = advice.offers(scenario, advice.mixes(_sizes(buy or "32"), steps), names, range(seeds), budget)
+    if not buy:
+        more = advice.offers(scenario, advice.resized(found[0].mix), names, range(seeds), budget)
+        found = advice.ordered([*found, *more], budget)
     click.echo(show.advice(found, budget))
+    best = found[0]
+    if best.within and math.isfinite(best.per_million.value):
+        click.echo(f"\n{advice.answer(best)}")
     if out is not None:
-        told = {"trace": scenario.name(), "model": scenario.model, "offers": show.offers_json(found)}
+        offers = [
+            {**row, "spares": one.spares, "backup": one.backup, "backup_share": one.backup_share}
+            for row, one in zip(show.offers_json(found), found, strict=True)
+        ]
+        told = {"trace": scenario.name(), "model": scenario.model, "offers": offers}
         stored(out, json.dumps(told, indent=2) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import urllib.error
 import urllib.request
@@ -142,18 +143,33 @@ def fetch(original: Original, directory: Path, host: str = HOST) -> Path:
     """Download into `directory`; a file that is there and right is kept. Raises FieldError if it cannot be had, or is
     not what it was: then nothing is written."""
     target = directory / Path(original.path).name
-    if target.is_file() and _sha256(target.read_bytes()) == original.sha256:
-        return target
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise NotADirectoryError("it is a file")
+        if target.is_file() and _sha256(target.read_bytes()) == original.sha256:
+            return target
+    except OSError as error:
+        raise _unusable(directory, error) from error
     url = f"{host}/{original.path}"
     data = b"".join(_download(url))
     found = _sha256(data)
     if found != original.sha256:
         raise FieldError(url, found, f"its SHA-256 should be {original.sha256}: it is another file now")
-    directory.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    fresh.write_bytes(data)
-    os.replace(fresh, target)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            fresh.write_bytes(data)
+            os.replace(fresh, target)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unusable(directory, error) from error
     return target
+
+
+def _unusable(directory: Path, error: OSError) -> FieldError:
+    return FieldError("--to", str(directory), f"name a folder that can be written: {error}")
 
 
 def _download(url: str) -> Iterator[bytes]:
@@ -167,8 +183,13 @@ def _download(url: str) -> Iterator[bytes]:
                 if left < 0:
                     raise FieldError(url, f"more than {MOST_BYTES} bytes", "a trace is smaller")
                 yield block
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise FieldError(url, str(error)[:120], "it must be reachable; traces/ has generated ones") from error
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
+    except http.client.InvalidURL as error:
+        raise FieldError("--host", url, f"an address as {HOST} is needed: {error}"[:200]) from error
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}".strip()[:120]
+        raise FieldError(url, said, "it must be reachable; traces/ has generated ones") from error
 
 
 def _sha256(data: bytes) -> str:

@@ -10,10 +10,13 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
 
 from elastic.errors import FieldError
 from simulator.statistics import statistics
-from simulator.trace import ADD, REMOVE, Event, Trace, check
+from simulator.trace import ADD, MOST_NODES, MOST_SECONDS, REMOVE, Event, Trace, check
 
 DAY_S = 86400.0
 
@@ -41,18 +44,25 @@ class Market:
 
     def __post_init__(self) -> None:
         problems = (
-            ("nodes", self.nodes, self.nodes >= 1, "at least one node"),
-            ("mtbf", self.mtbf_s, 0 < self.mtbf_s < math.inf, "seconds above 0"),
-            ("repair", self.repair_s, 0 <= self.repair_s < math.inf, "seconds from 0 up"),
-            ("notice", self.notice_s, 0 <= self.notice_s < math.inf, "seconds from 0 up"),
+            ("nodes", self.nodes, 1 <= self.nodes <= MOST_NODES, f"from 1 to {MOST_NODES} nodes"),
+            (
+                "mtbf",
+                self.mtbf_s,
+                0 < self.mtbf_s <= MOST_SECONDS,
+                "seconds above 0, at most a hundred years",
+            ),
+            ("repair", self.repair_s, 0 <= self.repair_s <= MOST_SECONDS, "seconds, 0 to a hundred years"),
+            ("notice", self.notice_s, 0 <= self.notice_s <= MOST_SECONDS, "seconds, 0 to a hundred years"),
             ("shape", self.shape, 0.1 <= self.shape <= 10, "from 0.1 to 10"),
             ("diurnal", self.diurnal, 0 <= self.diurnal <= 1, "from 0 to 1"),
             ("zones", self.zones, len(self.zones) > 0, "at least one zone"),
             (
                 "bulk",
                 self.bulk,
-                bool(self.bulk) and all(n >= 1 and w > 0 for n, w in self.bulk),
-                "sizes from 1 up",
+                bool(self.bulk)
+                and all(n >= 1 and w > 0 for n, w in self.bulk)
+                and math.isfinite(sum(w for _, w in self.bulk)),
+                "sizes from 1 up; weights above 0 with a finite sum",
             ),
         )
         for name, value, good, remedy in problems:
@@ -80,7 +90,8 @@ class _Cluster:
 
 
 def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
-    """A trace of `end_s` seconds. Times are whole seconds."""
+    """A trace of `end_s` seconds. Times are whole seconds. Raises FieldError."""
+    _check_duration(end_s)
     draw, cluster = random.Random(seed), _Cluster(market.zones, market.type)
     for _ in range(market.nodes):
         cluster.add(0.0)
@@ -100,6 +111,11 @@ def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
         at = _next_loss(draw, market, at)
     origin = f"generated, not recorded: {market}, seed {seed}"
     return check(cluster.events, end_s, origin)
+
+
+def _check_duration(end_s: float) -> None:
+    if not 0 < end_s <= MOST_SECONDS:
+        raise FieldError("duration", end_s, "seconds above 0, at most a hundred years")
 
 
 def _next_loss(draw: random.Random, market: Market, after: float) -> float:
@@ -130,13 +146,15 @@ def _victims(draw: random.Random, cluster: _Cluster, size: int) -> list[str]:
     return [first, *others[: size - 1]]
 
 
-def fitted(trace: Trace, *, zones: tuple[str, ...] = ("a",)) -> Market:
-    """A market like that of a recorded trace. Raises FieldError where nothing was lost."""
+def fitted(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
+    """A market like that of a recorded trace, in its own zones unless others are given. Raises FieldError where nothing
+    was lost."""
     found = statistics(trace)
     if not found.loss_events:
         raise FieldError("trace", trace.origin, "it has no losses to fit")
     bulks = Counter(Counter(e.seconds for e in trace.events if e.kind == REMOVE).values())
-    gaps = _gaps(trace)
+    diurnal = _diurnal(trace)
+    named = tuple(dict.fromkeys(e.zone for e in trace.events if e.kind == ADD and e.zone))
     missing = found.nodes_most - found.nodes_mean
     rate = found.losses / trace.end_s
     return Market(
@@ -144,14 +162,40 @@ def fitted(trace: Trace, *, zones: tuple[str, ...] = ("a",)) -> Market:
         mtbf_s=max(1.0, trace.end_s / found.loss_events),
         bulk=tuple(sorted((n, float(weight)) for n, weight in bulks.items())),
         repair_s=max(1.0, missing / rate) if found.joins else 0.0,
-        shape=_weibull_shape(gaps),
-        zones=zones,
+        notice_s=median(e.notice_s for e in trace.events if e.kind == REMOVE),
+        shape=_weibull_shape(_gaps(trace, diurnal)),
+        diurnal=diurnal,
+        zones=zones or named or ("a",),
         type=trace.events[0].type if trace.events else "",
     )
 
 
-def _gaps(trace: Trace) -> list[float]:
-    times = sorted({event.seconds for event in trace.events if event.kind == REMOVE})
+def _moments(trace: Trace) -> list[float]:
+    return sorted({event.seconds for event in trace.events if event.kind == REMOVE})
+
+
+def _diurnal(trace: Trace) -> float:
+    """By least squares: moments of loss per second in each hour of the day, against 1 - diurnal x cosine. 0 for less
+    than a day, and for a swing below twice its standard error, which chance gives, too."""
+    moments = _moments(trace)
+    if trace.end_s < DAY_S:
+        return 0.0
+    hours = np.arange(25) * DAY_S / 24
+    days, rest = divmod(trace.end_s, DAY_S)
+    seconds = days * DAY_S / 24 + np.diff(np.minimum(hours, rest))
+    lost, _ = np.histogram(np.array(moments) % DAY_S, hours)
+    swing = -np.cos(2 * math.pi * (hours[:-1] + DAY_S / 48) / DAY_S)
+    weight = np.sqrt(seconds)
+    design = np.stack((np.ones(24), swing), axis=1) * weight[:, None]
+    (mean, slope), *_ = np.linalg.lstsq(design, lost / seconds * weight, rcond=None)
+    share = float(slope / mean) if mean > 0 else 0.0
+    return round(min(share, 1.0), 3) if share > 2 * math.sqrt(2 / len(moments)) else 0.0
+
+
+def _gaps(trace: Trace, diurnal: float) -> list[float]:
+    """Between losses, on a clock that runs faster by day."""
+    turn = 2 * math.pi / DAY_S
+    times = [at - diurnal / turn * math.sin(turn * at) for at in _moments(trace)]
     return [b - a for a, b in itertools.pairwise(times)]
 
 
@@ -174,7 +218,10 @@ def shared_with_inference(
 ) -> Trace:
     """A cluster that inference takes nodes back from as its load rises by day: looked at every five minutes, training
     has between `least` nodes (at noon) and all `nodes` (at midnight)."""
-    if not 0 <= least <= nodes or nodes < 1:
+    _check_duration(end_s)
+    if not 1 <= nodes <= MOST_NODES:
+        raise FieldError("nodes", nodes, f"from 1 to {MOST_NODES} nodes")
+    if not 0 <= least <= nodes:
         raise FieldError("least", least, f"from 0 to the {nodes} nodes")
     draw, cluster = random.Random(seed), _Cluster(("a",), "")
     for _ in range(nodes):

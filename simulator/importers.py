@@ -6,12 +6,25 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from elastic.core.codec import decode
+from elastic.core.faults import FaultKind, FaultSpec
 from elastic.errors import FieldError
-from simulator.trace import ADD, REMOVE, Event, Trace, check
+from simulator.statistics import statistics
+from simulator.trace import ADD, MOST_EVENTS, MOST_NODES, REMOVE, Event, Trace, check, refuse_milliseconds
+
+LIKELY_LOSSES = 20.0
+"""Per node and hour. Recorded markets have up to 1.6; with more than this a node stays less than three minutes, which
+is what comes of hours taken for seconds (times 3600)."""
+FEW_LOSSES = 5
+"""So few say nothing of a rate."""
+LIKELY_END_S = 365 * 86400.0
+"""Nobody recorded a market for longer; seconds taken for hours soon make years."""
 
 
 def bamboo(text: str, name: str) -> Trace:
@@ -26,20 +39,28 @@ def bamboo(text: str, name: str) -> Trace:
 def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
     """seconds (or hours), instances: as pairs of rows, before and after a change. Nodes are numbered; who came last
     goes first, since the file does not say who went."""
-    events, present, number, last = list[Event](), list[str](), 0, 0.0
-    for line, fields in _csv(text, name, 2):
-        at = _number(fields[0], f"{name}, line {line}") * unit_s
-        wanted = _number(fields[1], f"{name}, line {line}")
-        if wanted != int(wanted):
-            raise FieldError(f"{name}, line {line}", fields[1], "a whole number of instances")
+    rows = [
+        (f"{name}, line {line}", _number(fields[0], f"{name}, line {line}") * unit_s, fields[1])
+        for line, fields in _csv(text, name, 2)
+    ]
+    return _trace(_numbered(rows), max((at for _, at, _ in rows), default=0.0), f"imported from {name}", name)
+
+
+def _numbered(rows: Iterable[tuple[str, float, Any]]) -> list[Event]:
+    """`rows`: where it stands, when, how many instances from then on."""
+    events, present, number = list[Event](), list[str](), 0
+    for where, at, told in rows:
+        wanted = _number(told, where)
+        if wanted != int(wanted) or wanted > MOST_NODES:
+            raise FieldError(where, told, f"a whole number of instances, at most {MOST_NODES}")
         while len(present) < wanted:
             number += 1
             present.append(f"node{number}")
             events.append(Event(at, ADD, present[-1]))
         while len(present) > wanted:
             events.append(Event(at, REMOVE, present.pop()))
-        last = max(last, at)
-    return _trace(events, last, f"imported from {name}", name)
+        _not_too_many(events, where)
+    return events
 
 
 def parcae(text: str, name: str) -> Trace:
@@ -50,39 +71,28 @@ def parcae(text: str, name: str) -> Trace:
         if not line.strip():
             continue
         row = _json(line, where)
-        try:
-            at, kind, more = row
-            nodes, lasting = more["nodes"], float(more["duration"])
-            at = float(at) / 1000
-        except (TypeError, ValueError, KeyError):
-            raise FieldError(
-                where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]'
-            ) from None
-        if kind not in (ADD, REMOVE, "no-op") or not all(isinstance(node, str) for node in nodes):
-            raise FieldError(where, str(kind)[:80], "add, remove or no-op, and names of nodes")
+        if not (isinstance(row, list) and len(row) == 3 and isinstance(row[2], dict)):
+            raise FieldError(where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]')
+        at, kind, more = row
+        at, lasting = _number(at, where) / 1000, _number(more.get("duration"), f"{where}: duration") / 1000
+        if kind not in (ADD, REMOVE, "no-op"):
+            raise FieldError(where, _shown(kind), "add, remove or no-op")
+        nodes = more.get("nodes")
+        if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
+            raise FieldError(f"{where}: nodes", _shown(nodes), 'a list of names, as ["node1", "node2"]')
         events += [Event(at, kind, node) for node in nodes if kind != "no-op"]
-        end = max(end, at + lasting / 1000)
+        end = max(end, at + lasting)
     return _trace(events, end, f"imported from {name}", name)
 
 
-def spot_prices(text: str, name: str, bid: float, nodes: int = 1) -> Trace:
-    """`aws ec2 describe-spot-price-history`: a zone's nodes are there while its price is at most `bid`."""
-    prices = []
-    for index, row in enumerate(_listed(text, name, "SpotPriceHistory")):
-        where = f"{name}: SpotPriceHistory[{index}]"
-        try:
-            prices.append(
-                (
-                    _when(row["Timestamp"], where),
-                    row["AvailabilityZone"],
-                    row["InstanceType"],
-                    float(row["SpotPrice"]),
-                )
-            )
-        except (TypeError, ValueError, KeyError):
-            remedy = "Timestamp, AvailabilityZone, InstanceType and SpotPrice are needed"
-            raise FieldError(where, str(row)[:80], remedy) from None
-    prices.sort(key=lambda price: price[0])
+def spot_prices(text: str, name: str, bid: float, nodes: int = 1, product: str | None = None) -> Trace:
+    """`aws ec2 describe-spot-price-history`: a zone's nodes are there while its price is at most `bid`. `product`: of
+    rows with this ProductDescription alone."""
+    if not (math.isfinite(bid) and bid > 0):
+        raise FieldError("--bid", bid, "dollars an hour, above 0")
+    if not 1 <= nodes <= MOST_NODES:
+        raise FieldError("--nodes", nodes, f"from 1 to {MOST_NODES}")
+    prices = _prices(text, name, product)
     start, events = prices[0][0], list[Event]()
     there: set[tuple[str, str]] = set()
     for at, zone, kind, price in prices:
@@ -91,71 +101,158 @@ def spot_prices(text: str, name: str, bid: float, nodes: int = 1) -> Trace:
             what = ADD if price <= bid else REMOVE
             (there.add if what == ADD else there.discard)(market)
             events += [Event(at - start, what, f"{zone}-{kind}-{i}", zone, kind) for i in range(1, nodes + 1)]
+            _not_too_many(events, name)
     return _trace(events, prices[-1][0] - start, f"imported from {name}, bid {bid:g}", name)
 
 
+def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str, str, float]]:
+    """When, zone, instance type, price; times ascending."""
+    prices, products = list[tuple[float, str, str, float]](), set[str]()
+    for where, row in _listed(text, name, "SpotPriceHistory"):
+        found = _word(row, "ProductDescription", where, "")
+        products.add(found)
+        if product is None or found == product:
+            zone, kind = _word(row, "AvailabilityZone", where), _word(row, "InstanceType", where)
+            price = _number(row.get("SpotPrice"), f"{where}.SpotPrice")
+            prices.append((_when(row.get("Timestamp"), f"{where}.Timestamp"), zone, kind, price))
+    told = ", ".join(repr(known[:40]) for known in sorted(products)[:8])
+    if product is None and len(products) > 1:
+        remedy = "they have prices of their own: choose one with --product"
+        raise FieldError(f"{name}: ProductDescription", told[:200], remedy)
+    if not prices:
+        raise FieldError("--product", product, f"the file has {told[:200]}")
+    return sorted(prices, key=lambda price: price[0])
+
+
 def scaling_activities(text: str, name: str) -> Trace:
-    """`aws autoscaling describe-scaling-activities`: launches and terminations, by their end and start."""
+    """`aws autoscaling describe-scaling-activities`: launches and terminations, by their end and start. Those that
+    failed, or are not done yet, do not count."""
     told = []
-    for index, row in enumerate(_listed(text, name, "Activities")):
-        where = f"{name}: Activities[{index}]"
-        try:
-            words, status = row["Description"].split(), row.get("StatusCode", "Successful")
-            kind = {"Launching": ADD, "Terminating": REMOVE}.get(words[0])
-            node = words[-1]
-            time = row["EndTime"] if kind == ADD else row["StartTime"]
-            zone = _json(row.get("Details", "{}"), where).get("Availability Zone", "")
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError):
-            raise FieldError(where, str(row)[:80], "Description, StartTime and EndTime are needed") from None
-        if kind is not None and status == "Successful":
-            told.append(Event(_when(time, where), kind, node, zone))
+    for where, row in _listed(text, name, "Activities"):
+        words = _word(row, "Description", where).split()
+        kind = {"Launching": ADD, "Terminating": REMOVE}.get(words[0] if words else "")
+        if kind is None or row.get("StatusCode", "Successful") != "Successful":
+            continue
+        told_by = "EndTime" if kind == ADD else "StartTime"
+        details = _object(_json(_word(row, "Details", where, "{}"), f"{where}.Details"), f"{where}.Details")
+        zone = _word(details, "Availability Zone", f"{where}.Details", "")
+        told.append(Event(_when(row.get(told_by), f"{where}.{told_by}"), kind, words[-1], zone))
+    if not told:
+        raise FieldError(f"{name}: Activities", "", "no launch or termination that was successful is in it")
     told.sort(key=lambda event: event.seconds)
-    start = told[0].seconds if told else 0.0
-    there: set[str] = set()
-    events = list[Event]()
+    start, there = told[0].seconds, set[str]()
+    before, events = list[Event](), list[Event]()
     for event in told:
-        at = event.seconds - start
         if event.kind == REMOVE and event.node not in there:  # launched before the record begins
-            events.insert(0, Event(0.0, ADD, event.node, event.zone))
+            before.append(replace(event, seconds=0.0, kind=ADD))
         (there.add if event.kind == ADD else there.discard)(event.node)
-        events.append(Event(at, event.kind, event.node, event.zone))
-    return _trace(events, max((e.seconds for e in events), default=0.0), f"imported from {name}", name)
+        events.append(replace(event, seconds=event.seconds - start))
+    return _trace(before[::-1] + events, events[-1].seconds, f"imported from {name}", name)
 
 
 def skypilot(text: str, name: str) -> Trace:
     """SkyPilot's spot traces: {"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}, how many instances there are at
     fixed intervals."""
     found = _json(text, name)
-    try:
-        gap, data = float(found["metadata"]["gap_seconds"]), [int(n) for n in found["data"]]
-    except (TypeError, ValueError, KeyError):
-        raise FieldError(name, str(found)[:80], 'metadata.gap_seconds and a list "data" are needed') from None
-    rows = "\n".join(f"{i * gap},{n}" for i, n in enumerate(data))
-    trace = counts(rows, name)
-    return check(trace.events, len(data) * gap, trace.origin)
+    metadata = found.get("metadata") if isinstance(found, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(found.get("data"), list):
+        raise FieldError(name, _shown(found), 'metadata.gap_seconds and a list "data" are needed')
+    gap, data = _number(metadata.get("gap_seconds"), f"{name}: metadata.gap_seconds"), found["data"]
+    rows = ((f"{name}: data[{i}]", i * gap, told) for i, told in enumerate(data))
+    return _trace(_numbered(rows), len(data) * gap, f"imported from {name}", name)
 
 
-def elastic_events(text: str, name: str) -> Trace:
-    """Our own events.jsonl: `joined`, `lost` and `drained` nodes, from the first event on."""
-    events, there, start, end = list[Event](), set[str](), math.nan, 0.0
+@dataclass(slots=True)
+class _There:
+    """A node of a run, as its events tell it."""
+
+    since: float
+    told: float = math.nan
+    """When it was told that it goes; nan: it was not."""
+    until: float = math.inf
+    """When it goes, as it was told."""
+    gone: bool = False
+    """It moved its state off and left: it may be there until then, for others."""
+
+
+def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
+    """Our own events.jsonl, from the first event on: nodes that `joined`, were `lost`, or were told to go (`drain`,
+    unless that was taken back) and go when that notice runs out.
+
+    `config`: the run's config.json. With it nodes have their types, and those that an injected fault killed go when
+    that was carried out, not when they were found lost.
+    """
+    rows = _rows(text, name)
+    start = rows[0][1] if rows else 0.0
+    given = _object(_json(config, "config.json"), "config.json")
+    kills, devices = (
+        _kills(rows, given),
+        decode(tuple[str, ...], given.get("devices") or [], "config.json: devices"),
+    )
+    events, there, joined = list[Event](), dict[str, _There](), 0
+
+    def gone(node: str, at: float) -> None:
+        one = there.pop(node)
+        at = max((kill for kill in kills.get(node, ()) if one.since <= kill <= at), default=at)
+        notice = at - one.told if at > one.told else 0.0
+        events.append(Event(at - start, REMOVE, node, notice_s=notice))
+
+    for where, at, row in rows:
+        kind = row.get("kind")
+        if kind not in ("joined", "lost", "drain", "drained", "notice"):
+            continue
+        node = _word(row, "node", where)
+        one = there.get(node)
+        if kind == "joined":
+            if one is not None and one.gone:
+                gone(node, min(at, one.until))
+            elif one is not None:
+                continue
+            device = devices[joined] if joined < len(devices) else devices[0] if len(devices) == 1 else ""
+            events.append(Event(at - start, ADD, node, _word(row, "domain", where, ""), device))
+            there[node], joined = _There(at), joined + 1
+        elif one is None or one.gone:
+            continue
+        elif kind == "drain":
+            one.told = at if math.isnan(one.told) else one.told
+            one.until = min(one.until, at + _number(row.get("deadline_s"), f"{where}: deadline_s"))
+        elif kind == "notice" and row.get("notice") == "none":
+            one.told, one.until = math.nan, math.inf
+        elif kind == "drained" and one.until < math.inf:
+            one.gone = True
+        elif kind in ("lost", "drained"):
+            gone(node, at)
+    last = max((at for _, at, _ in rows), default=start)
+    for node, one in list(there.items()):
+        if one.gone or any(kill >= one.since for kill in kills.get(node, ())):
+            gone(node, one.until if one.gone else last)
+    events.sort(key=lambda event: event.seconds)
+    return _trace(events, max([last - start, *(e.seconds for e in events)]), f"imported from {name}", name)
+
+
+def _rows(text: str, name: str) -> list[tuple[str, float, dict[str, Any]]]:
+    """Where it stands, when, the event."""
+    found = []
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{name}, line {number}"
-        row = _json(line, where) if line.strip() else {}
-        if not isinstance(row, dict):
-            raise FieldError(where, line[:80], "an object a line is needed")
-        if "at" not in row:
-            continue
-        at = _number(str(row["at"]), where)
-        start = at if math.isnan(start) else start
-        end = max(end, at - start)
-        node = row.get("node", "")
-        if row.get("kind") == "joined" and node not in there:
-            there.add(node)
-            events.append(Event(at - start, ADD, node, str(row.get("domain", ""))))
-        elif row.get("kind") in ("lost", "drained") and node in there:
-            there.discard(node)
-            events.append(Event(at - start, REMOVE, node))
-    return _trace(events, end, f"imported from {name}", name)
+        row = _object(_json(line, where), where, "an object a line is needed") if line.strip() else {}
+        if "at" in row:
+            found.append((where, _number(row["at"], f"{where}: at"), row))
+    return found
+
+
+def _kills(rows: list[tuple[str, float, dict[str, Any]]], config: dict[str, Any]) -> dict[str, list[float]]:
+    """When injected faults killed a node."""
+    faults = decode(tuple[FaultSpec, ...], config.get("faults") or [], "config.json: faults")
+    found = dict[str, list[float]]()
+    for where, at, row in rows:
+        if faults and row.get("kind") == "fault":
+            number = row.get("number")
+            if not isinstance(number, int) or not 0 <= number < len(faults):
+                raise FieldError(f"{where}: number", _shown(number), f"the run has {len(faults)} faults")
+            if faults[number].kind is FaultKind.KILL:
+                found.setdefault(faults[number].node, []).append(at)
+    return found
 
 
 FORMATS: dict[str, Callable[..., Trace]] = {
@@ -167,10 +264,40 @@ FORMATS: dict[str, Callable[..., Trace]] = {
     "skypilot": skypilot,
     "events": elastic_events,
 }
+UNITS = {
+    "bamboo": "milliseconds",
+    "counts": "seconds",
+    "parcae": "milliseconds",
+    "spot-prices": "dates",
+    "scaling-activities": "dates",
+    "skypilot": "seconds",
+    "events": "seconds",
+}
+"""What times of these formats are."""
+
+
+def doubt(trace: Trace, unit: str) -> str:
+    """What about an imported trace is so unlike any market that times may not be in `unit`; "": nothing."""
+    if not trace.events:
+        return "no node ever comes; is the bid too low, or the file another?"
+    found = statistics(trace)
+    if found.losses >= FEW_LOSSES and found.losses_per_node_hour > LIKELY_LOSSES:
+        rate = f"{found.losses_per_node_hour:.3g} losses per node and hour"
+        return f"{rate}, more than any market has: are times {unit} indeed?"
+    if trace.end_s > LIKELY_END_S:
+        return f"{trace.end_s / 86400:.4g} days, longer than any record: are times {unit} indeed?"
+    return ""
 
 
 def _trace(events: list[Event], end_s: float, origin: str, name: str) -> Trace:
-    return check(events, end_s, origin, f"{name}, event")
+    found = check(events, end_s, origin, f"{name}, event")
+    refuse_milliseconds(name, [event.seconds for event in events], end_s)
+    return found
+
+
+def _not_too_many(events: list[Event], where: str) -> None:
+    if len(events) > MOST_EVENTS:
+        raise FieldError(where, len(events), f"at most {MOST_EVENTS} events; import a part of it")
 
 
 def _csv(text: str, name: str, fields: int) -> Iterator[tuple[int, list[str]]]:
@@ -187,13 +314,14 @@ def _csv(text: str, name: str, fields: int) -> Iterator[tuple[int, list[str]]]:
         raise FieldError(f"{name}, line {reader.line_num}", "", f"not CSV: {error}") from error
 
 
-def _listed(text: str, name: str, key: str) -> list[Any]:
-    """The list under `key`, not empty."""
+def _listed(text: str, name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of the list under `key`, which is not empty, each with where it stands."""
     found = _json(text, name)
     rows = found.get(key) if isinstance(found, dict) else None
     if not isinstance(rows, list) or not rows:
         raise FieldError(name, type(found).__name__, f'an object with a list "{key}" is needed')
-    return rows
+    for index, row in enumerate(rows):
+        yield f"{name}: {key}[{index}]", _object(row, f"{name}: {key}[{index}]")
 
 
 def _json(text: str, where: str) -> Any:
@@ -203,19 +331,37 @@ def _json(text: str, where: str) -> Any:
         raise FieldError(where, text[:80], f"not JSON: {error}") from error
 
 
-def _number(text: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise FieldError(where, text[:80], "a number from 0 up is needed")
+def _object(found: Any, where: str, remedy: str = "an object is needed") -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise FieldError(where, _shown(found), remedy)
+    return found
+
+
+def _word(row: dict[str, Any], key: str, where: str, default: str | None = None) -> str:
+    value = row.get(key, default)
+    if not isinstance(value, str):
+        raise FieldError(f"{where}: {key}", _shown(value), "text is needed")
     return value
 
 
-def _when(text: str, where: str) -> float:
+def _number(value: Any, where: str) -> float:
+    """Of text or of JSON."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise FieldError(where, _shown(value), "a number from 0 up is needed")
+    return number
+
+
+def _when(value: Any, where: str) -> float:
     """ISO 8601 as seconds since 1970."""
     try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-    except (ValueError, AttributeError, TypeError):
-        raise FieldError(where, str(text)[:80], "a time as 2026-01-31T12:00:00Z is needed") from None
+        return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+    except (ValueError, AttributeError, TypeError, OverflowError):
+        raise FieldError(where, _shown(value), "a time as 2026-01-31T12:00:00Z is needed") from None
+
+
+def _shown(value: Any) -> str:
+    return (value if isinstance(value, str) else reprlib.repr(value))[:80]

@@ -70,11 +70,15 @@ def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 def sizes_of(text: str) -> tuple[tuple[int, float], ...]:
     """(nodes lost at once, weight) from 1 or 1:3,4:1. Raises FieldError."""
+    remedy = "sizes from 1 up, with weights above 0 if several: 1, or 1:3,4:1"
     try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((int(pair[0]), float(pair[1]) if len(pair) > 1 else 1.0) for pair in pairs)
+        pairs = [part.partition(":") for part in text.split(",")]
+        found = tuple((int(size), float(weight) if colon else 1.0) for size, colon, weight in pairs)
     except ValueError:
-        raise FieldError("--bulk", text, "sizes, with weights if several: 1, or 1:3,4:1") from None
+        raise FieldError("--bulk", text, remedy) from None
+    if not all(n >= 1 and w > 0 for n, w in found) or not math.isfinite(sum(w for _, w in found)):
+        raise FieldError("--bulk", text, remedy)
+    return found
 
 
 def stored(out: Path, text: str) -> None:

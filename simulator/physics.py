@@ -136,15 +136,31 @@ def stays(trace: Trace) -> list[tuple[Event, Event | None]]:
     return list(found.values())
 
 
-def prepared(trace: Trace, physics: Physics, seed: int) -> Trace:
-    """The trace as a job sees it: nodes that come are of use once booted, losses are spread over their moment."""
+def spread(trace: Trace, physics: Physics, seed: int) -> Trace:
+    """The trace with the losses of one moment spread over the time before it."""
     draw = random.Random(f"{seed} spread")
-    rows: list[tuple[float, Event]] = []
+    there = []
     for event, removal in stays(trace):
-        begin = event.seconds + (physics.boot_s if event.seconds > 0 else 0.0)
         until = removal.seconds if removal else trace.end_s
         if removal and physics.spread_s:
             until = max(event.seconds, until - draw.uniform(0.0, physics.spread_s))
+        there.append((event, removal, event.seconds, until))
+    return _of_stays(trace, there)
+
+
+def prepared(trace: Trace, physics: Physics, seed: int) -> Trace:
+    """The trace as a job sees it: spread, and nodes that come are of use once booted."""
+    there = []
+    for event, removal in stays(spread(trace, physics, seed)):
+        begin = event.seconds + (physics.boot_s if event.seconds > 0 else 0.0)
+        there.append((event, removal, begin, removal.seconds if removal else trace.end_s))
+    return _of_stays(trace, there)
+
+
+def _of_stays(trace: Trace, there: Sequence[tuple[Event, Event | None, float, float]]) -> Trace:
+    """A trace of (coming, going, from, until); who is there for no time is left out."""
+    rows: list[tuple[float, Event]] = []
+    for event, removal, begin, until in there:
         if begin >= until:
             continue
         rows.append((begin, replace(event, seconds=begin)))
@@ -152,3 +168,11 @@ def prepared(trace: Trace, physics: Physics, seed: int) -> Trace:
             rows.append((until, replace(removal, seconds=until)))
     rows.sort(key=lambda row: (row[0], row[1].kind == ADD))
     return Trace(tuple(event for _, event in rows), trace.end_s, trace.origin)
+
+
+def node_ms(trace: Trace) -> int:
+    """Node-milliseconds of all nodes while they are there, moments rounded as the engine does."""
+    return sum(
+        round(1000 * (removal.seconds if removal else trace.end_s)) - round(1000 * event.seconds)
+        for event, removal in stays(trace)
+    )

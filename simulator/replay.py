@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 
 from simulator.account import Use
 from simulator.engine import Outcome, Simulation
-from simulator.physics import noise_of, prepared, slowdowns_of, stays
+from simulator.physics import node_ms, noise_of, prepared, slowdowns_of, spread, stays
 from simulator.policies import maker_of
 from simulator.policies.parcae import Parcae
 from simulator.trace import Trace
@@ -54,7 +54,7 @@ class Run:
     cost: float
     """Dollars for all nodes while they were there."""
     time: dict[str, float]
-    """Node-seconds by use."""
+    """Node-seconds by use, of all nodes that are paid for: those that boot are idle."""
     changes: int
     outcome: Outcome | None = field(default=None, compare=False)
     seen: tuple[Seen | None, ...] = field(default=(), compare=False)
@@ -90,6 +90,7 @@ def run_one(world: World, trace: Trace, policy: str, seed: int, *, keep: bool = 
         slowdowns_of(world.physics, seen, seed),
     ).run()
     totals = outcome.account.totals()
+    totals[Use.IDLE] += node_ms(spread(trace, world.physics, seed)) - node_ms(seen)  # booting
     return Run(
         policy=policy,
         seed=seed,

@@ -113,19 +113,12 @@ def _read(path: str) -> Trace:
     if first.replace(" ", "") == ",".join(traces.HEADER):
         return traces.read(file)[0]
     if file.suffix == ".jsonl":
-        return importers.elastic_events(_text(file), file.name)
+        return importers.elastic_events(traces.text_of(file, "TRACE"), file.name)
     if first.startswith("["):
-        return importers.parcae(_text(file), file.name)
+        return importers.parcae(traces.text_of(file, "TRACE"), file.name)
     if first.count(",") == 2 and first.split(",")[1].strip() in ("add", "remove"):
-        return importers.bamboo(_text(file), file.name)
+        return importers.bamboo(traces.text_of(file, "TRACE"), file.name)
     return traces.read(file)[0]  # says what is wrong with it
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FieldError("TRACE", str(path), f"a readable text file is needed: {error}") from error
 
 
 @lru_cache(maxsize=8)
@@ -147,11 +140,16 @@ def _is_file(model: str) -> bool:
 
 def _measured(path: Path, microbatches: int, nodes_of: tuple[str, ...], settings: Any) -> World:
     """The world of a profile that `elastic profile` wrote: one node type, free of charge unless it is named."""
-    profile: Profile = parse_profile(_text(path))
+    profile: Profile = parse_profile(traces.text_of(path, "--model"))
     if not microbatches:
         raise FieldError(
             "--microbatches", microbatches, "a profile does not say how many a step has; give it"
         )
+    if len(profile.devices) > 1:
+        names = ", ".join(device.name for device in profile.devices)
+        raise FieldError("--model", str(path), f"it has several device types ({names}); leave one in it")
+    if len(nodes_of) > 1:
+        raise FieldError("--nodes-of", ",".join(nodes_of), "a profile is of one node type; name one")
     device = profile.devices[0].name
     kind = NodeType(
         name="profile",

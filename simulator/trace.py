@@ -28,9 +28,15 @@ ADD, REMOVE, END = "add", "remove", "end"
 HEADER = ("seconds", "event", "node", "zone", "type", "notice")
 MOST_BYTES = 1 << 30
 """Of a file: some ten million events."""
+MOST_NODES = 100_000
+"""At once: more than any cluster that trains one model has, and what a few lines of a wrong file ask for at most."""
+MOST_EVENTS = 10_000_000
+"""Of an imported trace: what a file of `MOST_BYTES` holds."""
 MOST_SECONDS = 100 * 365 * 86400.0
 LIKELY_SECONDS = 60 * 86400.0
 """Traces longer than this whose times are all whole thousands are taken for milliseconds."""
+NOTED_SECONDS, NOTED_TIMES = 86400.0, 3
+"""So are those longer than this (86 seconds of milliseconds) with at least so many different times above 0."""
 _NAME = re.compile(r"[A-Za-z0-9_.:\-/]{1,128}")
 
 
@@ -121,6 +127,8 @@ def _problem(event: Event, last: float, present: dict[str, None], end_s: float) 
     if event.kind == ADD:
         if event.node in present:
             return f"{event.node} is there already"
+        if len(present) >= MOST_NODES:
+            return f"at most {MOST_NODES} nodes at once; leave some out"
         present[event.node] = None
     elif event.kind == REMOVE:
         if event.node not in present:
@@ -137,15 +145,18 @@ def read(path: Path | str, *, repair: bool = False) -> tuple[Trace, tuple[Repair
     With `repair` rows that cannot be used are dropped, rows out of order are sorted, and a missing end is put at the
     last event; what was done is returned.
     """
-    path = Path(path)
+    return parse(text_of(Path(path)), str(path), repair=repair)
+
+
+def text_of(path: Path, field: str = "trace") -> str:
+    """The text of a file that is not too large. Raises FieldError about `field`."""
     try:
         size = path.stat().st_size
         if size > MOST_BYTES:
-            raise FieldError("trace", str(path), f"{size} bytes are too many: at most {MOST_BYTES}; split it")
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FieldError("trace", str(path), f"a readable text file is needed: {error}") from error
-    return parse(text, str(path), repair=repair)
+            raise FieldError(field, str(path), f"{size} bytes are too many: at most {MOST_BYTES}; split it")
+        return path.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise FieldError(field, str(path), f"a readable text file is needed: {error}") from error
 
 
 def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trace, tuple[Repair, ...]]:
@@ -174,7 +185,7 @@ def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trac
             raise FieldError(f"{name}, last line", "", remedy)
         repairs.append(Repair(0, f"no end: taken as {last:g} s"))
         end_s = last
-    _refuse_milliseconds(name, [e.seconds for _, e in events], end_s)
+    refuse_milliseconds(name, [e.seconds for _, e in events], end_s)
     if repair:
         events = _in_order(events, end_s, repairs)
     placed = ((f"{name}, line {line}", event) for line, event in events)
@@ -248,10 +259,15 @@ def _number(text: str, where: str, remedy: str) -> float:
     return value
 
 
-def _refuse_milliseconds(name: str, times: list[float], end_s: float) -> None:
-    long = end_s > LIKELY_SECONDS and len(times) > 1
-    if long and all(at % 1000 == 0 for at in (*times, end_s)):
-        remedy = "all times are whole thousands: if they are milliseconds, divide them by 1000"
+def refuse_milliseconds(name: str, times: list[float], end_s: float) -> None:
+    """Raises FieldError where all times of a long trace are whole thousands."""
+    if end_s <= NOTED_SECONDS or any(at % 1000 for at in (*times, end_s)):
+        return
+    if (end_s > LIKELY_SECONDS and len(times) > 1) or len({*times, end_s} - {0.0}) >= NOTED_TIMES:
+        remedy = (
+            "all times are whole thousands: if they are milliseconds, divide them by 1000; "
+            "if they are seconds, let it end a second later"
+        )
         raise FieldError(f"{name}: end", end_s, remedy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.advise import Mix, blended, mixes, offers
+from elastic.planning.profile import format_profile
+from elastic.planning.zoo import zoo_profile
+from simulator.advise import Mix, answer, blended, mixes, offers, resized
 from simulator.cli import main
 from simulator.generate import Market, generate
 from simulator.scenario import Scenario
@@ -74,6 +77,27 @@ def test_within_a_budget_the_fastest_comes_first() -> None:
     )
 
 
+def test_fewer_and_more_of_the_best_mix() -> None:
+    assert resized(Mix(8, 24)) == [Mix(8, 20), Mix(8, 28)]
+    assert resized(Mix(16, 0)) == [Mix(14, 0), Mix(18, 0)]
+    assert resized(Mix(3, 1)) == [Mix(3, 0), Mix(3, 2)]
+    assert resized(Mix(1, 0)) == [Mix(2, 0)], "never no node at all"
+
+
+def test_the_backup_in_force_and_the_spares_are_named() -> None:
+    """A fixed pair is named as it is; rivals have none."""
+    fixed, rival = (
+        offers(SCENARIO, [Mix(6, 0)], ("ours:log+replica",), (0,)),
+        offers(SCENARIO, [Mix(6, 0)], ("varuna",), (0,)),
+    )
+    assert (fixed[0].backup, fixed[0].backup_share) == ("log+replica", 1.0)
+    assert "Backup: log+replica, in force 100 % of the time." in answer(fixed[0])
+    assert rival[0].backup == "" and "Backup: varuna keeps none" in answer(rival[0])
+    assert fixed[0].spares == pytest.approx(fixed[0].idle * 6, abs=1e-3)
+    (chosen,) = offers(SCENARIO, [Mix(2, 4)], ("ours",), (0,))
+    assert "+" in chosen.backup and 0 < chosen.backup_share <= 1
+
+
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
     args = ["advise", "--mtbf", "10m", "--nodes", "6", "--duration", "1h", "--model", "bert-large", "--microbatches",
@@ -82,9 +106,64 @@ def test_the_command(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     assert found.output.startswith("Rent ")
     told = json.loads(out.read_text())["offers"]
+    assert f"Backup: {told[0]['backup']}, in force" in found.output and "Spares: " in found.output
     assert len(told) == 4 and told[0]["per_million_tokens"]["value"] > 0
     small = CliRunner().invoke(main, [*args, "--budget", "0.01"])
     assert small.exit_code == 0 and "Nothing fits 0.01 dollars" in small.output
+
+
+def test_without_sizes_the_best_mix_is_tried_with_fewer_and_more(tmp_path: Path) -> None:
+    out = tmp_path / "advice.json"
+    args = ["advise", "--mtbf", "10m", "--nodes", "6", "--duration", "10m", "--model", "bert-large", "--microbatches",
+            "16", "--mixes", "1", "--seeds", "1", "--policy", "varuna", "--json", str(out)]  # fmt: skip
+    found = CliRunner().invoke(main, args)
+    assert found.exit_code == 0, found.output
+    sizes = [offer["on_demand"] + offer["spot"] for offer in json.loads(out.read_text())["offers"]]
+    assert sorted(sizes) == [28, 32, 32, 36]
+
+
+def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
+    """Without a named type everything would be free, and fit any budget."""
+    path, out = tmp_path / "prof.json", tmp_path / "advice.json"
+    profile = zoo_profile("bert-large", ["A40"])
+    path.write_text(format_profile(profile))
+    args = ["advise", "--mtbf", "10m", "--nodes", "4", "--duration", "10m", "--model", str(path), "--microbatches",
+            "16", "--buy", "4", "--mixes", "1", "--seeds", "1", "--json", str(out)]  # fmt: skip
+    free = CliRunner().invoke(main, args)
+    assert free.exit_code == 2 and "--nodes-of" in free.output and "a40" in free.output
+    for name, dollars in (("a40", 3.06), ("g4dn.xlarge", 0.526)):
+        priced = CliRunner().invoke(main, [*args, "--nodes-of", name])
+        assert priced.exit_code == 0, priced.output
+        fixed = next(o for o in json.loads(out.read_text())["offers"] if o["on_demand"] == 4)
+        assert fixed["dollars_per_h"]["value"] == pytest.approx(4 * dollars)
+    several = CliRunner().invoke(main, [*args, "--nodes-of", "a40,g4dn.xlarge"])
+    assert several.exit_code == 2 and "a profile is of one node type" in several.output
+    two = replace(profile, devices=(*profile.devices, replace(profile.devices[0], name="other")))
+    both = tmp_path / "both.json"
+    both.write_text(format_profile(two))
+    mixed = CliRunner().invoke(
+        main, ["advise", "--mtbf", "10m", "--model", str(both), "--microbatches", "16", "--nodes-of", "a40"]
+    )
+    assert mixed.exit_code == 2 and "several device types" in mixed.output and "other" in mixed.output
+
+
+def test_a_wrong_model_file_is_named_as_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ["advise", "--mtbf", "10m", "--nodes-of", "a40", "--microbatches", "8", "--model"]
+    absent = CliRunner().invoke(main, [*args, "nosuch.json"])
+    assert absent.exit_code == 2 and absent.output.startswith("elastic-sim: --model: 'nosuch.json'")
+    large = tmp_path / "large.json"
+    large.write_text("{}" * 10)
+    monkeypatch.setattr("simulator.trace.MOST_BYTES", 10)
+    refused = CliRunner().invoke(main, [*args, str(large)])
+    assert (
+        refused.exit_code == 2 and "--model: " in refused.output and "20 bytes are too many" in refused.output
+    )
+    events = tmp_path / "events.jsonl"
+    events.write_text("{}" * 10)
+    refused = CliRunner().invoke(main, ["advise", str(events)])
+    assert (
+        refused.exit_code == 2 and "TRACE: " in refused.output and "20 bytes are too many" in refused.output
+    )
 
 
 @pytest.mark.parametrize(

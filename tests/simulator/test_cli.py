@@ -11,10 +11,22 @@ import pytest
 from click.testing import CliRunner, Result
 
 from simulator import reproduce
+from simulator import trace as traces
 from simulator.cli import main
 from simulator.trace import read
 
 GOOD = "seconds,event,node,zone,type,notice\n0,add,a,,,\n10,remove,a,,,\n20,end,,,,\n"
+
+PRICES = [
+    {
+        "Timestamp": f"2026-01-01T0{hour}:00:00Z",
+        "AvailabilityZone": "a",
+        "InstanceType": "p3",
+        "SpotPrice": "0.5",
+        "ProductDescription": product,
+    }
+    for hour, product in enumerate(("Linux/UNIX", "Windows"))
+]
 
 
 def run(*words: str) -> Result:
@@ -42,8 +54,61 @@ def test_traces_are_made_imported_and_cut(tmp_path: Path) -> None:
     assert run("traces", "generate", other, "--inference", "2", "--nodes", "8").exit_code == 0
     source = tmp_path / "p3.csv"
     source.write_text("0,add,n1\n60000,remove,n1\n")
-    assert run("traces", "import", "bamboo", str(source), other).exit_code == 0
-    assert read(other)[0].end_s == 60
+    done = run("traces", "import", "bamboo", str(source), other)
+    assert done.exit_code == 0 and "in 0.01667 h, times read as milliseconds" in done.stdout
+    assert read(other)[0].end_s == 60 and done.stderr == ""
+
+
+def test_a_wrong_unit_is_told(tmp_path: Path) -> None:
+    source, out = tmp_path / "hours.csv", str(tmp_path / "out.csv")
+    source.write_text("".join(f"{hour},{4 + hour % 2}\n{hour + 1},{4 + hour % 2}\n" for hour in range(40)))
+    done = run("traces", "import", "counts", str(source), out)
+    assert done.exit_code == 0 and "times read as seconds" in done.stdout
+    assert "losses per node and hour" in done.stderr and "--hours" in done.stderr
+    done = run("traces", "import", "counts", str(source), out, "--hours")
+    assert done.exit_code == 0 and "in 40 h, times read as hours" in done.stdout and done.stderr == ""
+
+
+def test_a_run_is_imported_with_its_types(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(
+        '{"at": 1, "kind": "joined", "node": "node0", "domain": ""}\n{"at": 9, "kind": "step"}\n'
+    )
+    (tmp_path / "config.json").write_text('{"devices": ["h100"], "faults": []}')
+    done = run("traces", "import", "events", str(tmp_path / "events.jsonl"), str(tmp_path / "out.csv"))
+    assert done.exit_code == 0, done.output
+    assert [e.type for e in read(tmp_path / "out.csv")[0].events] == ["h100"]
+
+
+def test_files_that_are_too_large_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "p3.csv"
+    source.write_text("0,add,n1\n60000,remove,n1\n")
+    monkeypatch.setattr(traces, "MOST_BYTES", 20)
+    done = run("traces", "import", "bamboo", str(source), str(tmp_path / "out.csv"))
+    assert done.exit_code == 2 and "too many: at most 20" in done.output
+
+
+def test_losses_in_bursts_are_made_and_fitted(tmp_path: Path) -> None:
+    made, like, fixed = (str(tmp_path / name) for name in ("made.csv", "like.csv", "fixed.csv"))
+    args = [
+        "traces",
+        "generate",
+        made,
+        "--mtbf",
+        "10m",
+        "--duration",
+        "10d",
+        "--shape",
+        "0.5",
+        "--zones",
+        "x,y",
+    ]
+    assert run(*args, "--notice", "2m", "--diurnal", "0.6").exit_code == 0
+    assert "shape=0.5" in read(made)[0].origin
+    assert run("traces", "generate", like, "--like", made).exit_code == 0
+    origin = read(like)[0].origin
+    assert "notice_s=120.0" in origin and "zones=('x', 'y')" in origin and "diurnal=0.0" not in origin
+    assert run("traces", "generate", fixed, "--like", made, "--zones", "z").exit_code == 0
+    assert "zones=('z',)" in read(fixed)[0].origin
 
 
 def test_repairs_are_told(tmp_path: Path) -> None:
@@ -62,16 +127,46 @@ def test_repairs_are_told(tmp_path: Path) -> None:
         (("traces", "generate", "t.csv", "--mtbf", "soon"), "30s, 10m, 6h or 2d"),
         (("traces", "generate", "t.csv", "--mtbf", "0s"), "market.mtbf"),
         (("traces", "generate", "t.csv", "--bulk", "many"), "--bulk"),
+        (("traces", "generate", "t.csv", "--bulk", "1:inf"), "--bulk"),
+        (("traces", "generate", "t.csv", "--bulk", "1:nan"), "--bulk"),
+        (("traces", "generate", "t.csv", "--bulk", "1:-1"), "--bulk"),
+        (("traces", "generate", "t.csv", "--bulk", "1:0"), "--bulk"),
+        (("traces", "generate", "t.csv", "--bulk", "0"), "--bulk"),
+        (("traces", "generate", "t.csv", "--bulk", "1:2:3"), "--bulk"),
+        (("traces", "generate", "t.csv", "--bulk", "1:"), "--bulk"),
+        (("traces", "generate", "t.csv", "--nodes", "1000000000"), "market.nodes"),
+        (("traces", "generate", "t.csv", "--repair", "1e308"), "market.repair"),
+        (("traces", "generate", "t.csv", "--duration", "0"), "duration"),
+        (("traces", "generate", "t.csv", "--duration", "1e308", "--inference", "2"), "duration"),
+        (("traces", "generate", "t.csv", "--shape", "nan"), "market.shape"),
+        (("traces", "generate", "t.csv", "--shape", "0"), "market.shape"),
+        (("traces", "generate", "t.csv", "--diurnal", "nan"), "market.diurnal"),
         (("traces", "generate", "t.csv", "--diurnal", "2"), "market.diurnal"),
         (("traces", "generate", "t.csv", "--inference", "40"), "least"),
         (("traces", "generate", "no/such/folder/t.csv"), "must be writable"),
         (("traces", "generate", "t.csv", "--like", "absent.csv"), "readable text"),
         (("traces", "import", "spot-prices", "good.csv", "t.csv"), "need a bid"),
+        (("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "nan"), "--bid"),
+        (
+            ("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "1", "--nodes", "-3"),
+            "--nodes",
+        ),
+        (
+            ("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "1", "--product", "x"),
+            "--product",
+        ),
+        (
+            ("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "1"),
+            "choose one with --product",
+        ),
         (("traces", "import", "tape", "good.csv", "t.csv"), "tape"),
         (("traces", "import", "bamboo", "good.csv", "t.csv"), "3 fields"),
         (("traces", "convert", "good.csv", "t.csv", "--from", "30s"), "a part of 0 to 20 s"),
         (("traces", "fetch", "gold"), "one of p3"),
         (("traces", "fetch", "p3", "--host", "http://127.0.0.1:1"), "must be reachable"),
+        (("traces", "fetch", "p3", "--host", "http://a b"), "--host"),
+        (("traces", "fetch", "p3", "--host", "nowhere"), "must be reachable"),
+        (("traces", "fetch", "p3", "--to", "good.csv"), "--to"),
         (("reproduce", "everything"), "everything"),
         (("reproduce", "oobleck", "--data", "absent"), "--data"),
     ],
@@ -81,6 +176,7 @@ def test_mistakes_are_one_clear_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("good.csv").write_text(GOOD)
+    Path("prices.json").write_text(json.dumps({"SpotPriceHistory": PRICES}))
     done = run(*words)
     assert done.exit_code == 2 and why in done.output, done.output
     assert "Traceback" not in done.output and not Path("t.csv").exists()

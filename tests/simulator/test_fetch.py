@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -20,11 +21,21 @@ DATA = b"0,add,node1\n60000,remove,node1\n"
 GOOD = Original("t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo")
 
 
+BROKEN = {
+    "status": b"gibberish\r\n\r\n",
+    "short": b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n" + DATA,
+    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n" + DATA,
+}
+
+
 class Handler(BaseHTTPRequestHandler):
     asked: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
+        if "broken" in self.path:
+            self.wfile.write(BROKEN[self.path.rpartition("/")[2]])
+            return
         self.send_response(200 if self.path.endswith("t.csv") else 404)
         self.end_headers()
         if self.path.endswith("t.csv"):
@@ -67,6 +78,31 @@ def test_what_cannot_be_had_is_said(host: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "MOST_BYTES", 10)
     with pytest.raises(FieldError, match="a trace is smaller"):
         fetch(GOOD, tmp_path, host)
+
+
+@pytest.mark.parametrize("how", sorted(BROKEN))
+def test_broken_answers_are_said(how: str, host: str, tmp_path: Path) -> None:
+    """Nonsense for a status line, and bodies that end too early."""
+    with pytest.raises(FieldError, match="must be reachable"):
+        fetch(replace(GOOD, path=f"owner/broken/{how}"), tmp_path, host)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for target in (file, file / "below"):
+        with pytest.raises(FieldError, match="--to"):
+            fetch(GOOD, target, host)
+    (tmp_path / "t.csv").mkdir()
+    with pytest.raises(FieldError, match="--to"):
+        fetch(GOOD, tmp_path, host)
+    assert file.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {"file", "t.csv"}
+
+
+def test_an_impossible_host_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match="--host"):
+        fetch(GOOD, tmp_path, "http://a b")
 
 
 def test_originals_are_pinned() -> None:

@@ -21,6 +21,8 @@ def test_meta_s_clusters() -> None:
     assert perfect == pytest.approx(1.0)
     hourly = expected_ettr(2048, 0.0065, restart_days=5 / 1440, interval_days=60 / 1440)
     assert hourly == pytest.approx(1 - 13.312 * 35 / 1440)
+    writing = expected_ettr(2048, 0.0065, restart_days=5 / 1440, interval_days=60 / 1440, write_days=3 / 1440)
+    assert writing == pytest.approx(hourly / 1.05)
 
 
 def test_gemini() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +63,26 @@ def test_a_fitted_market_is_like_the_trace() -> None:
     assert other.bulk_mean == pytest.approx(one.bulk_mean, rel=0.1)
 
 
+def test_zones_notice_and_the_swing_over_the_day_are_fitted() -> None:
+    market = Market(nodes=32, mtbf_s=600, repair_s=600, notice_s=120, diurnal=0.5, zones=("a", "b", "c"))
+    found = fitted(generate(market, 20 * 24 * HOUR, 1))
+    assert (found.notice_s, found.zones) == (120, ("a", "b", "c"))
+    assert found.diurnal == pytest.approx(0.5, abs=0.1) and found.shape == pytest.approx(1.0, abs=0.1)
+    assert fitted(generate(market, 20 * 24 * HOUR, 1), zones=("x",)).zones == ("x",)
+    assert fitted(generate(market, 12 * HOUR, 1)).diurnal == 0, "half a day does not tell"
+    for seed in range(5):
+        assert fitted(generate(replace(market, diurnal=0.0), 60 * HOUR, seed)).diurnal < 0.25
+    silent = generate(replace(market, zones=("",), notice_s=0.0), 12 * HOUR, 1)
+    assert fitted(silent).zones == ("a",) and fitted(silent).notice_s == 0
+
+
+def test_a_part_of_a_day_does_not_look_like_a_swing() -> None:
+    """A day and a half has its mornings twice: what counts is losses per second of each hour."""
+    market = Market(nodes=64, mtbf_s=60, repair_s=60, diurnal=0.8)
+    assert fitted(generate(market, 36 * HOUR, 2)).diurnal == pytest.approx(0.8, abs=0.12)
+    assert fitted(generate(replace(market, diurnal=0.0), 36 * HOUR, 2)).diurnal == 0
+
+
 def test_without_losses_there_is_nothing_to_fit() -> None:
     trace = check(generate(Market(nodes=2, mtbf_s=1e9), HOUR).events, HOUR)
     with pytest.raises(FieldError, match="no losses to fit"):
@@ -98,6 +121,16 @@ def test_any_market_gives_a_trace(
     ("field", "value"),
     [
         ("nodes", 0),
+        ("nodes", 10**9),
+        ("mtbf_s", math.inf),
+        ("mtbf_s", math.nan),
+        ("repair_s", 1e308),
+        ("notice_s", math.nan),
+        ("shape", math.nan),
+        ("diurnal", math.nan),
+        ("bulk", ((1, math.inf),)),
+        ("bulk", ((1, math.nan),)),
+        ("bulk", ((1, 1e308), (2, 1e308))),
         ("mtbf_s", 0.0),
         ("repair_s", -1.0),
         ("shape", 0.0),

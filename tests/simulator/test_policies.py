@@ -14,7 +14,7 @@ from simulator.account import Use
 from simulator.clusters import JOBS, Training, node_type_of, training_of
 from simulator.engine import Outcome
 from simulator.generate import Market, generate
-from simulator.physics import Physics, of_settings, prepared
+from simulator.physics import Physics, of_settings, prepared, spread
 from simulator.policies import abouts, maker_of, makers
 from simulator.replay import Run, replay, run_one
 from simulator.trace import ADD, REMOVE, Event, Trace, check
@@ -79,6 +79,8 @@ def test_nothing_is_counted_twice(
     found = outcome(first)
     totals = found.account.totals()
     assert sum(totals.values()) == found.account.node_ms == node_ms(prepared(made, physics, seed))
+    paid = node_ms(spread(made, physics, seed))
+    assert round(1000 * sum(first.time.values())) == paid >= found.account.node_ms
     assert all(amount >= 0 for amount in totals.values())
     assert found.account.spans == outcome(again).account.spans
     assert (found.samples, found.decisions) == (outcome(again).samples, outcome(again).decisions)
@@ -289,6 +291,13 @@ def test_unusable_physics_are_refused(settings_: list[str]) -> None:
 def test_nodes_are_of_use_once_booted() -> None:
     found = prepared(trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), Physics(), 0)
     assert [(e.seconds, e.node) for e in found.events if e.seconds > 0] == [(245.0, "b")]
+
+
+def test_nodes_that_boot_are_idle() -> None:
+    came = trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b"))
+    booting, ready = (run_one(world(physics=Physics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0))
+    assert sum(booting.values()) == pytest.approx(sum(ready.values()), abs=1e-6) == node_ms(came) / 1000
+    assert booting["idle"] >= 20.0 + 45.0
 
 
 def test_mixed_clusters_need_like_nodes() -> None:

@@ -66,6 +66,18 @@ def test_milliseconds_are_noticed() -> None:
     rows = "".join(f"{1000 * 3600 * hour},add,n{hour},,,\n" for hour in range(24))
     with pytest.raises(FieldError, match="divide them by 1000"):
         parse(f"{HEADER}{rows}{86400000},end,,,,\n")
+    hour = "0,add,a,,,\n600000,add,b,,,\n1200000,remove,b,,,\n3720000,end,,,,\n"  # 62 minutes
+    with pytest.raises(FieldError, match="divide them by 1000"):
+        parse(HEADER + hour)
+    assert parse(HEADER + hour.replace("3720000", "3720001"))[0].end_s == 3720001
+    assert parse(HEADER + "0,add,a,,,\n50000,remove,a,,,\n100000,end,,,,\n")[0].end_s == 100000
+
+
+def test_there_is_a_limit_of_nodes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "MOST_NODES", 2)
+    assert len(parse(GOOD)[0].events) == 4
+    with pytest.raises(FieldError, match=r"line 4.*at most 2 nodes at once"):
+        parse(GOOD.replace("10.5,remove,a", "10.5,add,c"))
 
 
 def test_huge_and_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
