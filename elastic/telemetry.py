@@ -27,15 +27,21 @@ class EventLog:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _drop_torn_line(self._fd)
+        try:
+            _drop_torn_line(self._fd)
+        except OSError:
+            self.close()
+            raise
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
         """Write one event. Values may be anything that `elastic.core.codec` encodes; `at` defaults to now.
 
         Raises OSError when the disk is full; the log stays readable.
         """
-        record = {"at": time.time() if at is None else at, "kind": kind} | codec.encode(dict(fields))
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        self.write(event_line(kind, fields, at))
+
+    def write(self, line: bytes) -> None:
+        """Write a line of `event_line`. Raises as `append`."""
         written = os.write(self._fd, line)
         if written != len(line):
             _drop_torn_line(self._fd)
@@ -44,8 +50,8 @@ class EventLog:
     def close(self) -> None:
         """Idempotent."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
     def __enter__(self) -> EventLog:
         return self
@@ -54,6 +60,12 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def event_line(kind: str, fields: Mapping[str, Any], at: float | None = None) -> bytes:
+    """One event as it stands in a log."""
+    record = {"at": time.time() if at is None else at, "kind": kind} | codec.encode(dict(fields))
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:

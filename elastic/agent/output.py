@@ -5,12 +5,14 @@
     --tee          log file, and the console line by line behind a prefix
 
 One thread a group copies what goes to both; what goes to the file alone is written there by the worker
-itself.
+itself. A full disk costs lines of the log file and nothing else: the worker is never made to wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import selectors
 import string
@@ -21,6 +23,8 @@ from typing import IO
 
 from elastic.config import STDERR, STDOUT, JobConfig
 
+log = logging.getLogger("elastic.agent")
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 16
 
@@ -34,9 +38,11 @@ class _Stream:
     prefix: bytes
     rest: bytes = field(default=b"")
     """The last, unfinished line."""
+    dropped: int = 0
+    """Bytes that the log file lacks since its disk began to refuse them; 0 while it takes them."""
 
     def feed(self, data: bytes) -> None:
-        self.log.write(data)
+        self._keep(data)
         if not self.prefix:
             return self._show(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
@@ -47,14 +53,32 @@ class _Stream:
     def end(self) -> None:
         if self.rest:
             self._show(self.prefix + self.rest + b"\n")
-        self.log.close()
+        if self.dropped:
+            log.warning("%s ends without its last %d bytes", self.log.name, self.dropped)
+        with contextlib.suppress(OSError):  # the disk refuses, which was told
+            self.log.close()
+
+    def _keep(self, data: bytes) -> None:
+        """Write to the log file; drop what its disk refuses."""
+        try:
+            while data:
+                data = data[self.log.write(data) :]
+        except OSError as error:
+            if not self.dropped:
+                log.warning("output is dropped: %s cannot be written: %s", self.log.name, error)
+            self.dropped += len(data)
+        else:
+            if self.dropped:
+                log.warning("%s is written again; %d bytes are missing", self.log.name, self.dropped)
+                self.dropped = 0
 
     def _show(self, data: bytes) -> None:
         try:
             while data and self.console >= 0:
                 data = data[os.write(self.console, data) :]
-        except OSError:
-            self.console = -1  # nobody reads the console any more; the log file still has everything
+        except OSError as error:
+            if error.errno not in _NO_ROOM:  # of a console that is a file, there may be room later
+                self.console = -1  # nobody reads the console any more; the log file still has everything
 
 
 class Output:

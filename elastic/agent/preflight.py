@@ -153,14 +153,12 @@ def network_checks(
 ) -> list[Check]:
     """Latency and clock of the coordinator, bandwidth to a peer's vault. `ask`: as `elastic.rpc.client.call`."""
     try:
-        best, offset, nodes = math.inf, 0.0, []
+        best, offset, peers = math.inf, 0.0, []
         for _ in range(2):
             began, wall = time.perf_counter(), time.time()
-            answer = ask(coordinator, "nodes", {}, timeout_s=CALL_S)
+            answer = ask(coordinator, "peers", {"node": node}, timeout_s=CALL_S)
             took = time.perf_counter() - began
-            nodes = [
-                row for row in answer.get("nodes", ()) if row.get("node") != node and row.get("connected")
-            ]
+            peers = answer.get("peers", [])
             if took < best and answer.get("now"):
                 best, offset = took, float(answer["now"]) - wall - took / 2
     except ElasticError as error:
@@ -170,7 +168,7 @@ def network_checks(
         ok = abs(offset) <= CLOCK_S
         text = "" if ok else f"the clock is {abs(offset):.0f} s off: set it (NTP)"
         checks.append(Check("clock", offset, "s", ok, True, text))
-    return [*checks, *_peer(nodes[:PEERS], node, pace)]
+    return [*checks, *_peer(peers[:PEERS], node, pace)]
 
 
 def _peer(nodes: Sequence[dict[str, Any]], node: str, pace: Callable[[int], None] | None) -> list[Check]:

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,10 @@ from elastic.core.faults import dump_faults
 from elastic.core.messages import Launch
 
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+IDLE_S = 3.0
+"""A worker whose main thread used no CPU for so long may wait for its descendants: they are looked at too."""
+FAMILY_S = 1.0
+"""From one such look to the next: it reads about every process of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class ProcessState:
     """CPU time used by all of its threads."""
     main_cpu_s: float
     """CPU time used by its main thread, which trains; heartbeats and transfers have threads of their own."""
+    on_disk: bool = False
+    """Its main thread waits for storage, and cannot be woken."""
+    family_cpu_s: float = 0.0
+    """CPU time used by its descendants, those that ended included; 0: not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,43 @@ def process_state(pid: int) -> ProcessState | None:
     if status == psutil.STATUS_ZOMBIE:
         return None
     stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return ProcessState(stopped, cpu.user + cpu.system, (int(main[11]) + int(main[12])) / CLOCK_HZ)
+    used = (int(main[11]) + int(main[12])) / CLOCK_HZ
+    return ProcessState(stopped, cpu.user + cpu.system, used, main[0] == "D")
+
+
+def family_cpu_s(pid: int) -> float:
+    """CPU time of the descendants of `pid`, those that ended and were waited for included."""
+    total = 0.0
+    for process in (pid, *(child.pid for child in _descendants(pid))):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            cpu = psutil.Process(process).cpu_times()
+            total += cpu.children_user + cpu.children_system
+            total += cpu.user + cpu.system if process != pid else 0.0
+    return total
+
+
+class Families:
+    """Looks at the descendants of processes that look idle, once in a while."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._main: dict[int, tuple[float, float]] = {}
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def add(self, pid: int, state: ProcessState) -> ProcessState:
+        """`state` of `pid` with what its descendants used, if it looks idle."""
+        now = self._clock()
+        used, since = self._main.get(pid, (-1.0, now))
+        if state.main_cpu_s != used:
+            self._main[pid] = (state.main_cpu_s, now)
+            return state
+        if now - since < IDLE_S:
+            return state
+        at, family_s = self._seen.get(pid, (now - FAMILY_S, 0.0))
+        if now - at >= FAMILY_S:
+            at, family_s = now, family_cpu_s(pid)
+            self._seen[pid] = (at, family_s)
+        return replace(state, family_cpu_s=family_s)
 
 
 SECRET = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
@@ -151,7 +195,7 @@ class WorkerGroup:
     ) -> None:
         """`on_exit` is called once a worker, from its thread. Nothing runs before `start`."""
         self._config, self._launch, self._place, self._on_exit = config, launch, place, on_exit
-        self._output = Output(config, console)
+        self._output, self._families = Output(config, console), Families()
         self._changed = threading.Condition()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: dict[int, WorkerExit] = {}
@@ -199,7 +243,8 @@ class WorkerGroup:
         """What the kernel says of each worker that has not ended."""
         pids = self.pids
         found = {rank: process_state(pids[rank]) for rank in self.alive()}
-        return {rank: state for rank, state in found.items() if state is not None}
+        seen = ((rank, state) for rank, state in found.items() if state is not None)
+        return {rank: self._families.add(pids[rank], state) for rank, state in seen}
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until every worker has ended; False when `timeout_s` went by first."""

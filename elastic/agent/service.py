@@ -223,9 +223,9 @@ class Agent:
         self._leaving.look()
         if self._group is None:
             return
-        found = self._group.states()
-        evidence = tuple(core.Evidence(rank, s.stopped, s.main_cpu_s) for rank, s in found.items())
-        self._apply(core.Looked(evidence))
+        found = self._group.states().items()
+        seen = (core.Evidence(r, s.stopped, s.main_cpu_s, s.on_disk, s.family_cpu_s) for r, s in found)
+        self._apply(core.Looked(tuple(seen)))
 
     def _beat(self) -> None:
         self._meter.beat()

@@ -42,6 +42,7 @@ from elastic.rpc.frames import Stream, TooLarge
 from elastic.rpc.greeting import GREETING_S, Turned, receive, wrap_server
 from elastic.rpc.proofs import Gate
 from elastic.rpc.refusals import REFUSALS, Reason
+from elastic.rpc.strangers import Strangers
 
 __all__ = ["VaultClient", "VaultServer"]
 
@@ -49,8 +50,12 @@ TELLING_BYTES = 8 << 20
 """Copies that are got tell of the link if they are larger than this: smaller ones vanish into buffers at once."""
 
 MOST_CONNECTIONS = 1024
-MOST_PROBE_BYTES = 16 << 20
 """More than any node has peers and workers; each has a thread."""
+MOST_STRANGERS, MOST_OF_ONE = 256, 32
+"""Connections besides, that have not shown yet whose they are; and those of one address, unless it is loopback."""
+ACCEPT_AGAIN_S = 0.1
+"""After a connection that could not be taken."""
+MOST_PROBE_BYTES = 16 << 20
 PORT = "vault"
 
 log = logging.getLogger(__name__)
@@ -81,6 +86,7 @@ class VaultServer:
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
+        self._strangers, self._known = Strangers[Stream](), set[Stream]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self.address = ""
@@ -118,25 +124,40 @@ class VaultServer:
         while True:
             try:
                 sock, where = listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:  # closed; or no descriptors are left, or the connection is gone already
+                if self._listener is None:
+                    return
+                log.warning("a connection could not be taken: %s", error)
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             with self._lock:
                 if self._listener is None:
                     sock.close()
                     return
-                if len(self._streams) >= MOST_CONNECTIONS:
-                    REFUSALS.count(PORT, Reason.TOO_MANY, where[0], f"{len(self._streams)} connections stand")
-                    sock.close()
-                    continue
                 stream = Stream(tune(sock))
                 stream.pace = self._pace
+                stream.until = time.monotonic() + min(GREETING_S, self._timeout_s)
+                self._room(where[0])
+                self._strangers.enter(stream, where[0])
                 self._streams.add(stream)
                 self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
+
+    def _room(self, address: str) -> None:
+        """For another stranger from `address`; in the lock."""
+        strangers = self._strangers
+        first = strangers.crowded(address, MOST_OF_ONE) or strangers.full(MOST_STRANGERS)
+        if first is not None:
+            whose = strangers.leave(first)
+            REFUSALS.count(PORT, Reason.TOO_MANY, whose, "it has not shown whose it is; others wait")
+            first.hang_up()
 
     def _serve(self, stream: Stream, peer: str) -> None:
         try:
             node = self._welcome(stream, peer)
-            while node is not None:
+            if node is None or not self._proven(stream, peer):
+                return
+            stream.until = None
+            while True:
                 stream.timeout_s = None
                 header, nbytes = stream.receive()
                 stream.timeout_s = self._timeout_s
@@ -154,10 +175,23 @@ class VaultServer:
             stream.close()
             with self._lock:
                 self._streams.discard(stream)
+                self._known.discard(stream)
+                self._strangers.leave(stream)
+
+    def _proven(self, stream: Stream, peer: str) -> bool:
+        """It is no stranger's any more. False: it was given up meanwhile, or there are too many that are proven."""
+        with self._lock:
+            if not self._strangers.leave(stream):
+                return False
+            standing = len(self._known)
+            if standing < MOST_CONNECTIONS:
+                self._known.add(stream)
+                return True
+        REFUSALS.count(PORT, Reason.TOO_MANY, peer, f"{standing} connections stand")
+        return False
 
     def _welcome(self, stream: Stream, peer: str) -> str | None:
         """TLS and join token, as far as they are asked for: the node that is there ("": nobody was asked), or None."""
-        stream.timeout_s = min(GREETING_S, self._timeout_s)
         try:
             if self._contexts is not None:
                 stream.secured(wrap_server(self._contexts))

@@ -29,7 +29,7 @@ class Commits:
         def work() -> job.CheckpointCommitted | None:
             try:
                 path = durable.commit(self._directory, step, spec)
-            except ElasticError as error:
+            except (ElasticError, OSError) as error:  # the disk may be a network's
                 log.error("checkpoint of step %d is not whole: %s", step, error)
                 return None
             return job.CheckpointCommitted(str(path), step)

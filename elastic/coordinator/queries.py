@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
+from zlib import crc32
 
 from elastic.config import JobConfig
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.core import codec, job, quarantine
 from elastic.core.health import Limits
+from elastic.core.speech import LONGEST_S, NAME_CHARS
 from elastic.core.stragglers import factor
-from elastic.errors import FieldError
+from elastic.errors import ElasticError, FieldError
 from elastic.planning.plan import format_plan
+
+log = logging.getLogger("elastic.coordinator")
+PEERS = 3
+"""Nodes that one who is about to join is told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,15 @@ class Query:
     body: dict[str, Any]
     answer: Future[dict[str, Any]]
 
+    def fail(self, error: Exception) -> None:
+        """Answer with an error; one that nobody foresaw is logged, and told as a bug."""
+        if not isinstance(error, ElasticError):
+            log.error("%.80r could not be answered", self.kind, exc_info=error)
+            error = ElasticError(
+                f"it could not be answered: {type(error).__name__}, see the coordinator's log"
+            )
+        self.answer.set_exception(error)
+
 
 def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[str, Any], Any | None]:
     """The answer, and the event that the request is, if it asks for a decision. Raises FieldError."""
@@ -31,6 +48,8 @@ def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[st
             return status(state), None
         case "nodes":
             return {"nodes": nodes(state), "now": state.ticked}, None
+        case "peers":
+            return {"peers": peers(state, str(body.get("node", ""))), "now": state.ticked}, None
         case "plan":
             plan = state.plan
             text = format_plan(plan) if plan else ""
@@ -38,16 +57,17 @@ def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[st
         case "drain":
             return _drain(state, body)
         case _:
-            raise FieldError("kind", kind, "one of status, nodes, plan, drain")
+            raise FieldError("kind", kind[:NAME_CHARS], "one of status, nodes, peers, plan, drain")
 
 
 def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], job.DrainAsked]:
     node, deadline = body.get("node"), body.get("deadline_s", 30.0)
     if not isinstance(node, str) or node not in state.members:
         known = ", ".join(sorted(state.members)) or "none"
-        raise FieldError("node", node, f"one of the members ({known})")
-    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or deadline < 0:
-        raise FieldError("deadline_s", deadline, "seconds from 0 up")
+        raise FieldError("node", str(node)[:NAME_CHARS], f"one of the members ({known})")
+    number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+    if not number or not 0 <= deadline <= LONGEST_S:
+        raise FieldError("deadline_s", str(deadline)[:40], f"seconds from 0 to {LONGEST_S:g}")
     return {"node": node, "deadline_s": deadline}, job.DrainAsked(node, float(deadline))
 
 
@@ -119,6 +139,16 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
         }
         for node, mb in sorted(state.members.items())
     ]
+
+
+def peers(state: job.JobState, node: str) -> list[dict[str, Any]]:
+    """Some other nodes with their vaults, for a node that wants to try the network before it joins: a short answer,
+    for thousands may ask at once, and not the same nodes for everybody."""
+    names = sorted(state.members)
+    first = crc32(node.encode(errors="replace")) % max(1, len(names))
+    there = (name for name in [*names[first:], *names[:first]] if name != node)
+    able = (name for name in there if state.members[name].connected and state.members[name].report.info.vault)
+    return [{"node": name, "vault": state.members[name].report.info.vault} for name in islice(able, PEERS)]
 
 
 def _health(state: job.JobState, node: str) -> dict[str, Any]:

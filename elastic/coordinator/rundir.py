@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from elastic.config import JobConfig
 from elastic.coordinator.queries import policy_of
 from elastic.core import job
 from elastic.store import durable
+
+log = logging.getLogger("elastic.coordinator")
 
 
 def first_state(config: JobConfig) -> job.JobState:
@@ -27,9 +31,40 @@ def announce(run_dir: Path, told: dict[str, Any]) -> None:
     """Say in coordinator.json who leads, unless one with a higher term did."""
     path = run_dir / "coordinator.json"
     if (read_told(path).get("term") or 0) <= told["term"]:
-        draft = run_dir / f"coordinator.{os.getpid()}.tmp"
-        draft.write_text(json.dumps(told) + "\n")
+        _try(path, json.dumps(told) + "\n")
+
+
+def note_pid(run_dir: Path, slot: int) -> None:
+    """Say in coordinator-SLOT.pid that it runs."""
+    _try(run_dir / f"coordinator-{slot}.pid", f"{os.getpid()}\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Change a file at once; on a disk without room for a second one, where it lies. Raises OSError."""
+    draft = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
+    try:
+        draft.write_text(text)
         os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        overwrite(path, text)
+
+
+def overwrite(path: Path, text: str) -> None:
+    """Into the room that an existing file has. Raises OSError; FileNotFoundError if there is none."""
+    with path.open("r+b", buffering=0) as file:
+        data = text.encode()
+        if file.write(data) != len(data):
+            raise OSError(f"{path}: no room for {len(data)} bytes")
+        file.truncate()
+
+
+def _try(path: Path, text: str) -> None:
+    """Training needs none of these files: a disk that refuses ends no coordinator."""
+    try:
+        replace(path, text)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", path, error)
 
 
 def read_told(path: Path) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Saves the coordinator's state, and holds back what may only happen once it is saved.
 
 While the store is out of reach decisions go on being made, in memory; nothing of them is sent or told. Once it is
-back, the newest state is saved and everything held back happens in its order, as after a slow network.
+back, the newest state is saved and everything held back happens in its order, as after a slow network. A store that
+refuses (a state too large for it, a permission taken away) is out of reach, too: training goes on until somebody
+mends it, while a coordinator that gave up would only be started again.
 
 A report from which nothing follows yet need not be saved at once: its node says it again to the next coordinator, for
 which it is as if it had come a little later. In a job of thousands of nodes a change of plan brings thousands.
@@ -18,7 +20,7 @@ from typing import Any
 from elastic.coordinator.encoding import StateText
 from elastic.core.election import retry_s
 from elastic.core.job import JobState
-from elastic.store.base import Conflict, Entry, Lease, Store, StoreUnavailable
+from elastic.store.base import Conflict, Entry, Lease, Store, StoreError, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
 TOLD_AT = 2
@@ -57,7 +59,7 @@ class Saver:
 
     @property
     def away(self) -> bool:
-        """The store was out of reach when it was last asked."""
+        """The store was out of reach, or refused, when it was last asked."""
         return self._failures > 0
 
     @property
@@ -72,7 +74,7 @@ class Saver:
         self._held.append((what, deed))
 
     def save(self, state: JobState) -> None:
-        """Save `state` and do what was held back; or, if the store is out of reach, do neither for now.
+        """Save `state` and do what was held back; or, if the store is out of reach or refuses, do neither for now.
 
         Raises StaleError if another coordinator has taken over.
         """
@@ -109,7 +111,7 @@ class Saver:
             return
         try:
             self._put(state)
-        except StoreUnavailable as error:
+        except (StoreUnavailable, StoreError) as error:
             self._failures += 1
             self._again = time.monotonic() + retry_s(self._failures)
             if self._failures == 1:

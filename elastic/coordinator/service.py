@@ -35,7 +35,7 @@ from elastic.coordinator.inbox import SWITCH_S, Inbox
 from elastic.coordinator.leading import LEASE_S, SHARED_LEASE_S, STATE_KEY, Keeper, Part, stand_by
 from elastic.coordinator.queries import Query, lately, reply
 from elastic.coordinator.records import Records
-from elastic.coordinator.rundir import announce, first_state, name_of, read_told
+from elastic.coordinator.rundir import announce, first_state, name_of, note_pid, read_told
 from elastic.coordinator.saving import Saver
 from elastic.coordinator.speakers import Speakers
 from elastic.core import codec, job, speech
@@ -47,7 +47,7 @@ from elastic.planning.matching import FEW
 from elastic.rpc import security
 from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.server import Server, Session
-from elastic.store.base import Lease, Store, StoreUnavailable
+from elastic.store.base import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.opening import open_store
 from elastic.telemetry import configure_logging
 
@@ -134,7 +134,7 @@ class Coordinator:
         while True:
             self._turn()
             if self._ending and (not self._sessions or self._clock.now() > self._ending):
-                with contextlib.suppress(StoreUnavailable):
+                with contextlib.suppress(StoreUnavailable, StoreError):
                     self._store.release(self._lease)
                 return self._code
 
@@ -310,7 +310,7 @@ class Coordinator:
         self._decide()
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
-        with contextlib.suppress(StoreUnavailable):
+        with contextlib.suppress(StoreUnavailable, StoreError):
             self._part.end(self._lease.token)
         for node in [node for node in self._sessions if node not in self._state.members]:
             stop = m.Stop(action.code, action.reason)  # released, and waiting to come back
@@ -337,8 +337,8 @@ class Coordinator:
             if self._saver.away:
                 answer["store"] = "out of reach: decisions wait"
             query.answer.set_result(answer)
-        except ElasticError as error:
-            query.answer.set_exception(error)
+        except Exception as error:  # whatever is asked must not end the process
+            query.fail(error)
             if isinstance(error, StaleError):
                 raise
 
@@ -354,7 +354,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     try:
         if config.max_nodes > FEW:  # the planner needs it after the first change; it is slow to import
             threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
-        (run_dir / f"coordinator-{slot}.pid").write_text(f"{os.getpid()}\n")
+        note_pid(run_dir, slot)
         while True:
             lease = stand_by(
                 store, part, holder, SHARED_LEASE_S if config.store.shared else LEASE_S, clock.now

@@ -2,7 +2,7 @@
 
     a machine appears           it gets an agent, under a name that nobody had: a machine that is back is a new node
     it disappears               its agent is forgotten; the coordinator has noticed by itself
-    an agent ends, code 0       it was drained or the job is over: its machine is left alone
+    an agent ends, code 0 or 4  the job is over, or the node was drained: its machine is left alone
     an agent ends otherwise     after a while its machine gets another one, after a longer while each time
     machines are missing        the cluster is asked for them, and the request withdrawn once they are there
 
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from elastic.errors import EXIT_DRAINED, EXIT_OK
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 """From the end of an agent to the next one on its machine; doubled every time."""
@@ -195,7 +197,7 @@ def _ended(fleet: Fleet, event: Ended, now: float) -> tuple[Fleet, tuple[Action,
     seat = next((seat for seat in fleet.seats if seat.node == event.node), None)
     if seat is None or seat.standing is not Standing.RUNNING:
         return fleet, (), ""
-    if event.code == 0:
+    if event.code in (EXIT_OK, EXIT_DRAINED):
         return _with(fleet, replace(seat, standing=Standing.RELEASED)), (), f"{seat.node} has left in order"
     failures = 1 if now - seat.since >= STEADY_S else seat.failures + 1
     wait_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (failures - 1))

@@ -58,6 +58,10 @@ class Limits:
 
     crashes: int = 3
     """Crashes of a node's workers within `window_s`: restarting them does not help."""
+    hopeless: int = 4
+    """Crashes of one node since the job last finished a step: it ends the job, if it cannot be put aside."""
+    hopeless_nodes: int = 3
+    """So many nodes with `crashes` each since then end the job: it is not the nodes."""
     departures: int = 3
     """Times that a node was lost within `window_s`: it flaps."""
     window_s: float = 600.0
@@ -104,6 +108,10 @@ class Record:
 
     crashes: tuple[float, ...] = ()
     """When its workers crashed or hung, within the window."""
+    stuck: int = 0
+    """Times that they did since the job last got further than `stuck_at`, whatever was done about it."""
+    stuck_at: int = -1
+    """The newest step that was finished then; -1: none."""
     departures: tuple[float, ...] = ()
     """When it was lost."""
     quarantines: int = 0
@@ -147,9 +155,11 @@ def news(record: Record, finding: Finding) -> bool:
     return known is None or known.action is not finding.action or finding.action is Remedy.RESTART
 
 
-def crashed(record: Record, now: float, limits: Limits, count: int = 1) -> Record:
-    """Its workers went down `count` more times."""
-    return replace(record, crashes=(*_recent(record.crashes, now, limits), *(now,) * count)[-64:])
+def crashed(record: Record, now: float, limits: Limits, count: int = 1, step: int = -1) -> Record:
+    """Its workers went down `count` more times; `step` was the newest one that the job finished."""
+    stuck = count if step > record.stuck_at else record.stuck + count
+    crashes = (*_recent(record.crashes, now, limits), *(now,) * count)[-64:]
+    return replace(record, crashes=crashes, stuck=stuck, stuck_at=max(step, record.stuck_at))
 
 
 def departed(record: Record, now: float, limits: Limits) -> Record:

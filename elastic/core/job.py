@@ -181,6 +181,8 @@ class JobState:
     """Seconds that workers took to start, first to last."""
     waited: tuple[tuple[str, int], ...] = ()
     """(node, step) for which everybody waited last, while its workers started again."""
+    retired: tuple[tuple[str, str], ...] = ()
+    """(node, incarnation) of members that came back as another incarnation: the newest."""
     considered: tuple[str, ...] = ()
     """Incarnations of nodes for which it was decided that the running plan does not want them."""
     joining: tuple[str, ...] = ()

@@ -34,12 +34,15 @@ from elastic.core.job import (
     Tick,
 )
 from elastic.core.members import launch as launch_nodes
-from elastic.core.members import put
+from elastic.core.members import occupied, put
 from elastic.core.messages import NodePhase
 from elastic.core.stay import arrived, count
 from elastic.core.stragglers import observe
 from elastic.core.timeouts import BEATS
 from elastic.core.types import Slot, whole_slots
+
+RETIRED = 256
+"""Incarnations that were replaced, of which it is remembered."""
 
 
 def _reported(state: JobState, event: Reported, now: float) -> Result:
@@ -49,6 +52,9 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
         if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
             fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
             return state, (Send(node, fenced),), f"{node}: a former member is refused"
+        waits = occupied(state, report, now)
+        if waits is not None:
+            return state, (Send(node, waits),), waits.reason
         state, told, taken = remedies.admit(state, report, now)
         if not taken:
             return state, told, f"{node} is refused"
@@ -81,8 +87,11 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
 def _joined(state: JobState, event: Reported, now: float) -> Result:
     report = event.report
     actions: list[Action] = [Note("joined", {"node": report.info.node, "domain": report.info.domain})]
-    if report.info.node in state.members:
+    former = state.members.get(report.info.node)
+    if former is not None:
         why = "came back as a new incarnation"
+        over = (report.info.node, former.report.info.incarnation)
+        state = state.of(retired=(*state.retired, over)[-RETIRED:])
         state, told = remedies.departed(state, report.info.node, why, now)
         actions = [Note("lost", {"node": report.info.node, "why": why}), *told, *actions]
     state = count(state, now, left=report.info.node in state.members)

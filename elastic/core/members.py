@@ -1,4 +1,4 @@
-"""Members of a job: put one in, give nodes their ranks."""
+"""Members of a job: who has a name, put one in, give nodes their ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from dataclasses import replace
 
 from elastic.core import messages as m
 from elastic.core.job import Action, JobState, Member, Send
+from elastic.core.vitals import Refused
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
+"""After which who waits for a name asks again: soon, for the end of a killed agent's connection is on its way."""
+
+
+def occupied(state: JobState, report: m.NodeReport, now: float, asked: int = 0) -> Refused | None:
+    """What a new incarnation is told whose name a connected member has, or one that was connected to a former
+    coordinator and still has time to come back; None: the name is free. `asked`: how often it was told so before.
+
+    A member that is silent for the lease is lost, and its name free.
+    """
+    info, member = report.info, state.members.get(report.info.node)
+    if member is None or member.report.info.incarnation == info.incarnation or state.ending is not None:
+        return None
+    if not member.connected and now >= member.closed_at:
+        return None
+    retry_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(asked, 8))
+    return Refused(f"a node named {info.node} is connected, and stays until it ends or is silent", retry_s)
 
 
 def put(state: JobState, member: Member) -> JobState:

@@ -202,6 +202,14 @@ class Failed:
     local_rank: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """Last words of a worker whose device broke: it ends at once, and its node starts it again."""
+
+    message: str
+    local_rank: int = 0
+
+
 # ---- agent -> worker ----
 
 

@@ -36,6 +36,7 @@ from elastic.core.node_state import (
     Worker,
     heartbeat,
     hung,
+    moved,
     report,
 )
 from elastic.core.timeouts import budget
@@ -197,6 +198,8 @@ def _said(state: NodeState, event: Said, now: float) -> Result:
             if state.finished is None or message.params_sha256:
                 state = replace(state, finished=message)
             return state, (Report(),), "all steps done"
+        case m.Crashed():
+            return _put(state, event.rank, replace(worker, error=message.message)), (), message.message
         case m.Failed():
             state = replace(_put(state, event.rank, worker), failed=message)
             return state, (Report(),), message.message
@@ -234,7 +237,7 @@ def _exited(state: NodeState, event: Exited) -> Result:
         return _script_exited(state, event)
     if state.failed is not None or (state.finished is not None and event.code == 0):
         return state, (Report(),), "worker ended"
-    cause = state.cause or f"worker {event.rank} ended with {_name(event.code)}"
+    cause = worker.error or state.cause or f"worker {event.rank} ended with {_name(event.code)}"
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
     state = replace(state, cause=cause, crashes=state.crashes + 1, fallen=state.fallen + 1)
     if state.crashes > MAX_CRASHES:
@@ -267,8 +270,8 @@ def _looked(state: NodeState, event: Looked, now: float) -> Result:
         worker = state.workers[evidence.rank]
         if not worker.alive or worker.attach is None:
             continue
-        if evidence.cpu_s > worker.cpu_s:
-            worker = replace(worker, cpu_s=evidence.cpu_s, moved=now)
+        worker = moved(worker, evidence, now)
+        if worker is not state.workers[evidence.rank]:
             state = _put(state, evidence.rank, worker)
         reason = hung(worker, evidence.stopped, now, state.limits)
         if reason:

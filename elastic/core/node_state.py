@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.core import messages as m
@@ -12,6 +12,8 @@ from elastic.core.types import NodeInfo
 
 STOPPED_S = 0.4
 """A worker that the kernel shows as stopped, and that has been silent this long, is hung."""
+FAMILY_CPU_S = 0.2
+"""A worker whose descendants used so much more CPU time waits for them (compilers). Idle ones use a trickle."""
 BLIND_S = 1.0
 """An agent that looks at its workers later than this was held up itself (stopped, starved, its machine suspended): what
 they said meanwhile lies unread, so that time tells nothing of them."""
@@ -34,6 +36,10 @@ class Worker:
     moved: float = 0.0
     """Time at which its counter last grew or it last used CPU."""
     cpu_s: float = 0.0
+    family_cpu_s: float = 0.0
+    """CPU time of its descendants when it last counted; 0: it was not looked at."""
+    error: str = ""
+    """Its last words: a device broke."""
     exit_code: int | None = None
 
 
@@ -98,6 +104,10 @@ class Evidence:
     stopped: bool
     cpu_s: float
     """CPU time of its main thread."""
+    on_disk: bool = False
+    """It waits for storage and cannot be woken (disk sleep)."""
+    family_cpu_s: float = 0.0
+    """CPU time of its descendants, those that ended included; 0: it was not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +216,20 @@ def heartbeat(state: NodeState) -> m.Heartbeat:
     return m.Heartbeat(state.info.node, state.info.incarnation, at.step, at.microbatch, measured)
 
 
+def moved(worker: Worker, evidence: Evidence, now: float) -> Worker:
+    """What the kernel saw it do. One that waits for storage is not hung, however long: that is no fault of its own."""
+    if evidence.cpu_s > worker.cpu_s:
+        worker = replace(worker, cpu_s=evidence.cpu_s, moved=now)
+    family_s, before_s = evidence.family_cpu_s, worker.family_cpu_s
+    if before_s and family_s - before_s >= FAMILY_CPU_S:
+        worker = replace(worker, family_cpu_s=family_s, moved=now)
+    elif family_s and (not before_s or family_s < before_s):
+        worker = replace(worker, family_cpu_s=family_s)
+    return replace(worker, moved=now) if evidence.on_disk else worker
+
+
 def hung(worker: Worker, stopped: bool, now: float, limits: Timeouts = DEFAULT) -> str:
-    """Say why this worker is hung, or "". Being slow, or waiting for others, is never enough."""
+    """Say why this worker is hung, or "". Being slow, or waiting for others or for storage, is never enough."""
     silent = now - worker.seen
     if stopped and silent > STOPPED_S:
         return f"the process is stopped and silent for {silent:.1f} s"

@@ -14,22 +14,21 @@ from typing import Any
 
 from elastic.core import change as epoch_change
 from elastic.core import health, linkpace, quarantine
+from elastic.core.devicewords import of_device
 from elastic.core.health import AWAY, Finding, Kind, Record, Remedy
-from elastic.core.job import Action, HealthSeen, JobPhase, JobState, Note, Result, Send
-from elastic.core.messages import NodePhase, NodeReport
+from elastic.core.job import Action, Finish, HealthSeen, JobPhase, JobState, Note, Result, Send
+from elastic.core.messages import NodePhase, NodeReport, Stop
 from elastic.core.pace import NORMAL
 from elastic.core.quarantine import clear, of, put, tell
 from elastic.core.slowlink import Verdict, weigh
 from elastic.core.stragglers import factor
 from elastic.core.vitals import Check, HealthReport, Refused
-from elastic.errors import InfeasiblePlan
+from elastic.errors import EXIT_FAILURE, InfeasiblePlan
 from elastic.planning.search import make_plan
 
 Told = tuple[JobState, tuple[Action, ...]]
 DURATIONS = 32
 """Steps whose durations are kept."""
-DEVICE_WORDS = ("CUDA", "cuda", "NVML", "Xid", "ECC")
-"""In the cause of a crash: it is the device's."""
 WELL = 2.0
 """A slow link is well again when it carries more than what it did before, over this."""
 KEPT_MORE = 64
@@ -44,8 +43,11 @@ def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> To
     if report.fallen <= was.fallen or state.spec is None or state.ending is not None:
         return state, ()
     node, limits = report.info.node, state.policy.health
-    record = health.crashed(of(state, node), now, limits, report.fallen - was.fallen)
+    record = health.crashed(of(state, node), now, limits, report.fallen - was.fallen, _reached(state))
     state = put(state, node, record)
+    hopeless = _hopeless(state, node)
+    if hopeless:
+        return _give_up(state, f"{hopeless}; {node}: {report.cause}")
     evidence: dict[str, Any] = {
         "cause": report.cause,
         "crashes": len(record.crashes),
@@ -54,16 +56,42 @@ def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> To
     if report.detect_s:
         evidence["detect_s"] = round(report.detect_s, 3)
     loops = health.crash_loops(record, limits) or report.phase is NodePhase.FAILED
+    device = of_device(report.cause)
     if not loops or record.quarantined:
         why = f"{report.cause}: its workers are started again"
-        return tell(state, node, Finding(Kind.PROCESS, Remedy.RESTART, why, evidence, now))
+        kind = Kind.DEVICE if device and not record.quarantined else Kind.PROCESS
+        return tell(state, node, Finding(kind, Remedy.RESTART, why, evidence, now))
     excuse = _excuse(state, node, lambda one: len(one.crashes) >= 2)
     if excuse:
         return tell(state, node, Finding(Kind.PROCESS, Remedy.RESTART, excuse, evidence, now))
-    device = record.finding(Kind.DEVICE) is not None or any(word in report.cause for word in DEVICE_WORDS)
+    known = record.finding(Kind.DEVICE)
+    device = device or (known is not None and known.action is not Remedy.RESTART)
     why = f"its workers went down {len(record.crashes)} times: starting them again does not help"
     kind = Kind.DEVICE if device else Kind.HOST
     return tell(state, node, Finding(kind, _away(state, node), why, evidence, now))
+
+
+def _reached(state: JobState) -> int:
+    """The newest step that the job finished; -1: none."""
+    return state.record.step if state.record is not None else -1
+
+
+def _hopeless(state: JobState, node: str) -> str:
+    """Why it is of no use to start the workers of `node` once more, or ""."""
+    limits, reached = state.policy.health, _reached(state)
+    stuck = {name: one.stuck for name, one in state.health.items() if one.stuck and one.stuck_at >= reached}
+    looping = sorted(name for name, times in stuck.items() if times >= limits.crashes)
+    if len(looping) >= limits.hopeless_nodes:
+        return f"workers crash on {' '.join(looping)}, and no step is finished between"
+    times = stuck.get(node, 0)
+    excuse = _excuse(state, node, lambda one: len(one.crashes) >= 2) if times >= limits.hopeless else ""
+    return f"workers crashed {times} times, and no step was finished between; {excuse}" if excuse else ""
+
+
+def _give_up(state: JobState, why: str) -> Told:
+    finish = Finish(EXIT_FAILURE, why)
+    stops: list[Action] = [Send(name, Stop(EXIT_FAILURE, why)) for name in state.members]
+    return state.of(phase=JobPhase.FAILED, ending=finish), (*stops, finish)
 
 
 def departed(state: JobState, node: str, why: str, now: float) -> Told:
@@ -165,6 +193,8 @@ def _device(state: JobState, node: str, report: HealthReport, now: float) -> Tol
         slower = factor(state, node)
         action = Remedy.REBALANCE if slower >= NORMAL else Remedy.NONE
         return tell(state, node, Finding(Kind.DEVICE, action, reason, {**evidence, "slow": slower}, now))
+    if known is not None and known.action is Remedy.RESTART:
+        return state, ()  # it was told of by a crash, not by the driver
     return clear(state, node, Kind.DEVICE, "its devices are well again", now)
 
 

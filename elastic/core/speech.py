@@ -6,6 +6,8 @@ another node, or what only workers or coordinators say, changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +16,25 @@ from elastic.core import messages as m
 from elastic.core.faults import node_id
 from elastic.core.job import JobState
 from elastic.core.messages import NodePhase
-from elastic.core.vitals import HealthReport
+from elastic.core.vitals import MANY, HealthReport
 from elastic.errors import FieldError
 
 FORGED, STALE, MALFORMED = "forged", "stale", "malformed"
 MOST = 1 << 53
 """Counts and numbers beyond this are none of ours; JSON readers disagree about them, too."""
 NAME_CHARS = 256
+LONGEST_S = 30 * 86400.0
+"""No deadline is farther away than this."""
+WIDEST, HUGEST = 1 << 64, 1e30
+"""Whole numbers (seeds have 64 bits) and others are smaller: sums and products of them stay finite."""
+MOST_CHARS, MOST_ITEMS = 256 << 10, 1 << 17
+"""Of a text, as a script's last words, and of a list, as the copies in a vault: of all that is said, ..."""
+BOUNDS: dict[type, tuple[int, int]] = {HealthReport: (NAME_CHARS, MANY), m.Notice: (4096, MANY)}
+"""... but for these."""
+FREE = frozenset({"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"})
+"""What the training finds: where it diverges, no numbers."""
+_fit: dict[type, Any] = {}
+"""Of kinds that say `everywhere_the_same`: the newest that was found fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,59 @@ def objection(
         node_id(sender)
     except FieldError:
         return Objection(FORGED, f"a session of {sender!r}, which is no node's name")
+    found = _objection(state, sender, message, retired)
+    if found is None:
+        problem = unfit(message)
+        found = Objection(MALFORMED, f"{sender} sent {problem}") if problem else None
+    return found
+
+
+def unfit(message: Any) -> str:
+    """Which of its numbers, texts and lists is out of bounds, and why; "": none is."""
+    problem = _unfit(message, *BOUNDS.get(type(message), (MOST_CHARS, MOST_ITEMS)))
+    return f"{type(message).__name__}{problem}" if problem else ""
+
+
+def _unfit(value: Any, chars: int, items: int) -> str:
+    kind: Any = type(value)
+    if kind is float:
+        return "" if -HUGEST < value < HUGEST else f": {value} is no number to go by"
+    if kind is int:
+        return "" if -WIDEST < value < WIDEST else ": a number out of range"
+    if kind is str:
+        return "" if len(value) <= chars else f": {len(value)} characters, at most {chars} are taken"
+    if kind is tuple or kind is frozenset:
+        if len(value) > items:
+            return f": {len(value)} entries, at most {items} are taken"
+        if kind is frozenset and value:  # of micro-batches: a thousand in each of a thousand copies
+            value = (min(value), max(value))
+        return next(filter(None, (_unfit(item, chars, items) for item in value)), "")
+    if _fit.get(kind) is value:
+        return ""
+    for name in _bound(kind):
+        inner = getattr(value, name)
+        if type(inner) is float and -HUGEST < inner < HUGEST:  # most of a heartbeat
+            continue
+        problem = _unfit(inner, chars, items)
+        if problem:
+            return f".{name}{problem}"
+    if getattr(kind, "everywhere_the_same", False):
+        _fit[kind] = value
+    return ""
+
+
+@functools.cache
+def _bound(kind: type) -> tuple[str, ...]:
+    """Fields of a dataclass, but for the free ones; of anything else none."""
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    names = (field.name for field in dataclasses.fields(kind))
+    return tuple(name for name in names if f"{kind.__name__}.{name}" not in FREE)
+
+
+def _objection(
+    state: JobState, sender: str, message: Any, retired: Iterable[tuple[str, str]]
+) -> Objection | None:
     match message:
         case m.NodeReport():
             return _report(state, sender, message, frozenset(retired))
@@ -57,7 +124,7 @@ def objection(
         case m.CheckpointPart():
             return _part(state, sender, message)
         case m.Notice():
-            return _of_incarnation(state, sender, message.node, message.incarnation, "Notice")
+            return _notice(state, sender, message)
         case HealthReport():
             return _of_incarnation(state, sender, message.node, message.incarnation, "HealthReport")
         case m.RefusalNote():
@@ -133,6 +200,13 @@ def _part(state: JobState, sender: str, part: m.CheckpointPart) -> Objection | N
     if not 0 <= part.step <= steps or any(not 0 <= slot[0] < layers for slot in part.layers):
         return Objection(MALFORMED, f"a part of step {part.step} of {steps}")
     return _member(state, sender, "CheckpointPart")
+
+
+def _notice(state: JobState, sender: str, notice: m.Notice) -> Objection | None:
+    """A deadline that is over is one, too."""
+    if not -LONGEST_S <= notice.deadline_s <= LONGEST_S:
+        return Objection(MALFORMED, f"a notice of {sender} {notice.deadline_s} s ahead")
+    return _of_incarnation(state, sender, notice.node, notice.incarnation, "Notice")
 
 
 def _of_incarnation(state: JobState, sender: str, node: str, incarnation: str, kind: str) -> Objection | None:

@@ -32,6 +32,7 @@ from elastic.rpc.envelope import (
     from_proto,
     pack,
     pack_call,
+    pieces,
     to_proto,
     unpack,
     unpack_call,
@@ -322,8 +323,10 @@ def _term_of(metadata: Any) -> int:
 async def _write(outbox: asyncio.Queue[Envelope], call: Any) -> None:
     """Send what is queued. A stream that ends meanwhile is the reader's news, not ours."""
     try:
-        for number in itertools.count(1):
-            await call.write(to_proto(await outbox.get(), number))
+        numbers = itertools.count(1)
+        while True:
+            for envelope in pieces(await outbox.get()):
+                await call.write(to_proto(envelope, next(numbers)))
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return
 

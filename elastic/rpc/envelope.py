@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from elastic.errors import FieldError
 from elastic.rpc import elastic_pb2
 
 MAX_BODY_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20
+"""Of a body that a node sends, at a time: more is not read of who has not shown yet who it is."""
+PIECE = "Piece"
+"""Kind of an envelope whose body is the beginning of the next one's."""
 MAX_CALL_BYTES = 64 << 10
 """Of a question of the command line."""
 CHALLENGE = "challenge"
@@ -119,6 +124,15 @@ def unpack_call(envelope: Envelope) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise FieldError(f"{envelope.kind}.body", data, "an object is needed")
     return data
+
+
+def pieces(envelope: Envelope) -> Iterator[Envelope]:
+    """As a node sends it: a long body in several envelopes, the last of which has the message's own kind."""
+    body = envelope.body
+    last = max(0, (len(body) - 1) // PIECE_BYTES * PIECE_BYTES)
+    for start in range(0, last, PIECE_BYTES):
+        yield dataclasses.replace(envelope, kind=PIECE, body=body[start : start + PIECE_BYTES])
+    yield dataclasses.replace(envelope, body=body[last:]) if last else envelope
 
 
 def to_proto(envelope: Envelope, sequence: int = 0) -> elastic_pb2.Envelope:

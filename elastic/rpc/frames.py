@@ -17,6 +17,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Stream:
         self._plain = not isinstance(sock, ssl.SSLSocket)
         self.timeout_s = timeout_s
         """Seconds without any progress after which a call raises TimeoutError; None: never."""
+        self.until: float | None = None
+        """time.monotonic() from which on every call raises TimeoutError, whatever comes; None: never."""
         self.most_header, self.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
         """Longest header and payload that may come; below the defaults for who has not shown yet who it is."""
         self.pace: Callable[[int], None] | None = None
@@ -104,8 +107,10 @@ class Stream:
         """Fill `out` (flat bytes). `on_chunk` gets every piece as it comes."""
         position, chunk = 0, min(max(LEAST_CHUNK_BYTES, len(out) // 4), CHUNK_BYTES)
         with _closing_errors():
-            self._sock.settimeout(self.timeout_s)
+            self._sock.settimeout(self._patience())
             while position < len(out):
+                if self.until is not None:
+                    self._sock.settimeout(self._patience())
                 count = self._sock.recv_into(out[position : position + chunk])
                 if count == 0:
                     raise ChannelClosed("the other side closed the connection")
@@ -122,7 +127,7 @@ class Stream:
 
     def secured(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
         """Go on over what `wrap` makes of the socket, once its handshake is done. Raises OSError (ssl.SSLError)."""
-        self._sock.settimeout(self.timeout_s)
+        self._sock.settimeout(self._patience())
         secure = wrap(self._sock)
         self._sock, self._plain = secure, False
         try:
@@ -132,13 +137,26 @@ class Stream:
         except (AttributeError, ValueError) as error:
             raise ChannelClosed(f"this side has closed: {error}") from error
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Wakes a blocked call, whose thread is to `close`: nothing else takes over the descriptor until then."""
         with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
         self._sock.close()
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def _patience(self) -> float | None:
+        """How long the next call may wait. Raises TimeoutError."""
+        if self.until is None:
+            return self.timeout_s
+        left_s = self.until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it took too long altogether")
+        return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
 
     def _exactly(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
@@ -148,7 +166,7 @@ class Stream:
     def _write(self, data: memoryview, flags: int = 0) -> None:
         """Send all of `data`; chunked, because the socket's timeout bounds a whole `sendall`."""
         with _closing_errors():
-            self._sock.settimeout(self.timeout_s)
+            self._sock.settimeout(self._patience())
             for start in range(0, len(data), 8 * CHUNK_BYTES):
                 self._sock.sendall(data[start : start + 8 * CHUNK_BYTES], flags)
 

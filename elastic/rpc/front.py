@@ -12,17 +12,24 @@ import logging
 import shutil
 import socket
 import tempfile
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from elastic.errors import FieldError
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import Contexts, why
+from elastic.rpc.strangers import Strangers
 
 log = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
-MOST_HANDSHAKES = 256
-"""At a time; more wait in the kernel's queue."""
+"""How long a handshake may take, while there are places."""
+SPARED_S = 0.5
+"""A handshake that is younger leaves its place to nobody: members that all come at once are to get through."""
+MOST_HANDSHAKES, MOST_OF_ONE = 256, 64
+"""At a time, in all and of one address, unless it is loopback."""
 MOST_CONNECTIONS = 16_384
+"""Besides."""
 READ_BYTES = 256 << 10
 PORT = "coordinator"
 
@@ -35,7 +42,8 @@ class Front:
         self._folder = Path(tempfile.mkdtemp(prefix="elastic-rpc-"))  # mode 0700
         self._path = str(self._folder / "grpc.sock")
         self.backend = f"unix:{self._path}"
-        self._handshakes = asyncio.Semaphore(MOST_HANDSHAKES)
+        self._strangers, self._left = Strangers[asyncio.Task[None]](), asyncio.Event()
+        self._began: dict[asyncio.Task[None], tuple[float, str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
@@ -62,34 +70,71 @@ class Front:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._handshakes.acquire()
             try:
                 sock, peer = await loop.sock_accept(listener)
             except OSError as error:  # no descriptors left, or a connection that is gone already
-                self._handshakes.release()
                 log.warning("a connection could not be taken: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._tasks) > MOST_CONNECTIONS:
-                REFUSALS.count(PORT, Reason.TOO_MANY, peer, f"{len(self._tasks)} connections stand")
+            standing = len(self._tasks) - len(self._strangers)
+            if standing > MOST_CONNECTIONS:
+                REFUSALS.count(PORT, Reason.TOO_MANY, peer, f"{standing} connections stand")
                 sock.close()
-                self._handshakes.release()
                 continue
-            self._spawn(self._serve(sock, f"{peer[0]}:{peer[1]}"))
+            try:
+                await self._room(peer[0])
+            except asyncio.CancelledError:
+                sock.close()
+                raise
+            where = f"{peer[0]}:{peer[1]}"
+            task = self._spawn(self._serve(sock, where))
+            self._began[task] = loop.time(), where
+            self._strangers.enter(task, peer[0])
+            task.add_done_callback(self._shown)
+            await asyncio.sleep(0)  # handshakes that have begun go on first
+
+    async def _room(self, address: str) -> None:
+        """Wait until there is a place for another one from `address`, made free if need be."""
+        loop = asyncio.get_running_loop()
+        own = self._strangers.crowded(address, MOST_OF_ONE)
+        if own is not None:
+            self._give_up(own)
+        while (first := self._strangers.full(MOST_HANDSHAKES)) is not None:
+            left_s = self._began[first][0] + SPARED_S - loop.time()
+            if left_s <= 0:
+                self._give_up(first)
+                return
+            self._left.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), left_s)
+
+    def _give_up(self, task: asyncio.Task[None]) -> None:
+        REFUSALS.count(PORT, Reason.TOO_MANY, self._began[task][1], "its handshake is not over; others wait")
+        self._shown(task)
+        task.cancel()
+
+    def _shown(self, task: asyncio.Task[None]) -> None:
+        """It is no stranger's any more."""
+        self._strangers.leave(task)
+        self._began.pop(task, None)
+        self._left.set()
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
+        mine = asyncio.current_task()
+        assert mine is not None
         try:
             found = await self._shake(sock, peer)
         finally:
-            self._handshakes.release()
+            self._shown(mine)
         if found is None:
             return
         reader, writer = found

@@ -25,7 +25,7 @@ from elastic.rpc.security import Contexts, Security
 MOST_BYTES = 1024
 """Of a header of the greeting."""
 GREETING_S = 10.0
-"""How long TLS and the greeting may take together, a step of them."""
+"""How long TLS and the greeting may take together."""
 
 
 @dataclass(frozen=True)

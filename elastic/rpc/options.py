@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from elastic.errors import FieldError
-from elastic.rpc.envelope import MAX_BODY_BYTES
+from elastic.rpc.envelope import MAX_BODY_BYTES, PIECE_BYTES
+from elastic.rpc.front import HANDSHAKE_S
+
+SPARE_BYTES = 4096
+"""Of an envelope, besides its body."""
 
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
 """Waits between two attempts to reach the coordinator (jittered)."""
@@ -37,24 +41,26 @@ def client_options(keepalive_s: float) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", _ms(RETRY_MIN_S)),
         ("grpc.max_reconnect_backoff_ms", _ms(RETRY_MAX_S)),
         ("grpc.min_reconnect_backoff_ms", _ms(CONNECT_TIMEOUT_S)),  # how long one attempt may take
-        *_both(keepalive_s),
+        *_both(keepalive_s, MAX_BODY_BYTES),
     ]
 
 
 def server_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """One server a port; anybody may ping as often as it likes; notice silent nodes."""
+    """One server a port; anybody may ping as often as it likes; notice silent nodes. Messages come in pieces: gRPC
+    reads one whole before anybody can ask for a proof."""
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 0),
-        *_both(keepalive_s),
+        ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),
+        *_both(keepalive_s, PIECE_BYTES),
     ]
 
 
-def _both(keepalive_s: float) -> list[tuple[str, int]]:
+def _both(keepalive_s: float, received_bytes: int) -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", MAX_BODY_BYTES + 4096),
-        ("grpc.max_send_message_length", MAX_BODY_BYTES + 4096),
+        ("grpc.max_receive_message_length", received_bytes + SPARE_BYTES),
+        ("grpc.max_send_message_length", MAX_BODY_BYTES + SPARE_BYTES),
         ("grpc.keepalive_time_ms", _ms(keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive_s)),
         ("grpc.http2.ping_timeout_ms", _ms(keepalive_s)),  # else the keepalive's own ping may take a minute

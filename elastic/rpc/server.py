@@ -17,6 +17,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,9 @@ from elastic.errors import ElasticError, FieldError, StaleError, UsageError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc, security
 from elastic.rpc.envelope import (
     CHALLENGE,
+    MAX_BODY_BYTES,
     MAX_CALL_BYTES,
+    PIECE,
     Envelope,
     Rejected,
     from_proto,
@@ -46,6 +49,8 @@ from elastic.rpc.refusals import REFUSALS, Reason
 
 log = logging.getLogger(__name__)
 CALL_THREADS = 4
+WORDS_CHARS = 2000
+"""Of an error that is told: gRPC drops answers whose headers are longer than 8 KiB."""
 
 
 class Session:
@@ -199,7 +204,7 @@ class Server:
 
     async def _read(self, session: Session, requests: AsyncIterator[elastic_pb2.Envelope]) -> None:
         """Hand on every message until the node ends the stream or is gone."""
-        newest = 0
+        newest, begun = 0, bytearray()
         async for request in requests:
             envelope = from_proto(request)
             if envelope.sequence <= newest and newest:
@@ -212,13 +217,20 @@ class Server:
                 raise StaleError(
                     f"this coordinator has term {self._term()}, {session.sender} knows {envelope.term}"
                 )
+            begun += envelope.body
+            if len(begun) > MAX_BODY_BYTES:
+                REFUSALS.count(PORT, Reason.OVERSIZE, session, f"{len(begun)} bytes and more")
+                raise FieldError("body", f"{len(begun)} bytes and more", f"at most {MAX_BODY_BYTES}")
+            if envelope.kind == PIECE:
+                continue
+            envelope, begun = replace(envelope, body=bytes(begun)), bytearray()
             try:
                 if envelope.common:
                     raise FieldError(f"{envelope.kind}.common", "...", "only a coordinator says it to many")
                 message = unpack(envelope)
             except FieldError as error:
                 REFUSALS.count(PORT, Reason.MALFORMED, session, error)
-                session.send(Rejected(envelope.kind, str(error)), 0)
+                session.send(Rejected(envelope.kind[:80], str(error)), 0)
             else:
                 self._dispatcher.post(partial(self._on_message, session, message, envelope))
 
@@ -240,9 +252,9 @@ class Server:
             answer = await event_loop().run_in_executor(self._pool, self._on_call, envelope.kind, body)
             return to_proto(pack_call(envelope.kind, answer, self._term()))
         except UsageError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
         except ElasticError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _words(error))
         raise AssertionError("abort raises")
 
     def _question(self, envelope: Envelope, peer: str) -> dict[str, Any]:
@@ -256,3 +268,8 @@ class Server:
         """A nonce to answer, and this server's own proof, over the asking side's."""
         nonce, theirs = self._gate.nonce(), str(body.get("nonce", ""))
         return {"nonce": nonce, "proof": self._gate.show(theirs, nonce)}
+
+
+def _words(error: ElasticError) -> str:
+    """What was asked may be in it: any length, any characters."""
+    return str(error)[:WORDS_CHARS].encode(errors="backslashreplace").decode()

@@ -13,9 +13,9 @@ fencing token is the coordinator's term.
 - **Keys** are texts such as `job/plan`; they sort as texts. Values are bytes.
 
 All methods are thread-safe. Implementations: `MemoryStore` (tests), `SqliteStore` (embedded default),
-`EtcdStore` (several machines). A store that lies elsewhere may be out of reach for a while: its methods, all but
-those of watches, then raise `StoreUnavailable`, after a bounded time. Whether a write was made is then unknown; a
-compare-and-set that is repeated tells.
+`EtcdStore` (several machines). A store that lies elsewhere may be out of reach for a while, and a file's disk full:
+its methods, all but those of watches, then raise `StoreUnavailable`, after a bounded time. Whether a write was made is
+then unknown; a compare-and-set that is repeated tells. What stays refused until somebody mends it is a `StoreError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Conflict(ElasticError):
 
 
 class StoreError(UsageError):
-    """The store's file cannot be used: unreadable, foreign or damaged."""
+    """The store cannot be used, or refuses: unreadable, foreign, damaged, not allowed, a value too large."""
 
 
 class StoreUnavailable(ElasticError):

@@ -18,13 +18,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic.errors import StaleError
-from elastic.store.base import Change, Entry, Lease, StoreError, Watch, check_key, check_lease, held, mismatch
+from elastic.store.base import (
+    Change,
+    Entry,
+    Lease,
+    StoreError,
+    StoreUnavailable,
+    Watch,
+    check_key,
+    check_lease,
+    held,
+    mismatch,
+)
 
 APPLICATION_ID = 0x656C7374
 """Marks the file as ours ("elst")."""
 FORMAT = 1
 POLL_S = 0.02
 """How often a watch looks whether another connection has committed (a counter in shared memory, no disk)."""
+
+_DISK = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
+"""The disk is full or fails: it may take the same write later."""
 
 _SCHEMA = """
 CREATE TABLE entries (
@@ -46,8 +60,8 @@ CREATE TABLE leases (
 class SqliteStore:
     """Implements `elastic.store.base.Store` on `path`; makes the file (not its folder) if it is absent.
 
-    Raises StoreError if the file is damaged, not ours, or cannot be opened. `busy_s`: how long to wait for
-    another process's write.
+    Raises StoreError if the file is damaged, not ours, or cannot be opened; StoreUnavailable, here and at every call,
+    while its disk is full or fails. `busy_s`: how long to wait for another process's write.
     """
 
     def __init__(self, path: str | Path, busy_s: float = 10.0) -> None:
@@ -62,7 +76,7 @@ class SqliteStore:
         try:
             with self._errors():
                 self._prepare()
-        except StoreError:
+        except (StoreError, StoreUnavailable):
             self._db.close()
             raise
 
@@ -212,15 +226,15 @@ class SqliteStore:
 
 @contextmanager
 def _in_words(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into StoreErrors that say what to do."""
+    """Turn SQLite's errors into those of a store, with what to do."""
     try:
         yield
     except sqlite3.ProgrammingError as error:
         raise StoreError(f"store {path}: {error}") from error
     except sqlite3.OperationalError as error:
-        raise StoreError(
-            f"store {path}: {error}; check the permissions and the space of its folder"
-        ) from error
+        disk = getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK
+        remedy = "check the permissions and the space of its folder"
+        raise (StoreUnavailable if disk else StoreError)(f"store {path}: {error}; {remedy}") from error
     except sqlite3.DatabaseError as error:
         remedy = "the file is damaged or no store; move it away, or restore it from a backup"
         raise StoreError(f"store {path}: {error}; {remedy}") from error

@@ -23,6 +23,7 @@ from elastic.errors import FieldError
 from elastic.rpc.shaping import Shaper
 from elastic.worker import threads
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed, abandonable
+from elastic.worker.devicefault import broke_here
 from elastic.worker.flows import Form, Peer, Receive, data_tag, form_of, header_tag, pack_form
 from elastic.worker.rendezvous import blame, connect, host_store
 from elastic.worker.shaped import ShapedTransport
@@ -45,6 +46,8 @@ class _Guard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
+            if broke_here(error) and not self._links.abandon.is_set():
+                return  # no link's fault
             raise self._links.failure(self._peer, error) from error
         if error is None:
             self._links.abandon.check()

@@ -32,6 +32,7 @@ from elastic.worker.build import build_replica, warm_up
 from elastic.worker.control import Control, WorkerContext
 from elastic.worker.copier import beside
 from elastic.worker.device import choose_device
+from elastic.worker.devicefault import broke, broke_here, crashing
 from elastic.worker.fetch import Fetcher
 from elastic.worker.finish import job_sha256
 from elastic.worker.injector import Injector
@@ -118,7 +119,8 @@ class Trainer:
                     raise SystemExit(order.code)
                 return
             if isinstance(order, m.Install) and order.epoch > self._left_epoch:
-                self._epoch(order)
+                with crashing(self._control.send, self._context.local_rank):
+                    self._epoch(order)
 
     def _leave(self) -> None:
         """Let go of groups and slots while the interpreter is whole: their destructors wait for threads."""
@@ -179,8 +181,11 @@ class Trainer:
             self._fail(f"{type(error).__name__}: {error}", error.exit_code)
         except RuntimeError as error:
             # A collective of a TP group fails when a sibling dies. The agent, which knows of that, ends this
-            # worker too, or somebody announces an epoch; else it was the script's own error.
-            if self._tp.size == 1 or not abandon.wait(self._context.timeouts.sibling_s):
+            # worker too, or somebody announces an epoch; else it was the script's own error, or the device's.
+            alone = self._tp.size == 1 or broke_here(error)
+            if alone or not abandon.wait(self._context.timeouts.sibling_s):
+                if broke(error):
+                    raise
                 self._fail(f"{type(error).__name__}: {error}", EXIT_FAILURE, error)
         except Exception as error:  # noqa: BLE001 - the user's model, data or optimizer: the job cannot go on, and says so
             self._fail(f"{type(error).__name__}: {error}", EXIT_FAILURE, error)
@@ -389,11 +394,6 @@ class _Epoch:
             versions = {r.version for r in self._t._live.values()}
             return m.Halted(epoch, min(versions, default=-1))
         step = min(replica.version for replica in self._t._live.values())
-        current = step == steps.step
-        return m.Halted(
-            epoch=epoch,
-            step=step,
-            started=steps.started if current else frozenset(),
-            sent=steps.sent if current else frozenset(),
-            record=steps.record,
-        )
+        if step != steps.step:
+            return m.Halted(epoch, step, record=steps.record)
+        return m.Halted(epoch, step, steps.started, steps.sent, steps.record)

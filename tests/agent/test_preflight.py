@@ -103,11 +103,10 @@ def test_clock_and_peer(tmp_path: Path) -> None:
     server = VaultServer(vault).start()
     try:
         rows = [
-            {"node": "a", "vault": "127.0.0.1:1", "connected": True},
-            {"node": "dead", "vault": "127.0.0.1:1", "connected": True},
-            {"node": "b", "vault": server.address, "connected": True},
+            {"node": "dead", "vault": "127.0.0.1:1"},
+            {"node": "b", "vault": server.address},
         ]
-        found = network_checks("host:1", "a", ask=answers(nodes=rows, now=time.time()))
+        found = network_checks("host:1", "a", ask=answers(peers=rows, now=time.time()))
         assert [c.name for c in found] == ["coordinator", "clock", "peer"] and all(c.ok for c in found)
         assert found[2].value > 1e6 and abs(found[1].value) < 5.0
     finally:
@@ -116,13 +115,13 @@ def test_clock_and_peer(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_minutes_off_is_fatal() -> None:
-    _, clock = network_checks("host:1", "a", ask=answers(nodes=[], now=time.time() + 600))
+    _, clock = network_checks("host:1", "a", ask=answers(peers=[], now=time.time() + 600))
     assert not clock.ok and clock.fatal and clock.value == pytest.approx(600, abs=5)
 
 
 def test_a_node_that_reaches_no_peer_is_refused() -> None:
-    rows = [{"node": "b", "vault": "127.0.0.1:1", "connected": True}]
-    *_, peer = network_checks("host:1", "a", ask=answers(nodes=rows, now=time.time()))
+    rows = [{"node": "b", "vault": "127.0.0.1:1"}]
+    *_, peer = network_checks("host:1", "a", ask=answers(peers=rows, now=time.time()))
     assert not peer.ok and peer.fatal and "no vault of 1 peers" in peer.remedy
 
 

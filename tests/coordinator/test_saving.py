@@ -17,7 +17,7 @@ from elastic.coordinator.saving import Saver
 from elastic.core.job import JobState, Policy, Send
 from elastic.core.messages import Halt
 from elastic.errors import ElasticError, StaleError
-from elastic.store.base import Entry, StoreUnavailable
+from elastic.store.base import Entry, StoreError, StoreUnavailable
 from elastic.store.memory import MemoryStore
 
 STATES = [JobState(policy=Policy(), epoch=epoch) for epoch in range(9)]
@@ -26,9 +26,11 @@ STATES = [JobState(policy=Policy(), epoch=epoch) for epoch in range(9)]
 class Shaky(MemoryStore):
     """A store that can be away, and can lose the answer to a write."""
 
-    away = loses = False
+    away = loses = refuses = False
 
     def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
+        if self.refuses:
+            raise StoreError("request too large")
         if self.away:
             raise StoreUnavailable("cut off")
         entry = super().put_if(key, value, expected, token)
@@ -69,6 +71,30 @@ def test_nothing_happens_before_it_is_saved(bench: Bench) -> None:
     entry = bench.store.get("k")
     assert entry is not None and b'"epoch":3' in entry.value
     assert not bench.saver.away
+
+
+def test_a_store_that_refuses_is_waited_for(bench: Bench) -> None:
+    told = list[dict[str, Any]]()
+    bench.saver.tell = lambda kind, data: (bench.done.append(kind), told.append(data))
+    bench.decide(1)
+    bench.store.refuses = True
+    bench.decide(2)
+    bench.decide(3)
+    assert bench.done == [1, "store-lost"] and bench.saver.away and bench.saver.due()
+    assert told == [{"why": "request too large"}]
+    bench.store.refuses = False
+    bench.saver.retry()
+    assert bench.done == [1, "store-lost", "store-back", 2, 3] and saved(bench) == 3
+
+
+def test_who_was_replaced_ends_whatever_the_store_refuses(bench: Bench) -> None:
+    bench.store.refuses = True
+    bench.decide(1)
+    bench.store.acquire("coordinator", "b", 1.0, 100.0)
+    bench.store.refuses = False
+    with pytest.raises(StaleError):
+        bench.decide(2)
+    assert bench.done == []
 
 
 def test_the_same_message_is_held_once(bench: Bench) -> None:

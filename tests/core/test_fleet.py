@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core import fleet as f
+from elastic.errors import EXIT_DRAINED, EXIT_OK
 
 
 def machines(*names: str, reserved: int = 0) -> tuple[f.Machine, ...]:
@@ -82,10 +84,11 @@ def test_after_an_end_of_which_nothing_is_known_the_cluster_gets_time_to_notice(
     assert reason.endswith(f"in {f.LOST_BACKOFF_S:g} s")
 
 
-def test_a_machine_whose_agent_left_in_order_is_left_alone() -> None:
+@pytest.mark.parametrize("code", [EXIT_OK, EXIT_DRAINED])
+def test_a_machine_whose_agent_left_in_order_is_left_alone(code: int) -> None:
     found = machines("a", "b", reserved=2)
     fleet, _, _ = look(f.Fleet(wanted=2), found, 0.0)
-    fleet, _, reason = end(fleet, "node1", 0, 1.0)
+    fleet, _, reason = end(fleet, "node1", code, 1.0)
     assert reason == "node1 has left in order"
     fleet, actions, _ = f.transition(fleet, f.Looked(found), 1000.0)
     assert actions == (f.Ask(2),), "another machine may take its place"
@@ -116,7 +119,9 @@ _machine = st.builds(
 _looks = st.builds(
     f.Looked, st.lists(_machine, max_size=6, unique_by=lambda m: m.id).map(tuple), st.integers(0, 2)
 )
-_ends = st.builds(f.Ended, st.integers(0, 12).map("node{}".format), st.sampled_from((0, 1, -9, None)))
+_ends = st.builds(
+    f.Ended, st.integers(0, 12).map("node{}".format), st.sampled_from((EXIT_OK, 1, EXIT_DRAINED, -9, None))
+)
 
 
 @given(st.integers(1, 4), st.integers(0, 2), st.lists(_looks | _ends, max_size=40))

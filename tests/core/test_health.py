@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core import codec, health, job, quarantine, remedies
+from elastic.core import codec, devicewords, health, job, quarantine, remedies
 from elastic.core import messages as m
 from elastic.core.coordinator import transition
 from elastic.core.health import AWAY, Limits, Record
@@ -92,9 +92,89 @@ def test_a_crash_loop_is_the_host_which_is_put_aside() -> None:
     assert quarantine.holds(state, "node1")
 
 
-def test_a_crash_loop_of_the_device_is_told_by_its_cause() -> None:
-    _, actions = fall(running(), "node1", "CUDA error: an illegal instruction", LIMITS.crashes)
-    assert told(actions)[-1]["class"] == "device"
+ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+"""As a worker's last words are (tests/scenarios/test_health_device.py)."""
+
+
+def test_a_device_is_told_by_the_cause_of_the_crash() -> None:
+    """It is restarted at first; if that does not help it is put aside, and not for what it did long ago."""
+    state, actions = fall(running(), "node1", ECC)
+    (note,) = told(actions)
+    assert (note["class"], note["action"]) == ("device", "restart") and note["evidence"]["cause"] == ECC
+    state, actions = tell(state, report(state, "node1", devices=(DeviceSeen(0, "H200", 61.0),)))
+    assert not told(actions), "the driver does not deny it"
+    _, actions = fall(state, "node1", "signal 11", LIMITS.crashes - 1)
+    assert told(actions)[-1]["class"] == "host", "that was another fault"
+    _, actions = fall(state, "node1", ECC, LIMITS.crashes - 1)
+    assert (told(actions)[-1]["class"], told(actions)[-1]["action"]) == ("device", "quarantine")
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "link"),
+    [
+        (ECC, True, False),
+        ("CUDA error: an illegal memory access was encountered", True, False),
+        ("CUDA error: unspecified launch failure", True, False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm", True, False),
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or there was a network error",
+            True,
+            True,
+        ),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False, False),
+        ("CUDA error: out of memory", False, False),
+        ("CUDA error: device-side assert triggered", False, False),
+        ("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling cublasSgemm", False, False),
+        ("mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)", False, False),
+        ("worker 0 ended with signal 9", False, False),
+    ],
+)
+def test_words(text: str, device: bool, link: bool) -> None:
+    assert (devicewords.of_device(text), devicewords.of_link(text)) == (device, link)
+
+
+def ended(actions: tuple[Any, ...]) -> list[str]:
+    return [action.reason for action in actions if isinstance(action, job.Finish)]
+
+
+def finish_step(state: JobState) -> JobState:
+    assert state.record is not None
+    return state.of(record=replace(state.record, step=state.record.step + 1))
+
+
+def test_who_crashes_in_one_step_for_ever_ends_the_job() -> None:
+    """Not before the fourth time, and not if steps are finished between."""
+    state = running(1)
+    for _ in range(3 * LIMITS.hopeless):
+        state, actions = fall(finish_step(state), "node0", ECC)
+        assert not ended(actions) and state.ending is None
+    for _ in range(LIMITS.hopeless - 2):
+        state, actions = fall(state, "node0", ECC)
+        assert not ended(actions)
+    state, actions = fall(state, "node0", ECC)
+    (why,) = ended(actions)
+    assert state.phase is JobPhase.FAILED and "4 times" in why and ECC in why
+    assert {a.node for a in actions if isinstance(a, Send) and isinstance(a.message, m.Stop)} == {"node0"}
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+def test_what_crashes_one_node_after_the_other_ends_the_job(nodes: int) -> None:
+    """Each is put aside in its turn, but three of them are not at fault for the same."""
+    state, crashes = running(nodes), 0
+    while state.ending is None:
+        node = next(n for n in state.members if not quarantine.holds(state, n))
+        state, _ = fall(state, node, ECC)
+        crashes += 1
+        assert crashes <= LIMITS.crashes * LIMITS.hopeless_nodes
+    assert ECC in state.ending.reason and "no step" in state.ending.reason
+
+
+def test_falling_back_to_an_older_step_is_no_way_out() -> None:
+    record = Record()
+    for step in (5, 5, 3, 4, 5):
+        record = health.crashed(record, 0.0, LIMITS, step=step)
+    assert record.stuck == 5
+    assert health.crashed(record, 0.0, LIMITS, step=6).stuck == 1
 
 
 def test_a_script_that_crashes_everywhere_puts_nobody_aside() -> None:

@@ -147,6 +147,16 @@ def test_a_node_gives_up_after_too_many_crashes_in_a_row() -> None:
     assert play(*START, *CRASH * 3, *enter, core.Exited(0, 1)).phase is Phase.STARTING
 
 
+def test_last_words_are_the_cause() -> None:
+    """The worker's own, and those of the first to go; they end with its process."""
+    state = play(*RUN, Said(1, m.Crashed("CUDA error: ECC", 1)))
+    assert state.phase is Phase.RUNNING and core.report(state).failed is None, "its exit comes next"
+    state, actions, reason = transition(state, core.Exited(1, 1), 11.0)
+    assert reason == core.report(state).cause == "CUDA error: ECC" and core.report(state).fallen == 1
+    assert actions == (core.KillWorkers(reason), core.Spawn(LAUNCH), core.Report())
+    assert not any(worker.error for worker in state.workers)
+
+
 def test_fenced() -> None:
     """A node with something to give up begins anew; one that has nothing yet only asks again."""
     _, actions, _ = transition(play(*RUN), m.Fenced("silent"), 11.0)
@@ -202,7 +212,14 @@ def test_script_without_elastic() -> None:
         ("stopped while waiting", True, 0.5, 0.5, "wait", "stopped"),
         ("late heartbeat", False, 14.0, 14.0, "compute", ""),
         ("silent", False, 16.0, 16.0, "compute", "silent and without CPU time for 16 s"),
-        ("silent while waiting", False, 16.0, 40.0, "wait", "silent and without CPU time for 16 s"),
+        (
+            "silent while waiting: its heartbeat has a thread of its own, so all of it stands still",
+            False,
+            16.0,
+            40.0,
+            "wait",
+            "silent and without CPU time for 16 s",
+        ),
         ("silent but using CPU (starved heartbeat)", False, 100.0, 0.1, "compute", ""),
         ("slow but alive", False, 0.1, 59.0, "compute", ""),
         ("slow, using CPU, for an hour", False, 0.1, 0.1, "compute", ""),
@@ -234,19 +251,28 @@ def test_a_hung_worker_is_killed_with_its_cause() -> None:
 
 
 def watched(
-    *, activity: str, cpu: Callable[[float], float], seconds: float, gap: tuple[float, float] = (0, 0)
+    *,
+    activity: str,
+    cpu: Callable[[float], float],
+    seconds: float,
+    gap: tuple[float, float] = (0, 0),
+    family: Callable[[float], float] = lambda t: 0.0,
+    disk: tuple[float, float] = (0, 0),
 ) -> list[str]:
     """What is done to a worker whose agent looks ten times a second and hears from it five times a second, but not
-    from `gap[0]` to `gap[1]`, when the agent does not run; `cpu`: seconds used by then."""
+    from `gap[0]` to `gap[1]`, when the agent does not run; `cpu`: seconds used by then; `family`: by its descendants.
+    From `disk[0]` to `disk[1]` it is in disk sleep, heartbeat and all."""
     state, done, heard = play(*RUN), [], 0.0
     for tick in range(int(seconds * 10)):
         now = 10.0 + tick / 10
         if gap[0] <= now - 10.0 < gap[1]:
             continue
-        look = core.Looked(tuple(core.Evidence(rank, False, cpu(now - 10.0)) for rank in (0, 1)))
+        at = now - 10.0
+        sleeps = disk[0] <= at < disk[1]
+        look = core.Looked(tuple(core.Evidence(rank, False, cpu(at), sleeps, family(at)) for rank in (0, 1)))
         state, actions, _ = transition(state, look, now)
         done += [action.reason for action in actions if isinstance(action, core.KillWorkers)]
-        if now - heard >= 0.2:
+        if now - heard >= 0.2 and not sleeps:
             heard = now
             for rank in (0, 1):
                 state, _, _ = transition(state, Said(rank, m.Progress(1, activity, 3, 1)), now)
@@ -278,6 +304,29 @@ def watched(
 def test_temptations(temptation: str, activity: str, cpu: Any, gap: tuple[float, float]) -> None:
     """Two minutes of each; time is the agent's monotonic clock, so a jump of the wall clock is none here."""
     assert watched(activity=activity, cpu=cpu, seconds=120.0, gap=gap) == [], temptation
+
+
+@pytest.mark.parametrize("activity", ["compute", "install", "wait"])
+def test_who_waits_for_storage_is_not_killed(activity: str) -> None:
+    """A shared file system stalls for a minute and a half: every worker of every node is silent and idle."""
+    killed = watched(activity=activity, cpu=lambda t: min(t, 20.0), seconds=120.0, disk=(20, 110))
+    assert killed == []
+
+
+def test_who_waits_for_its_compilers_is_not_killed() -> None:
+    """The main thread stands still for two minutes, while its children compile; one ends, another begins."""
+
+    def compilers(t: float) -> float:
+        return t if t < 50 else t - 40
+
+    assert watched(activity="compute", cpu=lambda t: 0.0, seconds=120.0, family=compilers) == []
+
+
+@pytest.mark.parametrize("family", [lambda t: 7.0, lambda t: 7.0 + t / 1000])
+def test_idle_children_do_not_hide_a_hang(family: Callable[[float], float]) -> None:
+    """Loaders that only look whether their parent lives use a trickle."""
+    (reason, *_) = watched(activity="compute", cpu=lambda t: 0.0, seconds=120.0, family=family)
+    assert "no progress and no CPU time" in reason
 
 
 def test_without_temptation_it_is_killed() -> None:

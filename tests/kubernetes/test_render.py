@@ -282,6 +282,14 @@ def test_no_liveness_probe_kills_who_only_waits() -> None:
         assert live is None or (container["name"] == "etcd" and "serializable" in live["httpGet"]["path"])
 
 
+def test_the_state_of_some_thousand_nodes_fits_into_etcd() -> None:
+    """etcd's own limit is 1.5 MiB; above 10 MiB it warns."""
+    for overlay in OVERLAYS:
+        (etcd,) = [c for pod in pods(job(overlay)) for c in pod["spec"]["containers"] if c["name"] == "etcd"]
+        (flag,) = [word for word in etcd["command"] if word.startswith("--max-request-bytes=")]
+        assert 4 << 20 <= int(flag.partition("=")[2]) <= 10 << 20
+
+
 def test_everything_is_denied_before_something_is_allowed() -> None:
     objects = job()
     policies = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "NetworkPolicy"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.processes import Place, WorkerExit, WorkerGroup, process_state, worker_environment
+from elastic.agent.output import Output
+from elastic.agent.processes import (
+    IDLE_S,
+    Families,
+    Place,
+    ProcessState,
+    WorkerExit,
+    WorkerGroup,
+    family_cpu_s,
+    process_state,
+    worker_environment,
+)
 from elastic.config import Command, JobConfig
 from elastic.core.faults import load_faults, parse_fault
 from elastic.core.messages import Launch
+from tests.disks import fill, small_disk
 from tests.launcher.helpers import gone, wait_until
 
 LAUNCH = Launch(
@@ -189,7 +202,35 @@ def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:
         assert exits.get(timeout=5).returncode == -9
     assert process_state(pid) is None
     mine = process_state(os.getpid())
-    assert mine is not None and not mine.stopped and mine.cpu_s > 0
+    assert mine is not None and not mine.stopped and not mine.on_disk and mine.cpu_s > 0
+
+
+PARENT = """
+import subprocess, sys
+child = "import time\\nend = time.monotonic() + 9\\nwhile time.process_time() < 0.5 and time.monotonic() < end: pass"
+subprocess.run([sys.executable, "-c", child])
+nap = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+nap.wait()
+"""
+
+
+def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: MakeConfig) -> None:
+    """Those that ended count too; a busy worker's are not looked at."""
+    now = 0.0
+    families = Families(lambda: now)
+    with running(make_config(PARENT)) as (group, _):
+        pid = group.pids[0]
+        assert wait_until(lambda: family_cpu_s(pid) >= 0.2)
+
+        def seen(used_s: float) -> float:
+            return families.add(pid, ProcessState(False, used_s, used_s)).family_cpu_s
+
+        assert seen(1.0) == 0.0, "nothing is known yet"
+        now = IDLE_S / 2
+        assert seen(1.0) == 0.0
+        now = IDLE_S
+        assert seen(1.0) >= 0.2
+        assert seen(1.1) == 0.0, "it moved"
 
 
 TALK = "import sys\nprint('to out'); print('to err', file=sys.stderr); sys.stdout.write('no newline')"
@@ -231,6 +272,44 @@ def test_console_that_went_away(make_config: MakeConfig) -> None:
     with running(config, (write, write)) as (_, exits):
         assert exits.get(timeout=20).returncode == 0
     assert log(config, 0).endswith("line 999\n")
+
+
+@pytest.mark.parametrize("changes", [{}, {"tee": (3,)}])
+def test_a_full_disk_costs_the_log_alone(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, object]
+) -> None:
+    """A worker that prints more than a pipe holds ends, and the console has all of it."""
+    config = make_config("for i in range(30000): print('line', i)", **changes)
+    folder = config.log_path("node1", 3, 0)
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").symlink_to("/dev/full")
+    console = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    with running(config, (console, console)) as (_, exits):
+        assert exits.get(timeout=20).returncode == 0
+    assert (tmp_path / "out").read_text().endswith("line 29999\n")
+    assert (tmp_path / "out").read_text().count("\n") == 30000
+    words = [record.message for record in caplog.records if "stdout.log" in record.message]
+    assert len(words) == 2 and "No space left" in words[0], words
+    assert re.search(r"ends without its last \d{6} bytes", words[1])
+
+
+def test_a_log_goes_on_when_there_is_room_again(
+    tmp_path: Path, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "1m"):
+        output = Output(make_config(SLEEP), (-1, -1))
+        out, err = output.open(tmp_path / "disk", 0, {})
+        os.close(err)
+        output.start()
+        filler = fill(tmp_path / "disk")
+        os.write(out, b"lost\n")
+        wait_until(lambda: "output is dropped" in caplog.text)
+        filler.unlink()
+        os.write(out, b"kept\n")
+        os.close(out)
+        output.finish(10.0)
+        assert (tmp_path / "disk" / "stdout.log").read_text() == "kept\n"
+    assert "is written again; 5 bytes are missing" in caplog.text
 
 
 AGENT = """

@@ -21,6 +21,8 @@ class Provider:
         """(method, machine, path)."""
         self.broken = ""
         """down (503), nonsense, huge or silent: what it answers instead."""
+        self.failing = ""
+        """The one path that answers 503."""
         self.changed = threading.Condition()
         self.closing = threading.Event()
         handler = type("Handler", (_Handler,), {"provider": self})
@@ -62,6 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         self.provider.asked.append((self.command, machine, f"/{rest}"))
         match self.provider.broken:
+            case _ if f"/{rest}" == self.provider.failing:
+                self.reply(503, "unavailable")
             case "down":
                 self.reply(503, "unavailable")
             case "nonsense":

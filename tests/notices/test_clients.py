@@ -101,6 +101,23 @@ def test_aws_hibernates_at_once_and_an_unreadable_time_is_two_minutes(aws: FakeA
         client.read()
 
 
+def test_aws_tells_of_an_interruption_although_recommendations_cannot_be_read(
+    aws: FakeAws, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Aws(service(aws))
+    aws.failing = FakeAws.REBALANCE
+    with pytest.raises(ValueError, match="503"):
+        client.read()  # there is nothing to tell: trouble is the watcher's to log
+    aws.set("node0", FakeAws.ACTION, {"action": "terminate", "time": "soon"})
+    for _ in range(2):
+        (one,) = client.read()
+        assert one.kind is NoticeKind.LEAVE
+    assert [record.message.count("503") for record in caplog.records] == [1], "told once"
+    aws.failing = ""
+    aws.set("node0", FakeAws.REBALANCE, {"noticeTime": "2026-01-01T00:00:00Z"})
+    assert {heard.kind for heard in client.read()} == {NoticeKind.LEAVE, NoticeKind.HINT}
+
+
 # ---- GCP ----
 
 

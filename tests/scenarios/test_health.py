@@ -5,18 +5,13 @@ A hung worker is in `test_hang`, a slowed node in `test_slow`.
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from elastic.planning.plan import parse_plan
 from elastic.planning.profile import format_profile
+from tests.disks import small_disk
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, median, reference
 from tests.scenarios.test_slow import profile
@@ -77,21 +72,6 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
     assert between and all("node1" not in parse_plan(e["text"]).nodes() for e in between)
     assert not health(run, "node0") and not health(run, "node2")
     assert run.summary["ledger"] == {"double": 0, "missing": 0}
-
-
-@contextmanager
-def small_disk(path: Path, size: str) -> Iterator[None]:
-    """A file system of that size at `path`; needs to be allowed to mount."""
-    path.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root may mount a small disk; tests/vault has the same with a limit on files")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False)
-    if made.returncode:
-        pytest.skip("mounting is not allowed here; tests/vault has the same with a limit on files")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.core.messages import Heartbeat, Trim
+from elastic.core.messages import Heartbeat, Stop, Trim
 from elastic.errors import ElasticError, FieldError, UsageError
-from elastic.rpc import elastic_pb2, elastic_pb2_grpc, envelope
+from elastic.rpc import elastic_pb2, elastic_pb2_grpc, envelope, options, server
 from elastic.rpc.client import Session, call
 from elastic.rpc.client import _channel as open_channel
-from elastic.rpc.envelope import CHALLENGE, pack, pack_call, to_proto, unpack_call
+from elastic.rpc.envelope import CHALLENGE, PIECE, PIECE_BYTES, pack, pack_call, to_proto, unpack_call
 from elastic.rpc.options import client_options
 from elastic.rpc.proofs import answer, digest, new_nonce
 from elastic.rpc.refusals import REFUSALS, Reason
@@ -252,6 +252,42 @@ def test_too_large_a_question_is_refused(bench: Bench, authority: Authority) -> 
     with refused(Reason.OVERSIZE, PORT), pytest.raises(UsageError, match="at most"):
         call(bench.address, "echo", {"x": "y" * (1 << 20)}, secure=secure(certs))
     serves(bench, certs)
+
+
+def test_a_stranger_makes_nobody_read_much(bench: Bench, authority: Authority) -> None:
+    """gRPC reads a message before anybody can ask for a proof: it is told to read no more than a piece."""
+    certs = certs_of(bench, authority)
+    with open_channel(grpc, bench.address, client_options(5.0), secure(certs)) as channel:
+        asked = elastic_pb2.Envelope(kind="echo", body=bytes(PIECE_BYTES + options.SPARE_BYTES))
+        with pytest.raises(grpc.RpcError) as caught:
+            elastic_pb2_grpc.CoordinatorStub(channel).Call(asked, timeout=10)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    serves(bench, certs)
+
+
+def test_a_member_sends_more_in_pieces_up_to_a_bound(
+    bench: Bench, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, mine = session(bench, secure(certs_of(bench, authority)))
+    told.expect("on_up")
+    bench.expect("open")
+    for chars in (3, PIECE_BYTES, 5 * PIECE_BYTES):
+        mine.send(Stop(0, "x" * chars), 1)
+        assert bench.expect("message")[1] == Stop(0, "x" * chars)
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 2 * PIECE_BYTES)
+    with refused(Reason.OVERSIZE, PORT):
+        mine.send(Stop(0, "x" * 3 * PIECE_BYTES), 1)
+    bench.expect("close")
+    mine.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+def test_pieces_are_the_whole(nbytes: int) -> None:
+    whole = envelope.Envelope(1, 2, "Stop", os.urandom(nbytes), "node0")
+    found = list(envelope.pieces(whole))
+    assert b"".join(one.body for one in found) == whole.body
+    assert [one.kind for one in found] == [PIECE] * (len(found) - 1) + ["Stop"]
+    assert all(len(one.body) <= PIECE_BYTES and (one.body or not nbytes) for one in found)
 
 
 def test_certificates_are_replaced_under_a_running_server(authority: Authority, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,8 +16,19 @@ from elastic.core import speech
 from elastic.core.job import JobPhase, JobState, Member, Policy
 from elastic.core.messages import NodePhase
 from elastic.core.speech import FORGED, MALFORMED, STALE, objection
-from elastic.core.types import JobSpec, NodeInfo, StepRecord
-from elastic.core.vitals import HealthReport
+from elastic.core.types import JobSpec, LayerSpec, NodeInfo, StepRecord
+from elastic.core.vitals import (
+    LONG,
+    MANY,
+    Check,
+    DeviceSeen,
+    Disk,
+    HealthReport,
+    LinkSeen,
+    Mishap,
+    NoticeKind,
+    Preflight,
+)
 from elastic.rpc.envelope import KINDS
 from tests.core.job_model import make_spec
 from tests.vault.copies import content, make
@@ -154,3 +168,91 @@ def test_only_the_member_itself_changes_its_report(
         assert sender == node
         assert epoch < speech.MOST
         assert incarnation == "i1" or node == "node2" or phase is NodePhase.EMPTY
+
+
+HEALTH = HealthReport(
+    "node0", "i1", 1.0,
+    disks=(Disk("run", "/x", 1, 2),) * MANY,
+    devices=(DeviceSeen(0, "gpu"),) * MANY,
+    links=(LinkSeen("node1", 1, 1, 1.0, 1.0),) * MANY,
+    mishaps=(Mishap("checkpoint", "/x" * (LONG // 2), "y" * LONG),) * MANY,
+)  # fmt: skip
+TAKEN_BACK = m.Notice("node0", "i1", NoticeKind.LEAVE, "file", 30.0)
+MEASURED = m.Measured(4, 2, 0, 0.1, 0.2, traffic=m.Traffic(1, 0.1, 0.1, 1, 0.1))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        replace(HEALTH, mishaps=(Mishap("checkpoint", "/x", "y" * 10_000_000),)),
+        replace(HEALTH, disks=HEALTH.disks + HEALTH.disks[:1]),
+        replace(HEALTH, devices=(DeviceSeen(0, "gpu", math.nan),)),
+        replace(HEALTH, links=(LinkSeen("node1", 10**400, 1, 1.0, 1.0),)),
+        replace(TAKEN_BACK, deadline_s=math.nan),
+        replace(TAKEN_BACK, deadline_s=1e300),
+        replace(TAKEN_BACK, deadline_s=speech.LONGEST_S + 1),
+        replace(TAKEN_BACK, detail="x" * 5000),
+        replace(BEAT, measured=(replace(MEASURED, backward_s=math.inf),)),
+        replace(BEAT, measured=(replace(MEASURED, traffic=m.Traffic(sent_s=-math.inf)),)),
+        replace(DONE, seconds=math.nan),
+        report("node0", resumed_at=math.inf),
+        report("node0", cause="x" * (speech.MOST_CHARS + 1)),
+        report("node0", preflight=Preflight("on", 1.0, (Check("clock", math.nan, "s", True),))),
+        report("node0", suspects=("node1",) * (speech.MOST_ITEMS + 1)),
+        replace(SHORT, detail="x" * (speech.MOST_CHARS + 1)),
+    ],
+    ids=lambda g: type(g).__name__,
+)
+def test_what_is_out_of_bounds_is_refused(message: object) -> None:
+    found = objection(STATE, "node0", message)
+    assert found is not None and (found.reason, found.fence) == (MALFORMED, False)
+    assert len(found.text) < 300
+
+
+def test_the_largest_that_a_node_says_is_taken() -> None:
+    """A thousand layers, logged messages of a thousand micro-batches, a report as long as its sender lets it be."""
+    copies = [
+        replace(make(content(layer % 3), layer=layer, microbatches=frozenset(range(1024))), node="node0")
+        for layer in range(1000)
+    ]
+    layers = (LayerSpec(1, 2, 3, 0.1, 0.2),) * 1000
+    last_words = m.Failed("x" * 200_000)
+    whole = report("node0", inventory=tuple(copies * 2), spec=JobSpec(layers, 1024, 10, seed=(1 << 64) - 1))
+    for message in (
+        whole,
+        replace(whole, failed=last_words),
+        HEALTH,
+        TAKEN_BACK,
+        replace(BEAT, measured=(MEASURED,) * 16),
+    ):
+        assert objection(STATE, "node0", message) is None
+
+
+def test_a_training_that_diverges_may_be_told() -> None:
+    record = StepRecord(2, math.nan, math.inf, math.nan)
+    gradient = replace(make(content(1)), node="node0", losses=((0, math.nan),))
+    for message in (
+        replace(DONE, record=record, lr=math.nan),
+        report("node0", halted=(m.Halted(4, 2, record=record),), inventory=(gradient,)),
+    ):
+        assert objection(STATE, "node0", message) is None
+
+
+def floats(value: Any) -> list[tuple[Any, str]]:
+    """Every number of every dataclass in it: (dataclass, field)."""
+    found = []
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if isinstance(inner, float):
+            found.append((value, field.name))
+        for one in inner if isinstance(inner, tuple) else (inner,):
+            found += floats(one) if dataclasses.is_dataclass(one) else []
+    return found
+
+
+@pytest.mark.parametrize("message", [HEALTH, TAKEN_BACK, DONE, MEASURED], ids=lambda g: type(g).__name__)
+def test_every_number_is_looked_at(message: Any) -> None:
+    for part, name in floats(message):
+        if f"{type(part).__name__}.{name}" not in speech.FREE:
+            assert speech.unfit(replace(part, **{name: math.nan})), name
+            assert speech.unfit(replace(part, **{name: 1e308})), name

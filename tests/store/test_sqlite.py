@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.store.base import StoreError
+from elastic.errors import StaleError
+from elastic.store.base import StoreError, StoreUnavailable
 from elastic.store.sqlite import SqliteStore
+from tests.disks import fill, small_disk
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,3 +190,29 @@ def test_missing_folder_and_folder_as_file(tmp_path: Path) -> None:
         SqliteStore(tmp_path / "none" / "store.db")
     with pytest.raises(StoreError, match="permissions"):
         SqliteStore(tmp_path)
+
+
+def test_a_full_disk_is_a_store_that_is_away(tmp_path: Path) -> None:
+    """Nothing of the write is kept, and the same one is made once there is room; fencing goes on meanwhile."""
+    with small_disk(tmp_path / "disk", "1m"):
+        store = SqliteStore(tmp_path / "disk" / "store.db")
+        lease = store.acquire("coordinator", "a", 60.0, 0.0)
+        filler = fill(tmp_path / "disk")
+        large = bytes(256 << 10)
+        with pytest.raises(StoreUnavailable, match=r"full|disk I/O"):
+            store.put_if("k", large, None, lease.token)
+        assert store.get("k") is None
+        with pytest.raises(StaleError):
+            store.put_if("k", b"", None, lease.token + 1)
+        filler.unlink()
+        assert store.put_if("k", large, None, lease.token).value == large
+        store.close()
+
+
+def test_a_store_is_not_made_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m"):
+        filler = fill(tmp_path / "disk")
+        with pytest.raises(StoreUnavailable):
+            SqliteStore(tmp_path / "disk" / "store.db")
+        filler.unlink()
+        SqliteStore(tmp_path / "disk" / "store.db").close()

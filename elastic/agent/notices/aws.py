@@ -6,14 +6,17 @@ Both paths answer 404 until there is something. A session token is needed, and m
 from __future__ import annotations
 
 import json
+import logging
 import time
 from datetime import UTC, datetime
+from http.client import HTTPException
 from typing import Any
 
 from elastic.agent.notices.metadata import Metadata, unexpected
 from elastic.core.desk import Heard
 from elastic.core.messages import NoticeKind
 
+log = logging.getLogger("elastic.agent.notices")
 BASE = "http://169.254.169.254"
 TOKEN = "/latest/api/token"
 ACTION = "/latest/meta-data/spot/instance-action"
@@ -33,7 +36,7 @@ class Aws:
     name, every_s = "aws", READ_EVERY_S
 
     def __init__(self, service: Metadata) -> None:
-        self._service, self._token, self._fresh_until = service, "", 0.0
+        self._service, self._token, self._fresh_until, self._trouble = service, "", 0.0, ""
 
     def answers(self) -> bool:
         """Whether this is AWS. Raises as `read` does."""
@@ -44,7 +47,7 @@ class Aws:
         action = self._get(ACTION)
         if action is not None:
             found.append(_interruption(action))
-        advice = self._get(REBALANCE)
+        advice = self._advice(bool(found))
         if advice is not None:
             at = str(advice.get("noticeTime", ""))
             deadline = time.monotonic() + HINT_S
@@ -52,6 +55,21 @@ class Aws:
                 Heard("aws", f"aws:rebalance@{at}", NoticeKind.HINT, deadline, "rebalance recommendation")
             )
         return tuple(found)
+
+    def _advice(self, goes: bool) -> dict[str, Any] | None:
+        """What is recommended. An instance that `goes` for certain needs no advice: trouble with it is only logged."""
+        try:
+            advice = self._get(REBALANCE)
+        except (OSError, HTTPException, ValueError) as error:
+            if not goes:
+                raise
+            advice, trouble = None, str(error)
+            if trouble != self._trouble:
+                log.warning("the interruption counts, recommendations of aws cannot be read: %s", trouble)
+            self._trouble = trouble
+        else:
+            self._trouble = ""
+        return advice
 
     def acknowledge(self, heard: Heard) -> None:
         """AWS takes no answer."""

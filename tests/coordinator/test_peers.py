@@ -1,0 +1,48 @@
+"""What a node that is about to join hears of the others: little, however many they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from elastic.coordinator.queries import PEERS, reply
+from elastic.core import codec
+from elastic.core.job import JobState, Member, Policy
+from elastic.core.messages import NodePhase, NodeReport
+from elastic.core.types import NodeInfo
+
+
+def state(n: int) -> JobState:
+    members = {}
+    for i in range(n):
+        info = NodeInfo(f"node{i}", f"i{i}", f"10.0.0.1:{i + 1}")
+        report = NodeReport(info=info, phase=NodePhase.EMPTY, epoch=0)
+        members[f"node{i}"] = Member(report=report, seen=0.0, connected=True)
+    return JobState(policy=Policy(), members=members)
+
+
+def told(of: JobState, node: str) -> list[str]:
+    answer, event = reply(of, "peers", {"node": node})
+    assert event is None
+    return [row["node"] for row in answer["peers"]]
+
+
+def test_few_of_many_and_not_the_same_for_all() -> None:
+    there = state(2000)
+    counts = Counter(node for i in range(2000) for node in told(there, f"new{i}"))
+    assert sum(counts.values()) == 2000 * PEERS
+    assert max(counts.values()) < 100
+    answer, _ = reply(there, "peers", {"node": "new"})
+    assert len(codec.dumps(answer)) < 1000
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+def test_oneself_and_who_is_cut_off_are_left_out(n: int) -> None:
+    there = state(n)
+    if n > 2:
+        there = there.of(members={**there.members, "node1": replace(there.members["node1"], connected=False)})
+    wanted = {f"node{i}" for i in range(n)} - {"node0"} - ({"node1"} if n > 2 else set())
+    found = told(there, "node0")
+    assert set(found) <= wanted and len(found) == min(PEERS, len(wanted))

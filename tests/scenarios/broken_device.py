@@ -1,0 +1,72 @@
+"""A small training script whose device breaks: `python -m tests.scenarios.broken_device --node node1 --times 1`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from elastic.worker.layers import ListStack, Microbatch
+from elastic.worker.optimizer import adamw
+from elastic.worker.runtime import Trainer
+
+STEP, MICROBATCH = 2, 1
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+class Layer(nn.Module):
+    """Real arithmetic; at one point of the training it raises what a broken device does."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        super().__init__()
+        self.weight = nn.Linear(8, 8)
+        self._flags = flags
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        if (microbatch.step, microbatch.index) == (STEP, MICROBATCH):
+            self._break()
+        return torch.tanh(self.weight(microbatch.fields["x"] if hidden is None else hidden))
+
+    def _break(self) -> None:
+        if self._flags.node not in ("any", os.environ["ELASTIC_NODE"]):
+            return
+        for time in range(self._flags.times):
+            try:
+                Path(os.environ["ELASTIC_RUN_DIR"], f"broke-{time}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            kind = torch.OutOfMemoryError if self._flags.text.startswith("CUDA out of") else RuntimeError
+            raise kind(self._flags.text)
+
+
+class Loss(Layer):
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        return super().forward(hidden, microbatch).square().mean()
+
+
+def data(step: int, index: int) -> Microbatch:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return Microbatch(step, index, {"x": torch.randn(4, 8, generator=generator)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--node", default="none", help="where it breaks; any: everywhere")
+    parser.add_argument("--times", type=int, default=1)
+    parser.add_argument("--text", default=ECC)
+    flags = parser.parse_args()
+    Trainer(
+        stack=ListStack([lambda: Layer(flags)] * 3 + [lambda: Loss(flags)], seed=3),
+        optimizer=adamw(0.01),
+        data=data,
+        steps=6,
+        microbatches=4,
+        tokens_per_microbatch=4,
+    ).run()
+
+
+if __name__ == "__main__":
+    main()

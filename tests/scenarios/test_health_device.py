@@ -1,0 +1,48 @@
+"""A device breaks under a worker, for real but for the device: the job goes on, unless it is the script after all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.scenarios.broken_device import ECC, STEP
+from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.shared import exact
+from tests.scenarios.test_health import health
+
+SCRIPT = ["-m", "tests.scenarios.broken_device"]
+
+
+def broken(path: Path, *script: str, nodes: int = 2) -> Run:
+    flags = exact("--nnodes", str(nodes), *(("--pipelines", "1") if nodes > 1 else ()))
+    return elastic_run(path, flags, [*SCRIPT, *script])
+
+
+def test_a_broken_device_is_a_crash_of_its_worker_and_the_job_goes_on(tmp_path: Path) -> None:
+    whole = broken(tmp_path / "whole")
+    run = broken(tmp_path / "run", "--node", "node1")
+    assert (whole.code, run.code) == (0, 0), run.output
+    assert run.summary["params_sha256"] == whole.summary["params_sha256"]
+    assert run.summary["ledger"] == {"double": 0, "missing": 0}
+    (found,) = health(run)
+    assert (found["node"], found["class"], found["action"]) == ("node1", "device", "restart"), found
+    assert found["evidence"]["cause"] == f"RuntimeError: {ECC}"
+    (recovery,) = run.summary["recoveries"]
+    assert recovery["step"] == STEP and ECC in recovery["cause"]
+    assert "Traceback" in run.output and ECC in run.output, "the user sees where"
+
+
+def test_the_same_error_everywhere_ends_the_job(tmp_path: Path) -> None:
+    """An illegal access that comes back each time is a bug of the script, whatever it is called."""
+    text = "CUDA error: an illegal memory access was encountered"
+    run = broken(tmp_path / "run", "--node", "any", "--times", "99", "--text", text)
+    assert run.code == 1, run.output
+    (end,) = [e for e in run.events if e["kind"] == "end"]
+    assert text in end["reason"] and "no step" in end["reason"], end
+    assert len(list(run.run_dir.glob("broke-*"))) < 10
+
+
+def test_running_out_of_memory_is_the_scripts_own_fault(tmp_path: Path) -> None:
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    run = broken(tmp_path / "run", "--node", "node0", "--text", text, nodes=1)
+    assert run.code == 1 and text in run.output
+    assert not health(run) and len(list(run.run_dir.glob("broke-*"))) == 1
