@@ -45,13 +45,14 @@ class _Job:
 
 
 class Replicator:
-    """`acked(worker, bundle, kept)` and `failed(bundle, peer, error)` are called from the replicator's thread."""
+    """`acked(worker, bundle, kept)` and `failed(epoch, bundle, peer, error)` are called from the replicator's thread:
+    `epoch` is the one that was served then, whatever is served when the failure is heard of."""
 
     def __init__(
         self,
         vault: Vault,
         acked: Callable[[int, int, bool], None],
-        failed: Callable[[int, str, ElasticError], None],
+        failed: Callable[[int, int, str, ElasticError], None],
         *,
         timeout_s: float = DEFAULT.bulk_s,
         prepare: Callable[[Published], None] = lambda published: None,
@@ -162,11 +163,12 @@ class Replicator:
                 self._finish(job, kept=error is None)
             else:
                 again = reported[0] != job.round or time.monotonic() - reported[1] > REPORT_S
-                if again and self._current(job):
+                epoch = self._epoch_of(job) if again else None
+                if epoch is not None:
                     log.warning(
                         "bundle %d for %s is held: %s", job.published.bundle, job.published.peer, error
                     )
-                    self._failed(job.published.bundle, job.published.peer, error)
+                    self._failed(epoch, job.published.bundle, job.published.peer, error)
                     reported = (job.round, time.monotonic())
                 self._pause(job, pause_s)
                 pause_s = min(2 * pause_s, RETRY_LIMIT_S)
@@ -214,9 +216,10 @@ class Replicator:
                 )
             return self._clients[peer]
 
-    def _current(self, job: _Job) -> bool:
+    def _epoch_of(self, job: _Job) -> int | None:
+        """The epoch that is served; None: there was a reset since, the bundle is none of ours any more."""
         with self._changed:
-            return job.round == self._round
+            return self._epoch if job.round == self._round else None
 
     def _finish(self, job: _Job, *, kept: bool) -> None:
         """Acknowledge, unless a reset came between: then the bundle is none of ours any more."""

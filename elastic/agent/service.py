@@ -156,8 +156,8 @@ class Agent:
                     self._from_former_worker(message)
             case ("acked", int() as worker, m.Acked() as acked):
                 self._tell_acked(worker, acked)
-            case ("held", str() as peer, str() as why):
-                self._apply(core.Said(0, m.CommFailed(self._state.epoch, (peer,), why)))
+            case m.CommFailed():  # copies do not get to the peer
+                self._apply(core.Said(0, item))
             case m.BackupNote() | m.CheckpointPart():
                 self._parts.append(item)
                 self._say(item)
@@ -355,8 +355,8 @@ class Agent:
         if worker // RANKS == self._generation:
             self._workers.tell(acked, worker % RANKS)
 
-    def _held(self, bundle: int, peer: str, error: ElasticError) -> None:
-        self._queue.put(("held", peer, f"backup of bundle {bundle}: {error}"))
+    def _held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
+        self._queue.put(m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}"))
 
     def _close(self) -> None:
         if self._group is not None:

@@ -180,10 +180,17 @@ class FakeAzure(Provider):
         if path != self.EVENTS or query.get("api-version") != "2020-07-01":
             return request.reply(400, "bad request")
         if request.command == "POST":
-            for one in json.loads(request.body())["StartRequests"]:
-                self.started.append(one["EventId"])
+            wanted = [one["EventId"] for one in json.loads(request.body())["StartRequests"]]
+            with self.changed:
+                self.started += wanted
+                self.changed.notify_all()
             return request.reply(200, "")
         return request.reply(200, json.dumps({"DocumentIncarnation": 1, "Events": self.events}))
+
+    def await_start(self, event: str, limit_s: float) -> bool:
+        """Wait until `event` is acknowledged; False: it took too long."""
+        with self.changed:
+            return self.changed.wait_for(lambda: event in self.started, limit_s)
 
     def schedule(self, event: str, kind: str, *machines: str, not_before: str, duration_s: int = -1) -> None:
         self.events = [

@@ -129,6 +129,7 @@ def test_every_cloud_in_one_job(tmp_path: Path) -> None:
             soon = datetime.now(UTC) + timedelta(seconds=90)
             azure.schedule("e-1", "Preempt", "node2", not_before=format_datetime(soon, usegmt=True))
             gone = job.wait_for(is_drained("node2"))
+            assert azure.await_start("e-1", DEADLINE_S)  # by the drained node, after it has left
             azure.events = []  # a false notice
             job.wait_for(lambda e: e["kind"] == "joined" and e["node"] == "node2" and e["at"] > gone["at"])
             run = job.wait()

@@ -30,6 +30,7 @@ class MiniNode:
         self.server = VaultServer(self.vault, timeout_s=5).start()
         self.acked: queue.Queue[tuple[int, int]] = queue.Queue()
         self.failed: queue.Queue[tuple[int, str, ElasticError]] = queue.Queue()
+        self.failed_epochs: list[int] = []
         self.heard: queue.Queue[Published] = queue.Queue()
         self.on_acked = lambda bundle: None
         self.refused: list[int] = []
@@ -42,7 +43,8 @@ class MiniNode:
         self.on_acked(bundle)
         self.acked.put((worker, bundle))
 
-    def _on_failed(self, bundle: int, peer: str, error: ElasticError) -> None:
+    def _on_failed(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
+        self.failed_epochs.append(epoch)
         self.failed.put((bundle, peer, error))
 
     def take(self, published: Published, worker: int = 0) -> None:

@@ -112,10 +112,13 @@ def test_a_peer_that_comes_back_gets_what_was_held(tmp_path: Path, writer: Local
 
 
 def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) -> None:
+    """The peer is in the next epoch already: of the one that ends there is the report, not of the one that comes."""
     a, b = pair
+    a.replicator.reset(6)
     b.vault.fence(7)
-    a.take(bundle(writer, 1))
+    a.take(bundle(writer, 1, epoch=6))
     assert "below 7" in str(a.failed.get(timeout=20)[2])
+    assert a.failed_epochs == [6]
     assert a.acked.empty() and b.vault.inventory() == ()
 
 
