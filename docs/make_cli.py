@@ -34,6 +34,7 @@ EXITS = """
 | {EXIT_USAGE} | a flag, file or message is wrong; nothing was started |
 | {EXIT_UNRECOVERABLE} | more was lost than there were copies, and there is no checkpoint to fall back to |
 | {EXIT_DRAINED} | this node was drained; the job goes on without it |
+| {EXIT_JOB_FAILED} | of `elastic coordinator` and `elastic agent`: it failed; started again they would end so again |
 | {EXIT_INTERRUPTED} | interrupted (Ctrl-C); other signals: 128 + their number |
 
 A script that does not use elastic ends as under torchrun: 0, or 1 once its restarts are used up.

@@ -15,8 +15,17 @@ ElasticError
 from __future__ import annotations
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_TERMINATED = 143
 EXIT_DRAINED = 4
 """Of a node that left while the job goes on: a job runner must not take it for the job's end."""
+EXIT_JOB_FAILED = 5
+"""Of a service of a job that failed: unlike after a crash (1), to start it again does not help."""
+
+
+def service_exit(code: int) -> int:
+    """The exit code of a service whose job ended with `code` (a script's own, it may be), or that was told to go."""
+    own = (EXIT_OK, EXIT_UNRECOVERABLE, EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED)
+    return code if code in own else EXIT_JOB_FAILED
 
 
 class ElasticError(Exception):

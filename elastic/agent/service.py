@@ -42,7 +42,7 @@ from elastic.core.faults import parse_fault
 from elastic.core.messages import NodePhase
 from elastic.core.types import NodeInfo
 from elastic.core.vitals import HealthReport, Preflight, Refused
-from elastic.errors import EXIT_DRAINED, ElasticError, VaultError
+from elastic.errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED, ElasticError, VaultError
 from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.rpc import security
 from elastic.rpc.client import Session
@@ -143,7 +143,7 @@ class Agent:
                 self._report()
                 self._leaving.again()
             case Read(source="signal") if self._leaving.parked or not self._state.elastic:
-                code = EXIT_DRAINED if self._leaving.parked else 143
+                code = EXIT_DRAINED if self._leaving.parked else EXIT_TERMINATED
                 self._apply(m.Stop(code, "told to end; there is nothing to move"))
             case Read() | Found():
                 self._leaving.take(item)
@@ -332,7 +332,7 @@ class Agent:
 
     def stop(self) -> None:
         """For signal handlers: kill the workers and end."""
-        self._queue.put(m.Stop(130, "told to stop"))
+        self._queue.put(m.Stop(EXIT_INTERRUPTED, "told to stop"))
 
     def leave(self) -> None:
         """The node shall leave within --grace seconds and the agent end; for signal handlers."""

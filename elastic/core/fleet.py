@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastic.errors import EXIT_DRAINED, EXIT_OK
+from elastic.errors import EXIT_DRAINED, EXIT_JOB_FAILED, EXIT_OK
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
 """From the end of an agent to the next one on its machine; doubled every time."""
@@ -197,7 +197,7 @@ def _ended(fleet: Fleet, event: Ended, now: float) -> tuple[Fleet, tuple[Action,
     seat = next((seat for seat in fleet.seats if seat.node == event.node), None)
     if seat is None or seat.standing is not Standing.RUNNING:
         return fleet, (), ""
-    if event.code in (EXIT_OK, EXIT_DRAINED):
+    if event.code in (EXIT_OK, EXIT_DRAINED, EXIT_JOB_FAILED):
         return _with(fleet, replace(seat, standing=Standing.RELEASED)), (), f"{seat.node} has left in order"
     failures = 1 if now - seat.since >= STEADY_S else seat.failures + 1
     wait_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (failures - 1))

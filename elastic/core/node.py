@@ -40,6 +40,7 @@ from elastic.core.node_state import (
     report,
 )
 from elastic.core.timeouts import budget
+from elastic.errors import service_exit
 
 __all__ = [
     "MOVES", "Action", "Enter", "Evidence", "Exited", "Fence", "KillWorkers", "Leave", "Looked", "NodeState",
@@ -78,7 +79,7 @@ def transition(state: NodeState, event: Any, now: float) -> Result:
         case m.Install():
             return _install(state, event)
         case m.Stop():
-            return state, (Tell(event), Leave(event.code)), "the job is over for this node"
+            return state, (Tell(event), Leave(service_exit(event.code))), "the job is over for this node"
         case m.Fenced() if state.phase is Phase.EMPTY:
             return state, (Report(),), f"nothing to give up: {event.reason}"
         case m.Fenced():

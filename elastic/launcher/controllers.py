@@ -13,16 +13,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from elastic.errors import EXIT_FAILURE, EXIT_UNRECOVERABLE
+from elastic.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE
 from elastic.launcher.kustomize import Object
 
 KINDS = ("job", "statefulset", "jobset")
 COMPONENT = "app.kubernetes.io/component"
 PARTS = ("coordinator", "agent")
 """Components that end with the job; etcd stays a StatefulSet."""
-FINAL = {"coordinator": [EXIT_FAILURE, EXIT_UNRECOVERABLE], "agent": [EXIT_UNRECOVERABLE]}
-"""Exit codes after which no new pod would do better. An agent that crashed ends with 1: it comes back; so does a
-coordinator that found no etcd yet (2)."""
+FINAL = [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED]
+"""Exit codes after which no new pod would do better. What crashed ends with 1: it comes back; so does a coordinator
+that found no etcd yet (2)."""
 BACKOFF_LIMIT = 10_000
 """Failures of pods are this runtime's daily bread."""
 
@@ -66,7 +66,7 @@ def _job(item: Object, part: str) -> Object:
 def _job_spec(item: Object, part: str) -> dict[str, Any]:
     template = copy.deepcopy(item["spec"]["template"])
     template["spec"]["restartPolicy"] = "Never"
-    codes = {"containerName": part, "operator": "In", "values": FINAL[part]}
+    codes = {"containerName": part, "operator": "In", "values": FINAL}
     return {
         "completionMode": "Indexed",
         "completions": item["spec"]["replicas"],

@@ -26,7 +26,7 @@ from typing import Any
 
 from elastic.config import JobConfig
 from elastic.core.faults import FaultKind, FaultSpec
-from elastic.errors import EXIT_FAILURE, EXIT_OK, ElasticError, FieldError
+from elastic.errors import EXIT_FAILURE, EXIT_JOB_FAILED, EXIT_OK, ElasticError, FieldError, service_exit
 from elastic.launcher.addresses import Owner, local_address, owner
 from elastic.launcher.children import Child, Lifeline
 from elastic.launcher.coordinators import Coordinators
@@ -162,7 +162,8 @@ class Supervisor:
         self._read_files()
         verdict = read_object(self._path / "exit.json") if self._hosting else None
         if verdict is not None:
-            self._code = int(verdict.get("code", EXIT_FAILURE))
+            code = int(verdict.get("code", EXIT_FAILURE))
+            self._code = service_exit(code) if self._request.hosts else code
             self._view.note(str(verdict.get("reason", "")) or "the job is over")
             return
         self._look_at_coordinators()
@@ -215,7 +216,9 @@ class Supervisor:
             return
         if not self._hosting or self._leave_until:
             codes = [agent.returncode or EXIT_OK for agent in self._agents]
-            self._code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
+            code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
+            as_torchrun = code == EXIT_JOB_FAILED and self._request.hosts is None
+            self._code = EXIT_FAILURE if as_torchrun else code
         elif self._config.standalone:
             self._wait_alone()
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core import fleet as f
-from elastic.errors import EXIT_DRAINED, EXIT_OK
+from elastic.errors import EXIT_DRAINED, EXIT_JOB_FAILED, EXIT_OK
 
 
 def machines(*names: str, reserved: int = 0) -> tuple[f.Machine, ...]:
@@ -84,7 +84,7 @@ def test_after_an_end_of_which_nothing_is_known_the_cluster_gets_time_to_notice(
     assert reason.endswith(f"in {f.LOST_BACKOFF_S:g} s")
 
 
-@pytest.mark.parametrize("code", [EXIT_OK, EXIT_DRAINED])
+@pytest.mark.parametrize("code", [EXIT_OK, EXIT_DRAINED, EXIT_JOB_FAILED])
 def test_a_machine_whose_agent_left_in_order_is_left_alone(code: int) -> None:
     found = machines("a", "b", reserved=2)
     fleet, _, _ = look(f.Fleet(wanted=2), found, 0.0)

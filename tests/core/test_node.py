@@ -78,6 +78,14 @@ EVENTS: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("told", "code"), [(0, 0), (3, 3), (4, 4), (130, 130), (143, 143), (1, 5), (2, 5), (7, 5), (137, 5)]
+)
+def test_the_end_of_a_failed_job_is_no_crash_of_the_agent(told: int, code: int) -> None:
+    """A job runner starts what crashed again, and not what was told that all is over, whatever the script's code."""
+    assert core.Leave(code) in transition(play(LAUNCH), m.Stop(told), 10.0)[1]
+
+
 @pytest.mark.parametrize("phase", STATES)
 def test_every_event_in_every_phase(phase: Phase) -> None:
     """A reason and no exception; phases move only as `MOVES` says; the epoch never falls."""

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import elastic
-from elastic.errors import FieldError, UsageError
+from elastic.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE, FieldError, UsageError
 from elastic.launcher import cli
 from elastic.launcher.controllers import KINDS, pod_template
 from elastic.launcher.kubernetes import SECRETS, manifests
@@ -74,6 +74,17 @@ def test_schemas(version: str) -> None:
             different |= {json.dumps(part, sort_keys=True): part for part in parts}
     for item in different.values():
         kubernetes_validate.validate(item, version, strict=True)
+
+
+@pytest.mark.parametrize("part", ["coordinator", "agent"])
+def test_a_job_ends_when_its_script_fails_and_not_when_a_pod_crashes(part: str) -> None:
+    (rule,) = [
+        rule
+        for rule in one(job(), "Job", f"demo-{part}")["spec"]["podFailurePolicy"]["rules"]
+        if rule["action"] == "FailJob"
+    ]
+    final = {"containerName": part, "operator": "In", "values": [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED]}
+    assert rule["onExitCodes"] == final
 
 
 def test_schemas_can_say_no() -> None:
