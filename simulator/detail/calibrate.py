@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import comb
 from statistics import median
 from typing import Any
 
@@ -92,13 +93,23 @@ def _recoveries(measured: Sequence[Story], simulated: Sequence[Story], physics: 
         "stop_s": _gap(planned, lambda r: r["halt_s"] + r["pause_s"] - r["total_s"]),
         "install_s": _gap(both, lambda r: r["transfer_s"]),
         "group_s": late,
-        "crowd_s": _gap(together, lambda r: r["rebuild_s"]) - late,
+        "pair_s": _pair_s(together, late),
         "resume_s": _gap(both, _rest),
         "prefetch_s": _middle(_all(measured, lambda story: story.prefetches))
         - _middle(_all(simulated, lambda story: story.prefetches)),
     }
     changed = {name: max(0.0, getattr(physics, name) + gap) for name, gap in found.items()}
     return replace(physics, **changed)
+
+
+def _pair_s(together: Sequence[tuple[dict[str, Any], dict[str, Any]]], late_s: float) -> float:
+    """What the rebuild phases of nodes that all meet at one moment lack besides `late_s`, for each two of them."""
+    took = [
+        (one["rebuild_s"] - other["rebuild_s"] - late_s) / comb(one["nodes_after"], 2)
+        for one, other in together
+        if one["nodes_after"] > 1
+    ]
+    return median(took) if took else 0.0
 
 
 def _rest(recovery: dict[str, Any]) -> float:

@@ -13,13 +13,13 @@ from pathlib import Path
 from elastic.core.codec import dumps, loads
 from elastic.errors import FieldError
 
-VERSION = 1
+VERSION = 2
 MOST_JITTER = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Physics:
-    """Seconds, unless a name says otherwise. Every use of one but `crowd_s` is multiplied by a random factor of mean
+    """Seconds, unless a name says otherwise. Every use of one but `pair_s` is multiplied by a random factor of mean
     1."""
 
     version: int = VERSION
@@ -41,8 +41,9 @@ class Physics:
     """Of an installation, besides the bytes that it moves."""
     group_s: float = 0.1
     """Connecting, once everybody has what it needs."""
-    crowd_s: float = 0.0
-    """How much longer it takes if all come at once: they meet at one store, and who comes early is done by then."""
+    pair_s: float = 0.0
+    """How much longer it takes for each two that meet: everybody connects to everybody at one store and on the same
+    cores. Who comes early has met the others that did by the time the last one comes."""
     start_s: float = 5.0
     """Of the job's first workers, all at once: from their launch to the last one's attaching."""
     spawn_s: float = 3.0

@@ -59,7 +59,7 @@ class Run:
     def connect(self, worker: Worker) -> None:
         """It has what it needs, and goes to the store; if everybody has: meet."""
         clock, physics = self.world.clock, self.world.physics
-        self.met_at = max(self.met_at, clock.now) + physics.crowd_s / self.roster.size
+        self.met_at = max(self.met_at, clock.now) + physics.pair_s * (len(self.plan.nodes()) - 1) / 2
         if self.whole and not self.connected:
             self.connected = True
             for one in self.present.values():

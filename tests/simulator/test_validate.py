@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from simulator.validate import Figure, compare, told
 from tests.simulator.detail_runs import JOB, acted_run, came, lost, profile, steady
 
 TRUE = Physics(closed_s=0.12, leave_s=0.09, stop_s=0.15, plan_s=0.2, install_s=0.06, group_s=0.17, spawn_s=2.0,
-               crowd_s=0.08, prefetch_s=0.04, hop_s=0.002, step_s=0.03, resume_s=0.02, start_s=0.5)  # fmt: skip
+               pair_s=0.0133, prefetch_s=0.04, hop_s=0.002, step_s=0.03, resume_s=0.02, start_s=0.5)  # fmt: skip
 LONG = replace(JOB, steps=70, min_nodes=4, max_nodes=4, backup="stream:4+snapshot")
 ONE = steady(4, 200.0, lost(6.0, 1), came(8.0, 4), lost(17.0, 2), came(18.0, 5), lost(45.0, 0, 20.0))
 TWO = steady(4, 200.0, lost(5.0, 3), came(6.0, 4), lost(14.0, 4), came(15.0, 5), lost(26.0, 1), came(27.0, 6))
@@ -42,10 +43,8 @@ def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
     found = calibrate([read(runs[0])])
     for name in ("closed_s", "leave_s", "stop_s", "plan_s", "install_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.25, abs=0.02), name
-    together_s = (
-        TRUE.group_s + TRUE.crowd_s
-    )  # here all come nearly at once: which of both it is cannot be told
-    assert found.group_s + found.crowd_s == pytest.approx(together_s, rel=0.2)
+    pairs = comb(4, 2)  # here all come nearly at once: which of both it is cannot be told
+    assert found.group_s + pairs * found.pair_s == pytest.approx(TRUE.group_s + pairs * TRUE.pair_s, rel=0.2)
     report = compare([read(runs[1])], found)
     assert report.figure("throughput").ratio == pytest.approx(1, abs=0.02)
     for phase in ("detect", "decide", "transfer", "rebuild", "total"):
