@@ -163,7 +163,7 @@ class Supervisor:
         verdict = read_object(self._path / "exit.json") if self._hosting else None
         if verdict is not None:
             code = int(verdict.get("code", EXIT_FAILURE))
-            self._code = service_exit(code) if self._request.hosts else code
+            self._code = service_exit(code) if self._request.as_service else code
             self._view.note(str(verdict.get("reason", "")) or "the job is over")
             return
         self._look_at_coordinators()
@@ -217,7 +217,7 @@ class Supervisor:
         if not self._hosting or self._leave_until:
             codes = [agent.returncode or EXIT_OK for agent in self._agents]
             code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
-            as_torchrun = code == EXIT_JOB_FAILED and self._request.hosts is None
+            as_torchrun = code == EXIT_JOB_FAILED and not self._request.as_service
             self._code = EXIT_FAILURE if as_torchrun else code
         elif self._config.standalone:
             self._wait_alone()

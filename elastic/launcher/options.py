@@ -63,6 +63,8 @@ class Request:
     """Resume in a run directory that was used before: what it holds is moved aside."""
     ray: RayOptions | None = None
     """Agents run on a Ray cluster; None: here."""
+    as_service: bool = False
+    """It is `elastic coordinator` or `elastic agent`: the exit code tells whether to start it again."""
     guard: Guard = field(default_factory=Guard)
     """The join token, and what the user is warned of."""
     services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")

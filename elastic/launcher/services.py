@@ -17,7 +17,7 @@ from elastic.launcher.values import address, addresses
 def coordinator(argv: list[str], environ: Mapping[str, str]) -> int:
     """Run a coordinator alone; it is started again if it dies."""
     parser = _parser("coordinator", environ, "--address", "HOST:PORT to serve at")
-    return launch(replace(_request(parser, argv, environ, "address"), hosts=True, nodes=()))
+    return launch(replace(_request(parser, argv, environ, "address"), hosts=True, nodes=(), as_service=True))
 
 
 def agent(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -30,7 +30,7 @@ def agent(argv: list[str], environ: Mapping[str, str]) -> int:
     wanted = _request(parser, argv, environ, "coordinator")
     if args.node:
         wanted = replace(wanted, nodes=(_name(args.node),))
-    return launch(replace(wanted, hosts=False))
+    return launch(replace(wanted, hosts=False, as_service=True))
 
 
 def _parser(command: str, environ: Mapping[str, str], flag: str, text: str) -> Parser:

@@ -54,6 +54,7 @@ class Stream:
     def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
         self._sock: socket.socket | ssl.SSLSocket = sock
         self._plain = not isinstance(sock, ssl.SSLSocket)
+        self._ended = False
         self.timeout_s = timeout_s
         """Seconds without any progress after which a call raises TimeoutError; None: never."""
         self.until: float | None = None
@@ -130,6 +131,8 @@ class Stream:
         self._sock.settimeout(self._patience())
         secure = wrap(self._sock)
         self._sock, self._plain = secure, False
+        if self._ended:  # while `wrap` had taken the socket over
+            raise ChannelClosed("this side has hung up")
         try:
             secure.do_handshake()
         except OSError:  # an untrue certificate is a ValueError, too
@@ -139,6 +142,7 @@ class Stream:
 
     def hang_up(self) -> None:
         """Wakes a blocked call, whose thread is to `close`: nothing else takes over the descriptor until then."""
+        self._ended = True
         with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

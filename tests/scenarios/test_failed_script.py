@@ -1,4 +1,5 @@
-"""A script that fails, under `elastic coordinator` and `elastic agent`: a job runner learns that all is over."""
+"""A script that fails on several machines: a job runner learns from `elastic coordinator` and `elastic agent` that all
+is over, and from `elastic run` what torchrun would have told."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import EXIT_JOB_FAILED
+from elastic.errors import EXIT_FAILURE, EXIT_JOB_FAILED
 from elastic.launcher.rundir import free_port
 from tests.notices.test_notice_jobs import DEADLINE_S, running
 
@@ -31,19 +32,27 @@ Trainer(stack=ListStack([lambda: Layer(4, 4)], seed=0), optimizer=adam, data=dat
 """
 
 
+def codes(tmp_path: Path, source: str, *commands: list[str]) -> list[int]:
+    """Exit codes of these commands, run beside each other with the same script."""
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    with ExitStack() as stack:
+        jobs = []
+        for number, command in enumerate(commands):
+            place = tmp_path / str(number)
+            words = [*command, "--nnodes", "2", "--notice", "none", "--run-dir", str(place), str(script)]
+            jobs.append(stack.enter_context(running(place, words, {})))
+        return [job.process.wait(DEADLINE_S) for job in jobs]
+
+
 @pytest.mark.parametrize("source", [PLAIN, TRAINS], ids=["plain", "trains"])
 def test_no_service_of_a_failed_job_looks_as_if_it_had_crashed(tmp_path: Path, source: str) -> None:
-    script, address = tmp_path / "script.py", f"127.0.0.1:{free_port()}"
-    script.write_text(source)
-    common = ["--nnodes", "2", "--notice", "none"]
-    with ExitStack() as stack:
-        services = []
-        for name, flags in (
-            ("main", ["coordinator", "--address", address]),
-            ("a", ["agent", "--coordinator", address, "--node", "a"]),
-            ("b", ["agent", "--coordinator", address, "--node", "b"]),
-        ):
-            place = tmp_path / name
-            words = [*flags, *common, "--run-dir", str(place), str(script)]
-            services.append(stack.enter_context(running(place, words, {})))
-        assert [service.process.wait(DEADLINE_S) for service in services] == [EXIT_JOB_FAILED] * 3
+    address = f"127.0.0.1:{free_port()}"
+    agents = (["agent", "--coordinator", address, "--node", name] for name in "ab")
+    assert codes(tmp_path, source, ["coordinator", "--address", address], *agents) == [EXIT_JOB_FAILED] * 3
+
+
+def test_elastic_run_ends_on_all_machines_as_torchrun(tmp_path: Path) -> None:
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    found = codes(tmp_path, PLAIN, *(["run", "--node-rank", rank, *where] for rank in "01"))
+    assert found == [EXIT_FAILURE] * 2

@@ -133,7 +133,7 @@ def test_physics_are_kept_in_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "field"),
     [
-        ('{"version":2}', "version"),
+        ('{"version":1}', "version"),
         ('{"plan_s":-1.0}', "plan_s"),
         ('{"jitter":0.95}', "jitter"),
         ('{"speed":1.0}', "speed"),
