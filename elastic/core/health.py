@@ -77,6 +77,8 @@ class Limits:
     """A link is slow from this factor on."""
     link_windows: int = 3
     """Reports in a row that must agree on it."""
+    link_least_s: float = 0.1
+    """A slow link's copies take so much longer."""
     slowed: float = 1.1
     """Steps must take so much longer before anything is done about a slow link."""
     clock_s: float = 5.0

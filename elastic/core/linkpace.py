@@ -3,7 +3,8 @@
 One sample a report: the quickest of the copies that were sent meanwhile. What slows a single copy may be the machine,
 so the quickest counts; what slows all links at once is a busy network or a busy machine, so a link is slow only if it
 fell behind while the others did not. Small copies take the same time on any link: only rates of copies of about the
-same size are compared.
+same size are compared. A copy of a few milliseconds tells how soon both ends got a processor: a link is slow only if
+each copy takes longer by more than what the scheduler of a busy machine keeps anybody waiting.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ def observe(pace: LinkPace, peer: str, rate: float, size: float, factor: float, 
     return replace(pace, peer=peer, recent=recent, proper=proper)
 
 
-def slowness(pace: LinkPace, others: Sequence[LinkPace], factor: float, windows: int) -> float:
-    """By what factor the link is slower than it should be; 0: it is not, or that cannot be told.
+def slowness(
+    pace: LinkPace, others: Sequence[LinkPace], factor: float, windows: int, least_s: float
+) -> float:
+    """By what factor the link is slower than it should be; 0: it is not, or that cannot be told: copies that take
+    less than `least_s` seconds longer say nothing.
 
     A link that is slow from the beginning shows beside at least two others; one that got slow beside itself.
     """
@@ -74,9 +78,16 @@ def slowness(pace: LinkPace, others: Sequence[LinkPace], factor: float, windows:
     known = [other for other in others if other.usual and other.recent and alike(other.size, pace.size)]
     if pace.usual and pace.now * factor < pace.usual:
         common = median(other.share for other in known) if known else 1.0
-        return 0.0 if common * COMMON < 1.0 else pace.usual / pace.now
+        return 0.0 if common * COMMON < 1.0 or _longer(pace, pace.usual) < least_s else pace.usual / pace.now
     beside = median(other.now for other in known) if len(known) >= 2 else 0.0
-    return beside / pace.now if pace.now * factor < beside else 0.0
+    if pace.now * factor < beside and _longer(pace, beside) >= least_s:
+        return beside / pace.now
+    return 0.0
+
+
+def _longer(pace: LinkPace, proper: float) -> float:
+    """Seconds that a copy takes now beyond what it would at the proper rate."""
+    return pace.size / pace.now - pace.size / proper
 
 
 def alike(one: float, other: float) -> bool:

@@ -256,7 +256,7 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     pace = linkpace.observe(record.link, busiest.peer, rate, size, by, windows)
     state = put(state, node, replace(record, link=pace))
     others = {name: of(state, name).link for name in state.members if name != node}
-    slower = linkpace.slowness(pace, tuple(others.values()), by, windows)
+    slower = linkpace.slowness(pace, tuple(others.values()), by, windows, limits.link_least_s)
     if not slower:
         return _link_well(state, node, now) if len(pace.recent) == windows else (state, ())
     known = of(state, node).finding(Kind.LINK)

@@ -18,6 +18,7 @@ from elastic.core.vitals import HealthReport, LinkSeen
 from tests.core.test_health import halts, running, told
 
 MIB, LIMITS = float(1 << 20), Limits()
+"""Rates below are such that a copy of 1 MiB takes hours: what is a matter of milliseconds has its own test."""
 FACTOR, WINDOWS = LIMITS.link_factor, LIMITS.link_windows
 
 
@@ -29,7 +30,7 @@ def link(*rates: float, peer: str = "p", size: float = MIB, pace: LinkPace | Non
 
 
 def slow(pace: LinkPace, *others: LinkPace) -> float:
-    return slowness(pace, others, FACTOR, WINDOWS)
+    return slowness(pace, others, FACTOR, WINDOWS, LIMITS.link_least_s)
 
 
 WELL = link(*[100.0] * 5)
@@ -64,6 +65,16 @@ def test_slow_from_the_beginning_shows_beside_others() -> None:
     lame = link(10.0, 10.0, 10.0)
     assert slow(lame, WELL, WELL) == 10.0
     assert slow(lame, WELL) == 0.0, "one other may be the odd one"
+
+
+@pytest.mark.parametrize("beside", [(), (link(*[500 * MIB] * 5),) * 2])
+def test_milliseconds_are_the_schedulers(beside: tuple[LinkPace, ...]) -> None:
+    """A copy of 2 ms that takes 40 ms waited for a processor; one of 200 ms that takes a second did not."""
+    before = [] if beside else [500 * MIB] * 5
+    assert slow(link(*before, *[25 * MIB] * 3), *beside) == 0.0
+    assert slow(link(*before, *[8 * MIB] * 3), *beside) == 500 / 8
+    large = link(*[500 * MIB] * 5, size=100 * MIB)
+    assert slow(link(*[100 * MIB] * 3, size=100 * MIB, pace=large)) == 5.0
 
 
 def test_small_copies_are_not_compared_with_large_ones() -> None:

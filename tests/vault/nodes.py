@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import queue
 import signal
 import socket
@@ -19,6 +18,7 @@ from elastic.agent.vault_server import VaultServer
 from elastic.core.messages import Published
 from elastic.errors import ChannelClosed, ElasticError
 from elastic.rpc.frames import Channel
+from tests.launcher.helpers import send
 
 
 class MiniNode:
@@ -106,7 +106,7 @@ class ProcessVault:
         self.address: str = self._pipe.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid or 0, number)
+        send(self._process.pid or 0, number)
         if number == signal.SIGKILL:
             self._process.join(10)
 
