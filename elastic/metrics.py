@@ -135,13 +135,22 @@ def serve(registry: CollectorRegistry, where: Where) -> Exposition | None:
 
 
 def _announce(address: str, where: Where) -> Path:
-    """Write the discovery file, whole or not at all."""
+    """Write the discovery file."""
     labels = {"job": where.job, "instance": where.name, "role": where.role}
     labels |= {"__scheme__": "https"} if where.certs else {}
-    folder = Path(where.run_dir) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{where.name}.json"
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps([{"targets": [address], "labels": labels}]) + "\n")
-    os.replace(draft, path)
+    path = discovery(Path(where.run_dir), where.name)
+    write_discovery(path, (json.dumps([{"targets": [address], "labels": labels}]) + "\n").encode())
     return path
+
+
+def discovery(run_dir: Path, name: str) -> Path:
+    """The discovery file of the process of that name."""
+    return run_dir / FOLDER / f"{name}.json"
+
+
+def write_discovery(path: Path, data: bytes) -> None:
+    """Whole or not at all: Prometheus reads it as soon as it changes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_bytes(data)
+    os.replace(draft, path)

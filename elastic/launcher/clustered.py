@@ -24,6 +24,7 @@ from elastic.launcher.local import Supervisor
 from elastic.launcher.options import Request
 from elastic.launcher.progress import Bar
 from elastic.launcher.rundir import RunDir
+from elastic.metrics import FOLDER, discovery, write_discovery
 from elastic.rpc.security import CA, CERT, KEY, TOKEN_FILE
 
 LOOK_S = 0.25
@@ -85,6 +86,13 @@ class ClusterSupervisor(Supervisor):
         self._told_at, self._patience_s = time.monotonic(), PATIENCE_S
         self._logs = Path(self._config.log_dir or self._path / "logs")
 
+    def run(self) -> int:
+        try:
+            return super().run()
+        finally:
+            for agent in self._agents:
+                discovery(self._path, agent.name).unlink(missing_ok=True)
+
     def _start(self) -> None:
         self._coordinators.start()
         self._view.note(f"coordinator at {self._address}; run directory {self._path}")
@@ -108,6 +116,7 @@ class ClusterSupervisor(Supervisor):
 
     def _gone(self, agent: Host) -> None:
         self._keep(agent)
+        discovery(self._path, agent.name).unlink(missing_ok=True)
         if agent.problem:
             self._view.note(f"{agent.name}: {agent.problem}")
         self._take(fleet.Ended(agent.name, None if agent.lost else agent.returncode))
@@ -160,6 +169,9 @@ class ClusterSupervisor(Supervisor):
         for name, offset, data in agent.fetch():
             path = self._logs / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
+                continue
+            if name == f"{FOLDER}/{agent.name}.json":
+                write_discovery(discovery(self._path, agent.name), data)
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("r+b" if path.exists() else "wb") as file:

@@ -20,6 +20,15 @@ def first_agent(config: JobConfig) -> int:
     return config.coordinators if config.standalone else 1
 
 
+def hosted_flag(config: JobConfig) -> list[str]:
+    """The same for an agent that a cluster put on this machine: where another one has its port, any free one."""
+    try:
+        check_free(config, 0, 1)
+    except FieldError:
+        return ["--metrics-port", "0"]
+    return metrics_flag(config, first_agent(config))
+
+
 def check_free(config: JobConfig, coordinators: int, agents: int) -> None:
     """Raise FieldError if a port that was asked for is taken, or the address is none of this machine.
 

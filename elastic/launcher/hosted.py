@@ -29,10 +29,12 @@ from elastic.config import JobConfig
 from elastic.core import codec
 from elastic.errors import EXIT_FAILURE, ElasticError, UsageError
 from elastic.launcher.children import Child, Lifeline
-from elastic.launcher.guarding import PRIVATE
+from elastic.launcher.exposing import hosted_flag
+from elastic.launcher.guarding import PRIVATE, is_loopback
 from elastic.launcher.local import agent_args
 from elastic.launcher.options import Request, memory_root
 from elastic.launcher.rundir import RunDir, locked
+from elastic.metrics import FOLDER
 
 AGENT = "elastic.agent.service"
 CONSOLE = "{node}.out"
@@ -72,6 +74,7 @@ class AgentHost:
         self._child: Child | None = None
         self._dir: RunDir | None = None
         self._logs: Path | None = None
+        self._discovery: Path | None = None
         self._stopped = False
 
     def serve(self) -> tuple[int, str]:
@@ -86,10 +89,10 @@ class AgentHost:
         return self._wait(self._child), ""
 
     def logs(self, offsets: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
-        """(path, offset, bytes) of what was written behind these offsets, by relative path; a bounded part of it."""
+        """(path, offset, bytes) of what was written behind these offsets, by relative path; a bounded part of it.
+        Where the agent serves its metrics comes first, as metrics/NODE.json, whole."""
         left, found = MOST_BYTES, []
-        for path in sorted(self._logs.rglob("*")) if self._logs is not None else ():
-            name = str(path.relative_to(self._logs)) if self._logs is not None else ""
+        for name, path in (*_below(self._discovery, "*.json", f"{FOLDER}/"), *_below(self._logs, "*")):
             offset = offsets.get(name, 0)
             with contextlib.suppress(OSError):  # a directory, or removed meanwhile
                 if path.stat().st_size > offset and left > 0 and path.is_file():
@@ -115,7 +118,7 @@ class AgentHost:
         if self._dir is not None:
             self._dir.close()
             shutil.rmtree(self._dir.path, ignore_errors=True)
-            self._dir = self._logs = None
+            self._dir = self._logs = self._discovery = None
 
     def _start(self, order: Order) -> None:
         end_with(os.getppid())
@@ -127,7 +130,8 @@ class AgentHost:
         self._logs = Path(config.log_dir)
         for name, data in self._secrets.items():
             write_secret(path, name, data)
-        args = agent_args(config, path, order.node, 0, order.coordinator, order.host)
+        self._discovery = path / FOLDER
+        args = agent_args(config, path, order.node, 0, order.coordinator, order.host) + hosted_flag(config)
         with (self._logs / CONSOLE.format(node=order.node)).open("ab") as out:
             child = Child.start(order.node, AGENT, args, Lifeline(), out)
         self._child = child
@@ -139,6 +143,13 @@ class AgentHost:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         return child.returncode or 0
+
+
+def _below(folder: Path | None, pattern: str, prefix: str = "") -> list[tuple[str, Path]]:
+    """(relative path, path) of what lies there; nothing where there is no such folder."""
+    if folder is None:
+        return []
+    return [(f"{prefix}{path.relative_to(folder)}", path) for path in sorted(folder.rglob(pattern))]
 
 
 def _check(order: Order) -> None:
@@ -172,13 +183,14 @@ def _request(order: Order) -> Request:
         raise UsageError(f"{root} is not this user's alone: remove it, or give another TMPDIR")
     sweep(root)
     name = f"{order.config.job_id}-{order.node}"
-    path = root / name
+    path, shown = root / name, order.config.metrics_host
     config = order.config.of(
         run_dir=str(path),
         log_dir=str(path / "logs"),
         memory_dir=str(memory_root() / f"elastic-{name}"),
         certs=str(path / PRIVATE) if order.config.certs else "",
         domains=(order.domain,) if order.domain else order.config.domains[:1],
+        metrics_host=shown if is_loopback(shown) else order.host,
     )
     return Request(config=config, nodes=(order.node,), hosts=False, signals=())
 
@@ -189,7 +201,7 @@ def sweep(root: Path) -> None:
         with contextlib.suppress(OSError):  # somebody else's, or being removed right now
             lock = folder / "launcher.lock"
             fresh = time.time() - lock.stat().st_mtime < FRESH_S
-            if not fresh and (held := locked(lock)) is not None:
+            if not fresh and (held := locked(lock, make=False)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(held)
 

@@ -103,15 +103,18 @@ def _with_port(request: Request) -> JobConfig:
     return config if config.master_port else config.of(master_port=free_port(""))
 
 
-def locked(path: Path) -> int | None:
-    """An exclusive lock that the kernel lets go when this process ends; None if somebody has it."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+def locked(path: Path, *, make: bool = True) -> int | None:
+    """An exclusive lock that the kernel lets go when this process ends; None if somebody has it. Who only cleans up
+    must not `make` the file: its owner may be removing the directory just now. Raises OSError."""
+    descriptor = os.open(path, os.O_CREAT * make | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if make or os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)  # somebody has it, or another file has its name now
+    return None
 
 
 def _move_aside(path: Path) -> None:
@@ -141,7 +144,7 @@ def _sweep(root: Path) -> None:
     """Remove memory directories whose launcher was killed: nobody holds their lock any more."""
     for folder in root.glob("elastic-*/"):
         with contextlib.suppress(OSError):  # somebody else's, or being removed right now
-            if (folder / ".lock").exists() and (lock := locked(folder / ".lock")) is not None:
+            if (lock := locked(folder / ".lock", make=False)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 

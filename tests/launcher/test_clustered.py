@@ -106,6 +106,20 @@ def test_agents_are_ordered_and_nodes_asked_for(
     ]
 
 
+def test_where_agents_serve_metrics_is_told_here(
+    supervisor: ClusterSupervisor, cluster: PlayedCluster, tmp_path: Path
+) -> None:
+    """For Prometheus, which reads it beside the coordinator's, until the agent is gone."""
+    look(supervisor)
+    told = tmp_path / "run" / "metrics" / "node0.json"
+    cluster.hosts[0].pieces = [("metrics/node0.json", 0, b"[1]"), ("metrics/node1.json", 0, b"not its own")]
+    supervisor._keep(cluster.hosts[0])
+    assert told.read_bytes() == b"[1]" and [path.name for path in told.parent.iterdir()] == ["node0.json"]
+    cluster.hosts[0].kill()
+    look(supervisor)
+    assert not told.exists()
+
+
 def test_logs_come_here_and_printed_lines_to_the_console(
     supervisor: ClusterSupervisor,
     cluster: PlayedCluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.config import Command, JobConfig
+from elastic import metrics
+from elastic.config import Command, JobConfig, load_config
 from elastic.core import codec
 from elastic.errors import UsageError
 from elastic.launcher import hosted
@@ -86,6 +88,23 @@ def test_it_serves_and_its_logs_come_in_pieces(order: Order, tmp_path: Path) -> 
     assert not run_dir.exists()
 
 
+@pytest.mark.parametrize("shown", ["127.0.0.1", "0.0.0.0"])
+def test_metrics_are_served_on_its_own_machine(order: Order, shown: str, tmp_path: Path) -> None:
+    """At the port after the coordinator's, or at any where that is taken; where they are is told like a log."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] - 1
+        config = order.config.of(metrics_port=port, metrics_host=shown)
+        host = AgentHost(codec.dumps(replace(order, config=config, host="localhost")))
+        _, ends = serving(host)
+        assert wait_until(lambda: b"ready" in said(host).get("node1.out", b"")), ends
+        assert b"--metrics-port 0 " in said(host)["node1.out"]
+    (own,) = (tmp_path / "machine").rglob("config.json")
+    assert load_config(own.parent).metrics_host == ("localhost" if shown == "0.0.0.0" else shown)
+    metrics.write_discovery(metrics.discovery(own.parent, "node1"), b"[]")
+    assert host.logs({})[0] == ("metrics/node1.json", 0, b"[]")
+    host.close()
+
+
 def test_a_killed_agent_is_told_by_its_signal(order: Order) -> None:
     host = AgentHost(codec.dumps(order))
     thread, ends = serving(host)
@@ -146,6 +165,32 @@ def test_leftovers_of_killed_hosts_are_removed(tmp_path: Path) -> None:
     lock = hosted.locked(held / "launcher.lock")
     hosted.sweep(tmp_path)
     assert held.exists() and young.exists() and not left.exists()
+    assert lock is not None
+    os.close(lock)
+
+
+def test_who_cleans_up_takes_no_lock_that_is_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner removes the directory, and makes another one of that name, between opening and locking."""
+    path = tmp_path / ".lock"
+    with pytest.raises(FileNotFoundError):
+        hosted.locked(path, make=False)
+    assert not path.exists(), "its owner could not remove the directory"
+    flock = fcntl.flock
+    for again in (False, True):
+        path.touch()
+
+        def late(descriptor: int, how: int, again: bool = again) -> None:
+            path.unlink()
+            if again:
+                path.touch()
+            flock(descriptor, how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("fcntl.flock", late)
+            assert hosted.locked(path, make=False) is None
+    lock = hosted.locked(path, make=False)
     assert lock is not None
     os.close(lock)
 

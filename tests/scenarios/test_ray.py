@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.rpc.security import Contexts
 from tests.launcher.helpers import wait_until
 from tests.scenarios.ray_cluster import Job, has_agent, ray_cluster, raylet
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
@@ -51,9 +54,12 @@ def mid_step(step: int) -> Any:
 
 
 def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: Path) -> None:
-    job = start(cluster, tmp_path / "run", "--nnodes", "4", *FOUR_NEEDED)
+    job = start(cluster, tmp_path / "run", "--nnodes", "4", "--metrics-port", "0", *FOUR_NEEDED)
+    told = tmp_path / "run" / "metrics"
     try:
         job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 4)
+        assert wait_until(lambda: len(list(told.glob("node?.json"))) == 4), "every agent serves metrics"
+        assert "elastic_vault_bytes" in scraped(told / "node3.json", tmp_path / "run" / "job-certs")
         job.until(mid_step(3))
         victim = next(node for node in cluster.worker_nodes if has_agent(node))
         raylet(victim).send_signal(signal.SIGKILL)
@@ -74,6 +80,19 @@ def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: P
     logs = sorted(path.name for path in (tmp_path / "run" / "logs").glob("node*.log"))
     assert logs == [f"node{i}.log" for i in range(5)], "the logs of every node are here"
     assert wait_until(lambda: not job.processes()), job.processes()
+    assert list(told.iterdir()) == [], "nobody is to be asked any more"
+
+
+def scraped(discovery: Path, certs: Path) -> str:
+    """What a process says at the address that its discovery file tells."""
+    ((found,),) = [one["targets"] for one in json.loads(discovery.read_text())]
+    contexts = Contexts(certs)
+    host, _, port = found.rpartition(":")
+    context = contexts.client()
+    context.check_hostname = False  # their one name is the job's
+    with closing(http.client.HTTPSConnection(host, int(port), context=context, timeout=20)) as connection:
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read().decode()
 
 
 def test_an_agent_is_replaced_and_nothing_outlives_the_driver(cluster: Any, tmp_path: Path) -> None:

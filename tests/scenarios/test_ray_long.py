@@ -113,7 +113,13 @@ class Autoscaling:
         config = {
             "cluster_name": "test",
             "max_workers": most,
-            "provider": {"type": "fake_multinode", "gcs_address": self.address},
+            "provider": {
+                "type": "fake_multinode",
+                "gcs_address": self.address,
+                "launch_multiple": True,
+                "disable_node_updaters": True,
+                "disable_launch_config_check": True,
+            },
             "available_node_types": kinds,
             "head_node_type": "ray.head.default",
             "idle_timeout_minutes": 1,
