@@ -238,7 +238,9 @@ def test_a_second_sigterm_the_end_of_the_grace_or_none_ends_at_once(
         launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=20)
     assert launcher.returncode == 128 + signal.SIGTERM
-    assert all(gone(pid) for one in agents(tmp_path / "runs" / "a") for pid in one["pids"])
+    assert wait_until(
+        lambda: all(gone(pid) for one in agents(tmp_path / "runs" / "a") for pid in one["pids"])
+    )
 
 
 def test_sigint_is_never_a_notice(start: Start, tmp_path: Path) -> None:
