@@ -1,9 +1,10 @@
 """The buyer's question: for this model and budget, which nodes, spot or on demand, how many, and which backup?
 
-Every mix of so many on-demand nodes, which never go, and so many spot nodes, which come and go as in the trace, is
-replayed with every policy and seed. With a budget the mix is advised that makes most samples within it, without one
-the cheapest a sample, beside all others. Nodes beyond what the plan can use wait as spares: `spares` and `idle` tell.
-With `resized` the best mix is tried with fewer and more nodes, too.
+Every mix of so many on-demand nodes, which never go, and so many spot nodes, which come and go as in the traces, is
+replayed on each trace with every policy and seed. Traces count alike, long or short; intervals are over traces, or over
+seeds if there is one, for seeds of one trace share its market. With a budget the mix is advised that makes most samples
+within it, without one the cheapest a sample, beside all others. Nodes beyond what the plan can use wait as spares:
+`spares` and `idle` tell. With `resized` the best mix is tried with fewer and more nodes, too.
 
 A recorded trace knows its own nodes only: with more spot nodes than it has it is repeated under other names, shifted in
 time, so that losses do not coincide more than they did.
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from elastic.errors import FieldError
 from simulator.account import Use
@@ -66,6 +68,26 @@ class Offer:
     """Of that time."""
     within: bool
     """The budget."""
+    by_trace: tuple[tuple[str, float, float], ...]
+    """(trace, samples a second, dollars a million tokens), means over seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A mix on one trace with one policy and one seed."""
+
+    run: Run
+    cost: float
+    """Dollars."""
+    hours: float
+    spare_s: float
+    """Node-seconds of nodes that are of use and do nothing."""
+    pairs: Counter[str]
+    """Milliseconds that each pair of schemes was in force."""
+
+    @property
+    def per_million(self) -> float:
+        return 1e6 * self.cost / self.run.samples if self.run.samples else math.inf
 
 
 def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
@@ -159,33 +181,40 @@ def _limited(trace: Trace, most: int) -> list[Event]:
 
 
 def offers(
-    scenario: Scenario,
+    scenarios: Sequence[Scenario],
     options: Sequence[Mix],
     policies: Sequence[str],
     seeds: Sequence[int],
     budget_per_h: float = math.inf,
     progress: Callable[[str], None] | None = None,
 ) -> list[Offer]:
-    """Every mix with every policy, the best first. Prices are those of the first node type. Raises FieldError."""
-    world, kind = scenario.world(), node_type_of(scenario.nodes_of[0])
+    """Every mix with every policy, the best first. `scenarios` differ in their traces alone. Prices are those of the
+    first node type. Raises FieldError."""
+    world, kind = scenarios[0].world(), node_type_of(scenarios[0].nodes_of[0])
     found = []
     for mix in options:
-        traces = {seed: blended(scenario.trace_of(seed), mix) for seed in seeds}
+        traces = {one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios}
         for policy in policies:
-            pairs, spare_s, runs = Counter[str](), 0.0, []
-            for seed in seeds:
-                run = run_one(world, traces[seed], policy, seed, keep=True)
-                assert run.outcome is not None
-                pairs += _pairs(run.outcome, run.seen)
-                spare_s += run.outcome.account.totals()[Use.IDLE] / 1000
-                runs.append(replace(run, outcome=None, seen=()))  # they are large
-            costs = [_cost(kind, traces[run.seed]) for run in runs]
-            found.append(
-                _offer(world, mix, policy, runs, costs, pairs, spare_s, traces[seeds[0]].end_s, budget_per_h)
-            )
+            trials = {
+                one.name(): [_trial(world, kind, trace, policy, seed) for seed, trace in traces[one].items()]
+                for one in scenarios
+            }
+            found.append(_offer(world, mix, policy, trials, budget_per_h))
             if progress:
                 progress(f"{mix}, {policy}")
     return ordered(found, budget_per_h)
+
+
+def _trial(world: World, kind: NodeType, trace: Trace, policy: str, seed: int) -> Trial:
+    run = run_one(world, trace, policy, seed, keep=True)
+    assert run.outcome is not None
+    return Trial(
+        run=replace(run, outcome=None, seen=()),  # they are large
+        cost=_cost(kind, trace),
+        hours=trace.end_s / 3600,
+        spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,
+        pairs=_pairs(run.outcome, run.seen),
+    )
 
 
 def ordered(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
@@ -207,39 +236,39 @@ def _pairs(outcome: Outcome, plans: Sequence[Seen | None]) -> Counter[str]:
 
 
 def _offer(
-    world: World,
-    mix: Mix,
-    policy: str,
-    runs: Sequence[Run],
-    costs: Sequence[float],
-    pairs: Counter[str],
-    spare_s: float,
-    end_s: float,
-    budget_per_h: float,
+    world: World, mix: Mix, policy: str, trials: Mapping[str, Sequence[Trial]], budget_per_h: float
 ) -> Offer:
-    hours = end_s / 3600
-    per_million = [
-        1e6 * cost / run.samples if run.samples else math.inf for run, cost in zip(runs, costs, strict=True)
-    ]
+    """`trials`: of each trace, one a seed."""
+    every = [one for seeds in trials.values() for one in seeds]
+
+    def over(figure: Callable[[Trial], float]) -> Mean:
+        told = [[figure(one) for one in seeds] for seeds in trials.values()]
+        return mean_of(told[0] if len(told) == 1 else [fmean(values) for values in told])
+
     tokens = world.profile.tokens_per_microbatch / world.training.microbatch
-    dollars = mean_of([cost / hours for cost in costs])
-    whole = sum(sum(run.time.values()) for run in runs) or 1.0
+    dollars = over(lambda one: one.cost / one.hours)
+    whole = sum(sum(one.run.time.values()) for one in every) or 1.0
     best = world.best(mix.on_demand + mix.spot)
-    ((backup, longest),) = pairs.most_common(1) or [("", 0)]
     full = world.samples / best.step_s if best else math.inf
+    pairs = sum((one.pairs for one in every), Counter[str]())
+    ((backup, longest),) = pairs.most_common(1) or [("", 0)]
     return Offer(
         mix=mix,
         policy=policy,
-        samples_per_s=mean_of([run.samples_per_s for run in runs]),
+        samples_per_s=over(lambda one: one.run.samples_per_s),
         dollars_per_h=dollars,
-        per_million=mean_of(per_million),
-        per_million_tokens=mean_of([value / tokens for value in per_million]),
-        goodput=mean_of([run.samples_per_s / full for run in runs]),
-        idle=sum(run.time["idle"] for run in runs) / whole,
-        spares=spare_s / (end_s * len(runs)),
+        per_million=over(lambda one: one.per_million),
+        per_million_tokens=over(lambda one: one.per_million / tokens),
+        goodput=over(lambda one: one.run.samples_per_s / full),
+        idle=sum(one.run.time["idle"] for one in every) / whole,
+        spares=sum(one.spare_s for one in every) / sum(3600 * one.hours for one in every),
         backup=backup,
         backup_share=longest / pairs.total() if backup else 0.0,
         within=dollars.value <= budget_per_h,
+        by_trace=tuple(
+            (name, fmean(o.run.samples_per_s for o in seeds), fmean(o.per_million / tokens for o in seeds))
+            for name, seeds in trials.items()
+        ),
     )
 
 

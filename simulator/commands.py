@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,16 @@ def scenario_of(trace: Path | None, told: dict[str, Any]) -> Scenario:
     )
 
 
+def scenarios_of(traces: Sequence[Path], told: dict[str, Any]) -> list[Scenario]:
+    """One for each trace, or that of a failure rate. Raises FieldError."""
+    first = scenario_of(traces[0] if traces else None, told)
+    found = [replace(first, trace=str(trace)) for trace in traces] or [first]
+    names = [one.name() for one in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FieldError("TRACE", twice, "each trace once, under a name of its own")
+    return found
+
+
 def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
     """--policy, repeated or comma-separated; all: every one. Raises FieldError."""
     names = [name.strip() for text in told for name in text.split(",") if name.strip()] or list(DEFAULT)
@@ -142,7 +153,7 @@ def policies() -> None:
 
 
 @click.command()
-@click.argument("trace", type=FILE, required=False)
+@click.argument("traces", type=FILE, nargs=-1, metavar="[TRACE]...")
 @click.option(
     "--buy",
     default="",
@@ -165,7 +176,7 @@ def policies() -> None:
 @scenario_options()
 @clear_errors
 def advise(
-    trace: Path | None,
+    traces: tuple[Path, ...],
     buy: str,
     steps: int,
     budget: float,
@@ -174,20 +185,23 @@ def advise(
     out: Path | None,
     **told: Any,
 ) -> None:
-    """Which mix of spot and on-demand nodes to rent, how many as spares, with which backup, and what to expect."""
+    """Which mix of spot and on-demand nodes to rent, how many as spares, with which backup, and what to expect.
+
+    Several traces count alike.
+    """
     if not budget > 0:
         raise FieldError("--budget", budget, "dollars an hour, above 0")
-    scenario, names = scenario_of(trace, told), policies_of(wanted)
+    scenarios, names = scenarios_of(traces, told), policies_of(wanted)
     source = click.get_current_context().get_parameter_source("nodes_of")
-    if "model" in scenario.files() and source == click.core.ParameterSource.DEFAULT:
+    if "model" in scenarios[0].files() and source == click.core.ParameterSource.DEFAULT:
         kinds = ", ".join(kind.name for kind in NODE_TYPES)
         raise FieldError(
             "--nodes-of", "", f"a profile has no prices: name what its nodes cost, one of {kinds}"
         )
     writable(out)
-    found = advice.offers(scenario, advice.mixes(_sizes(buy or "32"), steps), names, range(seeds), budget)
+    found = advice.offers(scenarios, advice.mixes(_sizes(buy or "32"), steps), names, range(seeds), budget)
     if not buy:
-        more = advice.offers(scenario, advice.resized(found[0].mix), names, range(seeds), budget)
+        more = advice.offers(scenarios, advice.resized(found[0].mix), names, range(seeds), budget)
         found = advice.ordered([*found, *more], budget)
     click.echo(show.advice(found, budget))
     best = found[0]
@@ -198,7 +212,11 @@ def advise(
             {**row, "spares": one.spares, "backup": one.backup, "backup_share": one.backup_share}
             for row, one in zip(show.offers_json(found), found, strict=True)
         ]
-        told = {"trace": scenario.name(), "model": scenario.model, "offers": offers}
+        told = {
+            "traces": [one.name() for one in scenarios],
+            "model": scenarios[0].model,
+            "offers": offers,
+        }
         stored(out, json.dumps(told, indent=2) + "\n")
 
 

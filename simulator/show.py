@@ -115,8 +115,14 @@ def advice(found: Sequence[Offer], budget: float) -> str:
     else:
         said = (
             f"Rent {best.mix}, with {best.policy}: {best.samples_per_s} samples/s for {best.dollars_per_h} dollars an "
-            f"hour, {best.per_million_tokens} dollars a million tokens (± 95 % over seeds)."
+            f"hour, {best.per_million_tokens} dollars a million tokens "
+            f"(± 95 % over {'traces' if len(best.by_trace) > 1 else 'seeds'})."
         )
+        if len(best.by_trace) > 1:
+            said += "".join(
+                f"\n  {name}: {rate:.4g} samples/s, {cost:.4g} dollars a million tokens"
+                for name, rate, cost in best.by_trace
+            )
     return f"{said}\n\n{aligned([head, *rows])}"
 
 
@@ -129,6 +135,10 @@ def offers_json(found: Sequence[Offer]) -> list[dict[str, Any]]:
             "policy": one.policy,
             "within_budget": one.within,
             "idle": one.idle,
+            "by_trace": {
+                name: {"samples_per_s": rate, "per_million_tokens": finite(cost)}
+                for name, rate, cost in one.by_trace
+            },
             **{
                 name: {"value": finite(mean.value), "margin": finite(mean.margin)}
                 for name, mean in (

@@ -17,8 +17,9 @@ from elastic.planning.zoo import zoo_profile
 from simulator.advise import Mix, answer, blended, mixes, offers, resized
 from simulator.cli import main
 from simulator.generate import Market, generate
+from simulator.replay import mean_of
 from simulator.scenario import Scenario
-from simulator.trace import ADD, check
+from simulator.trace import ADD, check, format_trace
 
 MARKET = Market(nodes=6, mtbf_s=600.0, repair_s=300.0)
 SCENARIO = Scenario(
@@ -57,7 +58,7 @@ def test_more_of_the_same_market_is_not_lost_together() -> None:
 
 
 def test_offers_are_priced_and_ordered() -> None:
-    found = offers(SCENARIO, mixes([6], 1), ("ours", "varuna"), (0, 1))
+    found = offers([SCENARIO], mixes([6], 1), ("ours", "varuna"), (0, 1))
     assert [o.per_million.value for o in found] == sorted(o.per_million.value for o in found)
     by = {(o.mix.on_demand, o.policy): o for o in found}
     assert by[6, "ours"].dollars_per_h.value == pytest.approx(6 * 3.06)
@@ -69,7 +70,7 @@ def test_offers_are_priced_and_ordered() -> None:
 
 
 def test_within_a_budget_the_fastest_comes_first() -> None:
-    found = offers(SCENARIO, mixes([6], 3), ("ours",), (0,), 15.0)
+    found = offers([SCENARIO], mixes([6], 3), ("ours",), (0,), 15.0)
     within = [o for o in found if o.within]
     assert found[: len(within)] == within and 0 < len(within) < len(found)
     assert [o.samples_per_s.value for o in within] == sorted(
@@ -87,14 +88,14 @@ def test_fewer_and_more_of_the_best_mix() -> None:
 def test_the_backup_in_force_and_the_spares_are_named() -> None:
     """A fixed pair is named as it is; rivals have none."""
     fixed, rival = (
-        offers(SCENARIO, [Mix(6, 0)], ("ours:log+replica",), (0,)),
-        offers(SCENARIO, [Mix(6, 0)], ("varuna",), (0,)),
+        offers([SCENARIO], [Mix(6, 0)], ("ours:log+replica",), (0,)),
+        offers([SCENARIO], [Mix(6, 0)], ("varuna",), (0,)),
     )
     assert (fixed[0].backup, fixed[0].backup_share) == ("log+replica", 1.0)
     assert "Backup: log+replica, in force 100 % of the time." in answer(fixed[0])
     assert rival[0].backup == "" and "Backup: varuna keeps none" in answer(rival[0])
     assert fixed[0].spares == pytest.approx(fixed[0].idle * 6, abs=1e-3)
-    (chosen,) = offers(SCENARIO, [Mix(2, 4)], ("ours",), (0,))
+    (chosen,) = offers([SCENARIO], [Mix(2, 4)], ("ours",), (0,))
     assert "+" in chosen.backup and 0 < chosen.backup_share <= 1
 
 
@@ -120,6 +121,32 @@ def test_without_sizes_the_best_mix_is_tried_with_fewer_and_more(tmp_path: Path)
     assert found.exit_code == 0, found.output
     sizes = [offer["on_demand"] + offer["spot"] for offer in json.loads(out.read_text())["offers"]]
     assert sorted(sizes) == [28, 32, 32, 36]
+
+
+def test_several_traces_count_alike(tmp_path: Path) -> None:
+    """A long one no more than a short one; intervals are over traces, not over the seeds that share them."""
+    calm, rough, out = tmp_path / "calm.csv", tmp_path / "rough.csv", tmp_path / "advice.json"
+    calm.write_text(format_trace(generate(replace(MARKET, mtbf_s=7200.0), 7200.0, 1)))
+    rough.write_text(format_trace(generate(replace(MARKET, mtbf_s=200.0), 1800.0, 1)))
+    args = ["advise", "--model", "bert-large", "--microbatches", "16", "--buy", "6", "--mixes", "1", "--seeds", "2",
+            "--json", str(out)]  # fmt: skip
+    alone = {}
+    for path in (calm, rough):
+        assert CliRunner().invoke(main, [*args, str(path)]).exit_code == 0
+        told = json.loads(out.read_text())
+        alone[path.name] = next(o for o in told["offers"] if o["spot"] == 6)["samples_per_s"]["value"]
+    found = CliRunner().invoke(main, [*args, str(calm), str(rough)])
+    assert found.exit_code == 0, found.output
+    told = json.loads(out.read_text())
+    assert told["traces"] == ["calm.csv", "rough.csv"]
+    both = next(o for o in told["offers"] if o["spot"] == 6)
+    assert {name: one["samples_per_s"] for name, one in both["by_trace"].items()} == pytest.approx(alone)
+    assert alone["rough.csv"] < alone["calm.csv"]
+    assert both["samples_per_s"]["value"] == pytest.approx(sum(alone.values()) / 2)
+    assert both["samples_per_s"]["margin"] == pytest.approx(mean_of(list(alone.values())).margin)
+    assert "95 % over traces" in found.output and "  calm.csv: " in found.output
+    twice = CliRunner().invoke(main, [*args, str(calm), str(calm)])
+    assert twice.exit_code == 2 and twice.output.startswith("elastic-sim: TRACE: 'calm.csv'")
 
 
 def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
