@@ -18,6 +18,8 @@ from simulator.trace import ADD, Event, Trace
 
 NOISE_STEPS = 4096
 """Factors that are drawn; longer runs go round."""
+MOST_NOISE = 3.0
+"""One step in twenty then takes 360 times what it should, or a 360th of it: more than that is a slip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,10 @@ class Physics:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 1e-9 if field.name in positive else 1.0 if field.name == "straggler_factor" else 0.0
-            if not isinstance(value, (int, float)) or not least <= value < 1e18:
-                raise FieldError(f"physics.{field.name}", value, f"a number from {least:g} up")
+            most = MOST_NOISE if field.name == "noise" else 1e18
+            if not isinstance(value, (int, float)) or not least <= value <= most:
+                upto = "up" if most == 1e18 else f"to {most:g}"
+                raise FieldError(f"physics.{field.name}", value, f"a number from {least:g} {upto}")
 
     def restart_s(self, devices: int) -> float:
         """All processes are started again: launch, imports, contexts, groups; state not counted. 50 s at 16 devices,

@@ -38,3 +38,14 @@ def test_speed_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert scenario.trace_of(0).events
     rows = [*simulator.month(0.02), *simulator.imports(1)]
     assert [row.value > 0 for row in rows] == [True] * 3, "without torch, or the import fails"
+
+
+def test_what_notices_give_stands_beside_what_there_is_without() -> None:
+    places = [
+        headline.Place(trace, "m", {"ours": Mean(0.9)}, "varuna", Mean(1.1, 0.01))
+        for trace in ("p3-trace.csv", "g4dn-trace.csv")
+    ]
+    policies = {"ours": {"goodput": 0.95, "margins": {"goodput": None}}}
+    told = headline.noticed({"scenarios": [{"model": "m", "policies": policies}]})
+    assert headline.notice_table(places, told).splitlines()[2:] == ["| m | 90.0 | 95.0 |"]
+    assert [row.value for row in headline.rows_of(places, told) if "notice" in row.metric] == [0.95]

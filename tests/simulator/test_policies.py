@@ -281,7 +281,15 @@ def test_every_job_has_a_plan_on_large_nodes(job: Training) -> None:
 
 @pytest.mark.parametrize(
     "settings_",
-    [["boot_s"], ["boot_s=x"], ["nothing=1"], ["boot_s=-1"], ["straggler_factor=0.5"], ["noise=nan"]],
+    [
+        ["boot_s"],
+        ["boot_s=x"],
+        ["nothing=1"],
+        ["boot_s=-1"],
+        ["straggler_factor=0.5"],
+        ["noise=nan"],
+        ["noise=1000"],
+    ],
 )
 def test_unusable_physics_are_refused(settings_: list[str]) -> None:
     with pytest.raises(FieldError):
