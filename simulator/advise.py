@@ -24,11 +24,13 @@ from simulator.clusters import NodeType, node_type_of
 from simulator.engine import Outcome
 from simulator.physics import stays
 from simulator.replay import Mean, Run, mean_of, run_one
-from simulator.scenario import Scenario
+from simulator.scenario import Scenario, check_same
 from simulator.trace import ADD, REMOVE, Event, Trace, window
 from simulator.watch import Seen
 from simulator.world import World
 
+MOST = 256
+"""Nodes that are tried for a budget; more are named with --buy."""
 ON_DEMAND = "on-demand"
 """The zone of nodes that never go."""
 
@@ -93,6 +95,17 @@ class Trial:
 def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
     """Of so many nodes in all, from all spot to all on demand."""
     found = [Mix(n, size - n) for size in sizes for i in range(steps + 1) for n in (round(size * i / steps),)]
+    return list(dict.fromkeys(found))
+
+
+def affordable(kind: NodeType, budget_per_h: float, steps: int) -> list[Mix]:
+    """From all spot to all on demand, each with as many nodes as the budget pays while all are there, `MOST` at most;
+    one node where it pays none."""
+    found = []
+    for i in range(steps + 1):
+        share = i / steps
+        n = min(MOST, int(budget_per_h / (share * kind.on_demand + (1 - share) * kind.spot)))
+        found.append(Mix(int(share * n), n - int(share * n)) if n else Mix(0, 1))
     return list(dict.fromkeys(found))
 
 
@@ -186,11 +199,13 @@ def offers(
     policies: Sequence[str],
     seeds: Sequence[int],
     budget_per_h: float = math.inf,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> list[Offer]:
     """Every mix with every policy, the best first. `scenarios` differ in their traces alone. Prices are those of the
     first node type. Raises FieldError."""
     world, kind = scenarios[0].world(), node_type_of(scenarios[0].nodes_of[0])
+    if "model" in scenarios[0].files():
+        check_same(kind, world.profile)
     found = []
     for mix in options:
         traces = {one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios}
@@ -200,8 +215,7 @@ def offers(
                 for one in scenarios
             }
             found.append(_offer(world, mix, policy, trials, budget_per_h))
-            if progress:
-                progress(f"{mix}, {policy}")
+            progress()
     return ordered(found, budget_per_h)
 
 
@@ -220,7 +234,14 @@ def _trial(world: World, kind: NodeType, trace: Trace, policy: str, seed: int) -
 def ordered(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
     """The best first."""
     if math.isfinite(budget_per_h):
-        return sorted(found, key=lambda o: (not o.within, -o.samples_per_s.value, o.dollars_per_h.value))
+        return sorted(
+            found,
+            key=lambda o: (
+                not o.within,
+                -o.samples_per_s.value if o.within else o.dollars_per_h.value,
+                o.dollars_per_h.value,
+            ),
+        )
     return sorted(found, key=lambda o: (o.per_million.value, o.dollars_per_h.value))
 
 

@@ -18,7 +18,7 @@ from simulator.detail.physics import read as read_physics
 from simulator.fetch import HOST, ORIGINALS, fetch
 from simulator.generate import Market, fitted, generate, shared_with_inference
 from simulator.importers import FORMATS, UNITS, doubt
-from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored, writable
+from simulator.options import FILE, RATE, SECONDS, PerNode, clear_errors, mtbf_of, sizes_of, stored, writable
 from simulator.statistics import Statistics, statistics
 from simulator.sweep_command import sweep
 from simulator.validate import as_json as report_json
@@ -48,6 +48,7 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
         from simulator.trace_page import trace_page  # templates take a while to import
 
         stored(html, trace_page(found, file.name))
+    _doubted(found, file)
     click.echo(json.dumps(asdict(statistics(found))) if as_json else _told(statistics(found)))
 
 
@@ -82,9 +83,9 @@ def import_(
         more = {"config": traces.text_of(config, "file")}
     found = FORMATS[kind](traces.text_of(source, "file"), source.name, **more)
     _write(found, out, f", times read as {unit}")
-    if kind != "events" and (strange := doubt(found, unit)):  # runs that were made to fail lose more
+    if kind != "events":  # runs that were made to fail lose more
         hint = " --hours takes them for hours" if kind == "counts" and not hours else ""
-        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
+        _doubted(found, source, unit, hint)
 
 
 @traces_group.command("convert")
@@ -96,22 +97,29 @@ def import_(
 @clear_errors
 def convert(source: Path, out: Path, repair: bool, first: float, last: float | None) -> None:
     """Repair a trace, or cut a window out of it."""
-    found, repairs = traces.read(source, repair=repair)
+    whole, repairs = traces.read(source, repair=repair)
+    found = whole
     for done in repairs:
         click.echo(f"line {done.line}: {done.text}" if done.line else done.text, err=True)
     if first or last is not None:
         end = found.end_s if last is None else last
         if not first < end <= found.end_s:
             raise FieldError("--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s")
-        found = traces.window(found, first, end)
+        found = traces.window(whole, first, end)
     _write(found, out)
+    _doubted(whole, source)
 
 
 @traces_group.command("generate")
 @click.argument("out", type=FILE)
 @click.option("--nodes", type=int, default=32, show_default=True, help="wanted at any time")
 @click.option("--duration", type=SECONDS, default=86400.0, help="of the trace [24h]")
-@click.option("--mtbf", type=SECONDS, default=3600.0, help="of the cluster: between two losses [1h]")
+@click.option(
+    "--mtbf",
+    type=RATE,
+    default=3600.0,
+    help="between two losses of the cluster; of each node, as 200h/node [1h]",
+)
 @click.option("--repair", type=SECONDS, default=1200.0, help="until a lost node is replaced; 0: never [20m]")
 @click.option("--notice", type=SECONDS, default=0.0, help="how long before a node is told [0s]")
 @click.option(
@@ -137,7 +145,7 @@ def generate_(
     out: Path,
     nodes: int,
     duration: float,
-    mtbf: float,
+    mtbf: float | PerNode,
     repair: float,
     notice: float,
     bulk: str,
@@ -158,7 +166,7 @@ def generate_(
             if like is not None
             else Market(
                 nodes=nodes,
-                mtbf_s=mtbf,
+                mtbf_s=mtbf_of(mtbf, nodes, sizes_of(bulk)),
                 bulk=sizes_of(bulk),
                 repair_s=repair,
                 notice_s=notice,
@@ -227,6 +235,12 @@ def _told(found: Statistics) -> str:
     rows = asdict(found)
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value:>12.4g}" for name, value in rows.items())
+
+
+def _doubted(found: traces.Trace, source: Path, unit: str = "seconds", hint: str = "") -> None:
+    """Warn of a trace that is unlike any market."""
+    if strange := doubt(found, unit):
+        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
 
 
 def _write(found: traces.Trace, out: Path, more: str = "") -> None:

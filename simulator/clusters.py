@@ -26,7 +26,7 @@ class NodeType:
     devices: int = 1
     """They form one unit: tensor parallelism inside a node."""
     link_bytes_per_s: float
-    """Between nodes."""
+    """Between nodes, all devices of a node together."""
     inside_bytes_per_s: float = 0.0
     """Between devices of a node; 0: there is only one."""
     on_demand: float
@@ -36,7 +36,8 @@ class NodeType:
 
     @property
     def link(self) -> Link:
-        return Link(self.link_bytes_per_s, LATENCY_S)
+        """Of one device: its share."""
+        return Link(self.link_bytes_per_s / self.devices, LATENCY_S)
 
     @property
     def inside(self) -> Link:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from tqdm import tqdm
 
 from elastic.errors import FieldError
 from simulator import advise as advice
 from simulator import policies as known
 from simulator import show
-from simulator.clusters import NODE_TYPES
+from simulator.clusters import NODE_TYPES, node_type_of
 from simulator.generate import Market
-from simulator.options import FILE, SECONDS, clear_errors, sizes_of, stored, writable
+from simulator.importers import doubt
+from simulator.options import FILE, RATE, SECONDS, clear_errors, mtbf_of, sizes_of, stored, writable
 from simulator.replay import replay as run
 from simulator.scenario import Scenario
 
@@ -34,7 +38,9 @@ _OPTIONS = {
     "nodes_of": click.option(
         "--nodes-of", default="a40", show_default=True, help="node types, comma-separated"
     ),
-    "mtbf": click.option("--mtbf", type=SECONDS, help="no trace: the cluster loses nodes so often"),
+    "mtbf": click.option(
+        "--mtbf", type=RATE, help="no trace: the cluster loses nodes so often; each node, as 200h/node"
+    ),
     "nodes": click.option(
         "--nodes", type=int, default=32, show_default=True, help="with --mtbf: wanted at any time"
     ),
@@ -73,10 +79,11 @@ def scenario_of(trace: Path | None, told: dict[str, Any]) -> Scenario:
         raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
     market = None
     if trace is None:
+        bulk = sizes_of(values["bulk"])
         market = Market(
             nodes=values["nodes"],
-            mtbf_s=values["mtbf"],
-            bulk=sizes_of(values["bulk"]),
+            mtbf_s=mtbf_of(values["mtbf"], values["nodes"], bulk),
+            bulk=bulk,
             repair_s=values["repair"],
         )
     return Scenario(
@@ -103,11 +110,19 @@ def scenarios_of(traces: Sequence[Path], told: dict[str, Any]) -> list[Scenario]
     return found
 
 
+def warn(scenarios: Sequence[Scenario]) -> None:
+    """Say what is strange about traces, whole ones; but runs that were made to fail lose more. Raises FieldError."""
+    for trace in dict.fromkeys(
+        one.trace for one in scenarios if one.trace and Path(one.trace).suffix != ".jsonl"
+    ):
+        if strange := doubt(Scenario(trace=trace).trace_of(0), "seconds"):
+            click.echo(f"elastic-sim: {trace}: {strange}", err=True)
+
+
 def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
     """--policy, repeated or comma-separated; all: every one. Raises FieldError."""
     names = [name.strip() for text in told for name in text.split(",") if name.strip()] or list(DEFAULT)
-    if names == ["all"]:
-        names = list(known.makers())
+    names = [one for name in names for one in (known.makers() if name == "all" else (name,))]
     for name in names:
         known.maker_of(name)
     return tuple(dict.fromkeys(names))
@@ -134,8 +149,11 @@ def replay(
     """What each policy delivers and costs on a trace, or at a failure rate."""
     scenario, names = scenario_of(trace, told), policies_of(wanted)
     writable(out, html)
+    warn([scenario])
     found = run(scenario.world(), scenario.trace_of, names, range(seeds), keep=html is not None)
     click.echo(show.table(found))
+    if not any(one.samples_per_s.value for one in found):
+        click.echo(f"elastic-sim: nothing ever runs: {scenario.model} does not fit on these nodes", err=True)
     if out is not None:
         told = show.as_json(scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps()))
         stored(out, json.dumps(told, indent=2) + "\n")
@@ -157,7 +175,8 @@ def policies() -> None:
 @click.option(
     "--buy",
     default="",
-    help="nodes in all, spares included; several as 28,32,36 [32, and the best mix with an eighth fewer and more]",
+    help="nodes in all, spares included; several as 28,32,36 [what the budget pays, else 32, and the best mix with an "
+    "eighth fewer and more]",
 )
 @click.option(
     "--mixes",
@@ -199,10 +218,23 @@ def advise(
             "--nodes-of", "", f"a profile has no prices: name what its nodes cost, one of {kinds}"
         )
     writable(out)
-    found = advice.offers(scenarios, advice.mixes(_sizes(buy or "32"), steps), names, range(seeds), budget)
-    if not buy:
-        more = advice.offers(scenarios, advice.resized(found[0].mix), names, range(seeds), budget)
-        found = advice.ordered([*found, *more], budget)
+    warn(scenarios)
+    if buy or math.isinf(budget):
+        mixes = advice.mixes(_sizes(buy or "32"), steps)
+    else:
+        mixes = advice.affordable(node_type_of(scenarios[0].nodes_of[0]), budget, steps)
+    with tqdm(unit="mix", disable=not sys.stderr.isatty()) as bar:
+        priced = partial(
+            advice.offers,
+            scenarios,
+            policies=names,
+            seeds=range(seeds),
+            budget_per_h=budget,
+            progress=bar.update,
+        )
+        found = priced(mixes)
+        if not buy:
+            found = advice.ordered([*found, *priced(advice.resized(found[0].mix))], budget)
     click.echo(show.advice(found, budget))
     best = found[0]
     if best.within and math.isfinite(best.per_million.value):

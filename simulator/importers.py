@@ -10,13 +10,13 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.core.codec import decode
 from elastic.core.faults import FaultKind, FaultSpec
 from elastic.errors import FieldError
 from simulator.statistics import statistics
-from simulator.trace import ADD, MOST_EVENTS, MOST_NODES, REMOVE, Event, Trace, check, refuse_milliseconds
+from simulator.trace import ADD, MOST_EVENTS, MOST_NODES, REMOVE, Event, Growing, Trace, refuse_milliseconds
 
 LIKELY_LOSSES = 20.0
 """Per node and hour. Recorded markets have up to 1.6; with more than this a node stays less than three minutes, which
@@ -29,26 +29,23 @@ LIKELY_END_S = 365 * 86400.0
 
 def bamboo(text: str, name: str) -> Trace:
     """milliseconds, add or remove, node: the traces of Bamboo and of Oobleck's artifact. Ends with its last event."""
-    events = []
-    for line, fields in _csv(text, name, 3):
-        at = _number(fields[0], f"{name}, line {line}") / 1000
-        events.append(Event(at, fields[1], fields[2]))
-    return _trace(events, max((e.seconds for e in events), default=0.0), f"imported from {name}", name)
+    growing, end = Growing(), 0.0
+    for where, at, fields in _csv(text, name, 3):
+        end = at / 1000
+        growing.add(Event(end, fields[1], fields[2]), where, ",".join(fields))
+    return _trace(growing, end, f"imported from {name}", name)
 
 
 def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
     """seconds (or hours), instances: as pairs of rows, before and after a change. Nodes are numbered; who came last
     goes first, since the file does not say who went."""
-    rows = [
-        (f"{name}, line {line}", _number(fields[0], f"{name}, line {line}") * unit_s, fields[1])
-        for line, fields in _csv(text, name, 2)
-    ]
-    return _trace(_numbered(rows), max((at for _, at, _ in rows), default=0.0), f"imported from {name}", name)
+    rows = [(where, at * unit_s, fields[1]) for where, at, fields in _csv(text, name, 2)]
+    return _trace(_numbered(rows), rows[-1][1] if rows else 0.0, f"imported from {name}", name)
 
 
-def _numbered(rows: Iterable[tuple[str, float, Any]]) -> list[Event]:
+def _numbered(rows: Iterable[tuple[str, float, Any]]) -> Growing:
     """`rows`: where it stands, when, how many instances from then on."""
-    events, present, number = list[Event](), list[str](), 0
+    growing, present, number = Growing(), list[str](), 0
     for where, at, told in rows:
         wanted = _number(told, where)
         if wanted != int(wanted) or wanted > MOST_NODES:
@@ -56,16 +53,16 @@ def _numbered(rows: Iterable[tuple[str, float, Any]]) -> list[Event]:
         while len(present) < wanted:
             number += 1
             present.append(f"node{number}")
-            events.append(Event(at, ADD, present[-1]))
+            growing.add(Event(at, ADD, present[-1]), where)
         while len(present) > wanted:
-            events.append(Event(at, REMOVE, present.pop()))
-        _not_too_many(events, where)
-    return events
+            growing.add(Event(at, REMOVE, present.pop()), where)
+        _not_too_many(growing.events, where)
+    return growing
 
 
 def parcae(text: str, name: str) -> Trace:
     """A JSON list a line: milliseconds, add, remove or no-op, {"nodes": [...], "duration": milliseconds}."""
-    events, end = list[Event](), 0.0
+    growing, last, end = Growing(), 0.0, 0.0
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{name}, line {number}"
         if not line.strip():
@@ -73,16 +70,18 @@ def parcae(text: str, name: str) -> Trace:
         row = _json(line, where)
         if not (isinstance(row, list) and len(row) == 3 and isinstance(row[2], dict)):
             raise FieldError(where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]')
-        at, kind, more = row
-        at, lasting = _number(at, where) / 1000, _number(more.get("duration"), f"{where}: duration") / 1000
+        told, kind, more = row
+        at, lasting = _number(told, where), _number(more.get("duration"), f"{where}: duration")
+        last = _not_before(last, at, where, told)
         if kind not in (ADD, REMOVE, "no-op"):
             raise FieldError(where, _shown(kind), "add, remove or no-op")
         nodes = more.get("nodes")
         if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
             raise FieldError(f"{where}: nodes", _shown(nodes), 'a list of names, as ["node1", "node2"]')
-        events += [Event(at, kind, node) for node in nodes if kind != "no-op"]
-        end = max(end, at + lasting)
-    return _trace(events, end, f"imported from {name}", name)
+        for node in nodes if kind != "no-op" else ():
+            growing.add(Event(at / 1000, kind, node), where, f"{_shown(told)},{kind},{node}")
+        end = max(end, (at + lasting) / 1000)
+    return _trace(growing, end, f"imported from {name}", name)
 
 
 def spot_prices(text: str, name: str, bid: float, nodes: int = 1, product: str | None = None) -> Trace:
@@ -93,28 +92,30 @@ def spot_prices(text: str, name: str, bid: float, nodes: int = 1, product: str |
     if not 1 <= nodes <= MOST_NODES:
         raise FieldError("--nodes", nodes, f"from 1 to {MOST_NODES}")
     prices = _prices(text, name, product)
-    start, events = prices[0][0], list[Event]()
+    start, growing = prices[0][0], Growing()
     there: set[tuple[str, str]] = set()
-    for at, zone, kind, price in prices:
+    for at, zone, kind, price, where in prices:
         market = zone, kind
         if (price <= bid) != (market in there):
             what = ADD if price <= bid else REMOVE
             (there.add if what == ADD else there.discard)(market)
-            events += [Event(at - start, what, f"{zone}-{kind}-{i}", zone, kind) for i in range(1, nodes + 1)]
-            _not_too_many(events, name)
-    return _trace(events, prices[-1][0] - start, f"imported from {name}, bid {bid:g}", name)
+            for i in range(1, nodes + 1):
+                event = Event(at - start, what, f"{zone}-{kind}-{i}", zone, kind)
+                growing.add(event, where, f"{zone}, {kind}")
+            _not_too_many(growing.events, where)
+    return _trace(growing, prices[-1][0] - start, f"imported from {name}, bid {bid:g}", name)
 
 
-def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str, str, float]]:
-    """When, zone, instance type, price; times ascending."""
-    prices, products = list[tuple[float, str, str, float]](), set[str]()
+def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str, str, float, str]]:
+    """When, zone, instance type, price, where it stands; times ascending."""
+    prices, products = list[tuple[float, str, str, float, str]](), set[str]()
     for where, row in _listed(text, name, "SpotPriceHistory"):
         found = _word(row, "ProductDescription", where, "")
         products.add(found)
         if product is None or found == product:
             zone, kind = _word(row, "AvailabilityZone", where), _word(row, "InstanceType", where)
             price = _number(row.get("SpotPrice"), f"{where}.SpotPrice")
-            prices.append((_when(row.get("Timestamp"), f"{where}.Timestamp"), zone, kind, price))
+            prices.append((_when(row.get("Timestamp"), f"{where}.Timestamp"), zone, kind, price, where))
     told = ", ".join(repr(known[:40]) for known in sorted(products)[:8])
     if product is None and len(products) > 1:
         remedy = "they have prices of their own: choose one with --product"
@@ -127,7 +128,7 @@ def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str,
 def scaling_activities(text: str, name: str) -> Trace:
     """`aws autoscaling describe-scaling-activities`: launches and terminations, by their end and start. Those that
     failed, or are not done yet, do not count."""
-    told = []
+    told = list[_Placed]()
     for where, row in _listed(text, name, "Activities"):
         words = _word(row, "Description", where).split()
         kind = {"Launching": ADD, "Terminating": REMOVE}.get(words[0] if words else "")
@@ -136,18 +137,19 @@ def scaling_activities(text: str, name: str) -> Trace:
         told_by = "EndTime" if kind == ADD else "StartTime"
         details = _object(_json(_word(row, "Details", where, "{}"), f"{where}.Details"), f"{where}.Details")
         zone = _word(details, "Availability Zone", f"{where}.Details", "")
-        told.append(Event(_when(row.get(told_by), f"{where}.{told_by}"), kind, words[-1], zone))
+        event = Event(_when(row.get(told_by), f"{where}.{told_by}"), kind, words[-1], zone)
+        told.append(_Placed(event, where, row["Description"]))
     if not told:
         raise FieldError(f"{name}: Activities", "", "no launch or termination that was successful is in it")
-    told.sort(key=lambda event: event.seconds)
-    start, there = told[0].seconds, set[str]()
-    before, events = list[Event](), list[Event]()
-    for event in told:
+    told.sort(key=lambda placed: placed.event.seconds)
+    start, there = told[0].event.seconds, set[str]()
+    before, placed = list[_Placed](), list[_Placed]()
+    for event, where, description in told:
         if event.kind == REMOVE and event.node not in there:  # launched before the record begins
-            before.append(replace(event, seconds=0.0, kind=ADD))
+            before.append(_Placed(replace(event, seconds=0.0, kind=ADD), where, description))
         (there.add if event.kind == ADD else there.discard)(event.node)
-        events.append(replace(event, seconds=event.seconds - start))
-    return _trace(before[::-1] + events, events[-1].seconds, f"imported from {name}", name)
+        placed.append(_Placed(replace(event, seconds=event.seconds - start), where, description))
+    return _trace(_grown(before[::-1] + placed), placed[-1].event.seconds, f"imported from {name}", name)
 
 
 def skypilot(text: str, name: str) -> Trace:
@@ -167,6 +169,8 @@ class _There:
     """A node of a run, as its events tell it."""
 
     since: float
+    where: str
+    """Where it is told that it came."""
     told: float = math.nan
     """When it was told that it goes; nan: it was not."""
     until: float = math.inf
@@ -185,32 +189,35 @@ def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
     rows = _rows(text, name)
     start = rows[0][1] if rows else 0.0
     given = _object(_json(config, "config.json"), "config.json")
-    kills, devices = (
-        _kills(rows, given),
-        decode(tuple[str, ...], given.get("devices") or [], "config.json: devices"),
-    )
-    events, there, joined = list[Event](), dict[str, _There](), 0
+    kills = _kills(rows, given)
+    devices = decode(tuple[str, ...], given.get("devices") or [], "config.json: devices")
+    placed, there, joined = list[_Placed](), dict[str, _There](), 0
 
-    def gone(node: str, at: float) -> None:
+    def gone(node: str, at: float, where: str) -> None:
         one = there.pop(node)
+        if at < one.since:
+            raise FieldError(f"{where}: at", at, f"{node} joined later, at {one.since} ({one.where})")
         at = max((kill for kill in kills.get(node, ()) if one.since <= kill <= at), default=at)
         notice = at - one.told if at > one.told else 0.0
-        events.append(Event(at - start, REMOVE, node, notice_s=notice))
+        placed.append(_Placed(Event(at - start, REMOVE, node, notice_s=notice), where, node))
 
     for where, at, row in rows:
         kind = row.get("kind")
         if kind not in ("joined", "lost", "drain", "drained", "notice"):
             continue
+        if at < start:
+            raise FieldError(f"{where}: at", row["at"], f"times must ascend; the first row is at {start}")
         node = _word(row, "node", where)
         one = there.get(node)
         if kind == "joined":
             if one is not None and one.gone:
-                gone(node, min(at, one.until))
+                gone(node, min(at, one.until), where)
             elif one is not None:
                 continue
             device = devices[joined] if joined < len(devices) else devices[0] if len(devices) == 1 else ""
-            events.append(Event(at - start, ADD, node, _word(row, "domain", where, ""), device))
-            there[node], joined = _There(at), joined + 1
+            domain = _word(row, "domain", where, "")
+            placed.append(_Placed(Event(at - start, ADD, node, domain, device), where, f"{node}, {domain}"))
+            there[node], joined = _There(at, where), joined + 1
         elif one is None or one.gone:
             continue
         elif kind == "drain":
@@ -221,13 +228,14 @@ def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
         elif kind == "drained" and one.until < math.inf:
             one.gone = True
         elif kind in ("lost", "drained"):
-            gone(node, at)
+            gone(node, at, where)
     last = max((at for _, at, _ in rows), default=start)
     for node, one in list(there.items()):
         if one.gone or any(kill >= one.since for kill in kills.get(node, ())):
-            gone(node, one.until if one.gone else last)
-    events.sort(key=lambda event: event.seconds)
-    return _trace(events, max([last - start, *(e.seconds for e in events)]), f"imported from {name}", name)
+            gone(node, one.until if one.gone else last, one.where)
+    placed.sort(key=lambda one: one.event.seconds)
+    end = max([last - start, *(one.event.seconds for one in placed)])
+    return _trace(_grown(placed), end, f"imported from {name}", name)
 
 
 def _rows(text: str, name: str) -> list[tuple[str, float, dict[str, Any]]]:
@@ -289,10 +297,32 @@ def doubt(trace: Trace, unit: str) -> str:
     return ""
 
 
-def _trace(events: list[Event], end_s: float, origin: str, name: str) -> Trace:
-    found = check(events, end_s, origin, f"{name}, event")
-    refuse_milliseconds(name, [event.seconds for event in events], end_s)
+class _Placed(NamedTuple):
+    """An event with where it stands, and what stands there."""
+
+    event: Event
+    where: str
+    told: str
+
+
+def _grown(placed: Iterable[_Placed]) -> Growing:
+    growing = Growing()
+    for event, where, told in placed:
+        growing.add(event, where, told)
+    return growing
+
+
+def _trace(growing: Growing, end_s: float, origin: str, name: str) -> Trace:
+    found = growing.ended(end_s, origin, name)
+    refuse_milliseconds(name, [event.seconds for event in found.events], end_s)
     return found
+
+
+def _not_before(last: float, at: float, where: str, told: Any) -> float:
+    """`at`, if it is not before the last row's time."""
+    if at < last:
+        raise FieldError(where, _shown(told), f"times must ascend; the row before is at {last:.15g}")
+    return at
 
 
 def _not_too_many(events: list[Event], where: str) -> None:
@@ -300,16 +330,18 @@ def _not_too_many(events: list[Event], where: str) -> None:
         raise FieldError(where, len(events), f"at most {MOST_EVENTS} events; import a part of it")
 
 
-def _csv(text: str, name: str, fields: int) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(text))
+def _csv(text: str, name: str, fields: int) -> Iterator[tuple[str, float, list[str]]]:
+    """Where each row stands, its time as the file has it (its first field; ascending), and its fields."""
+    reader, last = csv.reader(io.StringIO(text)), 0.0
     try:
         for row in reader:
             if not row:
                 continue
+            where = f"{name}, line {reader.line_num}"
             if len(row) != fields:
-                where = f"{name}, line {reader.line_num}"
                 raise FieldError(where, ",".join(row)[:80], f"{fields} fields are needed")
-            yield reader.line_num, [field.strip() for field in row]
+            last = _not_before(last, _number(row[0], where), where, ",".join(row))
+            yield where, last, [field.strip() for field in row]
     except csv.Error as error:
         raise FieldError(f"{name}, line {reader.line_num}", "", f"not CSV: {error}") from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,39 @@ class Seconds(click.ParamType):  # type: ignore[type-arg]
         return seconds
 
 
+@dataclass(frozen=True, slots=True)
+class PerNode:
+    """A mean time between two losses of one node."""
+
+    seconds: float
+
+
+class Rate(Seconds):
+    """Mean time between losses: of the whole cluster as 10m, of each node as 200h/node."""
+
+    name = "time[/node]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, PerNode):
+            return value
+        text, slash, whose = str(value).partition("/")
+        if slash and whose != "node":
+            self.fail(
+                f"{value!r} is no rate: write 10m for the whole cluster, 200h/node for each node", param, ctx
+            )
+        seconds = super().convert(text if slash else value, param, ctx)
+        return PerNode(seconds) if slash else seconds
+
+
+def mtbf_of(rate: float | PerNode, nodes: int, bulk: Sequence[tuple[int, float]]) -> float:
+    """Seconds between two losses of the cluster: n nodes are lost n times as often as one, several at once as bulk
+    says."""
+    if not isinstance(rate, PerNode):
+        return rate
+    mean = sum(size * weight for size, weight in bulk) / sum(weight for _, weight in bulk)
+    return rate.seconds * mean / max(nodes, 1)
+
+
 class Several(click.ParamType):  # type: ignore[type-arg]
     """Values of another type with commas between them; a tuple, without doubles."""
 
@@ -50,7 +84,7 @@ class Several(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(self._of.convert(word, param, ctx) for word in words if word))
 
 
-SECONDS = Seconds()
+SECONDS, RATE = Seconds(), Rate()
 FILE = click.Path(path_type=Path)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.errors import FieldError
+from elastic.planning.catalogue import HARDWARE
 from elastic.planning.profile import Profile, parse_profile
 from simulator import importers
 from simulator import trace as traces
@@ -106,7 +107,7 @@ def _read(path: str) -> Trace:
     """Whatever form the file has."""
     file = Path(path)
     try:
-        head = file.open("rb").read(4096).decode("utf-8", "replace")
+        head = file.open("rb").read(4096).decode("utf-8-sig", "replace")
     except OSError as error:
         raise FieldError("TRACE", path, f"a readable file is needed: {error}") from error
     first = next((line for line in head.splitlines() if line.strip() and not line.startswith("#")), "")
@@ -155,13 +156,25 @@ def _measured(path: Path, microbatches: int, nodes_of: tuple[str, ...], settings
         name="profile",
         device=device,
         devices=profile.tp,
-        link_bytes_per_s=profile.link.bytes_per_s,
+        link_bytes_per_s=profile.link.bytes_per_s * profile.tp,
         on_demand=0.0,
         spot=0.0,
         source=str(path),
     )
     if nodes_of != Scenario().nodes_of:
         known = node_type_of(nodes_of[0])
+        check_same(known, profile)
         kind = replace(kind, name=known.name, on_demand=known.on_demand, spot=known.spot)
     training = Training(model=profile.model, samples=microbatches, microbatch=1, source=str(path))
     return World(training, (kind,), settings, profile)
+
+
+def check_same(kind: NodeType, profile: Profile) -> None:
+    """A measured profile is of nodes of this type, as far as it tells. Raises FieldError."""
+    if kind.devices != profile.tp:
+        remedy = f"its nodes have {kind.devices} devices, the profile's {profile.tp} (tp); name a type that has as many"
+        raise FieldError("--nodes-of", kind.name, remedy)
+    device = profile.devices[0].name
+    if device != kind.device and device in (one.name for one in HARDWARE):
+        remedy = f"its nodes have a {kind.device}, the profile is of a {device}; name a type that has one"
+        raise FieldError("--nodes-of", kind.name, remedy)

@@ -47,15 +47,15 @@ def finite(value: float) -> float | None:
 
 
 def table(found: Sequence[Summary]) -> str:
-    """A row a policy: figures with intervals, and the shares of node time."""
+    """A row a policy: figures with intervals, and the shares of node time. Without prices no costs."""
     head = ["policy", "samples/s", "goodput", "cost $", "$/M samples", *(f"{use} %" for use in USES)]
     rows = [
         [
             one.policy,
             str(one.samples_per_s),
             three(one.goodput),
-            f"{one.cost.value:.0f}",
-            f"{one.cost_per_million.value:.4g}",
+            f"{one.cost.value:.0f}" if one.cost.value else "-",
+            f"{one.cost_per_million.value:.4g}" if one.cost.value else "-",
             *(f"{100 * one.time[use]:.1f}" for use in USES),
         ]
         for one in found

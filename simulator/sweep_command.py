@@ -16,8 +16,8 @@ from tqdm import tqdm
 from elastic.errors import EXIT_INTERRUPTED, FieldError
 from simulator import sweep as sweeps
 from simulator.cells import Backend, Cell, cells_of, checked
-from simulator.commands import policies_of, scenario_of, scenario_options
-from simulator.options import FILE, SECONDS, Several, clear_errors, stored, writable
+from simulator.commands import policies_of, scenario_of, scenario_options, warn
+from simulator.options import FILE, RATE, PerNode, Several, clear_errors, stored, writable
 from simulator.scenario import Scenario
 from simulator.sweep_local import local
 from simulator.words import options
@@ -26,7 +26,7 @@ from simulator.words import options
 @click.command()
 @click.argument("out", type=FILE)
 @click.option("--trace", "traces", type=FILE, multiple=True, help="repeatable")
-@click.option("--mtbf", "rates", type=Several(SECONDS), default=(), help="failure rates, as 10m,1h,6h")
+@click.option("--mtbf", "rates", type=Several(RATE), default=(), help="failure rates, as 10m,1h,200h/node")
 @click.option(
     "--model",
     "models",
@@ -45,7 +45,7 @@ from simulator.words import options
 def sweep(
     out: Path,
     traces: tuple[Path, ...],
-    rates: tuple[float, ...],
+    rates: tuple[float | PerNode, ...],
     models: tuple[str, ...],
     wanted: tuple[str, ...],
     seeds: int,
@@ -62,6 +62,7 @@ def sweep(
     writable(html)
     backend = _backend(workers, ray, address)
     checked(cells)
+    warn(scenarios)
     with tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty()) as bar:
 
         def began(done: int) -> None:
@@ -91,14 +92,22 @@ def sweep(
 
 
 def scenarios_of(
-    traces: tuple[Path, ...], rates: tuple[float, ...], models: tuple[str, ...], told: dict[str, Any]
+    traces: tuple[Path, ...],
+    rates: tuple[float | PerNode, ...],
+    models: tuple[str, ...],
+    told: dict[str, Any],
 ) -> list[Scenario]:
     """Every trace and every rate, with every model. Raises FieldError."""
     if not traces and not rates:
         raise FieldError("--trace, --mtbf", "neither", "name traces, or failure rates, or both")
+    names = [trace.name for trace in dict.fromkeys(traces)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FieldError(
+            "--trace", twice, "several files have this name, and tables could not tell them apart"
+        )
     if not models:
         raise FieldError("--model", "", "name one at least")
-    markets: list[tuple[Path | None, float | None]] = [(trace, None) for trace in traces]
+    markets: list[tuple[Path | None, float | PerNode | None]] = [(trace, None) for trace in traces]
     markets += [(None, rate) for rate in rates]
     return [
         scenario_of(trace, {**told, "model": model, "mtbf": rate})

@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from elastic.errors import FieldError
 
@@ -88,25 +89,42 @@ class Repair:
     text: str
 
 
+class _Row(NamedTuple):
+    """An event with the line it is in, and what stands there."""
+
+    line: int
+    text: str
+    event: Event
+
+
 def check(events: Iterable[Event], end_s: float, origin: str = "", where: str = "event") -> Trace:
     """The trace of these events. Raises FieldError naming the first (counted from 1) that makes no sense."""
-    return _checked(
-        ((f"{where} {number}", event) for number, event in enumerate(events, 1)), end_s, origin, where
-    )
+    growing = Growing(end_s)
+    for number, event in enumerate(events, 1):
+        growing.add(event, f"{where} {number}")
+    return growing.ended(end_s, origin, where)
 
 
-def _checked(events: Iterable[tuple[str, Event]], end_s: float, origin: str, name: str) -> Trace:
-    """`events`: each with where it stands."""
-    kept, present, last = list[Event](), dict[str, None](), 0.0
-    for where, event in events:
-        problem = _problem(event, last, present, end_s)
+class Growing:
+    """A trace that is put together event by event, each checked after those before it."""
+
+    def __init__(self, end_s: float = math.inf) -> None:
+        self.events = list[Event]()
+        self._end_s, self._present, self._last = end_s, dict[str, None](), 0.0
+
+    def add(self, event: Event, where: str, told: str = "") -> None:
+        """`where`: where it stands; `told`: what stands there. Raises FieldError with both if it makes no sense."""
+        problem = _problem(event, self._last, self._present, self._end_s)
         if problem is not None:
-            raise FieldError(where, _told(event), problem)
-        kept.append(event)
-        last = event.seconds
-    if not (math.isfinite(end_s) and 0 < end_s <= MOST_SECONDS):
-        raise FieldError(f"{name}: end", end_s, "seconds above 0, at most a hundred years")
-    return Trace(tuple(kept), end_s, origin)
+            raise FieldError(where, told[:200] or _told(event), problem)
+        self.events.append(event)
+        self._last = event.seconds
+
+    def ended(self, end_s: float, origin: str, name: str) -> Trace:
+        """Raises FieldError."""
+        if not (math.isfinite(end_s) and 0 < end_s <= MOST_SECONDS):
+            raise FieldError(f"{name}: end", end_s, "seconds above 0, at most a hundred years")
+        return Trace(tuple(self.events), end_s, origin)
 
 
 def _problem(event: Event, last: float, present: dict[str, None], end_s: float) -> str | None:
@@ -115,6 +133,8 @@ def _problem(event: Event, last: float, present: dict[str, None], end_s: float) 
         return "a time in seconds from 0 up"
     if event.seconds > end_s:
         return f"the trace ends at {end_s:g} s: no event after that"
+    if event.seconds > MOST_SECONDS:
+        return "at most a hundred years"
     if event.seconds < last:
         return f"times must ascend; the row before is at {last:g} s"
     for text in (event.node, event.zone, event.type):
@@ -149,12 +169,13 @@ def read(path: Path | str, *, repair: bool = False) -> tuple[Trace, tuple[Repair
 
 
 def text_of(path: Path, field: str = "trace") -> str:
-    """The text of a file that is not too large. Raises FieldError about `field`."""
+    """The text of a file that is not too large, without the byte order mark that Excel writes. Raises FieldError
+    about `field`."""
     try:
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise FieldError(field, str(path), f"{size} bytes are too many: at most {MOST_BYTES}; split it")
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise FieldError(field, str(path), f"a readable text file is needed: {error}") from error
 
@@ -163,7 +184,7 @@ def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trac
     """Read the text of a file; see `read`."""
     origin, rows = _rows(text, name)
     repairs: list[Repair] = []
-    events, end_s, ended = list[tuple[int, Event]](), 0.0, False
+    events, end_s, ended = list[_Row](), 0.0, False
     for line, fields in rows:
         try:
             if ended:
@@ -177,39 +198,29 @@ def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trac
         if event.kind == END:
             end_s, ended = event.seconds, True
         else:
-            events.append((line, event))
+            events.append(_Row(line, ",".join(fields), event))
     if not ended:
-        last = max((e.seconds for _, e in events), default=0.0)
+        last = max((row.event.seconds for row in events), default=0.0)
         if not repair:
             remedy = f"the file is cut short: its last row must be {last:g},end,,,, or later"
             raise FieldError(f"{name}, last line", "", remedy)
         repairs.append(Repair(0, f"no end: taken as {last:g} s"))
         end_s = last
-    refuse_milliseconds(name, [e.seconds for _, e in events], end_s)
+    refuse_milliseconds(name, [row.event.seconds for row in events], end_s)
     if repair:
-        events = _in_order(events, end_s, repairs)
-    placed = ((f"{name}, line {line}", event) for line, event in events)
-    return _checked(placed, end_s, origin, name), tuple(repairs)
-
-
-def _in_order(
-    events: list[tuple[int, Event]], end_s: float, repairs: list[Repair]
-) -> list[tuple[int, Event]]:
-    ordered = sorted(events, key=lambda pair: pair[1].seconds)
-    repairs += [
-        Repair(line, "sorted by time")
-        for (line, _), (now, _) in zip(events, ordered, strict=True)
-        if line != now
-    ]
-    kept, present, last = list[tuple[int, Event]](), dict[str, None](), 0.0
-    for line, event in ordered:
-        problem = _problem(event, last, present, end_s)
-        if problem is not None:
-            repairs.append(Repair(line, f"dropped: {problem}"))
-            continue
-        kept.append((line, event))
-        last = event.seconds
-    return kept
+        ordered = sorted(events, key=lambda row: row.event.seconds)
+        pairs = zip(events, ordered, strict=True)
+        repairs += [Repair(row.line, "sorted by time") for row, now in pairs if row.line != now.line]
+        events = ordered
+    growing = Growing(end_s)
+    for row in events:
+        try:
+            growing.add(row.event, f"{name}, line {row.line}", row.text)
+        except FieldError as error:
+            if not repair:
+                raise
+            repairs.append(Repair(row.line, f"dropped: {error.remedy}"))
+    return growing.ended(end_s, origin, name), tuple(repairs)
 
 
 def _rows(text: str, name: str) -> tuple[str, list[tuple[int, list[str]]]]:

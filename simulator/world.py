@@ -101,7 +101,8 @@ class World:
 
     @property
     def link_bytes_per_s(self) -> float:
-        return self.profile.link.bytes_per_s
+        """Of a node, all its devices together."""
+        return self.profile.link.bytes_per_s * self.profile.tp
 
     def devices(self, nodes: int) -> int:
         return nodes * self.types[0].devices

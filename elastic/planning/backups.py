@@ -1,9 +1,9 @@
 """What each pair of backup schemes costs a plan, failure-free and at a loss, and which pair is best. Pure.
 
-Symbols: of a node, P bytes of parameters and optimizer state, G bytes of accumulated gradient, B bytes/s of its link,
-r bytes/s at which a worker copies to shared memory, x the contention (seconds that a second of transfer adds to
-computing), m micro-batches of its pipeline a step, tau their pace in seconds. A copy of n bytes takes a worker n / r,
-and its transfer slows computing by x n / B.
+Symbols: of a worker, P bytes of parameters and optimizer state, G bytes of accumulated gradient (with tensor
+parallelism its part of the node's), B bytes/s of its link, r bytes/s at which it copies to shared memory, x the
+contention (seconds that a second of transfer adds to computing), m micro-batches of its pipeline a step, tau their pace
+in seconds. A copy of n bytes takes a worker n / r, and its transfer slows computing by x n / B.
 
     exposed   what the step takes longer: copies and contention of gradients by `predict`, after every K micro-batches;
               after the last one the commit waits for G / B; the state's copy and contention; and whatever the link
@@ -45,8 +45,10 @@ CLOSE = 0.01
 """Of pairs whose expected time is within this share of the best, the one that loses least is taken."""
 UNACKED = 2
 """Copies of a gradient that may be under way (`elastic.worker.backup`)."""
-EVERY = (1, 2, 4, 8)
-"""Micro-batches between copies that are tried."""
+EVERY, SELDOM = (1, 2, 4, 8), (16, 32, 64)
+"""Micro-batches between copies that are tried; the seldom ones where a step has so many that there still are `LEAST`
+copies: 512 micro-batches of a 70B model, copied after every 8, take a twentieth of the step."""
+LEAST = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What one node carries: bytes, and the micro-batches of its pipeline."""
+    """What each worker of a node carries: bytes, and the micro-batches of its pipeline."""
 
     state: float
     gradient: float
@@ -151,7 +153,7 @@ class _Scales:
         bare_s, copied_s, loads = self.bare.step_s, self.step_s(gradients), self._loads
         tail_s = max(_tail_s(load, scheme, kept, profile, copied_s) for load in loads)
         exposed = copied_s - bare_s + tail_s
-        pipelines = len(self.plan.pipelines)
+        pipelines, tp = len(self.plan.pipelines), self.plan.tp
         losses = [n * _lost_s(load, scheme, kept, profile, bare_s, pipelines) for load, n in loads.items()]
         lost = sum(losses) / self._n
         hazard = self.by.hazard_per_s or hazard_per_s(0, 0.0)
@@ -159,8 +161,9 @@ class _Scales:
             gradients=gradients,
             state=state,
             exposed_s=exposed,
-            sent_bytes=max(_state_bytes(load, kept) + load.gradient * _sent(load, scheme) for load in loads),
-            memory_bytes=max(_memory(load, scheme, kept) for load in loads),
+            sent_bytes=tp
+            * max(_state_bytes(load, kept) + load.gradient * _sent(load, scheme) for load in loads),
+            memory_bytes=tp * max(_memory(load, scheme, kept) for load in loads),
             lost_s=lost,
             expected_s=(bare_s + exposed) * (1 + hazard * self._n * (self.by.pause_s + lost)),
         )
@@ -185,7 +188,8 @@ def is_replicated(plan: Plan, nodes: Sequence[NodeInfo]) -> tuple[bool, str]:
 def options(plan: Plan, *, replicated: bool) -> list[str]:
     """The pairs to choose among. `replicated`: another pipeline holds every layer, in another failure domain."""
     most = max(len(pipeline.microbatches) for pipeline in plan.pipelines)
-    often = [f":{k}" if k > 1 else "" for k in EVERY if k == 1 or k < most]
+    seldom = [k for k in SELDOM if k * LEAST <= most]
+    often = [f":{k}" if k > 1 else "" for k in (*EVERY, *seldom) if k == 1 or k < most]
     gradients = [f"{STREAM}{k}" for k in often]
     if replicated:
         gradients += [f"{REDUCE}{k}" for k in often]
@@ -217,8 +221,8 @@ def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
         layers = profile.layers[first:last]
         ends = [boundary - 1 for boundary in (first, last) if 0 < boundary < plan.n_layers]
         return (
-            sum(la.param_bytes + la.state_bytes for la in layers),
-            sum(la.gradient_bytes for la in layers),
+            sum(la.param_bytes + la.state_bytes for la in layers) / plan.tp,
+            sum(la.gradient_bytes for la in layers) / plan.tp,
             sum(profile.layers[layer].output_bytes for layer in ends),
         )
 

@@ -6,7 +6,8 @@ whole copy. The bytes over the network are therefore the least possible for thes
 is `elastic.planning.placement`), and what remains to choose are the senders, so that none is the bottleneck
 (`elastic.planning.balance`).
 
-Every node sends and receives at once, over its own link. The transfers take
+Every node sends and receives at once, over its own link; with tensor parallelism each worker its part of a layer over
+its own. The transfers take
 
     seconds = max over nodes of max(seconds sending, seconds receiving) + the longest latency
 
@@ -117,16 +118,17 @@ def transition(
     costs = []
     for target, layer in requests:
         senders = [*holders.get(layer, ()), *keepers.get(layer, ())]
-        costs.append({sender: _cost(between(sender, target), sizes[layer]) for sender in senders})
+        costs.append({sender: _cost(between(sender, target), sizes[layer] / new.tp) for sender in senders})
     for (target, layer), sender in zip(requests, balance(costs), strict=True):
         kind = HELD if sender in holders.get(layer, ()) else KEPT
         moves.append(Move(layer, sender, target, sizes[layer], kind))
     ordered = tuple(_ordered(moves, held, new))
-    return Transition(ordered, sum(move.nbytes for move in ordered if move.sent), _seconds(ordered, between))
+    seconds = _seconds(ordered, between, new.tp)
+    return Transition(ordered, sum(move.nbytes for move in ordered if move.sent), seconds)
 
 
-def _cost(link: Link, nbytes: int) -> float:
-    return nbytes / link.bytes_per_s if link.bytes_per_s > 0 else float(nbytes)
+def _cost(link: Link, nbytes: float) -> float:
+    return nbytes / link.bytes_per_s if link.bytes_per_s > 0 else nbytes
 
 
 def _sources(
@@ -187,14 +189,14 @@ def _ordered(moves: Sequence[Move], held: Holdings, new: Plan) -> list[Move]:
     return ordered
 
 
-def _seconds(moves: Sequence[Move], between: Links) -> float:
+def _seconds(moves: Sequence[Move], between: Links, tp: int) -> float:
     out: dict[str, float] = defaultdict(float)
     into: dict[str, float] = defaultdict(float)
     latency = 0.0
     for move in moves:
         if move.sent:
             link = between(move.source, move.target)
-            seconds = move.nbytes / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
+            seconds = move.nbytes / tp / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
             out[move.source] += seconds
             into[move.target] += seconds
             latency = max(latency, link.latency_s)

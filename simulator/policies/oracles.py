@@ -24,8 +24,11 @@ class Feasible(Base):
     def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change:
         return self.begin(job)
 
+    def paced(self, job: Job) -> Setup | None:
+        """Slow nodes only make the others' lives harder: its nodes are all well."""
+        return self._plain
+
     def slowed(self, job: Job) -> Change | None:
-        """It knows of none: slow nodes only make the others' lives harder."""
         return None
 
 

@@ -21,7 +21,8 @@ class Parcae(Base):
         what="grid by expected progress over 12 minutes, perfect forecast; live migration before losses",
         source="Duan et al., NSDI 2024, github.com/JF-D/Parcae: minutes, twelve ahead; groups and state over the "
         "link as in physics (rendezvous 6.6 s when nodes are added); losses are known before they happen, so no step "
-        "is lost",
+        "is lost; the state is also with its parameter servers on nodes of their own, which are not paid for here, and "
+        "is read from there as from storage where no grid was left",
     )
     RENDEZVOUS_S = 6.6
 
@@ -88,8 +89,10 @@ class Parcae(Base):
         setup = self.use(job, new)
         if new is None or setup is None:
             return Change((), None, reason=f"{reason}: too few nodes")
-        seconds = self._cost_s(old, new)
-        parts = pauses((Use.PLAN, seconds[0]), (Use.TRANSFER, seconds[1]))
+        groups, moved = self._cost_s(old, new)
+        if old is None and job.steps:
+            moved = self.world.checkpoint_s(len(job.alive))
+        parts = pauses((Use.PLAN, groups), (Use.TRANSFER, moved))
         return Change(parts, setup, reason=reason)
 
     def _cost_s(self, old: Running | None, new: Running) -> tuple[float, float]:

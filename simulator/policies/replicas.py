@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import ceil
 
 from simulator.account import Use
@@ -25,22 +24,35 @@ class Oobleck(Base):
     )
     detect_s = 5.0
 
+    def __init__(self, world: World, seed: int = 0) -> None:
+        super().__init__(world, seed)
+        self._cold = False
+        """Nobody has the whole state: it is read from storage."""
+
     def begin(self, job: Job) -> Change:
         return Change(setup=self._regroup(job))
 
     def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
+        if not gone and job.setup is not None:
+            return None
+        self._losses += bool(gone)
+        self._cold |= not job.alive
+        if self._cold:
+            reason = f"{len(gone)} lost, none has the state" if gone else "nodes came"
+            return self.from_checkpoint(job, self._regroup(job), reason, detect_s=None if gone else 0.0)
         if not gone:
-            return self._again(job, "nodes came") if job.setup is None else None
-        self._losses += 1
+            return self._again(job, "nodes came")
         running = self._running
         if running is not None and len(job.alive) >= running.nodes and not self.hits(job, gone):
             return None  # nodes that were not used
         if running is not None and self._beyond(running, len(job.alive) + len(gone), len(gone)):
+            self._cold = True
             return self.from_checkpoint(job, self._regroup(job), f"{len(gone)} lost, no replica left")
         return self._again(job, f"{len(gone)} lost")
 
     def stepped(self, job: Job) -> Change | None:
         """Nodes that came enter at the end of a step, where that pays: kinder than the artifact."""
+        self._cold = False
         self.checkpoint_beside(job)
         then = self.world.oobleck(len(job.alive))
         if self._running is None or then is None or len(job.alive) <= self._running.nodes:
@@ -100,6 +112,10 @@ class Bamboo(Base):
     def __init__(self, world: World, seed: int = 0) -> None:
         super().__init__(world, seed)
         self._depth, self._slower = 0, False
+        self._places: dict[str, int] = {}
+        """Node: its place in the grid, pipeline by pipeline."""
+        self._holes: set[int] = set()
+        """Places whose predecessors have taken over, until the grid is rebalanced."""
 
     def begin(self, job: Job) -> Change:
         return Change(setup=self._grid(job))
@@ -108,9 +124,11 @@ class Bamboo(Base):
         n = len(job.alive)
         if gone:
             self._losses += 1
-            if self._plain is not None and n >= self._plain.nodes and not self.hits(job, gone):
+            used = [place for e in gone if (place := self._places.pop(e.node, None)) is not None]
+            if self._plain is not None and not used:
                 return None  # nodes that were not used
-            pairs = self._adjacent(n + len(gone), len(gone))
+            self._holes.update(used)
+            pairs = any(place % self._depth and place - 1 in self._holes for place in self._holes)
             if pairs or self._plain is None or n < self._depth:
                 return self._restart(job, f"{len(gone)} lost, adjacent" if pairs else "too few nodes")
             slower = self._plain.step_ms * (1 if self._slower else self.TAKEN_OVER)
@@ -119,7 +137,7 @@ class Bamboo(Base):
                 (Use.DETECT, self.detect_s),
                 (Use.PLAN, self.physics.decide_s + self.physics.groups_s(n // self._depth, self._depth)),
             )
-            setup = self.change_plain(job, step_ms=round(slower), nodes=min(self._plain.nodes, n))
+            setup = self.change_plain(job, step_ms=round(slower), nodes=len(self._places))
             return Change(parts, setup, reason=f"{len(gone)} lost: predecessors take over")
         if self._plain is None:
             return self._restart(job, "nodes came", detect_s=0.0)
@@ -143,17 +161,12 @@ class Bamboo(Base):
             return None
         return Change(pauses((Use.PLAN, groups), (Use.TRANSFER, copied)), setup, reason="rebalanced")
 
-    def _adjacent(self, before: int, lost: int) -> bool:
-        if lost < 2:
-            return False
-        hit = sorted(self.draw.sample(range(before), min(lost, before)))
-        return any(b - a == 1 and b % self._depth for a, b in pairwise(hit))
-
     def _restart(self, job: Job, reason: str, detect_s: float | None = None) -> Change:
         return self.from_checkpoint(job, self._grid(job), reason, detect_s=detect_s)
 
     def _grid(self, job: Job) -> Setup | None:
         self._slower = False
+        self._places, self._holes = {}, set()
         if not self._depth and (plain := self.world.varuna(len(job.alive))):
             self._depth = min(ceil(self.DEEPER * plain.depth), self.world.spec.n_layers - 2)
         running = self.world.grid(len(job.alive), self._depth) if self._depth else None
@@ -161,6 +174,7 @@ class Bamboo(Base):
         if setup is None or running is None or self._too_large(running):
             self._plain = None
             return None
+        self._places = {node: place for place, node in enumerate(list(job.alive)[: running.nodes])}
         longer = round(setup.step_ms * (1 + self.OVERHEAD))
         return self.change_plain(job, step_ms=longer, redundant=self.OVERHEAD / (1 + self.OVERHEAD))
 

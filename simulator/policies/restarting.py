@@ -161,21 +161,58 @@ class Gemini(Restarting):
     about = About(
         name="gemini",
         what="checkpoint in a peer's memory at every step; restart from it",
-        source="Wang et al., SOSP 2023: T_wasted = t_ckpt + 1/(2f) + t_retrieve, f once a step, t_ckpt hidden; restart "
-        "as checkpoint's",
+        source="Wang et al., SOSP 2023: T_wasted = t_ckpt + 1/(2f) + t_retrieve, f once a step, t_ckpt hidden; nodes "
+        "in pairs keep each other's state, and when both of a pair go, everybody reads the durable checkpoint, written "
+        "beside training as ours; restart as checkpoint's",
     )
     detect_s = 15.0
+
+    def __init__(self, world: World, seed: int = 0) -> None:
+        super().__init__(world, seed)
+        self._peers: dict[str, str] = {}
+        """Who keeps whose state, since the last step."""
+        self._lost: set[str] = set()
+        """Of these, who went since then."""
+        self._cold = False
+        """Nobody's memory has the state: it is read from storage."""
 
     def due(self, job: Job) -> bool:
         return False
 
+    def hits(self, job: Job, gone: Sequence[Event]) -> bool:
+        return any(event.node in self._peers for event in gone) if self._peers else super().hits(job, gone)
+
+    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
+        self._lost |= {event.node for event in gone} & self._peers.keys()
+        self._cold |= any(self._peers[node] in self._lost for node in self._lost)
+        if not self._cold:
+            return super().changed(job, came, gone)
+        if not gone and job.setup is not None:
+            return None
+        self._losses += bool(gone)
+        reason = f"{len(gone)} lost, none has the state" if gone else "nodes came"
+        change = self.from_checkpoint(job, self._start(job), reason, detect_s=None if gone else 0.0)
+        self.saved = change.back_to
+        return change
+
     def stepped(self, job: Job) -> Change | None:
-        self.saved = job.steps
+        self.checkpoint_beside(job)
+        self.saved, self._cold, self._lost = job.steps, False, set()
+        self._peers = _in_pairs(list(job.alive)[: self._plain.nodes if self._plain else 0])
         return self.restart(job, "nodes came", detect_s=0.0) if self.worth_growing(job) else None
 
     def read_s(self, job: Job) -> float:
         """Everybody from a peer's memory."""
         return self.moving_s(self.world.state_bytes / max(1, len(job.alive)))
+
+
+def _in_pairs(nodes: Sequence[str]) -> dict[str, str]:
+    """Two and two; of an odd number the last one's state is with the one before. One alone has nobody: itself."""
+    pairs = {}
+    for i, node in enumerate(nodes):
+        other = i ^ 1
+        pairs[node] = nodes[other if other < len(nodes) else max(0, i - 1)]
+    return pairs
 
 
 class Spares(Restarting):

@@ -76,6 +76,32 @@ def test_a_stream_is_exposed_by_copies_contention_and_its_last_transfer() -> Non
     assert found.sent_bytes == MICROBATCHES * 4 * MB
 
 
+@pytest.mark.parametrize("pair", ["stream:2+snapshot", "reduce+replica", "log+replay:4", "recompute+replica"])
+def test_workers_of_a_node_copy_and_send_beside_each_other(pair: str) -> None:
+    """Two workers that share layers of twice the bytes cost what one of the half costs; their node keeps and sends
+    twice as much."""
+    by = Weighing(profile=profile(link=100 * MB, contention=0.2, copy=400 * MB), hazard_per_s=1e-4)
+    twice = tuple(
+        replace(la, param_bytes=8 * MB, state_bytes=24 * MB, gradient_bytes=8 * MB)
+        for la in by.profile.layers
+    )
+    pairs = replace(by, profile=replace(by.profile, tp=2, layers=twice))
+    one, both = estimate(plan(2), pair, by, NODES), estimate(replace(plan(2), tp=2), pair, pairs, NODES)
+    assert (both.exposed_s, both.lost_s) == pytest.approx((one.exposed_s, one.lost_s))
+    assert (both.sent_bytes, both.memory_bytes) == pytest.approx((2 * one.sent_bytes, 2 * one.memory_bytes))
+
+
+def test_copies_are_seldom_only_where_a_step_has_very_many_micro_batches() -> None:
+    def tried(microbatches: int) -> list[str]:
+        made = replace(plan(1).pipelines[0], microbatches=tuple(range(microbatches)))
+        found = options(replace(plan(1), pipelines=(made,), n_microbatches=microbatches), replicated=False)
+        return [pair for pair in found if pair.startswith("stream") and pair.endswith("snapshot")]
+
+    few = ["stream+snapshot", *(f"stream:{k}+snapshot" for k in (2, 4, 8))]
+    assert tried(256) == few
+    assert tried(1024) == [*few, "stream:16+snapshot", "stream:32+snapshot"]
+
+
 def test_copying_less_often_costs_less_and_loses_more() -> None:
     costs = [priced(f"stream:{k}+snapshot", link=200 * MB, contention=0.3) for k in (1, 2, 4)]
     assert costs == sorted(costs, key=lambda e: -e.exposed_s)

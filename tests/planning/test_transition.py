@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, permutations
 from random import Random
 
@@ -145,6 +146,9 @@ def test_senders_share_the_work_and_seconds_follow_the_busiest() -> None:
     assert found.nbytes == 24
     assert sorted(move.source for move in found.moves) == ["a"] * 4 + ["b"] * 4
     assert found.seconds == pytest.approx(12 / 6 + 0.5)
+    shared = transition(old, replace(new, tp=2), specs([1] * 4), links=lambda s, t: Link(6.0, 0.5))
+    assert shared.nbytes == 24
+    assert shared.seconds == pytest.approx(12 / 2 / 6 + 0.5), "each worker its part, over its own link"
 
 
 def test_a_sender_in_the_same_domain_is_preferred() -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from elastic.planning.profile import format_profile
 from elastic.planning.zoo import zoo_profile
-from simulator.advise import Mix, answer, blended, mixes, offers, resized
+from simulator.advise import MOST, Mix, affordable, answer, blended, mixes, offers, resized
 from simulator.cli import main
+from simulator.clusters import node_type_of
 from simulator.generate import Market, generate
 from simulator.replay import mean_of
 from simulator.scenario import Scenario
@@ -76,6 +77,19 @@ def test_within_a_budget_the_fastest_comes_first() -> None:
     assert [o.samples_per_s.value for o in within] == sorted(
         (o.samples_per_s.value for o in within), reverse=True
     )
+
+
+def test_a_budget_is_spent_on_as_many_nodes_as_it_pays() -> None:
+    kind = node_type_of("a40")
+    assert affordable(kind, 30.6, 2) == [Mix(0, 33), Mix(7, 8), Mix(10, 0)]
+    assert affordable(kind, 0.5, 2) == [Mix(0, 1)], "even that is over it: said so"
+    assert affordable(kind, 1e9, 1) == [Mix(0, MOST), Mix(MOST, 0)]
+    args = ["advise", "--mtbf", "1h", "--duration", "10m", "--nodes", "4", "--model", "bert-large", "--microbatches",
+            "16", "--mixes", "1", "--seeds", "1", "--budget", "5"]  # fmt: skip
+    found = CliRunner().invoke(main, args)
+    assert found.exit_code == 0 and found.output.startswith("Rent 0 on demand + "), found.output
+    over = offers([SCENARIO], [Mix(6, 0), Mix(0, 6)], ("ours",), (0,), 0.1)
+    assert [o.mix for o in over] == [Mix(0, 6), Mix(6, 0)], "nothing fits: the cheapest first"
 
 
 def test_fewer_and_more_of_the_best_mix() -> None:
@@ -158,11 +172,17 @@ def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
             "16", "--buy", "4", "--mixes", "1", "--seeds", "1", "--json", str(out)]  # fmt: skip
     free = CliRunner().invoke(main, args)
     assert free.exit_code == 2 and "--nodes-of" in free.output and "a40" in free.output
-    for name, dollars in (("a40", 3.06), ("g4dn.xlarge", 0.526)):
-        priced = CliRunner().invoke(main, [*args, "--nodes-of", name])
-        assert priced.exit_code == 0, priced.output
-        fixed = next(o for o in json.loads(out.read_text())["offers"] if o["on_demand"] == 4)
-        assert fixed["dollars_per_h"]["value"] == pytest.approx(4 * dollars)
+    priced = CliRunner().invoke(main, [*args, "--nodes-of", "a40"])
+    assert priced.exit_code == 0, priced.output
+    fixed = next(o for o in json.loads(out.read_text())["offers"] if o["on_demand"] == 4)
+    assert fixed["dollars_per_h"]["value"] == pytest.approx(4 * 3.06)
+    for name, why in (("g4dn.xlarge", "have a T4"), ("p5.48xlarge", "have 8 devices, the profile's 1")):
+        for command in ("advise", "replay"):
+            there = args if command == "advise" else ["replay", *args[1:11]]
+            wrong = CliRunner().invoke(main, [*there, "--nodes-of", name])
+            assert wrong.exit_code == 2 and why in wrong.output, wrong.output
+    unpriced = CliRunner().invoke(main, ["replay", *args[1:11], "--policy", "ours"])
+    assert unpriced.exit_code == 0 and unpriced.output.splitlines()[1].split()[3:5] == ["-", "-"]
     several = CliRunner().invoke(main, [*args, "--nodes-of", "a40,g4dn.xlarge"])
     assert several.exit_code == 2 and "a profile is of one node type" in several.output
     two = replace(profile, devices=(*profile.devices, replace(profile.devices[0], name="other")))

@@ -6,6 +6,7 @@ import pytest
 
 from elastic.errors import FieldError
 from simulator.reproduce.artifact import MODELS, Bamboo, Oobleck, Table, Varuna, throughputs
+from simulator.reproduce.breakdown import clock_split, oracle, split, step_seconds
 from simulator.trace import ADD, REMOVE, Event, check
 
 MODEL = MODELS[0]
@@ -79,3 +80,36 @@ def test_tables_of_another_form_are_refused() -> None:
     for text in ("[]", '{"a": {"tputs": [1]}}', "x"):
         with pytest.raises(FieldError, match="16 numbers"):
             throughputs(text)
+
+
+def test_where_time_goes_with_one_loss() -> None:
+    """From 47 s: 40 steps and half of another, a rendezvous of 2 s, 54 steps; one runs when the trace ends."""
+    trace = trace_of((452.0, "n7"))
+    counted = split(MODEL, trace, FLAT)
+    begun, meetings, lost = (40 + 1 + 54 + 1) * 10, 2 * 2, 10
+    total = begun + meetings + lost
+    assert list(counted.values()) == pytest.approx([100 * part / total for part in (begun, meetings, lost)])
+    clock = clock_split(MODEL, trace, FLAT)
+    span = 400 + 5 + 2 + 540
+    assert list(clock.values()) == pytest.approx([100 * part / span for part in (940, 2, 5)])
+    assert step_seconds(MODEL, trace, FLAT) == (10.0, 10.0)
+
+
+def test_no_time_is_split_into_nothing() -> None:
+    few = trace_of(nodes=5)
+    assert set(clock_split(MODEL, few, FLAT).values()) == {0.0}
+    assert step_seconds(MODEL, few, FLAT) == (0.0, 0.0)
+
+
+def test_the_oracle_takes_the_best_table_at_each_number_of_nodes() -> None:
+    """30 nodes for 400 s, then 29 for 600 s; another model's table does not count."""
+    tables: dict[str, Table] = {
+        f"oobleck/{MODEL.key}": {**FLAT, 30: 10.0, 29: 1.0},
+        f"varuna/{MODEL.key}": {**FLAT, 30: 4.0, 29: 5.0},
+        "oobleck/other": dict.fromkeys(range(15, 31), 1e9),
+    }
+    trace = trace_of((400.0, "n7"))
+    assert oracle(MODEL, trace, tables) == pytest.approx((400 * 10 + 600 * 5) / 1000)
+    assert oracle(MODEL, trace, {}) == 0.0
+    later = check([Event(e.seconds + 100, e.kind, e.node) for e in trace.events], trace.end_s + 100)
+    assert oracle(MODEL, later, tables) == oracle(MODEL, trace, tables)

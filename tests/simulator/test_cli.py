@@ -13,9 +13,12 @@ from click.testing import CliRunner, Result
 from simulator import reproduce
 from simulator import trace as traces
 from simulator.cli import main
+from simulator.commands import policies_of
+from simulator.policies import makers
 from simulator.trace import read
 
-GOOD = "seconds,event,node,zone,type,notice\n0,add,a,,,\n10,remove,a,,,\n20,end,,,,\n"
+HEADER = "seconds,event,node,zone,type,notice\n"
+GOOD = HEADER + "0,add,a,,,\n10,remove,a,,,\n20,end,,,,\n"
 
 PRICES = [
     {
@@ -67,6 +70,62 @@ def test_a_wrong_unit_is_told(tmp_path: Path) -> None:
     assert "losses per node and hour" in done.stderr and "--hours" in done.stderr
     done = run("traces", "import", "counts", str(source), out, "--hours")
     assert done.exit_code == 0 and "in 40 h, times read as hours" in done.stdout and done.stderr == ""
+
+
+def market(hour: float) -> str:
+    """40 hours of our own format, each written as `hour`."""
+    rows = [f"{(number + 0.2511) * hour},{('remove', 'add')[number % 2]},b,,,\n" for number in range(40)]
+    return f"{HEADER}0,add,a,,,\n0,add,b,,,\n{''.join(rows)}{40 * hour},end,,,,\n"
+
+
+@pytest.mark.parametrize(
+    ("hour", "why"), [(3600, ""), (1, "losses per node and hour"), (3600e3, "longer than any record")]
+)
+def test_a_wrong_unit_of_our_own_format_is_told(hour: float, why: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "t.csv", tmp_path / "out.csv"
+    source.write_text(market(hour))
+    for words in (("stats", str(source), "--json"), ("convert", str(source), str(out))):
+        done = run("traces", *words)
+        assert done.exit_code == 0 and done.stdout, done.output
+        if why:
+            assert done.stderr.startswith(f"elastic-sim: {source}: ") and done.stderr.count("\n") == 1
+            assert why in done.stderr and "are times seconds indeed?" in done.stderr
+        else:
+            assert done.stderr == ""
+    assert read(out)[0] == read(source)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("counts", "0,0\n0,4\n500,4\n400,2\n", "source, line 4: '400,2' is not usable: times must ascend"),
+        ("bamboo", "0,add,a\n9,remove,b\n", "source, line 2: '9,remove,b' is not usable: b is not there"),
+    ],
+)
+def test_a_bad_row_of_another_form_is_one_line(kind: str, text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "source").write_text(text)
+    done = run("traces", "import", kind, str(tmp_path / "source"), str(tmp_path / "out.csv"))
+    assert done.exit_code == 2 and why in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", str(tmp_path / "out.csv")
+    texts = {
+        "bamboo": "0,add,a\n9,remove,a\n",
+        "counts": "0,1\n9,1\n",
+        "parcae": '[0, "add", {"nodes": ["a"], "duration": 60000}]\n',
+        "skypilot": '{"metadata": {"gap_seconds": 600}, "data": [1, 2]}',
+        "events": '{"at": 1, "kind": "joined", "node": "a"}\n{"at": 9, "kind": "step"}\n',
+    }
+    (tmp_path / "config.json").write_text('{"devices": ["h100"]}', encoding="utf-8-sig")
+    for kind, text in texts.items():
+        source.write_text(text, encoding="utf-8-sig")
+        done = run("traces", "import", kind, str(source), out)
+        assert done.exit_code == 0 and read(out)[0].events, done.output
+    source.write_text(GOOD, encoding="utf-8-sig")
+    assert run("traces", "stats", str(source)).exit_code == 0
+    assert run("traces", "convert", str(source), out).exit_code == 0
 
 
 def test_a_run_is_imported_with_its_types(tmp_path: Path) -> None:
@@ -210,3 +269,70 @@ def test_data_come_from_the_flag_then_the_environment(
 def test_it_starts_without_torch() -> None:
     program = "import sys, simulator.cli; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_failure_rates_are_of_the_cluster_or_of_each_node(tmp_path: Path) -> None:
+    """32 nodes of which each is lost every 32 hours lose one an hour; two at a time, every other hour."""
+    made = []
+    for rate, bulk in (("1h", "1"), ("32h/node", "1"), ("16h/node", "2"), ("2h", "2")):
+        out = tmp_path / f"{len(made)}.csv"
+        done = run("traces", "generate", str(out), "--mtbf", rate, "--bulk", bulk, "--duration", "2d")
+        assert done.exit_code == 0, done.output
+        made.append(read(out)[0].events)
+    assert made[0] == made[1] and made[2] != made[3]
+    losses = [sum(e.kind == "remove" for e in events) for events in made]
+    assert losses[2] == pytest.approx(2 * losses[0], rel=0.5)
+    wrong = run("replay", "--mtbf", "1h/zone", "--model", "bert-large")
+    assert wrong.exit_code == 2 and "200h/node" in wrong.output
+    args = [
+        "--nodes",
+        "4",
+        "--duration",
+        "30m",
+        "--model",
+        "bert-large",
+        "--microbatches",
+        "16",
+        "--policy",
+        "varuna",
+    ]
+    tables = [run("replay", "--mtbf", rate, *args).output for rate in ("10m", "40m/node")]
+    assert tables[0] == tables[1] != run("replay", "--mtbf", "40m", *args).output
+    swept = run(
+        "sweep", str(tmp_path / "sweep"), "--mtbf", "10m,20m/node", *args, "--seeds", "1", "--workers", "1"
+    )
+    assert swept.exit_code == 0 and "mtbf 300 s" in swept.output and "mtbf 600 s" in swept.output
+
+
+def test_what_is_strange_about_a_replay_is_told(tmp_path: Path) -> None:
+    """Hours taken for seconds; a model that fits nowhere; files of one name, which tables could not tell apart."""
+    small = ["--model", "bert-large", "--microbatches", "16", "--policy", "varuna"]
+    hours = tmp_path / "hours.csv"
+    rows = "".join(f"{h},add,n{h},,,\n{h + 0.5},remove,n{h},,,\n" for h in range(40))
+    hours.write_text(f"seconds,event,node,zone,type,notice\n{rows}40,end,,,,\n")
+    assert "losses per node and hour" in run("replay", str(hours), *small).stderr
+    large = [
+        "--mtbf",
+        "30m",
+        "--nodes",
+        "2",
+        "--duration",
+        "10m",
+        "--model",
+        "llama3-405b",
+        "--policy",
+        "ours",
+    ]
+    nothing = run("replay", *large, "--nodes-of", "p3.2xlarge")
+    assert nothing.exit_code == 0 and "nothing ever runs: llama3-405b does not fit" in nothing.stderr
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.csv").write_text(hours.read_text())
+    twice = ["--trace", str(tmp_path / "a/t.csv"), "--trace", str(tmp_path / "b/t.csv")]
+    refused = run("sweep", str(tmp_path / "out"), *twice, *small)
+    assert refused.exit_code == 2 and refused.stderr.startswith("elastic-sim: --trace: 't.csv'")
+
+
+def test_all_policies_and_others_are_each_run_once() -> None:
+    names = policies_of(("all,ours", "ours:log+snapshot"))
+    assert names == tuple(dict.fromkeys((*makers(), "ours:log+snapshot")))

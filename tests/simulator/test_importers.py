@@ -117,10 +117,12 @@ def test_our_own_events() -> None:
     [
         ("bamboo", "0,add\n", "line 1.*3 fields"),
         ("bamboo", "0,add,a\nx,remove,a\n", "line 2.*number from 0 up"),
-        ("bamboo", "0,remove,a\n", "event 1.*a is not there"),
+        ("bamboo", "0,remove,a\n", "line 1: '0,remove,a'.*a is not there"),
         ("bamboo", "-5,add,a\n", "line 1"),
         ("counts", "0,1.5\n", "whole number"),
-        ("counts", "5,1\n1,2\n", "ascend"),
+        ("counts", "5,1\n1,2\n", "line 2: '1,2'.*ascend; the row before is at 5"),
+        ("counts", "0,0\n0,4\n500,4\n400,2\n", "file, line 4: '400,2'.*ascend; the row before is at 500"),
+        ("bamboo", "0,add,a\n6000,add,b\n\n5000,remove,a\n", "line 4: '5000,remove,a'.*before is at 6000"),
         ("parcae", "nothing\n", "line 1.*not JSON"),
         ("parcae", '[0, "add"]\n', "write "),
         ("parcae", '[0, "melt", {"nodes": ["a"], "duration": 1}]\n', "add, remove or no-op"),
@@ -167,12 +169,32 @@ def activities(**changed: object) -> str:
     )
 
 
+def run_of(*rows: dict[str, object]) -> str:
+    joined = [{"kind": "joined", "at": 100.0, "node": node, "domain": ""} for node in ("node0", "node1")]
+    return "".join(json.dumps(row) + "\n" for row in (*joined, *rows))
+
+
+PARCAE = """[30000, "add", {{"nodes": ["a"], "duration": 60000}}]
+[{}, "remove", {{"nodes": ["{}"], "duration": 60000}}]"""
+
+LOST_EARLY = """{"at": 100, "kind": "coordinator"}
+{"at": 200, "kind": "joined", "node": "node2"}
+{"at": 150, "kind": "lost", "node": "node2"}"""
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "why"),
     [
         ("parcae", '[0, "add", {"nodes": 5, "duration": 1}]', "line 1: nodes: '5'.*a list of names"),
         ("parcae", '[0, "add", {"nodes": "abc", "duration": 1}]', "line 1: nodes: 'abc'.*a list of names"),
         ("parcae", f'[1{"0" * 400}, "add", {{"nodes": ["a"], "duration": 1}}]', "line 1.*from 0 up"),
+        ("parcae", PARCAE.format(960000, "ghost"), r"file, line 2: '960000,remove,ghost'.*ghost is not there"),
+        ("parcae", PARCAE.format(29999.5, "a"), r"file, line 2: '29999.5'.*ascend; the row before is at 30000"),
+        ("events", run_of({"at": 99, "kind": "lost", "node": "node0"}), "line 3: at: 99 .*the first row is at 100"),
+        ("events", LOST_EARLY, "line 3: at: 150.0 .*node2 joined later, at 200"),
+        ("events", run_of({"at": 101, "kind": "joined", "node": "a b"}), r"line 3: 'a b, '.*names of letters"),
+        ("spot-prices", prices({"InstanceType": "p 3"}), r"History\[1\]: 'a, p 3'.*names of letters"),
+        ("scaling-activities", activities(Description="Launching i_1/%"), r"Activities\[2\]: 'Launching i_1/%'"),
         ("events", '{"at": 1, "kind": "joined", "node": [1]}', "line 1: node: .*text is needed"),
         ("events", '{"at": 1, "kind": "joined", "node": 1}', "line 1: node: .*text is needed"),
         ("events", '{"at": 1, "kind": "joined"}', "line 1: node: 'None'"),
@@ -227,11 +249,6 @@ def test_activities_that_are_not_done_do_not_count() -> None:
     text = activities(StatusCode="InProgress", EndTime=None)
     trace = importers.scaling_activities(text, "asg.json")
     assert told(trace) == [(0, ADD, "i-1"), (3540, REMOVE, "i-1")]
-
-
-def run_of(*rows: dict[str, object]) -> str:
-    joined = [{"kind": "joined", "at": 100.0, "node": node, "domain": ""} for node in ("node0", "node1")]
-    return "".join(json.dumps(row) + "\n" for row in (*joined, *rows))
 
 
 def left(trace: Trace) -> list[tuple[float, str, float]]:

@@ -102,6 +102,13 @@ def test_nobody_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float) -
     assert run("ceiling", made).samples >= best - world().samples
 
 
+def test_slow_nodes_do_not_slow_the_oracle() -> None:
+    slow = replace(QUIET, stragglers_per_node_h=3.0)
+    there = trace(6, (1000.0, REMOVE, "n2"), (2000.0, REMOVE, "n3"))
+    assert run("oracle", there, physics=slow).samples == run("oracle", there).samples
+    assert run("varuna", there, physics=slow).samples < run("varuna", there).samples
+
+
 def test_without_losses_ours_is_the_oracle() -> None:
     calm = trace(6)
     ours, oracle = run("ours:recompute+replica", calm), run("oracle", calm)
@@ -212,6 +219,16 @@ def test_bamboo_takes_over_one_loss_and_restarts_after_adjacent_ones() -> None:
     assert any("adjacent" in d.change.reason or "few" in d.change.reason for d in fatal.decisions)
 
 
+def test_bamboo_s_losses_one_after_the_other_are_adjacent_until_it_is_rebalanced() -> None:
+    """The second hits who had taken over for the first, in the same step; a step later it would be one more."""
+    at_once = trace(8, (1000.0, REMOVE, "n1"), (1000.2, REMOVE, "n2"))
+    fatal = outcome(run("bamboo", at_once, model="bert-large"))
+    assert any("adjacent" in d.change.reason for d in fatal.decisions)
+    apart = trace(8, (1000.0, REMOVE, "n1"), (2000.0, REMOVE, "n2"))
+    found = outcome(run("bamboo", apart, model="bert-large"))
+    assert not any("adjacent" in d.change.reason for d in found.decisions)
+
+
 def test_recycle_keeps_its_grid() -> None:
     found = outcome(run("recycle", LOSS))
     (loss,) = [d for d in found.decisions if d.at == 1_000_000]
@@ -232,6 +249,28 @@ def test_gemini_loses_the_running_step_alone() -> None:
     (loss,) = [d for d in found.decisions if d.at == 1_000_000]
     steps = 1_000_000 // found.decisions[0].change.setup.step_ms  # type: ignore[union-attr]
     assert loss.change.back_to == steps
+
+
+def test_gemini_reads_the_checkpoint_when_a_node_and_its_keeper_are_lost() -> None:
+    pair, others = (
+        outcome(run("gemini", trace(8, (2000.0, REMOVE, "n2"), (2000.5, REMOVE, second))))
+        for second in ("n3", "n4")
+    )
+    assert any("none has the state" in d.change.reason for d in pair.decisions)
+    assert not any("none has the state" in d.change.reason for d in others.decisions)
+    assert pair.account.totals()[Use.LOST] > others.account.totals()[Use.LOST]
+    assert pair.samples < others.samples
+
+
+@pytest.mark.parametrize("policy", RANDOM[:-2])
+def test_nobody_s_state_outlives_everybody(policy: str) -> None:
+    """All nodes go at once, others come later: what counts then is in durable storage, or (Parcae) with servers."""
+    went = [(2000.0, REMOVE, f"n{i}") for i in range(6)]
+    came = [(2600.0, ADD, f"m{i}") for i in range(6)]
+    found = outcome(run(policy, trace(6, *went, *came)))
+    totals, read_s = found.account.totals(), world().checkpoint_s(6)
+    assert totals[Use.TRANSFER] >= 6 * 1000 * read_s - 6
+    assert totals[Use.LOST] > 0 or policy.startswith(("parcae", "varuna-no-rollback"))
 
 
 def test_spares_replace_who_is_lost() -> None:

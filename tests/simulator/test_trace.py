@@ -55,6 +55,22 @@ def test_bad_rows_are_refused_with_their_line(text: str, line: int, why: str) ->
     assert f"t.csv, line {line}" in str(refused.value)
 
 
+def test_a_bad_row_is_shown_as_the_file_has_it() -> None:
+    with pytest.raises(FieldError, match=r"t\.csv, line 4: '1234567\.25,remove,c,z1,p3,120'.*c is not there"):
+        parse(GOOD.replace("10.5,remove,a", "1234567.25,remove,c").replace("30,end", "1e9,end"), "t.csv")
+    with pytest.raises(FieldError, match=r"line 5: '4e9,add,a,z2,p3,'.*at most a hundred years"):
+        parse(GOOD.replace("20,add", "4e9,add").replace("30,end", "5e9,end"), "t.csv")
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(GOOD, encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert read(path)[0] == parse(GOOD)[0]
+    path.write_text("# from a spreadsheet\n" + GOOD, encoding="utf-8-sig")
+    assert read(path)[0].origin == "from a spreadsheet"
+
+
 def test_a_file_that_was_cut_short_is_refused() -> None:
     with pytest.raises(FieldError, match=r"cut short.*20,end"):
         parse(GOOD.removesuffix("30,end,,,,\n"))
