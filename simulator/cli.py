@@ -132,6 +132,12 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     default=1.0,
     help="of the Weibull distribution of times between losses; below 1: in bursts [1]",
 )
+@click.option(
+    "--lifetime-shape",
+    type=float,
+    default=1.0,
+    help="of the Weibull distribution of nodes' lifetimes; below 1 young nodes go rather [1]",
+)
 @click.option("--zones", default="", help="zones, comma-separated [a; with --like: the trace's]")
 @click.option(
     "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
@@ -151,6 +157,7 @@ def generate_(
     bulk: str,
     diurnal: float,
     shape: float,
+    lifetime_shape: float,
     zones: str,
     like: Path | None,
     inference: int | None,
@@ -171,6 +178,7 @@ def generate_(
                 repair_s=repair,
                 notice_s=notice,
                 shape=shape,
+                lifetime_shape=lifetime_shape,
                 diurnal=diurnal,
                 zones=names or ("a",),
             )

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from elastic.errors import FieldError
-from simulator.statistics import statistics
+from simulator.statistics import Statistics, statistics
 from simulator.trace import ADD, MOST_NODES, MOST_SECONDS, REMOVE, Event, Trace, check
 
 DAY_S = 86400.0
@@ -36,6 +36,9 @@ class Market:
     notice_s: float = 0.0
     shape: float = 1.0
     """Of the Weibull distribution of the times between losses; 1: exponential, below 1: in bursts."""
+    lifetime_shape: float = 1.0
+    """Of the Weibull distribution of nodes' lifetimes, nearly (losses keep to their own times); 1: age says nothing,
+    below 1 young nodes go rather, above 1 old ones."""
     diurnal: float = 0.0
     """Swing of the loss rate over a day: from 1 - diurnal at night to 1 + diurnal in the afternoon."""
     zones: tuple[str, ...] = ("a",)
@@ -54,6 +57,7 @@ class Market:
             ("repair", self.repair_s, 0 <= self.repair_s <= MOST_SECONDS, "seconds, 0 to a hundred years"),
             ("notice", self.notice_s, 0 <= self.notice_s <= MOST_SECONDS, "seconds, 0 to a hundred years"),
             ("shape", self.shape, 0.1 <= self.shape <= 10, "from 0.1 to 10"),
+            ("lifetime_shape", self.lifetime_shape, 0.1 <= self.lifetime_shape <= 10, "from 0.1 to 10"),
             ("diurnal", self.diurnal, 0 <= self.diurnal <= 1, "from 0 to 1"),
             ("zones", self.zones, len(self.zones) > 0, "at least one zone"),
             (
@@ -77,12 +81,13 @@ class _Cluster:
     events: list[Event] = field(default_factory=list)
     present: dict[str, str] = field(default_factory=dict)
     """Node: zone."""
+    born: dict[str, float] = field(default_factory=dict)
     made: int = 0
 
     def add(self, at: float) -> None:
         self.made += 1
         node, zone = f"node{self.made}", self.zones[(self.made - 1) % len(self.zones)]
-        self.present[node] = zone
+        self.present[node], self.born[node] = zone, at
         self.events.append(Event(at, ADD, node, zone, self.type))
 
     def remove(self, at: float, node: str, notice_s: float) -> None:
@@ -104,7 +109,7 @@ def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
             cluster.add(now)
             continue
         now, size = math.floor(at), _bulk(draw, market)
-        for node in _victims(draw, cluster, size):
+        for node in _victims(draw, cluster, size, now, market.lifetime_shape):
             cluster.remove(now, node, market.notice_s)
             if market.repair_s:
                 coming.append(float(math.ceil(now + draw.expovariate(1 / market.repair_s)) or 1))
@@ -134,11 +139,16 @@ def _bulk(draw: random.Random, market: Market) -> int:
     return int(draw.choices(sizes, weights)[0])
 
 
-def _victims(draw: random.Random, cluster: _Cluster, size: int) -> list[str]:
-    """Of one zone first."""
+def _victims(draw: random.Random, cluster: _Cluster, size: int, now: float, shape: float) -> list[str]:
+    """The first by its age, with the hazard of a Weibull distribution, age ^ (shape - 1); others of its zone first."""
     if not cluster.present:
         return []
-    first = draw.choice(list(cluster.present))
+    nodes = list(cluster.present)
+    if shape == 1:
+        first = draw.choice(nodes)
+    else:
+        hazards = [(now - cluster.born[node] + 1) ** (shape - 1) for node in nodes]
+        first = draw.choices(nodes, hazards)[0]
     zone = cluster.present[first]
     others = [node for node in cluster.present if node != first]
     draw.shuffle(others)
@@ -164,10 +174,18 @@ def fitted(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
         repair_s=max(1.0, missing / rate) if found.joins else 0.0,
         notice_s=median(e.notice_s for e in trace.events if e.kind == REMOVE),
         shape=_weibull_shape(_gaps(trace, diurnal)),
+        lifetime_shape=_lifetime_shape(found),
         diurnal=diurnal,
         zones=zones or named or ("a",),
         type=trace.events[0].type if trace.events else "",
     )
+
+
+def _lifetime_shape(found: Statistics) -> float:
+    """1 where it is within two standard errors of that, which chance gives, too; these are 0.78 shape / sqrt(n)."""
+    shape = found.lifetime_shape
+    chance = 2 * 0.78 * shape / math.sqrt(found.losses)
+    return shape if shape and abs(shape - 1) > chance else 1.0
 
 
 def _moments(trace: Trace) -> list[float]:

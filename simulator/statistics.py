@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
 from simulator.trace import ADD, Trace
+
+FEW = 20
+"""Nodes that went, below which the shape of their lifetimes is not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,9 @@ class Statistics:
     """After the beginning."""
     lifetime_median_s: float
     """Of nodes that went; 0: none did."""
+    lifetime_shape: float
+    """Of the Weibull distribution of lifetimes, those that still last included; below 1 young nodes go rather, above 1
+    old ones; 0: fewer than `FEW` nodes went."""
     between_losses_mean_s: float
     """Of the whole cluster; 0: fewer than two such moments."""
     notices: int
@@ -40,16 +48,13 @@ class Statistics:
 def statistics(trace: Trace) -> Statistics:
     """Count a trace."""
     steps = counts(trace)
-    came: dict[str, float] = {}
-    lifetimes = list[float]()
+    ended, lasting = lifetimes(trace)
     bulks = Counter[float]()
     joins = notices = 0
     for event in trace.events:
         if event.kind == ADD:
-            came[event.node] = event.seconds
             joins += event.seconds > 0
         else:
-            lifetimes.append(event.seconds - came.pop(event.node))
             bulks[event.seconds] += 1
             notices += event.notice_s > 0
     node_s = sum(n * (until - at) for (at, n), (until, _) in itertools.pairwise(steps))
@@ -63,16 +68,44 @@ def statistics(trace: Trace) -> Statistics:
         nodes_mean=node_s / trace.end_s,
         nodes_least=min(sizes, default=0),
         nodes_most=max(sizes, default=0),
-        losses=len(lifetimes),
+        losses=len(ended),
         loss_events=len(bulks),
-        losses_per_node_hour=len(lifetimes) / (node_s / 3600) if node_s else 0.0,
+        losses_per_node_hour=len(ended) / (node_s / 3600) if node_s else 0.0,
         bulk_mean=mean(bulks.values()) if bulks else 0.0,
         bulk_most=max(bulks.values(), default=0),
         joins=joins,
-        lifetime_median_s=median(lifetimes) if lifetimes else 0.0,
+        lifetime_median_s=median(ended) if ended else 0.0,
+        lifetime_shape=weibull_shape(ended, lasting) if len(ended) >= FEW else 0.0,
         between_losses_mean_s=(moments[-1] - moments[0]) / (len(moments) - 1) if len(moments) > 1 else 0.0,
         notices=notices,
     )
+
+
+def lifetimes(trace: Trace) -> tuple[list[float], list[float]]:
+    """Seconds that nodes were there: of those that went, and so far of those that are there at the end."""
+    came: dict[str, float] = {}
+    ended = list[float]()
+    for event in trace.events:
+        if event.kind == ADD:
+            came[event.node] = event.seconds
+        else:
+            ended.append(event.seconds - came.pop(event.node))
+    return ended, [trace.end_s - at for at in came.values()]
+
+
+def weibull_shape(ended: Sequence[float], lasting: Sequence[float]) -> float:
+    """Of the Weibull distribution that makes these lifetimes most likely, the `lasting` ones being longer than told
+    (Cohen, Technometrics 1965, equation for the shape alone), by bisection."""
+    longest = max([*ended, *lasting])
+    went = [math.log(max(t, 1.0) / longest) for t in ended]
+    every = [*went, *(math.log(max(t, 1.0) / longest) for t in lasting)]
+    low, high = 0.1, 10.0
+    for _ in range(50):
+        shape = (low + high) / 2
+        weights = [math.exp(shape * t) for t in every]
+        mean_log = sum(w * t for w, t in zip(weights, every, strict=True)) / sum(weights)
+        low, high = (low, shape) if mean_log - 1 / shape > mean(went) else (shape, high)
+    return round((low + high) / 2, 3)
 
 
 def counts(trace: Trace) -> list[tuple[float, int]]:

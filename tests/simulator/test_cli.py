@@ -158,14 +158,17 @@ def test_losses_in_bursts_are_made_and_fitted(tmp_path: Path) -> None:
         "10d",
         "--shape",
         "0.5",
+        "--lifetime-shape",
+        "0.4",
         "--zones",
         "x,y",
     ]
     assert run(*args, "--notice", "2m", "--diurnal", "0.6").exit_code == 0
-    assert "shape=0.5" in read(made)[0].origin
+    assert "shape=0.5, lifetime_shape=0.4" in read(made)[0].origin
     assert run("traces", "generate", like, "--like", made).exit_code == 0
     origin = read(like)[0].origin
     assert "notice_s=120.0" in origin and "zones=('x', 'y')" in origin and "diurnal=0.0" not in origin
+    assert "lifetime_shape=1.0" not in origin
     assert run("traces", "generate", fixed, "--like", made, "--zones", "z").exit_code == 0
     assert "zones=('z',)" in read(fixed)[0].origin
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import FieldError
 from simulator.generate import Market, fitted, generate, shared_with_inference
-from simulator.statistics import counts, statistics
+from simulator.statistics import counts, statistics, weibull_shape
 from simulator.trace import ADD, REMOVE, Trace, check, format_trace, parse
 
 HOUR = 3600.0
@@ -61,6 +62,27 @@ def test_a_fitted_market_is_like_the_trace() -> None:
     assert other.losses_per_node_hour == pytest.approx(one.losses_per_node_hour, rel=0.1)
     assert other.nodes_mean == pytest.approx(one.nodes_mean, rel=0.1)
     assert other.bulk_mean == pytest.approx(one.bulk_mean, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [0.5, 1.0, 2.0])
+def test_lifetimes_are_weibull_and_fitted(shape: float) -> None:
+    """Nearly: somebody has to go at each of the cluster's losses, however old they all are."""
+    market = Market(nodes=32, mtbf_s=600.0, repair_s=600.0, lifetime_shape=shape)
+    made = generate(market, 200 * HOUR, 4)
+    found = statistics(made)
+    assert found.losses > 1000 and found.lifetime_shape == pytest.approx(shape, rel=0.2)
+    assert fitted(made).lifetime_shape == (1.0 if shape == 1 else found.lifetime_shape)
+    assert fitted(generate(market, 3 * HOUR, 4)).lifetime_shape == 1.0, "few losses do not tell"
+
+
+def test_the_shape_of_lifetimes_that_are_known() -> None:
+    """Drawn from the distribution itself, a third of them cut short by the end of the record."""
+    draw = random.Random(5)
+    for shape in (0.6, 1.0, 3.0):
+        drawn = [(draw.weibullvariate(1000.0, shape), draw.uniform(0, 3000.0)) for _ in range(3000)]
+        ended = [life for life, end in drawn if life <= end]
+        lasting = [end for life, end in drawn if life > end]
+        assert lasting and weibull_shape(ended, lasting) == pytest.approx(shape, rel=0.06)
 
 
 def test_zones_notice_and_the_swing_over_the_day_are_fitted() -> None:
@@ -134,6 +156,8 @@ def test_any_market_gives_a_trace(
         ("mtbf_s", 0.0),
         ("repair_s", -1.0),
         ("shape", 0.0),
+        ("lifetime_shape", 0.0),
+        ("lifetime_shape", math.nan),
         ("diurnal", 1.5),
         ("zones", ()),
         ("bulk", ()),
