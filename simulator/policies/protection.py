@@ -88,9 +88,10 @@ def lost(
 
 
 def _bytes(world: World, pipeline: Pipeline, first: int, last: int, what: str) -> float:
+    """Of a node, all its workers together."""
     layers = world.profile.layers[first:last]
     if what == "gradient":
-        return sum(la.gradient_bytes for la in layers) / world.profile.tp
+        return float(sum(la.gradient_bytes for la in layers))
     return sum(la.param_bytes + la.state_bytes for la in layers)
 
 
