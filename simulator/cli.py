@@ -12,12 +12,12 @@ import click
 from elastic.errors import FieldError
 from simulator import reproduce as tables
 from simulator import trace as traces
-from simulator.commands import advise, policies, replay
+from simulator.commands import advise, doubted, policies, replay
 from simulator.detail.physics import Physics
 from simulator.detail.physics import read as read_physics
 from simulator.fetch import HOST, ORIGINALS, fetch
 from simulator.generate import Market, fitted, generate, shared_with_inference
-from simulator.importers import FORMATS, UNITS, doubt
+from simulator.importers import FORMATS, UNITS
 from simulator.options import FILE, RATE, SECONDS, PerNode, clear_errors, mtbf_of, sizes_of, stored, writable
 from simulator.statistics import Statistics, statistics
 from simulator.sweep_command import sweep
@@ -48,7 +48,7 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
         from simulator.trace_page import trace_page  # templates take a while to import
 
         stored(html, trace_page(found, file.name))
-    _doubted(found, file)
+    doubted(found, file)
     click.echo(json.dumps(asdict(statistics(found))) if as_json else _told(statistics(found)))
 
 
@@ -85,7 +85,7 @@ def import_(
     _write(found, out, f", times read as {unit}")
     if kind != "events":  # runs that were made to fail lose more
         hint = " --hours takes them for hours" if kind == "counts" and not hours else ""
-        _doubted(found, source, unit, hint)
+        doubted(found, source, unit, hint)
 
 
 @traces_group.command("convert")
@@ -107,7 +107,7 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
             raise FieldError("--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s")
         found = traces.window(whole, first, end)
     _write(found, out)
-    _doubted(whole, source)
+    doubted(whole, source)
 
 
 @traces_group.command("generate")
@@ -243,12 +243,6 @@ def _told(found: Statistics) -> str:
     rows = asdict(found)
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value:>12.4g}" for name, value in rows.items())
-
-
-def _doubted(found: traces.Trace, source: Path, unit: str = "seconds", hint: str = "") -> None:
-    """Warn of a trace that is unlike any market."""
-    if strange := doubt(found, unit):
-        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
 
 
 def _write(found: traces.Trace, out: Path, more: str = "") -> None:

@@ -24,6 +24,7 @@ from simulator.importers import doubt
 from simulator.options import FILE, RATE, SECONDS, clear_errors, mtbf_of, sizes_of, stored, writable
 from simulator.replay import replay as run
 from simulator.scenario import Scenario
+from simulator.trace import Trace
 
 Command = Callable[..., None]
 DEFAULT = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
@@ -110,13 +111,17 @@ def scenarios_of(traces: Sequence[Path], told: dict[str, Any]) -> list[Scenario]
     return found
 
 
+def doubted(found: Trace, source: Path | str, unit: str = "seconds", hint: str = "") -> None:
+    """Warn of a trace that is unlike any market."""
+    if strange := doubt(found, unit):
+        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
+
+
 def warn(scenarios: Sequence[Scenario]) -> None:
-    """Say what is strange about traces, whole ones; but runs that were made to fail lose more. Raises FieldError."""
-    for trace in dict.fromkeys(
-        one.trace for one in scenarios if one.trace and Path(one.trace).suffix != ".jsonl"
-    ):
-        if strange := doubt(Scenario(trace=trace).trace_of(0), "seconds"):
-            click.echo(f"elastic-sim: {trace}: {strange}", err=True)
+    """Of strange traces, looked at whole; but runs that were made to fail lose more. Raises FieldError."""
+    for trace in dict.fromkeys(one.trace for one in scenarios if one.trace):
+        if Path(trace).suffix != ".jsonl":
+            doubted(Scenario(trace=trace).trace_of(0), trace)
 
 
 def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:

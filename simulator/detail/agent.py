@@ -51,7 +51,7 @@ class Agent:
         self.world, self.name, self._first_s = world, info.node, start_s
         self.info = info
         profile, physics = world.profile, world.physics
-        rate = physics.bytes_per_s or profile.link.bytes_per_s * profile.tp
+        rate = physics.bytes_per_s or world.link_bytes_per_s
         self.wire = Wire(world.clock, rate, profile.link.latency_s)
         self.alive, self.left_with = True, -1
         self.link: Link | None = None

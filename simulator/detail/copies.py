@@ -180,7 +180,7 @@ class Copies:
         return self._seconds(copies)
 
     def _seconds(self, copies: list[Copy]) -> float:
-        rate = self._worker.world.profile.copy_bytes_per_s
+        rate = self._worker.world.copy_bytes_per_s
         return sum(copy.nbytes for copy in copies) / rate if rate > 0 else 0.0
 
     def _keep(self, copy: Copy) -> None:

@@ -301,7 +301,7 @@ class Training:
 
     def _join(self, number: int) -> None:
         run, node, version = self._run, self._worker.agent.name, self._worker.version
-        nbytes, rate = 0, self._world.profile.link.bytes_per_s * self._world.profile.tp
+        nbytes, rate = 0, self._world.link_bytes_per_s
         for layer in self._worker.parts:
             held = run.joined.setdefault((layer, version, number), {})
             held[node] = self._worker.own(layer)

@@ -261,7 +261,7 @@ class Worker:
             if copy.node != self.agent.name:
                 elsewhere[copy.node] = elsewhere.get(copy.node, 0) + copy.nbytes
         here = sum(copy.nbytes for copy in copies if copy.node == self.agent.name)
-        rate, left, token = self.world.profile.copy_bytes_per_s, 1 + len(elsewhere), self._token
+        rate, left, token = self.world.copy_bytes_per_s, 1 + len(elsewhere), self._token
 
         def arrived() -> None:
             nonlocal left

@@ -111,6 +111,16 @@ class World:
     def state_bytes(self, layer: int) -> int:
         return self.profile.layers[layer].param_bytes + self.profile.layers[layer].state_bytes
 
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of a node, all its workers together; 0: unknown."""
+        return self.profile.link.bytes_per_s * self.profile.tp
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """The same, of copies to shared memory."""
+        return self.profile.copy_bytes_per_s * self.profile.tp
+
     # ---- what comes from outside ----------------------------------------------------------------
 
     def expect(self, trace: Trace, anchored: Sequence[Anchored] = ()) -> None:

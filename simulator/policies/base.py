@@ -133,6 +133,11 @@ class Base:
         )
         return Change(parts if setup else parts[:1], setup, back_to=self.last_durable(job), reason=reason)
 
+    def from_storage(self, job: Job, setup: Setup | None, gone: Sequence[Event]) -> Change:
+        """Nobody has the whole state any more: everybody anew, whoever came or went."""
+        reason = f"{len(gone)} lost, none has the state" if gone else "nodes came"
+        return self.from_checkpoint(job, setup, reason, detect_s=None if gone else 0.0)
+
     def pays(self, job: Job, then: Running | None, pause_s: float, samples: int = 0) -> bool:
         """Whether changing to `then` gains more until the next loss than its pause costs."""
         now = self._plain

@@ -38,8 +38,7 @@ class Oobleck(Base):
         self._losses += bool(gone)
         self._cold |= not job.alive
         if self._cold:
-            reason = f"{len(gone)} lost, none has the state" if gone else "nodes came"
-            return self.from_checkpoint(job, self._regroup(job), reason, detect_s=None if gone else 0.0)
+            return self.from_storage(job, self._regroup(job), gone)
         if not gone:
             return self._again(job, "nodes came")
         running = self._running

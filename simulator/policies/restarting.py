@@ -190,8 +190,7 @@ class Gemini(Restarting):
         if not gone and job.setup is not None:
             return None
         self._losses += bool(gone)
-        reason = f"{len(gone)} lost, none has the state" if gone else "nodes came"
-        change = self.from_checkpoint(job, self._start(job), reason, detect_s=None if gone else 0.0)
+        change = self.from_storage(job, self._start(job), gone)
         self.saved = change.back_to
         return change
 
