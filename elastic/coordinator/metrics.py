@@ -123,7 +123,8 @@ class CoordinatorMetrics:
             elif isinstance(action, job.Send) and isinstance(action.message, m.Fenced):
                 self._fenced += action.node not in before.members
         if after.epoch != before.epoch and after.change is not None:
-            self._begun(before, after.change)
+            trained = before.change is None or any(isinstance(action, job.Recovered) for action in actions)
+            self._begun(after.change, trained)
         if after.plan is not before.plan:
             self.step_s.clear()
 
@@ -138,9 +139,10 @@ class CoordinatorMetrics:
         """An entry of the event log that is no action: `decided` counts those."""
         self._events.labels(kind).inc()
 
-    def _begun(self, before: JobState, change: job.Change) -> None:
+    def _begun(self, change: job.Change, trained: bool) -> None:
+        """`trained`: the change before it was complete."""
         self._changes.labels(kind_of(change.cause.rsplit("; then ", 1)[-1])).inc()
-        if not change.boundary and before.change is None:
+        if not change.boundary and trained:
             self.usage.fault(change, max(change.detect_s, self._silent_s))
         self._silent_s = 0.0
 

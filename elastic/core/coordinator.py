@@ -153,9 +153,11 @@ def _endings(state: JobState, now: float) -> Result | None:
 
 
 def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "") -> Result:
+    over = _recovered(state)  # its figures belong to the summary, however soon the job ended after it
+    state, told, _ = over if over is not None else (state, (), "")
     stops: list[Action] = [Send(node, m.Stop(code, reason)) for node in state.members]
     finish = Finish(code, reason, sha)
-    return state.of(phase=phase, ending=finish), (*stops, finish), reason
+    return state.of(phase=phase, ending=finish), (*told, *stops, finish), reason
 
 
 # ---- rules of single phases ----
@@ -254,16 +256,16 @@ def _installing(state: JobState, now: float) -> Result | None:
 
 
 def _running(state: JobState, now: float) -> Result | None:
+    over = _recovered(
+        state
+    )  # before what follows it, which a coordinator that is behind learns at the same time
+    if over is not None:
+        return over
     why = trouble(state, now)
     if why:
         return epoch_change.begin(state, why, now)
     assert state.plan is not None
     members = [state.members[n] for n in state.plan.nodes()]
-    resumed = [
-        mb.report.resumed_at for mb in members if mb.report.resumed_at and mb.report.epoch == state.epoch
-    ]
-    if state.change is not None and resumed:
-        return _recovered(state, members, min(resumed))
     if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
         step = state.assignment.step if state.assignment is not None else -1
         sends = tuple(Send(n, m.Trim(state.epoch, step)) for n in state.members)
@@ -277,17 +279,24 @@ def _running(state: JobState, now: float) -> Result | None:
     return planned or _relieving(state, now) or rechoose(state, now)
 
 
-def _recovered(state: JobState, members: list[Member], resumed_at: float) -> Result:
-    ready = [r for mb in members for r in mb.report.ready if r.epoch == state.epoch]
-    assert state.change is not None
+def _recovered(state: JobState) -> Result | None:
+    """The first micro-batch of the epoch was computed: its change is complete."""
+    if state.change is None or state.plan is None:
+        return None
+    nodes = state.plan.nodes()
+    reports = [state.members[n].report for n in nodes if n in state.members]
+    resumed = [r.resumed_at for r in reports if r.resumed_at and r.epoch == state.epoch]
+    if not resumed:
+        return None
+    ready = [told for r in reports for told in r.ready if told.epoch == state.epoch]
     action = Recovered(
         change=state.change,
-        nodes_after=len(members),
-        transfer_s=max((r.transfer_s for r in ready), default=0.0),
-        rebuild_s=max((r.rebuild_s for r in ready), default=0.0),
-        resumed_at=resumed_at,
+        nodes_after=len(nodes),
+        transfer_s=max((told.transfer_s for told in ready), default=0.0),
+        rebuild_s=max((told.rebuild_s for told in ready), default=0.0),
+        resumed_at=min(resumed),
     )
-    return paused(state, state.change, resumed_at).of(change=None), (action,), "training goes on"
+    return paused(state, state.change, min(resumed)).of(change=None), (action,), "training goes on"
 
 
 def _leaving(state: JobState, now: float) -> Result | None:

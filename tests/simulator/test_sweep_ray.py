@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner
 
 from simulator import sweep
-from simulator.cells import Cell, Result, cells_of
+from simulator.cells import MOST_DEATHS, Cell, cells_of
 from simulator.cli import main
 from simulator.generate import Market, generate
 from simulator.scenario import Scenario
 from simulator.trace import format_trace
+from tests.simulator.test_sweep import Deadly, here
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,11 +25,6 @@ pytestmark = [
 ]
 
 MARKET = Market(nodes=4, mtbf_s=300.0, repair_s=600.0)
-
-
-def here(cells: Sequence[Cell]) -> Generator[tuple[Cell, Result]]:
-    for cell in cells:
-        yield cell, cell.run()
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +42,29 @@ def cluster() -> Iterator[Any]:
         found.shutdown()
 
 
-def test_a_cluster_gives_the_same_though_a_worker_is_killed(cluster: Any, tmp_path: Path) -> None:
-    from simulator.sweep_ray import on_ray
+def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_path: Path) -> None:
+    """One that had done a cell of its batch, and one three times over: its batch is taken apart."""
+    from simulator.sweep_ray import batches, on_ray
 
     trace = tmp_path / "trace.csv"
     trace.write_text(format_trace(generate(MARKET, 1800.0, 5)))
     recorded = Scenario(trace=str(trace), model="gpt2")
     made_up = Scenario(market=MARKET, duration_s=1800.0, model="bert-large")
     cells = [*cells_of([recorded], ("varuna",), 1), *cells_of([made_up], ("ours", "varuna"), 2)]
+    *_, first, second = (list(batch) for batch in batches(cells, 2))
+    assert len(first) == len(second) == 3
+    once, often = tmp_path / "once", tmp_path / "often"
+    doomed = {first[1]: (once, 1), second[-1]: (often, MOST_DEATHS)}
+    told = [deadly(cell, *doomed[cell]) if cell in doomed else cell for cell in cells]
     out, wanted = tmp_path / "ray", tmp_path / "here"
-    killer = Killer()
-    killer.start()
-    sweep.run(out, cells, on_ray(cluster.address))
-    killer.join()
-    assert killer.killed, "no worker was seen at work"
+    sweep.run(out, told, on_ray(cluster.address))
+    assert (once.read_text(), often.read_text()) == ("x", "x" * MOST_DEATHS)
     sweep.run(wanted, cells, here)
     assert (out / sweep.WHOLE).read_bytes() == (wanted / sweep.WHOLE).read_bytes()
 
 
-class Killer(threading.Thread):
-    """SIGKILL to the first Ray worker that is in the middle of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.killed = 0
-
-    def run(self) -> None:
-        until = time.monotonic() + 30
-        while not self.killed and time.monotonic() < until:
-            for process in psutil.Process().children(recursive=True):
-                try:
-                    if process.cmdline()[:1] == ["ray::attempt_all"] and process.cpu_times().user > 0:
-                        time.sleep(0.1)  # well inside
-                        if process.cmdline()[:1] == ["ray::attempt_all"]:
-                            process.kill()
-                            self.killed = process.pid
-                            return
-                except psutil.Error:
-                    continue
-            time.sleep(0.01)
+def deadly(cell: Cell, mark: Path, times: int) -> Cell:
+    return Deadly(cell.scenario, cell.policy, cell.seed, str(mark), times)
 
 
 def test_the_command(cluster: Any, tmp_path: Path) -> None:
