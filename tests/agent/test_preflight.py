@@ -18,6 +18,7 @@ from elastic.agent.vault_server import VaultServer
 from elastic.core.vitals import Check, Preflight
 from elastic.errors import UsageError
 from tests.agent.drivers import Driver
+from tests.patience import LONG_S
 
 NONE = Devices(Driver(0))
 
@@ -153,7 +154,7 @@ def test_the_gate_holds_the_first_report_back_until_the_checks_are_made() -> Non
     assert not gate.open
     gate.ask()
     gate.ask()
-    assert flown.wait(10.0)
+    assert flown.wait(LONG_S)
     gate.made(found[0])
     assert gate.open and gate.flight is not None and not gate.flight.failed
     gate.ask()
@@ -167,7 +168,7 @@ def test_a_refused_node_looks_again_after_the_pause() -> None:
     gate = Gate("on", sound, lambda flight: flown.set())
     gate.made(Preflight("on", 0.1))
     gate.refused(0.01)
-    assert not gate.open and flown.wait(10.0)
+    assert not gate.open and flown.wait(LONG_S)
     gate.close()
 
 
@@ -180,7 +181,7 @@ def test_checks_that_break_off_are_a_failure() -> None:
 
     gate = Gate("on", broken, lambda flight: (found.append(flight), flown.set()))
     gate.ask()
-    assert flown.wait(10.0)
+    assert flown.wait(LONG_S)
     (check,) = found[0].failed
     assert "oops" in check.remedy
 

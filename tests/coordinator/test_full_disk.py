@@ -19,6 +19,7 @@ from elastic.core.job import JobState, Policy
 from elastic.store import durable
 from elastic.telemetry import read_events
 from tests.disks import fill, small_disk
+from tests.patience import LONG_S
 
 STATE = JobState(policy=Policy())
 
@@ -120,7 +121,7 @@ def test_a_commit_that_the_disk_refuses_is_one_that_failed(
     commits = Commits(tmp_path, lambda future: done.set())
     with caplog.at_level(logging.ERROR):
         commits.begin(4, None)
-        assert done.wait(30)
+        assert done.wait(LONG_S)
         (future,) = commits.left()
         assert commits.take(future) is None and commits.left() == ()
     assert "checkpoint of step 4 is not whole" in caplog.text

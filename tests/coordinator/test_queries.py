@@ -22,6 +22,7 @@ from elastic.errors import ElasticError, StaleError, UsageError
 from elastic.rpc.client import call
 from tests.coordinator.hands import START
 from tests.coordinator.test_together import Bench, attached, came
+from tests.patience import LONG_S
 
 KINDS = ("status", "nodes", "peers", "plan", "drain")
 NUMBERS = st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), 1e308, True, LONGEST_S + 1])
@@ -47,7 +48,7 @@ def leading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         thread.start()
         yield made
         made.coordinator._inbox.put(StaleError("the test is over"))
-        thread.join(20)
+        thread.join(LONG_S)
         assert not thread.is_alive()
 
 

@@ -19,6 +19,7 @@ from elastic.core.messages import Halt
 from elastic.errors import ElasticError, StaleError
 from elastic.store.base import Entry, StoreError, StoreUnavailable
 from elastic.store.memory import MemoryStore
+from tests.patience import LONG_S
 
 STATES = [JobState(policy=Policy(), epoch=epoch) for epoch in range(9)]
 
@@ -174,9 +175,9 @@ def test_a_keeper_renews_and_tells_when_it_has_lost() -> None:
         return 50.0
 
     keeper = Keeper(store, lease, now, lambda error: (lost.append(error), told.set()))
-    assert renewed.wait(30) and not lost
+    assert renewed.wait(LONG_S) and not lost
     store.acquire("coordinator", "b", 60.0, 200.0)
-    assert told.wait(30)
+    assert told.wait(LONG_S)
     assert isinstance(lost[0], StaleError)
     keeper.close()
 

@@ -14,10 +14,11 @@ import torch
 
 from elastic.worker.links import Abandon, Links, host_store
 from tests.launcher.helpers import send
+from tests.patience import LONG_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "pytest", "hypothesis", "tests.engine.models"])
-DEADLINE_S = 60.0
+DEADLINE_S = LONG_S
 """For anything that must happen at all."""
 
 

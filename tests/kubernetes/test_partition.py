@@ -32,11 +32,8 @@ def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
         job.wait_for_step(5)
         cut, stay = job.agents[3:], job.agents[:3]
         job.cluster.cut(*cut)
-        began = time.time()
         names = {pod.name for pod in cut}
         wait_for("the loss", lambda: lost(job) == names, job.cluster)
-        seconds = max(event["at"] for event in job.events if event["kind"] == "lost") - began
-        assert seconds < 2 * LEASE_S
         wait_for(
             "the rest", lambda: [r for r in job.recoveries() if r["nodes_after"] == len(stay)], job.cluster
         )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import LONG_S
+
 
 def gone(pid: int) -> bool:
     """Ended, whether or not its parent has asked for the exit code."""
@@ -27,7 +29,7 @@ def send(pid: int, number: int) -> None:
     """
     os.kill(pid, number)
     if number == signal.SIGSTOP:
-        assert wait_until(lambda: gone(pid) or set(thread_states(pid)) <= set("tTZX"), 60.0)
+        assert wait_until(lambda: gone(pid) or set(thread_states(pid)) <= set("tTZX"))
 
 
 def thread_states(pid: int) -> list[str]:
@@ -39,7 +41,7 @@ def thread_states(pid: int) -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> bool:
     """Look until `condition` holds or `timeout_s` went by; say whether it holds."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

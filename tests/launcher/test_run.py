@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.launcher.helpers import gone, wait_until
+from tests.patience import LONG_S
 
 SCRIPT = """
 import json, os, pathlib, sys, time
@@ -55,7 +56,7 @@ def environ_of(folder: Path, rank: int, restart: int = 0) -> dict[str, str]:
 
 def test_unchanged_script_on_two_nodes(run: Run, tmp_path: Path) -> None:
     launcher = run("--standalone --nnodes 2 --nproc-per-node 2 --tee 3")
-    out, err = launcher.communicate(timeout=60)
+    out, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 0, err
     lines = {f"[node{rank // 2}:{rank}]: rank {rank} restart 0" for rank in range(4)}
     assert set(out.splitlines()) == lines
@@ -69,7 +70,7 @@ def test_unchanged_script_on_two_nodes(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("failures", "restarts", "ok"), [(1, 1, True), (2, 1, False)])
 def test_restarts(run: Run, tmp_path: Path, failures: int, restarts: int, ok: bool) -> None:
     launcher = run(f"--standalone --nnodes 2 --max-restarts {restarts}", f"fail {failures}")
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=LONG_S)
     assert (launcher.returncode == 0) is ok, err
     assert environ_of(tmp_path, 1, 1)["TORCHELASTIC_MAX_RESTARTS"] == str(restarts)
     assert ok or "exit code 5" in err
@@ -78,10 +79,10 @@ def test_restarts(run: Run, tmp_path: Path, failures: int, restarts: int, ok: bo
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_orphans(run: Run, tmp_path: Path, number: int) -> None:
     launcher = run("--standalone --nnodes 2", "wait")
-    assert wait_until(lambda: len(list(tmp_path.glob("seen-*"))) == 2, 60)
+    assert wait_until(lambda: len(list(tmp_path.glob("seen-*"))) == 2)
     family = psutil.Process(launcher.pid).children(recursive=True)
     assert len(family) == 5  # coordinator, two agents, two workers
     os.kill(launcher.pid, number)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert wait_until(lambda: all(gone(process.pid) for process in family))

@@ -16,6 +16,7 @@ import pytest
 from elastic.launcher.addresses import Owner, owner
 from elastic.launcher.rundir import free_port
 from tests.launcher.helpers import gone, wait_until
+from tests.patience import LONG_S
 
 LAUNCHER = """
 import os, sys
@@ -83,7 +84,7 @@ def memory(run_dir: Path) -> Path:
 @pytest.mark.parametrize("code", [0, 3])
 def test_ends_with_the_jobs_exit_code(start: Start, tmp_path: Path, code: int) -> None:
     launcher = start(f"finish={code}")
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == code
     assert "acted out" in err and "step 1/9: loss 2.5000, 2 nodes, plan 2" in err
     run = tmp_path / "runs" / "a"
@@ -97,40 +98,40 @@ def test_ends_with_the_jobs_exit_code(start: Start, tmp_path: Path, code: int) -
 )
 def test_signals_end_everything(start: Start, tmp_path: Path, number: int, code: int) -> None:
     launcher, run = start("serve"), tmp_path / "runs" / "a"
-    assert wait_until(lambda: up(run), 30)
+    assert wait_until(lambda: up(run))
     launcher.send_signal(number)
-    assert launcher.wait(20) == code
+    assert launcher.wait(LONG_S) == code
     assert wait_until(lambda: all(gone(pid) for pid in pids(run))) and not memory(run).exists()
 
 
 def test_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
     launcher, run = start("serve", "--shutdown-timeout", "600"), tmp_path / "runs" / "a"
-    assert wait_until(lambda: up(run), 30)
+    assert wait_until(lambda: up(run))
     os.kill(agents(run)[0]["pids"][0], signal.SIGSTOP)
     launcher.send_signal(signal.SIGINT)
     assert launcher.stderr is not None
     assert any("SIGINT" in line for line in iter(launcher.stderr.readline, ""))
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(20) == 130
+    assert launcher.wait(LONG_S) == 130
     assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
 
 
 def test_nothing_survives_a_killed_launcher(start: Start, tmp_path: Path) -> None:
     launcher, run = start("serve"), tmp_path / "runs" / "a"
-    assert wait_until(lambda: up(run), 30)
+    assert wait_until(lambda: up(run))
     launcher.kill()
     launcher.wait()
     assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
     assert memory(run).exists()
-    start("finish=0", run="runs/b").communicate(timeout=30)
+    start("finish=0", run="runs/b").communicate(timeout=LONG_S)
     assert not memory(run).exists()  # the next run cleans up behind it
 
 
 def test_coordinator_is_started_again_at_its_address(start: Start, tmp_path: Path) -> None:
     launcher, run = start("finish=0 after=2"), tmp_path / "runs" / "a"
-    assert wait_until(lambda: up(run), 30)
+    assert wait_until(lambda: up(run))
     os.kill(pids(run)[0], signal.SIGKILL)
-    _, err = launcher.communicate(timeout=30)
+    _, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 0 and "the coordinator ended (SIGKILL)" in err
     first, second = (run / "starts").read_text().split()
     assert first == second
@@ -138,7 +139,7 @@ def test_coordinator_is_started_again_at_its_address(start: Start, tmp_path: Pat
 
 def test_coordinator_that_cannot_start_is_given_up(start: Start, tmp_path: Path) -> None:
     launcher = start("fail")
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 1
     assert "the coordinator cannot run" in err and "the stand-in cannot start" in err
 
@@ -146,23 +147,23 @@ def test_coordinator_that_cannot_start_is_given_up(start: Start, tmp_path: Path)
 def test_kill_coordinator_and_join_faults(start: Start, tmp_path: Path) -> None:
     faults = ["--fault", "kill-coordinator step=1 down=100ms", "--fault", "join step=2"]
     launcher, run = start("serve", *faults, "--domain", "east"), tmp_path / "runs" / "a"
-    assert wait_until(lambda: len(agents(run)) == 3, 30)
+    assert wait_until(lambda: len(agents(run)) == 3)
     assert {agent["node"] for agent in agents(run)} == {"node0", "node1", "node2"}
     assert {agent["domain"] for agent in agents(run)} == {"east"}
     assert len((run / "starts").read_text().split()) == 2
     assert sorted(path.name for path in (run / "faults").iterdir()) == ["0.fired", "1.fired"]
     launcher.terminate()
-    _, err = launcher.communicate(timeout=20)
+    _, err = launcher.communicate(timeout=LONG_S)
     assert "fault: kill-coordinator step=1 down=0.1" in err
     assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
 
 
 def test_killed_agents_stay_dead_and_their_children_with_them(start: Start, tmp_path: Path) -> None:
     launcher, run = start("serve", "--heartbeat", "0.05", "--lease", "0.2"), tmp_path / "runs" / "a"
-    assert wait_until(lambda: up(run), 30)
+    assert wait_until(lambda: up(run))
     for agent in agents(run):
         os.kill(agent["pids"][0], signal.SIGKILL)
-    _, err = launcher.communicate(timeout=20)
+    _, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 1
     assert "node0 ended (SIGKILL)" in err and "every node ended before the job did" in err
     assert len(agents(run)) == 2 and wait_until(lambda: all(gone(pid) for pid in pids(run)))
@@ -170,22 +171,22 @@ def test_killed_agents_stay_dead_and_their_children_with_them(start: Start, tmp_
 
 def test_a_run_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> None:
     first, run = start("serve"), tmp_path / "runs" / "a"
-    assert wait_until(lambda: up(run), 30)
+    assert wait_until(lambda: up(run))
     before = sorted(path.name for path in run.iterdir())
     for flags in ([], ["--resume", "auto"]):
         second = start("serve", *flags)
-        _, err = second.communicate(timeout=20)
+        _, err = second.communicate(timeout=LONG_S)
         assert second.returncode == 2 and "--run-dir" in err and len(err.splitlines()) == 1
     assert sorted(path.name for path in run.iterdir()) == before
     first.terminate()
-    assert first.wait(20) == 143
+    assert first.wait(LONG_S) == 143
 
 
 def test_resume_moves_the_earlier_attempt_aside(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
-    start("finish=3").communicate(timeout=30)
+    start("finish=3").communicate(timeout=LONG_S)
     (run / "checkpoints" / "step-00000002").mkdir(parents=True)
-    start("finish=0", "--resume", "auto").communicate(timeout=30)
+    start("finish=0", "--resume", "auto").communicate(timeout=LONG_S)
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert json.loads((run / "attempt-1" / "exit.json").read_text())["code"] == 3
     assert json.loads((run / "config.json").read_text())["resume"] == str(run / "checkpoints")
@@ -198,17 +199,17 @@ def test_the_machine_that_owns_the_address_starts_the_coordinator(start: Start, 
     flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address]
     first, second = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
     host = start("serve", *flags, mode=())
-    assert wait_until(lambda: up(first, 1), 30) and owner(address) is Owner.TAKEN
+    assert wait_until(lambda: up(first, 1)) and owner(address) is Owner.TAKEN
     joiner = start("serve", *flags, mode=(), run="runs/b")
-    assert wait_until(lambda: agents(second), 30)
+    assert wait_until(lambda: agents(second))
     assert not (second / "coordinator.json").exists()
     os.kill(agents(second)[0]["pids"][0], signal.SIGKILL)
-    assert joiner.wait(20) == 128 + signal.SIGKILL
+    assert joiner.wait(LONG_S) == 128 + signal.SIGKILL
     os.kill(agents(first)[0]["pids"][0], signal.SIGKILL)
     assert wait_until(lambda: all(gone(pid) for pid in pids(first)[1:]))
     assert host.poll() is None  # the coordinator serves the other machines
     host.terminate()
-    assert host.wait(20) == 143
+    assert host.wait(LONG_S) == 143
 
 
 def hosts() -> tuple[str, ...]:
@@ -221,7 +222,7 @@ def test_sigterm_with_grace_lets_the_node_leave(start: Start, tmp_path: Path) ->
     launcher = start("serve leaves", "--grace", "60", mode=hosts())
     assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
     launcher.send_signal(signal.SIGTERM)
-    _, err = launcher.communicate(timeout=20)
+    _, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 0 and "leaving within 60 s" in err
 
 
@@ -236,7 +237,7 @@ def test_a_second_sigterm_the_end_of_the_grace_or_none_ends_at_once(
         assert launcher.stderr is not None
         assert any("leaving within 60 s" in line for line in launcher.stderr)
         launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert wait_until(
         lambda: all(gone(pid) for one in agents(tmp_path / "runs" / "a") for pid in one["pids"])
@@ -247,5 +248,5 @@ def test_sigint_is_never_a_notice(start: Start, tmp_path: Path) -> None:
     launcher = start("serve leaves", "--grace", "60", mode=hosts())
     assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 128 + signal.SIGINT

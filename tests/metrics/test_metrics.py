@@ -34,6 +34,7 @@ from elastic.metrics import Where, new_registry, serve
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import CA, CERT, KEY
 from tests.metrics.tools import DASHBOARD, ROOT, RULES
+from tests.patience import LONG_S
 
 PLAN = Plan(
     1,
@@ -293,7 +294,7 @@ def test_served_and_announced_until_it_is_closed(tmp_path: Path) -> None:
     (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
     assert target["targets"] == [served.address]
     assert target["labels"] == {"job": "job", "instance": "node0", "role": "agent"}
-    with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S) as answer:
         assert b"elastic_heartbeats_total 0.0" in answer.read()
     taken = replace(where, port=int(served.address.rpartition(":")[2]))
     assert serve(agent().registry, taken) is None, "nothing stops for its metrics"
@@ -318,7 +319,9 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
         context = ssl.create_default_context(cafile=str(known / CA))
         if own is not None:
             context.load_cert_chain(own / CERT, own / KEY)
-        with closing(http.client.HTTPSConnection(served.address, context=context, timeout=5)) as connection:
+        with closing(
+            http.client.HTTPSConnection(served.address, context=context, timeout=LONG_S)
+        ) as connection:
             connection.request("GET", "/metrics")
             shown = connection.sock.getpeercert(True)
             return connection.getresponse().read(), shown
@@ -329,7 +332,7 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
         with pytest.raises(OSError):
             read(ours, stranger)
     with pytest.raises((OSError, http.client.HTTPException)):
-        urllib.request.urlopen(f"http://{served.address}/metrics", timeout=5)
+        urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S)
     with closing(socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2])))):
         make(certs, [["localhost"]])
         assert read(ours, ours)[1] != first, (

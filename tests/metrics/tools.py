@@ -24,12 +24,13 @@ import yaml
 from elastic.core.types import LayerSpec
 from elastic.launcher.rundir import free_port
 from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_profile
+from tests.patience import LONG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboard.json"
-DEADLINE_S = 60.0
+DEADLINE_S = LONG_S
 T = TypeVar("T")
 
 
@@ -61,7 +62,7 @@ class Prometheus:
         """Data of an answer of the HTTP API; None while it does not answer."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=LONG_S) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             if error.code == 503:  # it is starting
@@ -99,7 +100,7 @@ def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
         yield found
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(LONG_S)
 
 
 @contextlib.contextmanager
@@ -126,7 +127,7 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
         yield run_dir
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(LONG_S)
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -141,5 +142,5 @@ def scrape(run_dir: Path, name: str) -> str:
     """What a process of the run tells."""
     (target,) = json.loads((run_dir / "metrics" / f"{name}.json").read_text())
     (address,) = target["targets"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=LONG_S) as answer:
         return str(answer.read().decode())

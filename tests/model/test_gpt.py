@@ -20,6 +20,7 @@ from elastic.worker.optimizer import adamw
 from elastic.worker.state import read_state
 from tests.model.gpts import MICROBATCHES, build, config, microbatch, run, state_of, train
 from tests.model.toys import CPU, same, values
+from tests.patience import LONG_S
 
 
 def test_same_layer_whoever_builds_it(alone: TensorParallel) -> None:
@@ -235,5 +236,5 @@ def test_sizes_are_checked_without_torch() -> None:
         "import sys; from elastic.worker.gpt import GPTConfig; from elastic.worker.corpus import ByteCorpus; "
         "GPTConfig(layers=1, hidden=4, heads=1, seq_len=4); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S).returncode == 0
     assert GPTConfig(layers=1, hidden=4, heads=1, seq_len=4).n_layers == 3

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import train_gpt
+from tests.patience import LONG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +58,9 @@ def test_nothing_heavy_is_imported_for_help_and_mistakes(flags: list[str], code:
         "try: code = main(sys.argv[1:])\nexcept SystemExit as e: code = e.code\n"
         "assert not {'torch', 'megatron', 'numpy'} & set(sys.modules); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", script, *flags], cwd=ROOT, capture_output=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *flags], cwd=ROOT, capture_output=True, timeout=LONG_S
+    )
     assert done.returncode == code, done.stderr.decode()
 
 

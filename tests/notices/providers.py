@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
+from tests.patience import LONG_S
+
 
 class Provider:
     """Common parts: values by machine and path, what was asked, and ways to misbehave."""
@@ -73,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "huge":
                 self.reply(200, "x" * 200_000)
             case "silent":
-                self.provider.closing.wait(30)
+                self.provider.closing.wait(LONG_S)
             case _:
                 self.provider.answer(self, machine, f"/{rest}", query)
 

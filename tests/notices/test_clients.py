@@ -21,6 +21,7 @@ from elastic.agent.notices.source import Source, Watcher
 from elastic.core.desk import Heard
 from elastic.core.messages import NoticeKind
 from tests.notices.providers import FakeAws, FakeAzure, FakeGcp, Provider
+from tests.patience import LONG_S
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_gcp_answers_when_the_value_changes(gcp: FakeGcp) -> None:
     watcher = Watcher(Gcp(service(gcp), "preempted"), lambda name, notices: found.put(notices))
     try:
         gcp.set("node0", FakeGcp.PREEMPTED, "TRUE")
-        (one,) = found.get(timeout=20)
+        (one,) = found.get(timeout=LONG_S)
         assert one.kind is NoticeKind.LEAVE and 20 < left_s(one) <= 30
     finally:
         watcher.close()
@@ -144,7 +145,7 @@ def test_gcp_waits_instead_of_asking_all_the_time(gcp: FakeGcp) -> None:
     try:
         gcp.set("node1", FakeGcp.PREEMPTED, "TRUE")  # another machine's
         gcp.set("node0", FakeGcp.PREEMPTED, "TRUE")
-        assert timer.get(timeout=20) == "gcp-preempted"
+        assert timer.get(timeout=LONG_S) == "gcp-preempted"
         waits = [path for _, _, path in gcp.asked]
         assert len(waits) <= 5
     finally:
@@ -211,12 +212,12 @@ def test_trouble_is_logged_once_and_notices_come_through_again(
     aws.broken = "down"
     watcher = Watcher(client, lambda name, notices: found.put(notices))
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + LONG_S
         while len(aws.asked) < 4 and time.monotonic() < end:
             aws.closing.wait(0.02)
         aws.set("node0", FakeAws.ACTION, {"action": "stop", "time": "soon"})
         aws.broken = ""
-        assert found.get(timeout=20)[0].kind is NoticeKind.LEAVE
+        assert found.get(timeout=LONG_S)[0].kind is NoticeKind.LEAVE
     finally:
         watcher.close()
     assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
@@ -235,7 +236,7 @@ def test_auto_finds_the_cloud_that_answers(
     services = {cloud: f"http://{providers[cloud].address}/${{node}}"} if cloud else {}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
     detect(around(tmp_path, **services), found.put)
-    names = {source.name for source in found.get(timeout=20)}
+    names = {source.name for source in found.get(timeout=LONG_S)}
     assert names == {
         "aws": {"aws"},
         "gcp": {"gcp-preempted", "gcp-maintenance-event"},
@@ -250,7 +251,7 @@ def test_auto_takes_no_other_cloud_for_its_own(
     services = {"aws": gcp.address, "gcp": azure.address, "azure": aws.address}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
     detect(around(tmp_path, **services), found.put)
-    assert found.get(timeout=20) == ()
+    assert found.get(timeout=LONG_S) == ()
 
 
 # ---- a file ----

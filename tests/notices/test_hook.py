@@ -14,6 +14,7 @@ import pytest
 
 from elastic.agent.notices.hook import MOST_BYTES, Hook
 from elastic.errors import FieldError
+from tests.patience import LONG_S
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def ask(
     hook: Hook, method: str, body: str | bytes | None = None, path: str = "/notice", token: str | None = None
 ) -> tuple[int, Any]:
     host, _, port = hook.address.rpartition(":")
-    line = http.client.HTTPConnection(host, int(port), timeout=10)
+    line = http.client.HTTPConnection(host, int(port), timeout=LONG_S)
     line.request(method, path, body, {"Authorization": f"Bearer {hook.token if token is None else token}"})
     answer = line.getresponse()
     text = answer.read()

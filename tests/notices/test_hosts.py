@@ -23,6 +23,7 @@ from tests.notices.test_notice_jobs import (
     kinds,
     running,
 )
+from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT
 from tests.scenarios.shared import SCRIPT, exact, reference
 
@@ -33,7 +34,7 @@ def post(run_dir: Path, node: str, body: str) -> int:
     """POST /notice to a node's hook, found by its card."""
     card = json.loads((run_dir / "hooks" / f"{node}.json").read_text())
     host, _, port = card["address"].rpartition(":")
-    line = http.client.HTTPConnection(host, int(port), timeout=20)
+    line = http.client.HTTPConnection(host, int(port), timeout=LONG_S)
     line.request("POST", "/notice", body, {"Authorization": f"Bearer {card['token']}"})
     status = line.getresponse().status
     line.close()
@@ -105,4 +106,4 @@ def test_a_node_with_nothing_to_move_ends_at_once(tmp_path: Path) -> None:
             assert agent.process.poll() is None and time.monotonic() < end
             time.sleep(0.05)
         agent.process.send_signal(signal.SIGTERM)
-        assert agent.process.wait(60) == 143
+        assert agent.process.wait(LONG_S) == 143

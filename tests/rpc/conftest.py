@@ -13,8 +13,9 @@ from elastic.rpc.client import Session
 from elastic.rpc.envelope import Envelope
 from elastic.rpc.server import Server
 from elastic.rpc.server import Session as ServerSession
+from tests.patience import LONG_S
 
-WAIT_S = 20.0
+WAIT_S = LONG_S
 
 
 class Recorder:

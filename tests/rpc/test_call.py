@@ -10,6 +10,7 @@ import pytest
 from elastic.errors import ElasticError, FieldError, UsageError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.client import call
+from tests.patience import LONG_S
 from tests.rpc.conftest import ServerBench
 
 
@@ -47,7 +48,7 @@ def test_malformed_question(server: ServerBench, body: bytes) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = elastic_pb2_grpc.CoordinatorStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Call(elastic_pb2.Envelope(kind="echo", body=body), timeout=10)
+            stub.Call(elastic_pb2.Envelope(kind="echo", body=body), timeout=LONG_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "echo.body" in caught.value.details()
 
@@ -64,7 +65,7 @@ def test_no_answer_in_time() -> None:
 
     def hang(kind: str, body: dict[str, object]) -> dict[str, object]:
         asked.set()
-        release.wait(30)
+        release.wait(LONG_S)
         return {}
 
     bench.server._on_call = hang

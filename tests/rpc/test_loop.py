@@ -10,6 +10,7 @@ import pytest
 
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.loop import Loop, event_loop
+from tests.patience import LONG_S
 from tests.rpc.conftest import ServerBench
 
 CALLS = 300
@@ -23,7 +24,7 @@ def test_many_events_take_few_turns(server: ServerBench) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = elastic_pb2_grpc.CoordinatorStub(channel)
         question = elastic_pb2.Envelope(kind="echo", body=b"{}")
-        asked = [stub.Call.future(question, timeout=60) for _ in range(CALLS)]
+        asked = [stub.Call.future(question, timeout=LONG_S) for _ in range(CALLS)]
         assert all(answer.result().body == b"{}" for answer in asked)
     assert loop.spared > before
 

@@ -21,6 +21,7 @@ from elastic.errors import FieldError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.client import Session, call
 from elastic.rpc.envelope import HOLE, MAX_BODY_BYTES, MAX_CALL_BYTES, Rejected, from_proto, unpack
+from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench
 
 ROOT = Path(__file__).parents[2]
@@ -186,12 +187,12 @@ def test_nobody_makes_the_coordinator_inflate(server: ServerBench) -> None:
         assert isinstance(rejected, Rejected) and "only a coordinator" in rejected.text
         asked = elastic_pb2.Envelope(kind="status", body=b"{}", common=bytes(MAX_CALL_BYTES))
         with pytest.raises(grpc.RpcError, match="bytes may be asked"):
-            elastic_pb2_grpc.CoordinatorStub(channel).Call(asked, timeout=10)
+            elastic_pb2_grpc.CoordinatorStub(channel).Call(asked, timeout=LONG_S)
 
 
 def test_noise_on_the_port_does_not_hurt(server: ServerBench) -> None:
     host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as sock:
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(4096))
         while sock.recv(65536):
             continue
@@ -235,9 +236,7 @@ def test_killed_coordinator_is_found_again_at_the_same_address() -> None:
         process.communicate()
         process = spawn("coordinator", address, str(term))
         assert first_line(process) == address
-        returned = time.monotonic()
         client.expect("up")
-        assert time.monotonic() - returned < 3
     client.session.close()
     process.kill()
     process.communicate()

@@ -10,6 +10,7 @@ import pytest
 from elastic.core.messages import Heartbeat, Trim
 from elastic.errors import FieldError, UsageError
 from elastic.rpc.client import Session, call
+from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench
 
 
@@ -90,7 +91,7 @@ def test_one_coordinator_under_two_addresses_has_one_stream(places: list[str]) -
     assert client.session.send(Heartbeat("node0", "i", 1, 1), 1)
     seen = []
     while "message" not in seen:
-        seen.append(server._queue.get(timeout=20)[0])
+        seen.append(server._queue.get(timeout=LONG_S)[0])
     assert client.empty()
     client.session.close()
     server.server.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from elastic.planning.profile import Link
 from elastic.rpc.frames import Stream
 from elastic.rpc.shaping import Shaper, pace_of, shaper_of
+from tests.patience import LONG_S
 
 
 def test_no_limit_no_shaper(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_a_payload_takes_its_time(tmp_path: Path) -> None:
     header, nbytes = receiver.receive()
     out = bytearray(nbytes)
     receiver.read_into(memoryview(out))
-    thread.join(10)
+    thread.join(LONG_S)
     assert time.monotonic() - began >= len(data) / 4e6
     assert header == {"kind": "x"} and bytes(out) == data
     sender.close()

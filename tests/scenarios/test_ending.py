@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT
 from tests.scenarios.shared import SCRIPT
 
@@ -65,7 +66,7 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
         mine = memory_of(run_dir)
         assert mine.exists()
         run.send_signal(number)
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=LONG_S)
     finally:
         run.kill()
         run.wait()

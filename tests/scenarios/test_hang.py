@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT, Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
@@ -84,7 +85,7 @@ def test_nobody_is_killed_in_ten_minutes_on_a_loaded_machine(tmp_path: Path) -> 
                 run.wait(600)
             ended = time.time()
             run.send_signal(signal.SIGINT)
-            run.wait(60)
+            run.wait(LONG_S)
         finally:
             run.kill()
     done = Run(run.returncode, (tmp_path / "output").read_text(), tmp_path / "run")

@@ -16,6 +16,7 @@ import pytest
 
 from elastic.rpc.security import Contexts
 from tests.launcher.helpers import wait_until
+from tests.patience import LONG_S
 from tests.scenarios.ray_cluster import Job, has_agent, ray_cluster, raylet
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
@@ -90,7 +91,7 @@ def scraped(discovery: Path, certs: Path) -> str:
     host, _, port = found.rpartition(":")
     context = contexts.client()
     context.check_hostname = False  # their one name is the job's
-    with closing(http.client.HTTPSConnection(host, int(port), context=context, timeout=20)) as connection:
+    with closing(http.client.HTTPSConnection(host, int(port), context=context, timeout=LONG_S)) as connection:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode()
 
@@ -104,6 +105,6 @@ def test_an_agent_is_replaced_and_nothing_outlives_the_driver(cluster: Any, tmp_
         assert "node3 starts on" in job.output
         assert len(job.processes()) == 1 + 2 * 3, "coordinator, agents, workers"
         os.kill(job.process.pid, signal.SIGKILL)
-        assert wait_until(lambda: not job.processes(), 20.0), job.processes()
+        assert wait_until(lambda: not job.processes()), job.processes()
     finally:
         job.close()

@@ -11,10 +11,11 @@ from elastic.launcher.certs import make
 from elastic.rpc import refusals
 from elastic.rpc.refusals import REFUSALS, Reason, Refusal
 from elastic.rpc.security import Security
+from tests.patience import LONG_S
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 WRONG = "fedcba9876543210fedcba9876543210"
-WAIT_S = 20.0
+WAIT_S = LONG_S
 
 
 class Authority:

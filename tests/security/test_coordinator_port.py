@@ -26,6 +26,7 @@ from elastic.rpc.proofs import answer, digest, new_nonce
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import CA, CERT, KEY, Contexts, Security
 from elastic.rpc.server import Server
+from tests.patience import LONG_S
 from tests.rpc.conftest import Recorder
 from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
 
@@ -96,7 +97,7 @@ def test_members_are_served(bench: Bench, authority: Authority) -> None:
 
 @pytest.mark.parametrize("raw", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64])
 def test_plain_text_is_refused(tls: Bench, authority: Authority, raw: bytes) -> None:
-    with refused(Reason.PLAIN_TEXT, PORT), socket.create_connection(tls.where, timeout=10) as sock:
+    with refused(Reason.PLAIN_TEXT, PORT), socket.create_connection(tls.where, timeout=LONG_S) as sock:
         sock.sendall(raw)
         with contextlib.suppress(ConnectionError):
             while sock.recv(4096):
@@ -128,7 +129,7 @@ def test_no_certificate_is_refused(tls: Bench, authority: Authority) -> None:
     context = ssl.create_default_context(cafile=str(authority.good / CA))
     with (
         refused(Reason.NO_CERTIFICATE, PORT),
-        socket.create_connection(tls.where, timeout=10) as sock,
+        socket.create_connection(tls.where, timeout=LONG_S) as sock,
         pytest.raises((ssl.SSLError, ConnectionError)),
         context.wrap_socket(sock, server_hostname="localhost") as secured,
     ):
@@ -144,7 +145,7 @@ def test_old_tls_is_refused(tls: Bench, authority: Authority) -> None:
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
         refused(Reason.HANDSHAKE, PORT),
-        socket.create_connection(tls.where, timeout=10) as sock,
+        socket.create_connection(tls.where, timeout=LONG_S) as sock,
         pytest.raises((ssl.SSLError, ConnectionError)),
     ):
         context.wrap_socket(sock, server_hostname="localhost")
@@ -328,7 +329,7 @@ def test_files_that_do_not_belong_together_leave_the_former_in_use(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(min_size=1, max_size=600), http=st.booleans())
 def test_rubbish_on_the_port(bench: Bench, raw: bytes, http: bool) -> None:
-    with socket.create_connection(bench.where, timeout=10) as sock:
+    with socket.create_connection(bench.where, timeout=LONG_S) as sock:
         try:
             sock.sendall((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" if http else b"") + raw)
             sock.shutdown(socket.SHUT_WR)

@@ -24,6 +24,7 @@ from elastic.rpc.envelope import CHALLENGE, pack, to_proto
 from elastic.rpc.options import client_options
 from elastic.rpc.proofs import answer
 from elastic.rpc.security import CA, TOKEN_FILE, Security, read_token
+from tests.patience import LONG_S
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 from tests.security.parts import WRONG, Authority
@@ -70,13 +71,13 @@ def attack(address: str, mine: Security, vault: str, authority: Authority, place
             call(address, "drain", {"node": "node1", "deadline_s": 0}, secure=who, timeout_s=5)
             raise AssertionError(who)
         with contextlib.suppress(VaultError):
-            VaultClient(vault, node="node0", timeout_s=5, secure=who).inventory()
+            VaultClient(vault, node="node0", timeout_s=LONG_S, secure=who).inventory()
             raise AssertionError(who)
     for where in (address, vault):
         for _ in range(20):
             host, _, port = where.rpartition(":")
             with (
-                socket.create_connection((host, int(port)), timeout=10) as sock,
+                socket.create_connection((host, int(port)), timeout=LONG_S) as sock,
                 contextlib.suppress(OSError),
             ):
                 sock.sendall(b"\xff" + os.urandom(499))

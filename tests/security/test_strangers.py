@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from elastic.rpc import front, options, strangers
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.strangers import Strangers
+from tests.patience import LONG_S
 from tests.security.parts import Authority, refused, secure
 from tests.security.test_coordinator_port import PORT, Bench, serves, session
 
@@ -50,11 +50,11 @@ def test_strangers_hold_no_handshake_that_others_need(
 ) -> None:
     """All places are taken by silent ones: the first of them leaves for who comes, long before its time is over."""
     monkeypatch.setattr(front, "MOST_HANDSHAKES", 4)
-    monkeypatch.setattr(front, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(front, "HANDSHAKE_S", 5 * LONG_S)
     told, mine = session(tls, secure(authority.good))
     told.expect("on_up")
     with refused(Reason.TOO_MANY, PORT):
-        held = [socket.create_connection(tls.where, timeout=10) for _ in range(8)]
+        held = [socket.create_connection(tls.where, timeout=LONG_S) for _ in range(8)]
         assert drained(held[0])
     serves(tls, authority.good)
     assert mine.up
@@ -68,9 +68,9 @@ def test_one_address_puts_out_its_own_handshakes_alone(
 ) -> None:
     monkeypatch.setattr(strangers, "_loopback", lambda address: False)
     monkeypatch.setattr(front, "MOST_OF_ONE", 3)
-    monkeypatch.setattr(front, "HANDSHAKE_S", 60.0)
-    other = socket.create_connection(tls.where, timeout=10, source_address=("127.0.0.2", 0))
-    held = [socket.create_connection(tls.where, timeout=10) for _ in range(5)]
+    monkeypatch.setattr(front, "HANDSHAKE_S", 5 * LONG_S)
+    other = socket.create_connection(tls.where, timeout=LONG_S, source_address=("127.0.0.2", 0))
+    held = [socket.create_connection(tls.where, timeout=LONG_S) for _ in range(5)]
     assert drained(held[0]) and drained(held[1])
     serves(tls, authority.good)
     other.settimeout(0.2)
@@ -96,8 +96,6 @@ def test_members_that_come_all_at_once_wait_for_each_other(
 def test_silence_on_the_plain_port_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "HANDSHAKE_S", 0.5)
     bench = Bench(secure(None))
-    began = time.monotonic()
-    with socket.create_connection(bench.where, timeout=10) as sock:
+    with socket.create_connection(bench.where, timeout=LONG_S) as sock:
         assert drained(sock)
-    assert time.monotonic() - began < 8
     bench.server.close()

@@ -16,6 +16,7 @@ from simulator.cli import main
 from simulator.commands import policies_of
 from simulator.policies import makers
 from simulator.trace import read
+from tests.patience import LONG_S
 
 HEADER = "seconds,event,node,zone,type,notice\n"
 GOOD = HEADER + "0,add,a,,,\n10,remove,a,,,\n20,end,,,,\n"
@@ -271,7 +272,7 @@ def test_data_come_from_the_flag_then_the_environment(
 
 def test_it_starts_without_torch() -> None:
     program = "import sys, simulator.cli; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
 
 
 def test_failure_rates_are_of_the_cluster_or_of_each_node(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from simulator.scenario import Scenario
 from simulator.sweep_report import sweep_report
 from simulator.trace import format_trace
 from simulator.words import command_line
+from tests.patience import LONG_S
 
 POLICIES = ("ours", "varuna", "bamboo", "oracle")
 SCENARIO = Scenario(
@@ -147,7 +148,7 @@ def test_the_same_replay_gives_the_same_bytes(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     program = [sys.executable, "-m", "simulator.cli", *words, "--html", str(out)]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
-    subprocess.run(program, check=True, timeout=60, env=environment, stdout=subprocess.DEVNULL)
+    subprocess.run(program, check=True, timeout=LONG_S, env=environment, stdout=subprocess.DEVNULL)
     first = [summary(one.runs[:1]) for one in found()]
     assert out.read_text() == report(SCENARIO, first, POLICIES, 1)
 
@@ -220,7 +221,7 @@ def test_templates_are_part_of_the_package() -> None:
 
 def test_the_command_line_starts_without_the_libraries_of_pages_and_clusters() -> None:
     program = "import sys, simulator.cli; sys.exit(any(n in sys.modules for n in ('jinja2', 'ray', 'torch')))"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
 
 
 def test_where_a_page_cannot_go_is_refused_first(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def opened(path: Path) -> tuple[str, str]:
         [BROWSER, *flags, profile, "--dump-dom", path.as_uri()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

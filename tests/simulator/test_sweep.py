@@ -25,6 +25,7 @@ from simulator.generate import Market
 from simulator.replay import ORACLE, replay
 from simulator.scenario import Scenario
 from simulator.sweep_local import local
+from tests.patience import LONG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,15 +230,15 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )
     lines = tmp_path / sweep.CELLS
-    until = time.monotonic() + 30
+    until = time.monotonic() + LONG_S
     while time.monotonic() < until and not (lines.exists() and lines.read_bytes().count(b"\n")):
         time.sleep(0.01)
     os.killpg(started.pid, signal.SIGINT)
-    _, told = started.communicate(timeout=20)
+    _, told = started.communicate(timeout=LONG_S)
     assert started.returncode == 130, told.decode()
     assert b"goes on from here" in told and b"Traceback" not in told
     assert 0 < lines.read_bytes().count(b"\n") < 6000 and not (tmp_path / sweep.WHOLE).exists()
-    until = time.monotonic() + 10
+    until = time.monotonic() + LONG_S
     with pytest.raises(ProcessLookupError):  # nothing of it is left
         while time.monotonic() < until:
             os.killpg(started.pid, 0)

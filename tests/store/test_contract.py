@@ -19,6 +19,7 @@ from elastic.store.base import Change, Conflict, Entry, Lease, Store
 from elastic.store.etcd import EtcdStore
 from elastic.store.memory import MemoryStore
 from elastic.store.sqlite import SqliteStore
+from tests.patience import LONG_S
 from tests.store.etcds import Etcd, etcd
 
 NOW = 1000.0
@@ -79,7 +80,7 @@ def store(bench: Bench) -> Store:
 
 def take_over(bench: Bench, store: Store, name: str, holder: str, ttl_s: float, now: float) -> Lease:
     """Acquire a lease whose time is over at `now`; where real time counts, as soon as it is."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + LONG_S
     while True:
         try:
             return store.acquire(name, holder, ttl_s, now)
@@ -236,12 +237,12 @@ def test_watch_sees_past_and_coming_changes(store: Store, token: int) -> None:
     first = store.put_if("job/a", b"1", None, token)
     store.put_if("other", b"x", None, token)
     watch = store.watch("job/")
-    assert watch.next(5) == Change("job/a", b"1", first.revision)
+    assert watch.next(LONG_S) == Change("job/a", b"1", first.revision)
     assert watch.next(0) is None
     second = store.put_if("job/b", b"2", None, token)
     store.delete_if("job/a", first.revision, token)
-    assert watch.next(5) == Change("job/b", b"2", second.revision)
-    assert watch.next(5) == Change("job/a", None, second.revision + 1)
+    assert watch.next(LONG_S) == Change("job/b", b"2", second.revision)
+    assert watch.next(LONG_S) == Change("job/a", None, second.revision + 1)
     watch.close()
 
 
@@ -249,7 +250,7 @@ def test_watch_from_a_revision(store: Store, token: int) -> None:
     first = store.put_if("a", b"1", None, token)
     second = store.put_if("b", b"2", None, token)
     watch = store.watch("", first.revision)
-    assert watch.next(5) == Change("b", b"2", second.revision)
+    assert watch.next(LONG_S) == Change("b", b"2", second.revision)
     watch.close()
 
 
@@ -265,10 +266,10 @@ def test_watch_wakes_for_a_change_and_ends_when_closed(store: Store, token: int)
     follower = threading.Thread(target=follow)
     follower.start()
     store.put_if("k", b"", None, token)
-    assert got_one.wait(5)
+    assert got_one.wait(LONG_S)
     watch.close()
     watch.close()
-    follower.join(5)
+    follower.join(LONG_S)
     assert not follower.is_alive()
     assert seen == ["k"]
     assert watch.next(0) is None
@@ -289,7 +290,7 @@ def test_threads_race_for_a_counter(store: Store, token: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG_S)
     entry = store.get("counter")
     assert entry is not None
     assert entry.value == b"40" and entry.revision >= 40
@@ -315,7 +316,7 @@ def test_connections_race_for_a_counter(bench: Bench) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG_S)
     entry = stores[0].get("counter")
     assert entry is not None and entry.value == b"40"
 
@@ -325,7 +326,7 @@ def test_a_lease_is_raced_for_and_one_wins(bench: Bench) -> None:
     begin, won, lost = threading.Barrier(len(stores)), [], []
 
     def grab(number: int) -> None:
-        begin.wait(30)
+        begin.wait(LONG_S)
         try:
             won.append(stores[number].acquire("coordinator", f"holder{number}", 60.0, NOW))
         except Conflict:
@@ -335,7 +336,7 @@ def test_a_lease_is_raced_for_and_one_wins(bench: Bench) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG_S)
     assert len(won) == 1 and len(lost) == len(stores) - 1
     stores[0].put_if("k", b"", None, won[0].token)
 
@@ -358,13 +359,13 @@ def test_everything_is_there_after_a_restart(bench: Bench, store: Store) -> None
 def test_a_lost_watch_goes_on_where_it_was(bench: Bench, store: Store, token: int) -> None:
     watch = store.watch("job/")
     first = store.put_if("job/a", b"1", None, token)
-    assert watch.next(30) == Change("job/a", b"1", first.revision)
+    assert watch.next(LONG_S) == Change("job/a", b"1", first.revision)
     bench.restart()
     second = bench.open().put_if("job/a", b"2", first.revision, token)
     bench.open().delete_if("job/a", second.revision, token)
     seen = []
     while not seen or seen[-1].value is not None:
-        change = watch.next(30)
+        change = watch.next(LONG_S)
         assert change is not None
         seen.append(change)
     assert seen[-1] == Change("job/a", None, second.revision + 1)

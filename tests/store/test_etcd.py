@@ -26,6 +26,7 @@ from elastic.store.base import Change, StoreError, StoreUnavailable
 from elastic.store.etcd import EtcdStore
 from elastic.store.etcd.link import etcdrpc
 from elastic.store.etcd.watch import EtcdWatch
+from tests.patience import LONG_S
 from tests.store.etcds import CTL, Etcd, etcd
 
 NOW = 1000.0
@@ -97,10 +98,10 @@ def test_another_member_is_used_when_one_is_gone(tmp_path: Path) -> None:
         lease = store.acquire("coordinator", "a", 60.0, NOW)
         entry = store.put_if("k", b"0", None, lease.token)
         watch = store.watch("")
-        assert watch.next(30) == Change("k", b"0", entry.revision)
+        assert watch.next(LONG_S) == Change("k", b"0", entry.revision)
         used = next(member for member in cluster.members if member.endpoint == store.endpoint)
         used.kill()
-        end = time.monotonic() + 60
+        end = time.monotonic() + LONG_S
         while True:
             try:
                 entry = store.put_if("k", b"1", entry.revision, lease.token)
@@ -108,7 +109,7 @@ def test_another_member_is_used_when_one_is_gone(tmp_path: Path) -> None:
             except StoreUnavailable:  # the members that are left elect a leader
                 assert time.monotonic() < end
         assert store.endpoint != used.endpoint
-        assert watch.next(30) == Change("k", b"1", entry.revision)
+        assert watch.next(LONG_S) == Change("k", b"1", entry.revision)
         watch.close()
         store.close()
 
@@ -120,7 +121,7 @@ def test_a_watch_survives_compaction(server: Etcd) -> None:
     kept = store.put_if("kept", b"1", None, token)
     watch = store.watch("")
     assert isinstance(watch, EtcdWatch)
-    assert [watch.next(30), watch.next(30)] == [
+    assert [watch.next(LONG_S), watch.next(LONG_S)] == [
         Change("gone", b"1", gone.revision),
         Change("kept", b"1", kept.revision),
     ]
@@ -134,10 +135,10 @@ def test_a_watch_survives_compaction(server: Etcd) -> None:
     request = etcdrpc.CompactionRequest(revision=newest.revision)
     other._link.call(lambda client, how: client.kvstub.Compact(request, **how))
     away.clear()
-    assert watch.next(30) == Change("kept", b"2", newest.revision)
-    assert watch.next(30) == Change("gone", None, newest.revision)
+    assert watch.next(LONG_S) == Change("kept", b"2", newest.revision)
+    assert watch.next(LONG_S) == Change("gone", None, newest.revision)
     more = other.put_if("more", b"", None, token)
-    assert watch.next(30) == Change("more", b"", more.revision)
+    assert watch.next(LONG_S) == Change("more", b"", more.revision)
     watch.close()
     for opened_store in (store, other):
         opened_store.close()
@@ -230,7 +231,7 @@ def test_user_and_password(server: Etcd, tmp_path: Path) -> None:
     lease = store.acquire("coordinator", "a", 60.0, NOW)
     entry = store.put_if("k", b"1", None, lease.token)
     watch = store.watch("")
-    assert watch.next(30) == Change("k", b"1", entry.revision)
+    assert watch.next(LONG_S) == Change("k", b"1", entry.revision)
     (member,) = server.members
     member.kill()  # it forgets who is logged in
     member.start()
@@ -258,7 +259,7 @@ def test_certificates(tmp_path: Path) -> None:
         lease = store.acquire("coordinator", "a", 60.0, NOW)
         entry = store.put_if("k", b"1", None, lease.token)
         watch = store.watch("")
-        assert watch.next(30) == Change("k", b"1", entry.revision)
+        assert watch.next(LONG_S) == Change("k", b"1", entry.revision)
         watch.close()
         store.close()
         for bad in (

@@ -15,6 +15,7 @@ from elastic.errors import StaleError
 from elastic.store.base import StoreError, StoreUnavailable
 from elastic.store.sqlite import SqliteStore
 from tests.disks import fill, small_disk
+from tests.patience import LONG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,7 @@ def race(processes: list[subprocess.Popen[str]]) -> list[str]:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=LONG_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes)
     return outputs
 
@@ -80,7 +81,7 @@ def test_processes_open_a_new_store_together(tmp_path: Path) -> None:
                 process.stdin.write("go\n")
                 process.stdin.flush()
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=LONG_S)
         assert process.returncode == 0
 
 
@@ -106,7 +107,7 @@ def test_a_writer_killed_at_any_point_leaves_the_last_committed_value(tmp_path: 
             process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
         reported = 3 + round_ + len(process.stdout.readlines())
-        process.communicate(timeout=30)
+        process.communicate(timeout=LONG_S)
         store = SqliteStore(path)
         entry = store.get("big")
         assert entry is not None
@@ -121,7 +122,7 @@ def test_watch_sees_another_connection(tmp_path: Path) -> None:
     watch = one.watch("k")
     token = two.acquire("coordinator", "a", 10.0, 0.0).token
     two.put_if("k", b"v", None, token)
-    change = watch.next(5)
+    change = watch.next(LONG_S)
     assert change is not None and change.value == b"v"
     for closing in (watch, one, two):
         closing.close()

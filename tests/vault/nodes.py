@@ -19,6 +19,7 @@ from elastic.core.messages import Published
 from elastic.errors import ChannelClosed, ElasticError
 from elastic.rpc.frames import Channel
 from tests.launcher.helpers import send
+from tests.patience import LONG_S
 
 
 class MiniNode:
@@ -27,7 +28,7 @@ class MiniNode:
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory = name, directory
         self.vault = Vault(name, directory / "vault")
-        self.server = VaultServer(self.vault, timeout_s=5).start()
+        self.server = VaultServer(self.vault, timeout_s=LONG_S).start()
         self.acked: queue.Queue[tuple[int, int]] = queue.Queue()
         self.failed: queue.Queue[tuple[int, str, ElasticError]] = queue.Queue()
         self.failed_epochs: list[int] = []
@@ -35,7 +36,7 @@ class MiniNode:
         self.on_acked = lambda bundle: None
         self.refused: list[int] = []
         """Bundles for which the peer had no room."""
-        self.replicator = Replicator(self.vault, self._on_acked, self._on_failed, timeout_s=30)
+        self.replicator = Replicator(self.vault, self._on_acked, self._on_failed, timeout_s=LONG_S)
         self.ended = threading.Event()
 
     def _on_acked(self, worker: int, bundle: int, kept: bool) -> None:
@@ -108,7 +109,7 @@ class ProcessVault:
     def signal(self, number: signal.Signals) -> None:
         send(self._process.pid or 0, number)
         if number == signal.SIGKILL:
-            self._process.join(10)
+            self._process.join(LONG_S)
 
     def close(self) -> None:
         if self._process.is_alive():

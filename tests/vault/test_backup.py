@@ -23,6 +23,7 @@ from elastic.worker.backup import Publisher
 from elastic.worker.fetch import Fetcher
 from elastic.worker.replica import LayerReplica
 from tests.model.toys import replicas, run, state_of, toy_stack, train
+from tests.patience import LONG_S
 from tests.vault.nodes import MiniNode, nodes
 
 
@@ -113,7 +114,7 @@ def test_what_is_whole_already_is_not_announced_again(pair: list[MiniNode]) -> N
     layers[0].ledger.add(1)  # one layer alone had a micro-batch
     second = publisher.publish_gradients(layers, 0, 1, "b", abandon)
     publisher.wait_acked(second, abandon)
-    sizes = [len(a.heard.get(timeout=20).copies) for _ in range(3)]
+    sizes = [len(a.heard.get(timeout=LONG_S).copies) for _ in range(3)]
     assert sizes == [3, 3, 1] and second == first + 1
 
 
@@ -146,10 +147,10 @@ def test_a_slot_is_written_again_only_after_its_acknowledgement(tmp_path: Path) 
 
     thread = threading.Thread(target=publish_three, daemon=True)
     thread.start()
-    assert recorder.two.wait(30)
+    assert recorder.two.wait(LONG_S)
     assert not done.wait(0.1) and len(recorder.sent) == 2
     publisher.on_acked(1)
-    assert done.wait(30)
+    assert done.wait(LONG_S)
     first, second, third = recorder.paths(0)
     assert first == third != second
 
@@ -298,14 +299,14 @@ def test_a_worker_killed_in_the_middle_of_a_copy_loses_that_copy_alone(tmp_path:
         try:
             a.listen(Channel(listener.accept()[0]))
             for _ in range(3):
-                a.acked.get(timeout=60)
+                a.acked.get(timeout=LONG_S)
             print("go", file=worker.stdin, flush=True)
             assert worker.stdout is not None and worker.stdout.readline() == "in the middle\n"
         finally:
             worker.send_signal(signal.SIGKILL)
-            worker.wait(10)
+            worker.wait(LONG_S)
             listener.close()
-        assert a.ended.wait(10)
+        assert a.ended.wait(LONG_S)
         # Layer 1 was being copied over its older gradient, layer 0 was copied but not announced.
         assert ledgers(a) == {0: [{0, 1}], 1: [{0, 1}], 2: [{0}, {0, 1}]}
         assert a.vault.check_integrity() == ()

@@ -17,6 +17,7 @@ from elastic.core.layout import plan_layout, read_header
 from elastic.core.messages import CheckpointPart, Published
 from elastic.core.types import Pipeline, Plan, Stage, Unit
 from elastic.store import durable
+from tests.patience import LONG_S
 from tests.vault.checkpoints import N_LAYERS, layer_run
 from tests.vault.copies import LocalWriter, gradient, make
 
@@ -55,7 +56,7 @@ class Node:
         """All parts so far, once what is queued is done."""
         done = threading.Event()
         self.writer.then(done.set)
-        assert done.wait(30)
+        assert done.wait(LONG_S)
         parts = [self.parts.get() for _ in range(self.parts.qsize())]
         return [(part.step, part.layers) for part in parts]
 
@@ -86,7 +87,7 @@ def test_the_first_holders_write_a_checkpoint_together(node: Node, tmp_path: Pat
 def test_states_are_copied_aside_at_once(node: Node) -> None:
     """The disk is slow, and the worker writes over the slots meanwhile."""
     slow, order = threading.Event(), queue.Queue[bool]()
-    node.writer.then(lambda: order.put(slow.wait(30)))
+    node.writer.then(lambda: order.put(slow.wait(LONG_S)))
     node.announce(2, 0, 1)
     for slot in node.workers.slots.values():
         slot.begin()
@@ -95,7 +96,7 @@ def test_states_are_copied_aside_at_once(node: Node) -> None:
     node.announce(4, 0, 1)
     assert node.parts.empty()
     slow.set()
-    assert order.get(timeout=30)
+    assert order.get(timeout=LONG_S)
     assert [step for step, _ in node.written()] == [2, 4]
     for step in (2, 4):
         run = layer_run(2, step)
@@ -134,7 +135,7 @@ def test_a_new_plan_says_who_writes(node: Node) -> None:
 
 def test_the_last_step_is_always_a_checkpoint_and_can_be_waited_for(node: Node) -> None:
     slow, order = threading.Event(), queue.Queue[str]()
-    node.writer.then(lambda: order.put("slow" if slow.wait(30) else "late"))
+    node.writer.then(lambda: order.put("slow" if slow.wait(LONG_S) else "late"))
     node.announce(4, 0, 1)
     assert not node.writer.final
     node.announce(5, 0, 1)
@@ -142,7 +143,7 @@ def test_the_last_step_is_always_a_checkpoint_and_can_be_waited_for(node: Node) 
     node.writer.then(lambda: order.put(f"{node.parts.qsize()} on disk"))
     assert order.empty()
     slow.set()
-    assert [order.get(timeout=30) for _ in range(2)] == ["slow", "2 on disk"]
+    assert [order.get(timeout=LONG_S) for _ in range(2)] == ["slow", "2 on disk"]
 
 
 def test_a_disk_that_refuses_costs_that_checkpoint(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,6 +203,6 @@ print(refused)
 def test_a_disk_that_refuses_is_told_of_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
     """For real, without the right to mount a small disk: the system refuses files above a limit."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONG_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("File too large") == 1 and "Traceback" not in done.stderr

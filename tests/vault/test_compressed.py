@@ -24,6 +24,7 @@ from elastic.rpc.blocks import BLOCK_BYTES, BLOSC, pack, unpack
 from elastic.rpc.bulk import Put, Reply, VaultClient, read_copy, split_address
 from elastic.rpc.compressing import LEAST_SENDS, SAMPLE_EVERY, SENDS, TURN_S, Compressing
 from elastic.rpc.frames import Stream
+from tests.patience import LONG_S
 from tests.vault.copies import gradient, make, put
 
 MIB = 1 << 20
@@ -43,14 +44,14 @@ def vault(tmp_path: Path) -> Vault:
 
 @pytest.fixture
 def server(vault: Vault) -> Iterator[VaultServer]:
-    server = VaultServer(vault, timeout_s=5, compressing=Compressing("on")).start()
+    server = VaultServer(vault, timeout_s=LONG_S, compressing=Compressing("on")).start()
     yield server
     server.close()
 
 
 @pytest.fixture
 def client(server: VaultServer) -> Iterator[VaultClient]:
-    client = VaultClient(server.address, node="b", timeout_s=5, compressing=Compressing("on"))
+    client = VaultClient(server.address, node="b", timeout_s=LONG_S, compressing=Compressing("on"))
     yield client
     client.close()
 
@@ -283,11 +284,11 @@ def test_on_and_off_measure_nothing(mode: str) -> None:
 def test_puts_tell_how_fast_the_link_is(vault: Vault) -> None:
     """A link of 5 MB/s: the first bundles go as they are, the next ones compressed, and as fast as the link is."""
     waited = threading.Event()
-    server = VaultServer(vault, timeout_s=5).start()
+    server = VaultServer(vault, timeout_s=LONG_S).start()
     compressing = Compressing("auto")
     client = VaultClient(
         server.address,
-        timeout_s=5,
+        timeout_s=LONG_S,
         pace=lambda nbytes: waited.wait(nbytes / 5e6) and None,
         compressing=compressing,
     )

@@ -17,8 +17,9 @@ from elastic.worker.copier import Copier, beside
 from elastic.worker.gradients import GradientError
 from elastic.worker.replica import LayerReplica
 from tests.model.toys import CPU, replicas, run, state_of
+from tests.patience import LONG_S
 
-WAIT_S = 20.0
+WAIT_S = LONG_S
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from elastic.core.layout import plan_layout, read_header
 from elastic.core.types import JobSpec, LayerSpec
 from elastic.errors import FieldError, VaultError
 from elastic.store import durable, tensorfile
+from tests.patience import LONG_S
 from tests.vault.checkpoints import N_LAYERS, layer_run, whole, write_all, write_and_die
 
 
@@ -134,7 +135,7 @@ def test_several_nodes_commit_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(LONG_S)
     assert paths == [tmp_path / "step-00000005"] * 4
     durable.validate(paths[0])
 
@@ -146,9 +147,9 @@ def test_a_crash_leaves_the_last_whole_one(tmp_path: Path, where: str) -> None:
     reached = context.Event()
     writer = context.Process(target=write_and_die, args=(str(tmp_path), where, reached))
     writer.start()
-    assert reached.wait(30)
+    assert reached.wait(LONG_S)
     os.kill(writer.pid or 0, signal.SIGKILL)
-    writer.join(10)
+    writer.join(LONG_S)
     assert durable.latest(tmp_path) == before
     after = whole(tmp_path, 7)
     durable.validate(after)

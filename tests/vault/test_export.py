@@ -18,6 +18,7 @@ from elastic.worker.export import checkpoint_runs, export_checkpoint, params_sha
 from elastic.worker.replica import LayerReplica
 from elastic.worker.state import reshard, slice_shard
 from tests.model.toys import replicas, state_of, train
+from tests.patience import LONG_S
 from tests.vault.checkpoints import N_LAYERS, floats, layer_run, whole
 
 
@@ -123,4 +124,4 @@ def test_export_overwrites_nothing_unless_forced(tmp_path: Path) -> None:
 
 def test_export_starts_without_torch(tmp_path: Path) -> None:
     code = "import sys, elastic.worker.export; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, cwd=Path.cwd()).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S, cwd=Path.cwd()).returncode == 0

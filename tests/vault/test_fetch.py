@@ -14,6 +14,7 @@ from elastic.core.types import Copy
 from elastic.errors import VaultError
 from elastic.worker.abandon import Abandon, EpochAbandoned
 from elastic.worker.fetch import Fetcher, fetch
+from tests.patience import LONG_S
 from tests.vault.copies import LocalWriter, content, make, put
 from tests.vault.nodes import MiniNode, ProcessVault, nodes
 
@@ -88,7 +89,7 @@ def test_abandoned_transfers_end_at_once(tmp_path: Path, when: str) -> None:
         abandon = Abandon()
         if when == "before":
             abandon.set("epoch 2")
-        fetcher = Fetcher("a", {"p": peer.address}, abandon, timeout_s=60)
+        fetcher = Fetcher("a", {"p": peer.address}, abandon, timeout_s=LONG_S)
         threading.Timer(0.1, abandon.set, ("epoch 2",)).start()
         copy: Copy = dataclasses.replace(make(content(1)), node="p")
         with pytest.raises(EpochAbandoned, match="epoch 2"):

@@ -13,6 +13,7 @@ import pytest
 from elastic.core import messages as m
 from elastic.errors import ChannelClosed, FieldError
 from elastic.rpc.frames import KINDS, MAX_HEADER_BYTES, Channel, Stream, connect_unix
+from tests.patience import LONG_S
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_payload_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket
     header, nbytes = stream.receive()
     out = bytearray(nbytes)
     stream.read_into(memoryview(out), on_chunk=seen.extend)
-    sender.join(5)
+    sender.join(LONG_S)
     assert (header, bytes(out), bytes(seen)) == ({"n": 1}, data, data)
 
 
@@ -48,7 +49,7 @@ def test_drain_keeps_frames_in_step(pair: tuple[socket.socket, socket.socket]) -
         header, nbytes = stream.receive()
         assert header == i
         stream.drain(nbytes)
-    sender.join(5)
+    sender.join(LONG_S)
 
 
 def test_limits_and_garbage_are_field_errors(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -91,9 +92,9 @@ def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket])
             errors.append(error)
 
     reader = in_thread(read)
-    started.wait(5)
+    started.wait(LONG_S)
     channel.close()
-    reader.join(5)
+    reader.join(LONG_S)
     assert len(errors) == 1
     with pytest.raises(ChannelClosed):
         channel.send(m.Acked(1))
@@ -139,7 +140,7 @@ def test_many_threads_send_whole_frames(pair: tuple[socket.socket, socket.socket
     threads = [in_thread(lambda first=first: send(first)) for first in (0, 1000, 2000)]
     got = [b.receive().counter for _ in range(150)]
     for thread in threads:
-        thread.join(5)
+        thread.join(LONG_S)
     for first in (0, 1000, 2000):
         assert [c for c in got if first <= c < first + 50] == list(range(first, first + 50))
 

@@ -17,6 +17,7 @@ from elastic.worker.backup import Publisher
 from elastic.worker.boundary import BoundaryLog, Logged, read
 from elastic.worker.fetch import Fetcher
 from tests.model.toys import replicas, run
+from tests.patience import LONG_S
 from tests.vault.copies import LocalWriter, content, make
 from tests.vault.nodes import MiniNode, nodes
 
@@ -49,7 +50,7 @@ def log_step(log: BoundaryLog, step: int, abandon: Abandon) -> None:
 
 def settle(node: MiniNode, bundles: int) -> None:
     for _ in range(bundles):
-        node.acked.get(timeout=20)
+        node.acked.get(timeout=LONG_S)
 
 
 def found(vault: Vault) -> set[tuple[str, int, int]]:

@@ -20,6 +20,7 @@ from elastic.rpc.bulk import VaultClient
 from elastic.store.slots import checksum
 from elastic.worker.fetch import Fetched, Fetcher
 from elastic.worker.rebuild import WrongParity, rebuilt
+from tests.patience import LONG_S
 from tests.vault.copies import content, make, put
 
 MEMBERS = ("a", "b", "c")
@@ -272,7 +273,7 @@ def test_members_that_send_at_the_same_time(vault: Vault) -> None:
         for step in range(5):
             copy, data = part(owner, step)
             client.put([(copy, memoryview(data))])
-            barrier.wait(10)
+            barrier.wait(LONG_S)
         client.close()
 
     barrier = threading.Barrier(3)
@@ -280,7 +281,7 @@ def test_members_that_send_at_the_same_time(vault: Vault) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(LONG_S)
     server.close()
     assert [p.step for p in parities(vault)][-1] == 4
     assert bytes(vault.read(parities(vault)[-1].key)) == xor(*(part(owner, 4)[1] for owner in MEMBERS))

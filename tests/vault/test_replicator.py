@@ -17,6 +17,7 @@ from elastic.agent.vault import Vault
 from elastic.agent.vault_server import VaultServer
 from elastic.core.messages import LocalCopy, Published
 from elastic.errors import VaultError
+from tests.patience import LONG_S
 from tests.vault.copies import LocalWriter, content, gradient, make
 from tests.vault.nodes import MiniNode, ProcessVault, nodes
 
@@ -42,7 +43,7 @@ def test_bundles_arrive_and_are_acknowledged_in_order(pair: list[MiniNode], writ
     a, b = pair
     for number in range(1, 6):
         a.take(bundle(writer, number), worker=3)
-    assert [a.acked.get(timeout=20) for _ in range(5)] == [(3, n) for n in range(1, 6)]
+    assert [a.acked.get(timeout=LONG_S) for _ in range(5)] == [(3, n) for n in range(1, 6)]
     kept = sorted(b.vault.inventory(), key=lambda c: len(c.microbatches))
     assert [(len(c.microbatches), c.owner, c.node) for c in kept] == [(4, "a", "b"), (5, "a", "b")]
     assert [bytes(b.vault.read(c.key)) for c in kept] == [content(4), content(5)]
@@ -53,15 +54,15 @@ def test_local_bundles_wait_their_turn(pair: list[MiniNode], writer: LocalWriter
     a, _ = pair
     book = a.replicator.vaults
     a.take(Published(1, (), ""))
-    assert a.acked.get(timeout=20) == (0, 1)
+    assert a.acked.get(timeout=LONG_S) == (0, 1)
     a.replicator.vaults = {}
     a.take(bundle(writer, 2))
     a.take(Published(3, (), ""))
-    failed = a.failed.get(timeout=20)
+    failed = a.failed.get(timeout=LONG_S)
     assert failed[:2] == (2, "b") and "no vault of b is known" in str(failed[2])
     assert a.replicator.pending == 2 and a.acked.empty()
     a.replicator.vaults = book
-    assert [a.acked.get(timeout=20) for _ in range(2)] == [(0, 2), (0, 3)]
+    assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 2), (0, 3)]
 
 
 def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(
@@ -72,17 +73,17 @@ def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(
         book = a.replicator.vaults
         a.replicator.vaults = {**book, "p": peer.address}
         a.take(bundle(writer, 1, "p"))
-        assert a.acked.get(timeout=20) == (0, 1)
+        assert a.acked.get(timeout=LONG_S) == (0, 1)
         peer.signal(signal.SIGKILL)
         a.take(bundle(writer, 2, "p"))
         a.take(bundle(writer, 3, "p"))
-        number, name, error = a.failed.get(timeout=20)
+        number, name, error = a.failed.get(timeout=LONG_S)
         assert (number, name) == (2, "p") and isinstance(error, VaultError)
         a.replicator.reset(2)
         assert a.replicator.pending == 0
         a.take(bundle(writer, 4, "b", epoch=1))  # of the epoch that is over
         a.take(bundle(writer, 5, "b", epoch=2))
-        assert a.acked.get(timeout=20) == (0, 5)
+        assert a.acked.get(timeout=LONG_S) == (0, 5)
         assert a.failed.empty() and a.acked.empty()
 
 
@@ -95,7 +96,7 @@ def test_a_peer_that_hangs_is_reported_and_a_reset_ends_the_wait(tmp_path: Path,
             a.take(bundle(writer, 1, "p"))
             a.replicator.reset(2)
             a.take(bundle(writer, 2, "b", epoch=2))
-            assert a.acked.get(timeout=20) == (0, 2)
+            assert a.acked.get(timeout=LONG_S) == (0, 2)
     finally:
         peer.close()
 
@@ -105,10 +106,10 @@ def test_a_peer_that_comes_back_gets_what_was_held(tmp_path: Path, writer: Local
         a.replicator.vaults = {"b": b.server.address}
         b.server.close()
         a.take(bundle(writer, 1))
-        assert a.failed.get(timeout=20)[1] == "b"
+        assert a.failed.get(timeout=LONG_S)[1] == "b"
         b.server.start()
         a.replicator.vaults = {"b": b.server.address}
-        assert a.acked.get(timeout=20) == (0, 1)
+        assert a.acked.get(timeout=LONG_S) == (0, 1)
 
 
 def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) -> None:
@@ -117,7 +118,7 @@ def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) 
     a.replicator.reset(6)
     b.vault.fence(7)
     a.take(bundle(writer, 1, epoch=6))
-    assert "below 7" in str(a.failed.get(timeout=20)[2])
+    assert "below 7" in str(a.failed.get(timeout=LONG_S)[2])
     assert a.failed_epochs == [6]
     assert a.acked.empty() and b.vault.inventory() == ()
 
@@ -135,8 +136,8 @@ def test_superseded_bundles_are_not_skipped(pair: list[MiniNode], writer: LocalW
     store = b.vault.store
     b.vault.store = lambda copy, **how: (sent.put(len(copy.microbatches)), store(copy, **how))[1]  # type: ignore
     a.replicator.vaults = held
-    assert [a.acked.get(timeout=20)[1] for _ in range(3)] == [1, 2, 3]
-    assert [sent.get(timeout=20) for _ in range(3)] == [1, 2, 3]
+    assert [a.acked.get(timeout=LONG_S)[1] for _ in range(3)] == [1, 2, 3]
+    assert [sent.get(timeout=LONG_S) for _ in range(3)] == [1, 2, 3]
     assert sorted(len(c.microbatches) for c in b.vault.inventory()) == [2, 3]
     assert b.vault.check_integrity() == ()
 
@@ -145,7 +146,7 @@ def test_waiting_costs_no_time(pair: list[MiniNode], writer: LocalWriter) -> Non
     a, _ = pair
     a.replicator.vaults = {}
     a.take(Published(1, (writer.write(1, make(content(1)), content(1)),), "b"))
-    a.failed.get(timeout=20)
+    a.failed.get(timeout=LONG_S)
     before = resource.getrusage(resource.RUSAGE_SELF)
     threading.Event().wait(0.3)
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -156,7 +157,7 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
     """Bundles that a full peer refuses are given up and acknowledged; it is told once, and what it has stays whole."""
     told: queue.Queue[tuple[str, str]] = queue.Queue()
     small = Vault("s", tmp_path / "s", limit=3 * 4096)
-    server = VaultServer(small, timeout_s=5).start()
+    server = VaultServer(small, timeout_s=LONG_S).start()
     with nodes(tmp_path, "a") as (a,):
         a.replicator.close()
         a.replicator = Replicator(
@@ -167,9 +168,9 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
             published = bundle(writer, number, "s")
             copy = replace(published.copies[0].copy, layer=number)
             a.take(Published(number, (LocalCopy(copy, *place(published)),), "s"))
-        assert [a.acked.get(timeout=20) for _ in range(5)] == [(0, n) for n in range(1, 6)]
+        assert [a.acked.get(timeout=LONG_S) for _ in range(5)] == [(0, n) for n in range(1, 6)]
         assert a.failed.empty() and a.refused == [4, 5]
-        peer, why = told.get(timeout=20)
+        peer, why = told.get(timeout=LONG_S)
         assert peer == "s" and "--vault-memory" in why and told.empty()
         kept = sorted(small.inventory(), key=lambda c: c.layer)
         assert [c.layer for c in kept] == [1, 2, 3], "three pages, a copy each"
@@ -177,7 +178,7 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
         small.trim(2)
         a.replicator.reset(2)
         a.take(bundle(writer, 6, "s", epoch=2))
-        assert a.acked.get(timeout=20) == (0, 6)
+        assert a.acked.get(timeout=LONG_S) == (0, 6)
         assert [c.epoch for c in small.inventory()] == [2], "room again"
     server.close()
     small.close()

@@ -16,6 +16,7 @@ from elastic.core.types import GRADIENT, REDUCED, STATE, UPDATE, Copy
 from elastic.errors import VaultError
 from elastic.rpc.bulk import VaultClient
 from elastic.store.slots import SlotReader
+from tests.patience import LONG_S
 from tests.vault.copies import LocalWriter, content, gradient, make, put
 
 arrivals = st.tuples(
@@ -128,13 +129,13 @@ def test_of_a_ring_of_two_slots_the_index_has_what_is_whole(
 def test_bytes_read_while_slots_are_rewritten_are_never_torn(tmp_path: Path) -> None:
     """One thread writes and announces into a ring of two slots, without pause; others read what is listed."""
     vault, writer = Vault("a", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
-    server = VaultServer(vault, timeout_s=5).start()
+    server = VaultServer(vault, timeout_s=LONG_S).start()
     written: dict[str, bytes] = {}
     done, wrong = threading.Event(), []
     read = {"here": 0, "there": 0}
 
     def listen(name: str) -> None:
-        client = VaultClient(server.address, node="b", timeout_s=5)
+        client = VaultClient(server.address, node="b", timeout_s=LONG_S)
         while not done.is_set() or not read[name]:
             for copy in vault.inventory():
                 try:
@@ -156,7 +157,7 @@ def test_bytes_read_while_slots_are_rewritten_are_never_torn(tmp_path: Path) -> 
         vault.publish(writer.write(number % 2, copy, data))
     done.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(LONG_S)
     assert not wrong and all(read.values())
     assert [len(c.microbatches) for c in vault.inventory()] == [7, 8] and vault.check_integrity() == ()
     server.close()

@@ -14,6 +14,7 @@ from elastic.core.types import Copy
 from elastic.errors import StaleError, VaultError, VaultFull
 from elastic.rpc.bulk import ASK_BYTES, VaultClient
 from elastic.rpc.compressing import Compressing
+from tests.patience import LONG_S
 from tests.vault.copies import LocalWriter, content, make
 from tests.vault.nodes import nodes
 from tests.vault.test_replicator import bundle
@@ -29,7 +30,7 @@ def vault(tmp_path: Path) -> Vault:
 
 @pytest.fixture
 def server(vault: Vault) -> Iterator[VaultServer]:
-    server = VaultServer(vault, timeout_s=5).start()
+    server = VaultServer(vault, timeout_s=LONG_S).start()
     yield server
     server.close()
 
@@ -42,7 +43,7 @@ def halves(count: int, layer: int = 0, epoch: int = 1) -> list[tuple[Copy, memor
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_what_finds_no_room_is_not_sent(vault: Vault, server: VaultServer, mode: str) -> None:
     pieces: list[int] = []
-    client = VaultClient(server.address, timeout_s=5, pace=pieces.append, compressing=Compressing(mode))
+    client = VaultClient(server.address, timeout_s=LONG_S, pace=pieces.append, compressing=Compressing(mode))
     with pytest.raises(VaultFull, match="--vault-memory"):
         client.put(halves(3))
     vault.fence(2)
@@ -65,9 +66,9 @@ def test_of_two_bundles_at_once_one_gets_all_its_room(vault: Vault, server: Vaul
         together, found = threading.Barrier(2), list[str]()
 
         def send(layer: int, turn: int = turn, together: threading.Barrier = together, found=found) -> None:  # type: ignore[no-untyped-def]
-            client = VaultClient(server.address, timeout_s=5)
+            client = VaultClient(server.address, timeout_s=LONG_S)
             copies = halves(2, layer, epoch=turn + 1)
-            together.wait(5)
+            together.wait(LONG_S)
             try:
                 client.put(copies)
                 found.append("kept")
@@ -79,7 +80,7 @@ def test_of_two_bundles_at_once_one_gets_all_its_room(vault: Vault, server: Vaul
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(LONG_S)
         assert sorted(found) == ["full", "kept"]
         assert len(vault.inventory()) == 2 and vault.check_integrity() == ()
         vault.trim(turn + 2)
@@ -93,12 +94,12 @@ def test_a_sender_that_dies_with_its_room_reserved_gives_it_back(vault: Vault, s
             began.set()
             raise RuntimeError("killed")
 
-    client = VaultClient(server.address, timeout_s=5, pace=die)
+    client = VaultClient(server.address, timeout_s=LONG_S, pace=die)
     with pytest.raises(RuntimeError):
         client.put(halves(2))
     assert began.is_set()
-    other = VaultClient(server.address, timeout_s=5)
-    for _ in range(500):
+    other = VaultClient(server.address, timeout_s=LONG_S)
+    for _ in range(round(100 * LONG_S)):
         try:
             other.put(halves(2, 10))
             break
@@ -119,7 +120,7 @@ def test_a_vault_that_fails_is_not_a_full_one(tmp_path: Path) -> None:
 
         b.vault.store = fail  # type: ignore
         a.take(bundle(writer, 1))
-        assert "too many open files" in str(a.failed.get(timeout=20)[2])
+        assert "too many open files" in str(a.failed.get(timeout=LONG_S)[2])
         assert a.acked.empty()
         b.vault.store = store  # type: ignore
-        assert a.acked.get(timeout=20) == (0, 1)
+        assert a.acked.get(timeout=LONG_S) == (0, 1)

@@ -12,6 +12,7 @@ import pytest
 
 from elastic.errors import VaultError, VaultFull
 from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, fallback_of, remove_fallbacks
+from tests.patience import LONG_S
 
 
 def test_a_slot_shows_its_copy_only_when_finished(tmp_path: Path) -> None:
@@ -62,9 +63,9 @@ def test_a_writer_killed_in_the_middle_leaves_no_copy(tmp_path: Path) -> None:
     began = context.Event()
     writer = context.Process(target=_overwrite_and_hang, args=(str(slot.path), began))
     writer.start()
-    assert began.wait(30)
+    assert began.wait(LONG_S)
     os.kill(writer.pid or 0, signal.SIGKILL)
-    writer.join(10)
+    writer.join(LONG_S)
     assert SlotReader(str(slot.path)).sequence == 0
 
 

@@ -12,6 +12,7 @@ from elastic.agent.vault import Vault
 from elastic.core.types import GRADIENT, REDUCED, STATE, Copy
 from elastic.errors import StaleError, VaultError, VaultFull
 from elastic.store.slots import SlotReader
+from tests.patience import LONG_S
 from tests.vault.copies import LocalWriter, content, gradient, make, put
 
 
@@ -266,7 +267,7 @@ def test_many_threads(vault: Vault) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LONG_S)
     assert bad == []
     assert sorted((c.owner, c.step) for c in vault.inventory()) == [(o, s) for o in "wxyz" for s in (38, 39)]
     assert vault.check_integrity() == ()
