@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from elastic.agent.fitness import Fitness
 from elastic.agent.injected import carry_out
 from elastic.agent.leaving import Found, Leaving, Read
 from elastic.agent.metrics import AgentMetrics, condition
+from elastic.agent.news import News
 from elastic.agent.notes import Notes
 from elastic.agent.prefetch import prefetch
 from elastic.agent.processes import Place, WorkerExit, WorkerGroup
@@ -67,8 +67,7 @@ class Agent:
         self._config, self._who, self._node, self._host = config, who, who.node, who.host
         self._queue: queue.Queue[Any] = queue.Queue()
         self._directory = Path(config.memory_dir) / self._node
-        self._steps: deque[m.StepDone] = deque(maxlen=4096)
-        self._parts: deque[m.CheckpointPart | m.BackupNote] = deque(maxlen=64)
+        self._news = News()
         self._group: WorkerGroup | None = None
         self._generation = 0
         self._partitioned_until = 0.0
@@ -138,7 +137,7 @@ class Agent:
     def _take(self, item: Any) -> None:
         match item:
             case "up":
-                for news in (*self._steps, *self._parts):  # before a report that may end the job
+                for news in self._news:  # before a report that may end the job
                     self._say(news)
                 self._report()
                 self._leaving.again()
@@ -159,7 +158,7 @@ class Agent:
             case m.CommFailed():  # copies do not get to the peer
                 self._apply(core.Said(0, item))
             case m.BackupNote() | m.CheckpointPart():
-                self._parts.append(item)
+                self._news.add(item)
                 self._say(item)
             case HealthReport() | Preflight() | Refused():
                 self._state, told, joins = self._fitness.take(item, self._state)
@@ -167,6 +166,7 @@ class Agent:
                     self._say(told)
                 if joins:
                     self._report()
+                    self._leaving.again()
             case Refusal():
                 self._say(m.RefusalNote(self._node, *astuple(item)))
             case m.Trim():
@@ -181,7 +181,7 @@ class Agent:
             case m.Published():
                 self._published(rank, message)
             case m.StepDone():
-                self._steps.append(message)
+                self._news.add(message)
                 self._say(message)
             case m.FaultReached():
                 until = carry_out(parse_fault(message.fault), self._vault)
@@ -255,6 +255,7 @@ class Agent:
                 self._replicator.reset(epoch)
                 self._vault.fence(epoch)
             case core.Enter(install):
+                self._news.enter(install)
                 self._vault.enter(install.epoch, install.assignment.step)
                 self._replicator.enter(install.epoch, install.assignment)
                 self._checkpoints.enter(self._node, install.assignment.plan)

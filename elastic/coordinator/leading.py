@@ -71,8 +71,8 @@ class Keeper:
         self._closed.set()
 
     def _work(self) -> None:
-        failures = 0
-        while not self._closed.wait(retry_s(failures) if failures else self._lease.ttl_s / RENEWALS):
+        failures, every_s = 0, self._lease.ttl_s / RENEWALS
+        while not self._closed.wait(min(retry_s(failures), every_s) if failures else every_s):
             begun = time.monotonic()
             try:
                 self._store.renew(self._lease, self._now())

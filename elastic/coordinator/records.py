@@ -107,7 +107,6 @@ class Records:
         self.run_dir = run_dir
         self._events = PatientLog(run_dir / "events.jsonl")
         self._progress = PatientLog(run_dir / "progress.jsonl")
-        self._last_recovery = 0.0
         self._last_beat = (0, 0)
         self._draft = run_dir / "exit.draft"
         _tried(self._draft, lambda: replace(self._draft, " " * DRAFT_BYTES))
@@ -193,14 +192,13 @@ class Records:
     def recovered(self, event: Recovered) -> dict[str, Any]:
         """Note an epoch change; return its figures."""
         entry = recovery_entry(event, self._fault_time(event))
-        self._last_recovery = event.resumed_at
         self.event("recovery", entry)
         return entry
 
     def _fault_time(self, event: Recovered) -> float | None:
-        """When the newest injected fault since the last recovery was carried out."""
+        """When the first injected fault since the recovery before was carried out."""
         times = [p.stat().st_mtime for p in (self.run_dir / "faults").glob("*.fired")]
-        recent = [t for t in times if self._last_recovery < t <= event.change.began]
+        recent = [t for t in times if event.since < t <= event.change.began]
         return min(recent, default=None)
 
     def end(self, code: int, reason: str, params_sha256: str) -> None:

@@ -23,7 +23,9 @@ def begin(state: JobState, cause: str, now: float, *, boundary: bool = False) ->
     old = state.change if state.change is not None and not state.change.boundary else None
     plan = state.plan
     nodes = plan.nodes() if plan is not None else ()
-    gone = tuple(n for n in nodes if _workers_gone(state, n))
+    gone = tuple(
+        n for n in nodes if _workers_gone(state, n) or state.members[n].report.phase is NodePhase.IDLE
+    )
     found = [state.members[n].report.detect_s for n in gone if n in state.members]
     change = Change(
         epoch=epoch,
@@ -84,6 +86,11 @@ def decide(state: JobState, now: float) -> Result:
     """Everybody has halted: make the plan and tell everybody, or pause, or fall back."""
     assert state.spec is not None and state.change is not None
     change = replace(state.change, halted=now, paused=state.stepped_at)
+    if (
+        change.old_plan is not None and not change.boundary
+    ):  # also whose loss became known while the others halted
+        gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
+        change = replace(change, lost=tuple(dict.fromkeys((*change.lost, *gone))))
     try:
         if not candidates(state):
             raise InfeasiblePlan("no node can take a stage at present")
@@ -161,6 +168,7 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         suspected_since=0.0,
         record=None if any(recipe.checkpoint for _, recipe in assignment.recipes) else state.record,
         considered=tuple(stay.key(mb) for mb in state.members.values() if mb.report.able),
+        parts=tuple(part for part in state.parts if part[0] <= assignment.step),
         look_again=0.0,
     )
     sends: list[Action] = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]

@@ -88,7 +88,7 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
     """Apply rules until none has anything to say."""
     for _ in range(16):
         result = None
-        for rule in (_losses, _endings, *RULES[state.phase][0]):
+        for rule in (_endings, _losses, *RULES[state.phase][0]):
             result = rule(state, now)
             if result is not None:
                 break
@@ -194,6 +194,8 @@ def _launched(state: JobState, now: float) -> Result | None:
         if settled or (enough and now - state.launched_at > STRAGGLER_S):
             return epoch_change.begin(state.of(start_s=now - state.launched_at), "start", now)
         return None
+    if any(mb.report.elastic for mb in launched):
+        return None  # the script uses elastic: its workers are started again
     return _script(state, launched, now)
 
 
@@ -246,7 +248,8 @@ def _deadline(state: JobState, now: float) -> str:
 def _installing(state: JobState, now: float) -> Result | None:
     why = trouble(state, now)
     if why:
-        return epoch_change.begin(state, why, now)
+        over = _recovered(state.of(trained=True))
+        return over if over is not None else epoch_change.begin(state, why, now)
     assert state.plan is not None
     members = [state.members[n] for n in state.plan.nodes()]
     ready = (NodePhase.RUNNING, NodePhase.FINISHED)
@@ -295,8 +298,10 @@ def _recovered(state: JobState) -> Result | None:
         transfer_s=max((told.transfer_s for told in ready), default=0.0),
         rebuild_s=max((told.rebuild_s for told in ready), default=0.0),
         resumed_at=min(resumed),
+        since=state.recovered_at,
     )
-    return paused(state, state.change, min(resumed)).of(change=None), (action,), "training goes on"
+    state = paused(state, state.change, min(resumed)).of(change=None, recovered_at=min(resumed))
+    return state, (action,), "training goes on"
 
 
 def _leaving(state: JobState, now: float) -> Result | None:
@@ -307,7 +312,7 @@ def _leaving(state: JobState, now: float) -> Result | None:
         if node in state.plan.nodes() or any(node == peer for _, peer in state.plan.peers):
             in_time = now < member.drain_deadline - state.limits.leave_s
             return epoch_change.begin(state, notices.cause(state), now, boundary=in_time)
-        if state.trimmed >= state.epoch:
+        if state.trimmed >= state.epoch and member.connected:  # who does not hear it would come back
             state = count(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
             actions = (notices.farewell(member), Note("drained", {"node": node}))
@@ -353,7 +358,7 @@ def trouble(state: JobState, now: float) -> str:
         if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
             return f"{node}: {member.report.cause or 'workers are gone'}"
         if member.report.phase is NodePhase.IDLE:
-            return f"{node}: workers were started anew"
+            return f"{node}: {member.report.cause or 'workers were started anew'}"
     for node, peer in state.plan.peers:
         if peer not in state.members:
             return f"{peer} lost, which kept the backups of {node}"

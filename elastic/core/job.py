@@ -167,6 +167,8 @@ class JobState:
     """When that was."""
     told: int = -1
     """The last step that a worker told of, and so is in the event log."""
+    recovered_at: float = 0.0
+    """When the last change was complete; 0: none was."""
     trained: bool = False
     """Some epoch has run: fresh initialisation is no longer allowed."""
     trimmed: int = 0
@@ -347,6 +349,8 @@ class Recovered:
     transfer_s: float
     rebuild_s: float
     resumed_at: float
+    since: float = 0.0
+    """When the change before it was complete; 0: there was none."""
 
 
 @dataclass(frozen=True, slots=True)

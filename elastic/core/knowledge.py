@@ -76,7 +76,7 @@ def _reported(state: JobState, event: Reported, now: float) -> Result:
         state = put(state, replace(state.members[node], report=replace(report, spec=None)))
     if report.suspects and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
-    records = [h.record for h in report.halted if h.record]
+    records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
     if records and (state.record is None or records[-1].step > state.record.step):
         state = state.of(record=records[-1])
     state, told = remedies.fell(state, was, report, now)
@@ -170,20 +170,23 @@ def _drain_asked(state: JobState, event: DrainAsked, now: float) -> Result:
 
 
 def _stepped(state: JobState, event: Stepped, now: float) -> Result:
-    if state.record is not None and event.record.step < state.record.step:
+    step = event.record.step
+    if step <= state.told or (state.record is not None and step < state.record.step):
         return state, (), ""
-    told, seen = max(state.told, event.record.step), state.seen.grown(step_s=event.seconds)
-    state = remedies.timed(state, now)
-    return state.of(record=event.record, stepped_at=now, told=told, seen=seen), (), ""
+    state = remedies.timed(state, event.seconds)
+    seen = state.seen.grown(step_s=event.seconds)
+    return state.of(record=event.record, stepped_at=now, told=step, seen=seen), (), ""
 
 
 def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
-    layers = {pair for step, pairs in state.parts if step == event.step for pair in pairs} | set(event.layers)
+    before = {pair for step, pairs in state.parts if step == event.step for pair in pairs}
+    layers = before | set(event.layers)
     newest = max((step for step, _ in state.parts), default=-1)
     if state.spec is None or event.step < newest or (state.checkpoint and event.step <= state.checkpoint[1]):
         return state, (), ""
     state = state.of(parts=((event.step, tuple(sorted(layers))),))
-    return state, ((CommitCheckpoint(event.step),) if _whole(state, layers) else ()), ""
+    begun = _whole(state, layers) and not _whole(state, before)  # parts are said again after a break
+    return state, ((CommitCheckpoint(event.step),) if begun else ()), ""
 
 
 def _whole(state: JobState, slots: Collection[Slot]) -> bool:
@@ -197,10 +200,13 @@ def _backup_noted(state: JobState, event: BackupNoted, now: float) -> Result:
 
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
+    if state.checkpoint == (event.path, event.step):
+        return state, (), ""
     note = Note("checkpoint", {"step": event.step, "path": event.path})
     state, told = remedies.stored(state, now)
+    later = tuple(part for part in state.parts if part[0] > event.step)  # came while the disk was waited for
     return (
-        state.of(checkpoint=(event.path, event.step), parts=()),
+        state.of(checkpoint=(event.path, event.step), parts=later),
         (note, *told),
         f"checkpoint of step {event.step}",
     )

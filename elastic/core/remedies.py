@@ -332,12 +332,12 @@ def remedy(state: JobState, now: float) -> Result | None:
     return quarantine.revive(state, now)
 
 
-def timed(state: JobState, now: float) -> JobState:
-    """A step was finished: note how long it took."""
-    if state.plan is None or not state.stepped_at:
+def timed(state: JobState, seconds: float) -> JobState:
+    """Note how long a step took, as who computed it tells: many may be heard of at once."""
+    if state.plan is None:
         return state
     known = tuple(one for one in state.durations if one[0] == state.plan.epoch)
-    return state.of(durations=(*known, (state.plan.epoch, round(now - state.stepped_at, 5)))[-DURATIONS:])
+    return state.of(durations=(*known, (state.plan.epoch, round(seconds, 5)))[-DURATIONS:])
 
 
 # ---- pre-flight ----

@@ -97,7 +97,7 @@ def budget(
         closed_s=min(0.15, silence / 20),
         contact_s=min(0.5, silence / 6),
         starved_s=min(0.5, silence / 6),
-        adopt_s=min(2.0, max(1.0, silence * 2 / 3)),
+        adopt_s=max(1.0, silence * 2 / 3),
         keepalive_s=max(1.0, silence * 5 / 3),
         silent_s=max(15.0, silence * 5),
         stuck_s=max(60.0, silence * 20, seen.microbatch_s * 20),

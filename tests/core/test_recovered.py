@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core import job
 from elastic.core import messages as m
-from elastic.core.coordinator import transition
+from elastic.core.coordinator import learn, settle, transition
 from elastic.core.job import JobPhase, JobState
 from elastic.core.messages import NodePhase
 from tests.core.test_coordinator import halt, running, say
@@ -61,3 +61,34 @@ def test_two_faults_that_are_learned_of_at_once_are_two_recoveries() -> None:
     assert after.change.cause == "node1: again" and after.change.nodes_before == 2
     (recovered,) = [a for a in actions if isinstance(a, job.Recovered)]
     assert recovered.change.cause == "node2: oops"
+
+
+def test_a_fault_that_is_learned_of_with_the_end_of_installing_is_one_of_its_own() -> None:
+    """The coordinator had not even heard that all were ready."""
+    state, *_ = say(running(), "node2", phase=NodePhase.STARTING, cause="oops")
+    state = halt(halt(halt(state, "node0"), "node1"), "node2", NodePhase.STARTING)
+    assert state.phase is JobPhase.INSTALLING
+    reports = (
+        replace(state.members["node0"].report, phase=NodePhase.RUNNING, resumed_at=9.0, epoch=2),
+        replace(
+            state.members["node1"].report, phase=NodePhase.STARTING, resumed_at=0.0, cause="again", epoch=2
+        ),
+    )
+    for report in reports:
+        state, _, _ = learn(state, job.Reported(report), state.ticked)
+    after, actions, _ = settle(state, state.ticked)
+    (recovered,) = [a for a in actions if isinstance(a, job.Recovered)]
+    assert (recovered.change.cause, after.change.cause) == ("node2: oops", "node1: again")
+    assert after.change.nodes_before == 2 and after.recovered_at == 9.0 and after.trained
+
+
+def test_a_recovery_knows_of_the_one_before() -> None:
+    """Faults that were carried out before it are no part of this one, whichever coordinator tells of it."""
+    state, *_ = told_late()
+    assert state.recovered_at > 0
+    first = state.recovered_at
+    state, *_ = say(state, "node1", phase=NodePhase.STARTING, cause="again")
+    state = halt(halt(halt(state, "node0"), "node1", NodePhase.STARTING), "node2", NodePhase.STARTING)
+    _, actions, _ = say(state, "node0", phase=NodePhase.RUNNING, epoch=3, resumed_at=first + 9.0)
+    (recovered,) = [a for a in actions if isinstance(a, job.Recovered)]
+    assert recovered.since == first

@@ -85,7 +85,7 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
         assert agents["pod"].process.wait(DEADLINE_S) == EXIT_DRAINED
         left = drain_self(tmp_path / "hooked-pod")
         assert left.returncode == 0 and json.loads(left.stdout)["left"], left.stderr
-        assert agents["hooked-pod"].process.poll() == EXIT_DRAINED
+        assert agents["hooked-pod"].process.wait(DEADLINE_S) == EXIT_DRAINED
         run = boss.wait()
         assert agents["last"].process.wait(DEADLINE_S) == 0
         assert agents["file"].process.wait(DEADLINE_S) == 0  # parked until the job was over
