@@ -44,7 +44,7 @@ class Rank:
             world_size=options.pop("world_size", self.size),
             store_address=self.store,
             device=torch.device("cpu"),
-            timeout_s=60.0,
+            timeout_s=10 * DEADLINE_S,
             abandon=abandon or Abandon(),
             **options,
         )

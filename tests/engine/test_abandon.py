@@ -1,10 +1,12 @@
-"""Leaving an epoch at once: flags, dead peers, hung peers, peers that never come."""
+"""Leaving an epoch: flags, dead peers, hung peers, peers that never come.
+
+The transport itself would wait ten times as long as reports are waited for: that they come is what these tests show.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -13,9 +15,7 @@ import torch
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed, abandonable
 from elastic.worker.links import Links
 from tests.engine.ranks import Rank, Ranks
-
-WAKE_S = 2.0
-"""Far above the 20 ms that it takes, for busy machines; far below the 60 s of the transport itself."""
+from tests.patience import LONG_S
 
 
 def test_the_first_reason_stays_and_callbacks_run_once() -> None:
@@ -42,7 +42,7 @@ def test_work_that_is_left_behind_is_discarded() -> None:
         abandonable(work, abandon, "work", lambda result: discarded.set())
     assert not discarded.is_set()
     release.set()
-    assert discarded.wait(WAKE_S)
+    assert discarded.wait(LONG_S)
 
 
 def test_work_returns_or_raises() -> None:
@@ -72,7 +72,7 @@ def wait_reduce(links: Links, rank: int) -> None:
 WAITS: list[Callable[[Links, int], None]] = [wait_recv, wait_send, wait_gather, wait_reduce]
 
 
-def wait_then_reopen(rank: Rank, wait: Callable[[Links, int], None]) -> tuple[str, str, float, list[float]]:
+def wait_then_reopen(rank: Rank, wait: Callable[[Links, int], None]) -> tuple[str, str, list[float]]:
     """Wait in epoch 1 until it breaks, then meet the other survivors in epoch 2."""
     abandon = Abandon()
     links = rank.open(abandon)
@@ -87,11 +87,10 @@ def wait_then_reopen(rank: Rank, wait: Callable[[Links, int], None]) -> tuple[st
         kind, detail = "abandoned", str(reason)
     except LinkFailed as failure:
         kind, detail = "failed", str(failure.ranks)
-    woken = time.time()
     again = rank.open(epoch=2, world_size=rank.size - 1)
     sums = torch.tensor([1.0 + rank.rank])
     again.all_reduce(sums, tuple(range(rank.size - 1)))()
-    return kind, detail, woken, sums.tolist()
+    return kind, detail, sums.tolist()
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -99,11 +98,9 @@ def test_a_killed_rank_wakes_everybody(wait: Callable[[Links, int], None]) -> No
     """Also those who are not its neighbours, and all suspect the right one."""
     with Ranks(wait_then_reopen, 4, wait) as ranks:
         ranks.reports()
-        killed = time.time()
         ranks.signal(3, signal.SIGKILL)
-        for kind, detail, woken, sums in ranks.reports(0, 1, 2):
+        for kind, detail, sums in ranks.reports(0, 1, 2):
             assert (kind, detail) == ("failed", "(3,)")
-            assert woken - killed < WAKE_S
             assert sums == [6.0]
 
 
@@ -112,16 +109,14 @@ def test_a_hung_rank_is_left_when_told(wait: Callable[[Links, int], None]) -> No
     with Ranks(wait_then_reopen, 4, wait) as ranks:
         ranks.reports()
         ranks.signal(3, signal.SIGSTOP)
-        told = time.time()
         ranks.tell("node3 hangs", 0, 1, 2)
-        for kind, detail, woken, sums in ranks.reports(0, 1, 2):
+        for kind, detail, sums in ranks.reports(0, 1, 2):
             assert kind in ("abandoned", "failed")
             assert kind == "failed" or detail == "node3 hangs"
-            assert woken - told < WAKE_S
             assert sums == [6.0]
 
 
-def open_in_vain(rank: Rank) -> tuple[float, list[float]]:
+def open_in_vain(rank: Rank) -> list[float]:
     """Rank 2 never comes to epoch 1; the others leave it and meet in epoch 2."""
     if rank.rank == 2:
         rank.report("absent")
@@ -131,19 +126,15 @@ def open_in_vain(rank: Rank) -> tuple[float, list[float]]:
     rank.report("opening")
     with pytest.raises(EpochAbandoned):
         rank.open(abandon)
-    woken = time.time()
     links = rank.open(epoch=2, world_size=2)
-    return woken, [t.item() for t in links.gather(torch.tensor([float(rank.rank)]))]
+    return [t.item() for t in links.gather(torch.tensor([float(rank.rank)]))]
 
 
 def test_opening_can_be_abandoned() -> None:
     with Ranks(open_in_vain, 3) as ranks:
         ranks.reports()
-        told = time.time()
         ranks.tell("rank 2 is gone", 0, 1)
-        for woken, gathered in ranks.reports(0, 1):
-            assert woken - told < WAKE_S
-            assert gathered == [0.0, 1.0]
+        assert ranks.reports(0, 1) == [[0.0, 1.0]] * 2
 
 
 def set_in_vain(rank: Rank) -> str:

@@ -1,7 +1,7 @@
 """The bubbles of the literature, measured: four real workers whose layers wait instead of computing.
 
-What disturbs a step (2 cores, other tests) only makes it longer, so of several steps the shortest counts. On a quiet
-machine it is within 5 % of the formula; `test_clock` shows the same without a clock that can be disturbed.
+What disturbs a step only makes it longer, so of several steps the shortest counts; the machine must have nothing else
+to do. `test_clock` shows the same without a clock that can be disturbed.
 """
 
 from __future__ import annotations
@@ -96,22 +96,20 @@ def bubble_of(step: Sequence[tuple[float, float, float]]) -> float:
     return whole - mean(ended - began - waited for began, ended, waited in step)
 
 
-BUSY = pytest.param(2, 0.2, id="on-a-busy-machine")
-QUIET = pytest.param(6, 0.05, id="on-a-quiet-machine", marks=pytest.mark.chaos)
+N_STEPS = 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("n_steps", "tolerance"), [BUSY, QUIET])
+@pytest.mark.chaos
 @pytest.mark.parametrize("schedule", PIPELINES)
-def test_the_bubble_is_that_of_the_formula(schedule: str, n_steps: int, tolerance: float) -> None:
+def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
     text = (
         f"plan epoch=1 layers={N_LAYERS} microbatches={M} tp=1 backup=none+none\n"
         f"pipeline 0 microbatches=0-{M - 1} schedule={schedule}: {PIPELINES[schedule]}"
     )
     plan = parse_plan(text)
     validate_plan(plan)
-    steps = zip(*run_ranks(run_steps, D, text, n_steps), strict=True)
-    assert min(map(bubble_of, steps)) == pytest.approx(BUBBLES[schedule], rel=tolerance)
+    steps = zip(*run_ranks(run_steps, D, text, N_STEPS), strict=True)
+    assert min(map(bubble_of, steps)) == pytest.approx(BUBBLES[schedule], rel=0.05)
     part = V * D / len(plan.pipelines[0].stages)
     times = StageTimes(
         forward_s=part * FORWARD_S,

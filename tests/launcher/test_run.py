@@ -30,12 +30,15 @@ Run = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def run(tmp_path: Path, environment: dict[str, str]) -> Iterator[Run]:
-    """run(flags, script arguments) starts `elastic run` in tmp_path, with the run directory `out`."""
+    """run(flags, script arguments) starts `elastic run` in tmp_path, with the run directory `out`.
+
+    The lease is long: on a busy machine an agent is silent for seconds, and would be lost.
+    """
     (tmp_path / "script.py").write_text(SCRIPT)
     started: list[subprocess.Popen[str]] = []
 
     def begin(flags: str, words: str = "") -> subprocess.Popen[str]:
-        argv = [*flags.split(), "--run-dir", "out", "script.py", *words.split()]
+        argv = [*flags.split(), "--lease", "30", "--run-dir", "out", "script.py", *words.split()]
         launcher = subprocess.Popen(
             [sys.executable, "-m", "elastic", "run", *argv],
             cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import yaml
 
@@ -80,9 +82,12 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
-    """With the rules and the configuration that are shipped, looking twice a second at the processes of `run_dir`."""
+    """With the rules and the configuration that are shipped, looking every two seconds at the processes of `run_dir`.
+
+    That is also how long they have to answer.
+    """
     config = yaml.safe_load(CONFIG.read_text())
-    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+    config["global"] = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(RULES)]
     (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
     discovery |= {"files": [str(run_dir / "metrics" / "*.json")], "refresh_interval": "1s"}
@@ -128,6 +133,17 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
     finally:
         process.terminate()
         process.wait(LONG_S)
+
+
+def kill_node(run_dir: Path, node: str) -> None:
+    """SIGKILL to an agent and its workers."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if str(run_dir) in words and "--node" in words and words[words.index("--node") + 1] == node:
+                os.killpg(process.pid, signal.SIGKILL)
+                return
+    raise AssertionError(f"no agent of {node}")
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:

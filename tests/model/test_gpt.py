@@ -181,8 +181,9 @@ def test_specs_tell_the_true_bytes(changes: dict[str, object], alone: TensorPara
     assert described[1].forward_s > described[0].forward_s
 
 
+@pytest.mark.chaos
 def test_building_empty_is_quick_enough_for_recovery(alone: TensorParallel) -> None:
-    """Wanted: 20 ms. Generous here, for machines under load: a first import alone costs ten times as much."""
+    """On a machine with nothing else to do: 20 ms. A first import alone costs ten times as much."""
     gpt = config(hidden=256, seq_len=128, vocab=256)
     stack = GPTStack(gpt)
     warm_up(stack, alone, adamw(0.1), Accumulate.EXACT, CPU)

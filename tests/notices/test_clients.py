@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.agent.notices import gather
 from elastic.agent.notices.aws import Aws
 from elastic.agent.notices.azure import Azure
 from elastic.agent.notices.file import NoticeFile
@@ -230,8 +231,14 @@ def around(tmp_path: Path, **services: str) -> Surroundings:
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure", ""])
 def test_auto_finds_the_cloud_that_answers(
-    cloud: str, aws: FakeAws, gcp: FakeGcp, azure: FakeAzure, tmp_path: Path
+    cloud: str,
+    aws: FakeAws,
+    gcp: FakeGcp,
+    azure: FakeAzure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gather, "PROBE_S", LONG_S)  # those that are not there refuse at once
     providers: dict[str, Provider] = {"aws": aws, "gcp": gcp, "azure": azure}
     services = {cloud: f"http://{providers[cloud].address}/${{node}}"} if cloud else {}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()

@@ -16,6 +16,8 @@ from elastic.rpc.server import Session as ServerSession
 from tests.patience import LONG_S
 
 WAIT_S = LONG_S
+KEEPALIVE_S = 10 * LONG_S
+"""What is noticed within the time that is waited is not noticed by silence."""
 
 
 class Recorder:
@@ -50,6 +52,7 @@ class ServerBench(Recorder):
             on_close=self.callback("close"),
             on_call=answer,
             term=lambda: self.term,
+            keepalive_s=KEEPALIVE_S,
         )
         self.address = self.server.address
 
@@ -64,7 +67,7 @@ class ServerBench(Recorder):
 
 
 class ClientBench(Recorder):
-    def __init__(self, address: str, sender: str = "node0", keepalive_s: float = 5.0) -> None:
+    def __init__(self, address: str, sender: str = "node0", keepalive_s: float = KEEPALIVE_S) -> None:
         super().__init__()
         self.session = Session(
             address,

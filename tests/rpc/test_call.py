@@ -69,8 +69,11 @@ def test_no_answer_in_time() -> None:
         return {}
 
     bench.server._on_call = hang
-    with pytest.raises(UsageError, match=r"did not answer 'status' within 0\.3 s"):
-        call(bench.address, "status", {}, timeout_s=0.3)
+    for timeout_s in (0.3, 3.0, 30.0):  # a busy machine may not even ask in time
+        with pytest.raises(UsageError, match=f"did not answer 'status' within {timeout_s:g} s"):
+            call(bench.address, "status", {}, timeout_s=timeout_s)
+        if asked.is_set():
+            break
     assert asked.is_set()
     release.set()
     bench.server.close()

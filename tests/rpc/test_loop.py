@@ -44,6 +44,10 @@ def test_no_wakeup_is_lost(bound: bool) -> None:
             wake(99)  # while they are handled
         while among:
             handled.append(among.pop(0))
+        if turns == 2:
+            loop.call_soon(wake, 100)
+        if 100 in handled:
+            loop.call_later(0.05, loop.stop)
 
     def wake(event: int) -> None:
         events.append(event)
@@ -52,8 +56,7 @@ def test_no_wakeup_is_lost(bound: bool) -> None:
     for number in range(50):
         wake(number)
     loop.add_reader(reader, partial(_handle_events, events) if bound else _handle_events)
-    loop.call_later(0.05, wake, 100)
-    loop.call_later(0.2, loop.stop)
+    loop.call_later(LONG_S, loop.stop)
     loop.run_forever()
     assert handled == [*range(50), 99, 100] and turns == 3
     loop.remove_reader(reader)

@@ -22,9 +22,9 @@ def test_places_follow_one_another_over_processes_ends(tmp_path: Path) -> None:
     """Two ends of one file are one link."""
     first, second = (Shaper(tmp_path / "link", Link(1000.0)) for _ in range(2))
     began = time.monotonic()
-    one, two, three = first.reserve(500), second.reserve(250), first.reserve(1)
-    assert one >= began + 0.5
-    assert abs(two - one - 0.25) < 1e-6 and abs(three - two - 0.001) < 1e-6
+    one, two, three = first.reserve(500_000), second.reserve(250_000), first.reserve(1000)
+    assert one >= began + 500
+    assert abs(two - one - 250) < 1e-6 and abs(three - two - 1) < 1e-6
 
 
 def test_training_passes_copies(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_latency_alone_takes_no_place(tmp_path: Path) -> None:
 def test_a_payload_takes_its_time(tmp_path: Path) -> None:
     """1 MB at 4 MB/s over a real socket: a quarter of a second or more; the bytes are the same."""
     left, right = socket.socketpair()
-    sender, receiver = Stream(left, 10.0), Stream(right, 10.0)
+    sender, receiver = Stream(left, LONG_S), Stream(right, LONG_S)
     sender.pace = pace_of(tmp_path, Link(4e6))
     data = bytes(range(256)) * 4000
     began = time.monotonic()
@@ -65,9 +65,9 @@ def test_a_payload_takes_its_time(tmp_path: Path) -> None:
 def test_a_link_can_be_made_slower_while_it_is_used(tmp_path: Path) -> None:
     """For all ends of it, and for good: what was reserved before stays."""
     first, second = (Shaper(tmp_path / "link", Link(1000.0)) for _ in range(2))
-    one = first.reserve(100)
+    one = first.reserve(100_000)
     second.slow_down(10.0)
-    two = first.reserve(100)
-    three = second.reserve(10, training=True)
-    assert abs(two - one - 1.0) < 1e-6
-    assert first.reserve(100) - two > 0.9 and three < two
+    two = first.reserve(100_000)
+    three = second.reserve(10_000, training=True)
+    assert abs(two - one - 1000) < 1e-6
+    assert first.reserve(100_000) - two > 900 and three < two

@@ -16,7 +16,7 @@ from tests.scenarios.catalogue import BASE, MODELS, Scenario
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = "30"
 """Seconds of silence after which a node is lost."""
-DEADLINE_S = 280.0
+DEADLINE_S = 560.0
 ELASTIC_FLAGS = ("--nproc-per-node", "--backup")
 """Flags of a scenario that belong to `elastic run`, each with a value; the others are the script's."""
 

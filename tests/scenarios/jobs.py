@@ -16,9 +16,10 @@ import psutil
 
 from elastic.rpc.client import call
 from elastic.rpc.security import load
-from tests.scenarios.harness import LEASE_S, ROOT, Run
+from tests.patience import LONG_S
+from tests.scenarios.harness import DEADLINE_S, LEASE_S, ROOT, Run
 
-WAIT_S = 120.0
+WAIT_S = LONG_S
 
 
 class Job:
@@ -79,7 +80,7 @@ class Job:
 
     def ask(self, kind: str) -> dict[str, Any]:
         """The leader's answer, to one who knows what lies in the run directory."""
-        return call(self.leader()["address"], kind, {}, secure=load(self.run_dir, ""))
+        return call(self.leader()["address"], kind, {}, timeout_s=LONG_S, secure=load(self.run_dir, ""))
 
     def agent(self, node: str) -> psutil.Process:
         """The agent of a node."""
@@ -89,7 +90,7 @@ class Job:
                 return child
         raise AssertionError(f"no agent of {node}")
 
-    def finish(self, timeout_s: float = 280.0) -> Run:
+    def finish(self, timeout_s: float = DEADLINE_S) -> Run:
         return Run(self.process.wait(timeout_s), self.output, self.run_dir)
 
     def kill(self) -> None:

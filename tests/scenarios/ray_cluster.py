@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from elastic.launcher.follow import Follower
+from tests.patience import LONG_S
 from tests.scenarios.harness import LEASE_S, ROOT
 
 FAST = {
@@ -84,7 +85,9 @@ class Job:
     def job_id(self) -> str:
         return str(json.loads((self.run_dir / "config.json").read_text())["job_id"])
 
-    def until(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 90.0) -> dict[str, Any]:
+    def until(
+        self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 3 * LONG_S
+    ) -> dict[str, Any]:
         """Follow the job's own progress until `condition` holds for an entry; return that entry."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
@@ -97,7 +100,7 @@ class Job:
             time.sleep(0.005)
         raise AssertionError(f"not reached; last: {self.last}\n{self.output}")
 
-    def wait(self, deadline_s: float = 120.0) -> int:
+    def wait(self, deadline_s: float = 3 * LONG_S) -> int:
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -106,6 +109,13 @@ class Job:
     def processes(self) -> list[psutil.Process]:
         """Coordinator, agents and workers of this job, wherever they are."""
         return [process for process in psutil.process_iter() if self._mine(process)]
+
+    def agent(self, node: str) -> psutil.Process:
+        return next(
+            process
+            for process in self.processes()
+            if SERVICES[0] in (line := words(process)) and line[line.index("--node") + 1] == node
+        )
 
     def _mine(self, process: psutil.Process) -> bool:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT
 from tests.scenarios.shared import SCRIPT
@@ -34,7 +35,7 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
 
 
 def wait_for_steps(
-    run_dir: Path, run: subprocess.Popen[bytes], lines: int, deadline_s: float = 120.0
+    run_dir: Path, run: subprocess.Popen[bytes], lines: int, deadline_s: float = LONG_S
 ) -> None:
     """Return when the event log has so many steps."""
     end = time.monotonic() + deadline_s
@@ -71,8 +72,7 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
         run.kill()
         run.wait()
     assert run.returncode == 128 + number, output
-    left = processes_of(run_dir)
-    assert left == [], left
+    assert wait_until(lambda: not processes_of(run_dir)), processes_of(run_dir)
     assert not mine.exists()
 
 

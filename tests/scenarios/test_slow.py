@@ -6,9 +6,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
+from elastic.core.pace import CHANGED
 from elastic.core.types import LayerSpec, NodeInfo
 from elastic.planning.plan import parse_plan
 from elastic.planning.predict import predict
@@ -16,7 +18,7 @@ from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_p
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import exact, faults
 
-LAYERS, MICROBATCHES, STEPS = 8, 8, 16
+LAYERS, MICROBATCHES, STEPS = 8, 8, 24
 FACTOR = 2.0
 
 
@@ -39,35 +41,58 @@ def run(folder: Path, given: Profile, *flags: str) -> Run:
     return done
 
 
-def test_a_slow_node_gets_less_to_do(tmp_path: Path) -> None:
-    done = run(tmp_path / "slow", profile(), *faults(f"slow node=1 factor={FACTOR} step=3"))
-    summary = done.summary
-    (change,) = [r for r in summary["recoveries"] if "slower than profiled" in r["cause"]]
-    assert change["planned"] and change["microbatches_lost"] == 0
-    told = re.fullmatch(r"node1 computes (\d+\.\d)x slower than profiled", change["cause"])
-    assert told is not None and float(told[1]) == pytest.approx(FACTOR, rel=0.15)
-    (evidence,) = [e for e in done.events if e["kind"] == "pace" and e["node"] == "node1"]
-    assert len(evidence["steps"]) == 3 and not [e for e in done.events if e["kind"] == "lost"]
+def slowed(folder: Path) -> Run:
+    return run(folder / "slow", profile(), *faults(f"slow node=1 factor={FACTOR} step=3"))
 
-    (health,) = [e for e in done.events if e["kind"] == "health"]
-    assert (health["node"], health["class"], health["action"]) == ("node1", "host", "rebalance")
+
+def told_of(done: Run, kind: str) -> list[dict[str, Any]]:
+    """Of a busy machine other nodes may turn slow, too."""
+    return [e for e in done.events if e["kind"] == kind and e["node"] == "node1"]
+
+
+def factor_of(change: dict[str, Any]) -> float:
+    told = re.search(r"node1 computes (\d+\.\d)x slower than profiled", change["cause"])
+    return float(told[1]) if told else 0.0
+
+
+def test_a_slow_node_gets_less_to_do(tmp_path: Path) -> None:
+    done = slowed(tmp_path)
+    summary = done.summary
+    assert all(r["planned"] and r["microbatches_lost"] == 0 for r in summary["recoveries"])
+    assert max(map(factor_of, summary["recoveries"])) >= CHANGED
+    assert not [e for e in done.events if e["kind"] == "lost"]
+    evidence = told_of(done, "pace")[0]
+    assert len(evidence["steps"]) == 3
+
+    health = next(e for e in told_of(done, "health") if "slow" in e["evidence"])
+    assert (health["class"], health["action"]) == ("host", "rebalance")
     assert health["evidence"]["slow"] == evidence["slow"]
 
     plan = parse_plan(summary["plan"])
     assert sorted(plan.nodes()) == ["node0", "node1", "node2", "node3"]
-    work = dict.fromkeys(plan.nodes(), 0)
-    for p, _, stage in plan.stages():
-        work[stage.unit.node] += len(stage.layers) * len(plan.pipelines[p].microbatches)
-    assert work["node1"] < min(work[node] for node in ("node0", "node2", "node3"))
+    work = sum(
+        len(stage.layers) * len(plan.pipelines[p].microbatches)
+        for p, _, stage in plan.stages()
+        if stage.unit.node == "node1"
+    )
+    assert work < LAYERS * MICROBATCHES / 4, "less than an equal share"
 
+    reference = run(tmp_path / "reference", profile(0.0))
+    assert summary["params_sha256"] == reference.summary["params_sha256"]
+
+
+@pytest.mark.chaos
+def test_its_pace_is_measured_and_steps_are_as_long_as_predicted(tmp_path: Path) -> None:
+    """On a machine with nothing else to do."""
+    done = slowed(tmp_path)
+    (change,) = done.summary["recoveries"]
+    assert factor_of(change) == pytest.approx(FACTOR, rel=0.15)
+    plan = parse_plan(done.summary["plan"])
     nodes = tuple(NodeInfo(node, "", "") for node in plan.nodes())
     expected = predict(plan, profile(), nodes, (("node1", FACTOR),)).step_s
     after = [e["seconds"] for e in done.events if e["kind"] == "step" and e["epoch"] == plan.epoch][1:]
     assert len(after) >= 3, "too few steps after the change"
     assert expected / median(sorted(after)[: len(after) // 2 + 1]) >= 0.95
-
-    reference = run(tmp_path / "reference", profile(0.0))
-    assert summary["params_sha256"] == reference.summary["params_sha256"]
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.harness import ROOT
+from tests.scenarios.harness import DEADLINE_S, LEASE_S, ROOT
 
 DDP = str(ROOT / "examples" / "ddp.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -34,11 +34,17 @@ def launch(
 ) -> Ended:
     directory.mkdir()
     out = directory / "result.json"
-    mine = ("--run-dir", str(directory / "run")) if "elastic" in launcher else ()
+    mine = ("--run-dir", str(directory / "run"), "--lease", LEASE_S) if "elastic" in launcher else ()
     command = [sys.executable, *launcher, *mine, *flags, DDP, "--steps", "8", "--out", str(out), *script]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, check=False
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=DEADLINE_S,
+        check=False,
     )
     result = json.loads(out.read_text()) if out.exists() else None
     return Ended(done.returncode, done.stdout.decode(errors="replace"), result)

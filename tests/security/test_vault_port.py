@@ -8,8 +8,10 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -31,6 +33,7 @@ from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
 from tests.vault.copies import content, make
 
 PORT = "vault"
+T = TypeVar("T")
 DATA = content(1, 200_000)
 COPY = make(DATA)
 
@@ -310,14 +313,25 @@ def test_one_address_puts_out_its_own_strangers_alone(
         sock.close()
 
 
+def in_time(attempt: Callable[[], T]) -> T:
+    """What `attempt` returns once a busy machine lets it greet in time."""
+    end = time.monotonic() + LONG_S
+    while True:
+        try:
+            return attempt()
+        except (OSError, VaultError):
+            assert time.monotonic() < end
+
+
 def test_who_drips_bytes_is_held_no_longer_than_the_greeting_may_take(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header byte by byte, each well in time: TLS, where it is spoken, and the greeting have one deadline."""
+    greeting_s = vault_server.GREETING_S
     monkeypatch.setattr(vault_server, "GREETING_S", 1.0)
     certs = certs_of(server, authority)
     for before_tls in (True, False):
-        stream = dial(server, None if before_tls else certs)
+        stream = in_time(partial(dial, server, None if before_tls else certs))
         sock = stream._sock
         sock.settimeout(0.1)
         said = b"\x16\x03\x01\x02\x00" if before_tls and certs else struct.pack("<I", 1000)
@@ -334,6 +348,7 @@ def test_who_drips_bytes_is_held_no_longer_than_the_greeting_may_take(
                 break
         assert over
         stream.close()
+    monkeypatch.setattr(vault_server, "GREETING_S", greeting_s)
     serves(server, certs)
 
 
@@ -342,7 +357,7 @@ def test_a_member_is_not_held_to_the_greetings_deadline(
 ) -> None:
     monkeypatch.setattr(vault_server, "GREETING_S", 0.5)
     mine = client(server, certs_of(server, authority))
-    mine.inventory()
+    in_time(mine.inventory)
     time.sleep(0.7)
     mine.put([(COPY, memoryview(DATA))])
     assert len(mine.inventory()) == 1

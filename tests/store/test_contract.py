@@ -20,7 +20,7 @@ from elastic.store.etcd import EtcdStore
 from elastic.store.memory import MemoryStore
 from elastic.store.sqlite import SqliteStore
 from tests.patience import LONG_S
-from tests.store.etcds import Etcd, etcd
+from tests.store.etcds import PATIENT, Etcd, etcd
 
 NOW = 1000.0
 prefixes = (f"contract/{number}" for number in itertools.count())
@@ -68,7 +68,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
             cluster.await_ready()
 
         spec = StoreSpec(url=cluster.url)
-        yield Bench(lambda: kept(EtcdStore(spec, prefix)), restart, own_clock=True)
+        yield Bench(lambda: kept(EtcdStore(spec, prefix, **PATIENT)), restart, own_clock=True)
     for store in opened:
         store.close()
 
