@@ -5,99 +5,25 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-import ssl
 import struct
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.agent import vault_server
 from elastic.agent.vault import Vault
 from elastic.agent.vault_server import VaultServer
 from elastic.core import codec
 from elastic.errors import ChannelClosed, FieldError, VaultError
-from elastic.rpc import strangers
-from elastic.rpc.bulk import Put, VaultClient
-from elastic.rpc.frames import Stream
-from elastic.rpc.proofs import GOOD_S, Gate, answer, new_nonce
+from elastic.rpc.bulk import Put
+from elastic.rpc.proofs import GOOD_S, Gate, answer
 from elastic.rpc.refusals import REFUSALS, Reason
-from elastic.rpc.security import CA, CERT, KEY
+from elastic.rpc.security import CA
 from tests.patience import LONG_S
 from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
+from tests.security.vault_ports import COPY, DATA, PORT, certs_of, client, dial, ended, enter, serves
 from tests.vault.copies import content, make
-
-PORT = "vault"
-T = TypeVar("T")
-DATA = content(1, 200_000)
-COPY = make(DATA)
-
-
-@pytest.fixture
-def vault(tmp_path: Path) -> Vault:
-    return Vault("a", tmp_path / "vault")
-
-
-@pytest.fixture(params=["tls", "plain"])
-def server(request: pytest.FixtureRequest, vault: Vault, authority: Authority) -> Iterator[VaultServer]:
-    certs = authority.good if request.param == "tls" else None
-    made = VaultServer(vault, timeout_s=LONG_S, secure=secure(certs)).start()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def tls(vault: Vault, authority: Authority) -> Iterator[VaultServer]:
-    made = VaultServer(vault, timeout_s=LONG_S, secure=secure(authority.good)).start()
-    yield made
-    made.close()
-
-
-def certs_of(server: VaultServer, authority: Authority) -> Path | None:
-    return authority.good if server._contexts is not None else None
-
-
-def client(server: VaultServer, certs: Path | None, token: str = TOKEN) -> VaultClient:
-    return VaultClient(server.address, node="b", timeout_s=LONG_S, secure=secure(certs, token))
-
-
-def serves(server: VaultServer, certs: Path | None, kept: int = 0) -> None:
-    """A member is served, and the vault holds what it held."""
-    mine = client(server, certs)
-    assert len(mine.inventory()) == kept
-    mine.close()
-
-
-def dial(server: VaultServer, certs: Path | None) -> Stream:
-    """A connection on which anything can be said; TLS, with a good certificate, where that is spoken."""
-    host, _, port = server.address.rpartition(":")
-    sock: socket.socket = socket.create_connection((host, int(port)), timeout=LONG_S)
-    if certs is not None:
-        context = ssl.create_default_context(cafile=str(certs / CA))
-        context.load_cert_chain(certs / CERT, certs / KEY)
-        sock = context.wrap_socket(sock, server_hostname="localhost")
-    return Stream(sock, 5)
-
-
-def enter(stream: Stream, node: str = "b") -> None:
-    """Say who we are, rightly."""
-    stream.send({"kind": "Hello", "body": {"node": node, "nonce": new_nonce()}})
-    nonce = stream.receive()[0]["nonce"]
-    stream.send({"kind": "Proof", "body": {"proof": answer(TOKEN, nonce, "vault", node)}})
-    assert stream.receive()[0] == {"error": ""}
-
-
-def ended(stream: Stream) -> None:
-    """The other side hangs up."""
-    with pytest.raises(ChannelClosed):
-        while True:
-            stream.receive()
-    stream.close()
 
 
 def test_members_are_served(server: VaultServer, authority: Authority, vault: Vault) -> None:
@@ -254,114 +180,6 @@ def test_nobody_asks_in_the_name_of_another(server: VaultServer, authority: Auth
         stream.send({"kind": "Locate", "body": {"key": vault.inventory()[0].key, "node": "a"}})
     assert "not of a" in stream.receive()[0]["error"]
     stream.close()
-
-
-def test_too_many_connections(
-    server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vault_server, "MOST_CONNECTIONS", 2)
-    certs = certs_of(server, authority)
-    members = [client(server, certs) for _ in range(2)]
-    for one in members:
-        one.inventory()
-    with refused(Reason.TOO_MANY, PORT), pytest.raises(VaultError):
-        client(server, certs).inventory()
-    for one in members:
-        one.inventory()
-        one.close()
-
-
-def where(server: VaultServer) -> tuple[str, int]:
-    host, _, port = server.address.rpartition(":")
-    return host, int(port)
-
-
-def test_strangers_take_no_members_place(
-    server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Silent ones fill all places of theirs: who was there first leaves, and members come and stay."""
-    monkeypatch.setattr(vault_server, "MOST_STRANGERS", 3)
-    monkeypatch.setattr(vault_server, "GREETING_S", LONG_S)
-    monkeypatch.setattr(vault_server, "MOST_CONNECTIONS", 4)
-    certs = certs_of(server, authority)
-    member = client(server, certs)
-    member.inventory()
-    with refused(Reason.TOO_MANY, PORT):
-        held = [socket.create_connection(where(server), timeout=LONG_S) for _ in range(4)]
-        assert held[0].recv(1) == b"", "the first one has to go"
-    serves(server, certs)
-    member.inventory()
-    member.close()
-    for sock in held:
-        sock.close()
-
-
-def test_one_address_puts_out_its_own_strangers_alone(
-    server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(strangers, "_loopback", lambda address: False)
-    monkeypatch.setattr(vault_server, "MOST_OF_ONE", 2)
-    monkeypatch.setattr(vault_server, "GREETING_S", LONG_S)
-    other = socket.create_connection(where(server), timeout=LONG_S, source_address=("127.0.0.2", 0))
-    held = [socket.create_connection(where(server), timeout=LONG_S) for _ in range(3)]
-    assert held[0].recv(1) == b""
-    serves(server, certs_of(server, authority))
-    other.settimeout(0.2)
-    with pytest.raises(TimeoutError):
-        other.recv(1)
-    for sock in (other, *held):
-        sock.close()
-
-
-def in_time(attempt: Callable[[], T]) -> T:
-    """What `attempt` returns once a busy machine lets it greet in time."""
-    end = time.monotonic() + LONG_S
-    while True:
-        try:
-            return attempt()
-        except (OSError, VaultError):
-            assert time.monotonic() < end
-
-
-def test_who_drips_bytes_is_held_no_longer_than_the_greeting_may_take(
-    server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A header byte by byte, each well in time: TLS, where it is spoken, and the greeting have one deadline."""
-    greeting_s = vault_server.GREETING_S
-    monkeypatch.setattr(vault_server, "GREETING_S", 1.0)
-    certs = certs_of(server, authority)
-    for before_tls in (True, False):
-        stream = in_time(partial(dial, server, None if before_tls else certs))
-        sock = stream._sock
-        sock.settimeout(0.1)
-        said = b"\x16\x03\x01\x02\x00" if before_tls and certs else struct.pack("<I", 1000)
-        over = False
-        for byte in said + b" " * 200:
-            try:
-                sock.sendall(bytes([byte]))
-                over = sock.recv(1) == b""
-            except TimeoutError:
-                continue
-            except OSError:
-                over = True
-            if over:
-                break
-        assert over
-        stream.close()
-    monkeypatch.setattr(vault_server, "GREETING_S", greeting_s)
-    serves(server, certs)
-
-
-def test_a_member_is_not_held_to_the_greetings_deadline(
-    server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vault_server, "GREETING_S", 0.5)
-    mine = client(server, certs_of(server, authority))
-    in_time(mine.inventory)
-    time.sleep(0.7)
-    mine.put([(COPY, memoryview(DATA))])
-    assert len(mine.inventory()) == 1
-    mine.close()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
