@@ -86,9 +86,8 @@ def decide(state: JobState, now: float) -> Result:
     """Everybody has halted: make the plan and tell everybody, or pause, or fall back."""
     assert state.spec is not None and state.change is not None
     change = replace(state.change, halted=now, paused=state.stepped_at)
-    if (
-        change.old_plan is not None and not change.boundary
-    ):  # also whose loss became known while the others halted
+    if change.old_plan is not None and not change.boundary:
+        # Also whose loss became known while the others halted.
         gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
         change = replace(change, lost=tuple(dict.fromkeys((*change.lost, *gone))))
     try:

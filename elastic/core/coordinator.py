@@ -259,10 +259,8 @@ def _installing(state: JobState, now: float) -> Result | None:
 
 
 def _running(state: JobState, now: float) -> Result | None:
-    over = _recovered(
-        state
-    )  # before what follows it, which a coordinator that is behind learns at the same time
-    if over is not None:
+    over = _recovered(state)
+    if over is not None:  # told before what follows it; a coordinator that is behind learns of both at once
         return over
     why = trouble(state, now)
     if why:
