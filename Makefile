@@ -29,11 +29,12 @@ test: setup tools ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 tools: # what some tests need besides Python, where it can be had; they say so and skip where not
-	@command -v prometheus >/dev/null || ! command -v apt-get >/dev/null || { \
-		root=$$(test "$$(id -u)" = 0 || echo sudo -n); install="apt-get install -y -qq --no-install-recommends prometheus"; \
-		export DEBIAN_FRONTEND=noninteractive; \
+	@command -v apt-get >/dev/null || exit 0; \
+	root=$$(test "$$(id -u)" = 0 || echo sudo -n); export DEBIAN_FRONTEND=noninteractive; \
+	for tool in prometheus chromium; do command -v $$tool >/dev/null || { \
+		install="apt-get install -y -qq --no-install-recommends $$tool"; \
 		timeout 120 $$root $$install || { timeout 60 $$root apt-get update -qq && timeout 120 $$root $$install; }; \
-	} </dev/null >/dev/null 2>&1 || true
+	} </dev/null >/dev/null 2>&1 || true; done
 
 check: setup ## lint, types, import rules
 	$(BIN)/ruff check
