@@ -111,9 +111,17 @@ class JobRun:
 
         return dict(wait_for(f"a change for {names}", found, self.cluster))
 
-    def wait_for_recoveries(self, count: int) -> list[dict[str, Any]]:
-        wait_for(f"recovery {count}", lambda: len(self.recoveries()) >= count, self.cluster)
-        return self.recoveries()
+    def plans(self) -> list[str]:
+        return [str(event["text"]) for event in self.events if event["kind"] == "plan"]
+
+    def wait_for_everybody(self, before: int) -> None:
+        """Until a plan later than the first `before` has a stage on each agent."""
+
+        def planned() -> bool:
+            newest = self.plans()[before:][-1:]
+            return bool(newest) and all(f"{agent.name}[" in newest[0] for agent in self.agents)
+
+        wait_for("a plan with everybody", planned, self.cluster)
 
     def finish(self) -> dict[str, Any]:
         """Let the training hurry to its end; its summary."""
