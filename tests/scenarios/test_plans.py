@@ -16,7 +16,8 @@ SHAPES = (
     pytest.param("3", "1", "3", id="depth-three", marks=pytest.mark.chaos),
     pytest.param("4", "1", "4", id="depth-four", marks=pytest.mark.chaos),
     pytest.param("4", "2", "2+2", id="two-plus-two", marks=pytest.mark.chaos),
-    pytest.param("4", "auto", "2+1+1", id="six-microbatches-over-four", marks=pytest.mark.chaos),
+    pytest.param("4", "2+1+1", "2+1+1", id="two-plus-one-plus-one", marks=pytest.mark.chaos),
+    pytest.param("4", "auto", "1+1+1", id="six-microbatches-leave-one-spare", marks=pytest.mark.chaos),
 )
 
 
