@@ -1,10 +1,11 @@
-"""Certificates of every kind that must be refused, and counters that are waited for."""
+"""Certificates of every kind that must be refused, strangers that say nothing, and counters that are waited for."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from elastic.launcher.certs import make
@@ -32,6 +33,17 @@ class Authority:
 
 def secure(certs: Path | None, token: str = TOKEN) -> Security:
     return Security(certs, "", token)
+
+
+@contextmanager
+def silent(where: tuple[str, int], count: int, source: str = "") -> Iterator[list[socket.socket]]:
+    """`count` connections (from the address `source`) that say nothing; closed with the block."""
+    mine = (source, 0) if source else None
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(socket.create_connection(where, timeout=LONG_S, source_address=mine))
+            for _ in range(count)
+        ]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from elastic.rpc import front, options, strangers
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.strangers import Strangers
 from tests.patience import LONG_S
-from tests.security.parts import Authority, refused, secure
+from tests.security.parts import Authority, refused, secure, silent
 from tests.security.test_coordinator_port import PORT, Bench, serves, session
 
 
@@ -53,14 +53,11 @@ def test_strangers_hold_no_handshake_that_others_need(
     monkeypatch.setattr(front, "HANDSHAKE_S", 5 * LONG_S)
     told, mine = session(tls, secure(authority.good))
     told.expect("on_up")
-    with refused(Reason.TOO_MANY, PORT):
-        held = [socket.create_connection(tls.where, timeout=LONG_S) for _ in range(8)]
+    with refused(Reason.TOO_MANY, PORT), silent(tls.where, 8) as held:
         assert drained(held[0])
-    serves(tls, authority.good)
-    assert mine.up
+        serves(tls, authority.good)
+        assert mine.up
     mine.close()
-    for sock in held:
-        sock.close()
 
 
 def test_one_address_puts_out_its_own_handshakes_alone(
@@ -69,14 +66,11 @@ def test_one_address_puts_out_its_own_handshakes_alone(
     monkeypatch.setattr(strangers, "_loopback", lambda address: False)
     monkeypatch.setattr(front, "MOST_OF_ONE", 3)
     monkeypatch.setattr(front, "HANDSHAKE_S", 5 * LONG_S)
-    other = socket.create_connection(tls.where, timeout=LONG_S, source_address=("127.0.0.2", 0))
-    held = [socket.create_connection(tls.where, timeout=LONG_S) for _ in range(5)]
-    assert drained(held[0]) and drained(held[1])
-    serves(tls, authority.good)
-    other.settimeout(0.2)
-    assert not drained(other)
-    for sock in (other, *held):
-        sock.close()
+    with silent(tls.where, 1, "127.0.0.2") as (other,), silent(tls.where, 5) as held:
+        assert drained(held[0]) and drained(held[1])
+        serves(tls, authority.good)
+        other.settimeout(0.2)
+        assert not drained(other)
 
 
 def test_members_that_come_all_at_once_wait_for_each_other(

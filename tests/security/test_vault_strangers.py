@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from elastic.errors import VaultError
 from elastic.rpc import strangers
 from elastic.rpc.refusals import Reason
 from tests.patience import LONG_S
-from tests.security.parts import Authority, refused
+from tests.security.parts import Authority, refused, silent
 from tests.security.vault_ports import COPY, DATA, PORT, certs_of, client, dial, serves, where
 
 T = TypeVar("T")
@@ -48,14 +47,11 @@ def test_strangers_take_no_members_place(
     certs = certs_of(server, authority)
     member = client(server, certs)
     member.inventory()
-    with refused(Reason.TOO_MANY, PORT):
-        held = [socket.create_connection(where(server), timeout=LONG_S) for _ in range(4)]
+    with refused(Reason.TOO_MANY, PORT), silent(where(server), 4) as held:
         assert held[0].recv(1) == b"", "the first one has to go"
-    serves(server, certs)
-    member.inventory()
+        serves(server, certs)
+        member.inventory()
     member.close()
-    for sock in held:
-        sock.close()
 
 
 def test_one_address_puts_out_its_own_strangers_alone(
@@ -64,15 +60,12 @@ def test_one_address_puts_out_its_own_strangers_alone(
     monkeypatch.setattr(strangers, "_loopback", lambda address: False)
     monkeypatch.setattr(vault_server, "MOST_OF_ONE", 2)
     monkeypatch.setattr(vault_server, "GREETING_S", LONG_S)
-    other = socket.create_connection(where(server), timeout=LONG_S, source_address=("127.0.0.2", 0))
-    held = [socket.create_connection(where(server), timeout=LONG_S) for _ in range(3)]
-    assert held[0].recv(1) == b""
-    serves(server, certs_of(server, authority))
-    other.settimeout(0.2)
-    with pytest.raises(TimeoutError):
-        other.recv(1)
-    for sock in (other, *held):
-        sock.close()
+    with silent(where(server), 1, "127.0.0.2") as (other,), silent(where(server), 3) as held:
+        assert held[0].recv(1) == b""
+        serves(server, certs_of(server, authority))
+        other.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            other.recv(1)
 
 
 def in_time(attempt: Callable[[], T]) -> T:
