@@ -26,7 +26,7 @@ demo: setup ## train a GPT, kill a node in the middle of a step, compare with a 
 	$(BIN)/python -m examples.demo
 
 test: setup tools ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 1
 
 tools: # what some tests need besides Python, where it can be had; they say so and skip where not
 	@command -v apt-get >/dev/null || exit 0; \
@@ -46,11 +46,13 @@ bench: setup ## every benchmark; results in benchmarks/results/
 	@set -e; for file in $$(grep -l '__main__' benchmarks/*.py); do \
 		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
 
+LONG := $(BIN)/python -m pytest -m chaos -o faulthandler_timeout=7200
+
 soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
-	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/test_soak.py
+	ELASTIC_SOAK_S=1800 $(LONG) tests/scenarios/test_soak.py
 
 chaos: setup ## long random fault campaigns
-	$(BIN)/python -m pytest -m chaos
+	$(LONG)
 
 proto: setup ## regenerate elastic/rpc/*_pb2* (with the oldest grpcio-tools that is allowed: newer code refuses older libraries)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. elastic/rpc/elastic.proto

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import time
@@ -211,7 +212,8 @@ def gaps(size: Size, clusters: int, links: tuple[float, ...], jobs: int) -> tupl
     """(gaps to the bound of so many clusters, clusters that were drawn and cannot hold their model)."""
     found: list[Gap] = []
     drawn = 0
-    with ProcessPoolExecutor(jobs) as pool, tqdm(total=clusters, unit="cluster", disable=None) as bar:
+    fresh = multiprocessing.get_context("spawn")  # locks that threads hold stay locked in a fork
+    with ProcessPoolExecutor(jobs, fresh) as pool, tqdm(total=clusters, unit="cluster", disable=None) as bar:
         while len(found) < clusters:
             seeds = range(drawn, drawn + clusters - len(found))
             drawn = seeds.stop

@@ -111,6 +111,7 @@ CONSTANTS = {
     "rpc/front.py HANDSHAKE_S": "evidence",
     "rpc/front.py SPARED_S": "evidence",
     "rpc/greeting.py GREETING_S": "evidence",
+    "rpc/loop.py CANCEL_AGAIN_S": "look",
     "rpc/options.py CONNECT_TIMEOUT_S": "look",
     "rpc/options.py RETRY_MAX_S": "look",
     "rpc/options.py RETRY_MIN_S": "look",

@@ -37,7 +37,7 @@ from elastic.rpc.envelope import (
     unpack,
     unpack_call,
 )
-from elastic.rpc.loop import Dispatcher, event_loop, run
+from elastic.rpc.loop import Dispatcher, ended, event_loop, run
 from elastic.rpc.options import (
     CONNECT_TIMEOUT_S,
     RETRY_MAX_S,
@@ -115,16 +115,11 @@ class Session:
         if not self._closed:
             self._closed = True
             self._dispatcher.abandon()
-            run(self._cancel())
+            run(ended(self._tasks))
             self._dispatcher.close()
 
     async def _start(self, addresses: tuple[str, ...], keepalive_s: float) -> set[asyncio.Task[None]]:
         return {asyncio.create_task(self._keep_up(address, keepalive_s)) for address in addresses}
-
-    async def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
 
     async def _keep_up(self, address: str, keepalive_s: float) -> None:
         """Open one stream after another. gRPC itself searches for the server; the wait here is between

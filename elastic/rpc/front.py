@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.errors import FieldError
+from elastic.rpc.loop import ended
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import Contexts, why
 from elastic.rpc.strangers import Strangers
@@ -65,9 +66,8 @@ class Front:
         """End all connections and free the port."""
         if self._listener is not None:
             self._listener.close()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            await ended(self._tasks)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -17,7 +17,7 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
@@ -30,6 +30,8 @@ Ts = TypeVarTuple("Ts")
 log = logging.getLogger(__name__)
 WAKES = 1 << 16
 """More bytes than the socket takes."""
+CANCEL_AGAIN_S = 2.0
+"""Time for a task to end once it is cancelled; then it is told again."""
 _starting = threading.Lock()
 
 
@@ -71,6 +73,18 @@ def _started_loop() -> asyncio.AbstractEventLoop:
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the loop and wait for its result; from any other thread."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
+
+
+async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and return when all have ended.
+
+    They are told again: in Python 3.11 `asyncio.wait_for` forgets a cancellation that meets the end of its wait.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 class Directly:

@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
@@ -75,9 +75,10 @@ class Ranks:
         return [self._report(r) for r in ranks or range(len(self._pipes))]
 
     def _report(self, rank: int) -> Any:
-        if not self._pipes[rank].poll(DEADLINE_S):
+        pipe = self._pipes[rank]
+        if pipe not in wait([pipe, self.processes[rank].sentinel], DEADLINE_S):
             raise TimeoutError(f"rank {rank} reports nothing")
-        return self._pipes[rank].recv()
+        return pipe.recv()
 
     def tell(self, word: Any, *ranks: int) -> None:
         for r in ranks or range(len(self._pipes)):

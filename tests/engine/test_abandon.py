@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -163,13 +164,14 @@ def many_epochs(rank: Rank) -> list[float]:
     """Nine epochs are left in the middle of a message; the tenth must not see anything of them."""
     for epoch in range(1, 10):
         abandon = Abandon()
-        links = rank.open(abandon, epoch=epoch)
-        with pytest.raises((EpochAbandoned, LinkFailed)):  # the other rank may have left already
+        left = pytest.raises(
+            (EpochAbandoned, LinkFailed)
+        )  # the other rank may have left before this one is in
+        with left, closing(rank.open(abandon, epoch=epoch)) as links:
             links.send(torch.full((1000,), -1.0), 1 - rank.rank)
             expected = links.recv(1 - rank.rank)
             abandon.set(f"end of {epoch}")
             expected.wait()
-        links.close()
     links = rank.open(epoch=10)
     links.send(torch.full((1000,), float(rank.rank)), 1 - rank.rank)
     got = links.recv(1 - rank.rank).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import shutil
@@ -9,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.kubernetes.network import Network
 from tests.kubernetes.pods import IMAGE_ENVIRONMENT, Pod
@@ -32,7 +35,8 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         try:
             for pod in self.pods.values():
-                pod.kill()
+                with contextlib.suppress(psutil.Error):  # it ended by itself just now
+                    pod.kill()
         finally:
             self._network.close()
 

@@ -17,9 +17,9 @@ from tests.kubernetes.cluster import Cluster, Object, wait_for
 from tests.kubernetes.pods import Pod
 from tests.scenarios.harness import Run, elastic_run
 
-STEPS = 220
+STEPS = 100
 TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
-PACE = ("--pace", "0.006", "--hurry", "/elastic/checkpoints/hurry")
+PACE = ("--pace", "0.006", "--doubling", "20", "--hurry", "/elastic/checkpoints/hurry")
 SHARED_STORE = any(flag.name == "--store" for flag in OURS)
 """Coordinators keep their state in etcd, so its pods are started, too."""
 ENCRYPTED = any(flag.name == "--certs" for flag in OURS)

@@ -1,4 +1,6 @@
-"""A tiny training run for pods: a list of linear layers, at a pace that leaves time for faults, until told to hurry."""
+"""A tiny training run: a list of linear layers, at a pace that leaves time for faults, until told to hurry.
+
+Steps that come late take ever longer, so that few of them are enough however slow a machine is."""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ LAYERS, WIDTH = 8, 16
 class Layer(nn.Linear):
     """The first reads the micro-batch, the last returns its mean loss."""
 
-    pace_s, hurry = 0.0, Path()
+    pace_s, doubling, hurry = 0.0, 1, Path()
 
     def forward(self, hidden: torch.Tensor | None, microbatch: Microbatch) -> torch.Tensor:  # type: ignore[override]
         if self.pace_s and not self.hurry.is_file():
-            time.sleep(self.pace_s)
+            time.sleep(self.pace_s * 2 ** (microbatch.step // self.doubling))
         x = super().forward(microbatch.fields["x"] if hidden is None else hidden)
         return nn.functional.mse_loss(x, microbatch.fields["y"]) if self.out_features == 1 else x.tanh()
 
@@ -35,9 +37,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a layer takes")
+    parser.add_argument(
+        "--doubling", type=int, default=1000, help="steps after which layers take twice as long"
+    )
     parser.add_argument("--hurry", default="", help="file; from when it exists on layers take no time")
     args = parser.parse_args()
-    Layer.pace_s, Layer.hurry = args.pace, Path(args.hurry)
+    Layer.pace_s, Layer.doubling, Layer.hurry = args.pace, args.doubling, Path(args.hurry)
     layers = [lambda: Layer(WIDTH, WIDTH)] * (LAYERS - 1)
     Trainer(
         stack=ListStack([*layers, lambda: Layer(WIDTH, 1)], seed=0),

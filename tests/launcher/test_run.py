@@ -49,7 +49,7 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Iterator[Run]:
     yield begin
     for launcher in started:
         launcher.kill()
-        launcher.communicate()
+        launcher.communicate(timeout=LONG_S)
 
 
 def environ_of(folder: Path, rank: int, restart: int = 0) -> dict[str, str]:

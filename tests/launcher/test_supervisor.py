@@ -58,7 +58,7 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
     yield begin
     for launcher in launchers:
         launcher.kill()
-        launcher.communicate()
+        launcher.communicate(timeout=LONG_S)
 
 
 def agents(run_dir: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from elastic.errors import EXIT_DRAINED
 from elastic.launcher.rundir import free_port
 from tests.notices.test_notice_jobs import (
     DEADLINE_S,
-    STEPS,
     Job,
     assert_nothing_was_lost,
     is_drained,
@@ -25,7 +24,8 @@ from tests.notices.test_notice_jobs import (
 )
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT
-from tests.scenarios.shared import SCRIPT, exact, reference
+from tests.scenarios.paced import paced, paced_reference
+from tests.scenarios.shared import SCRIPT, exact
 
 HOSTS = ("file", "hook", "pod", "hooked-pod", "last")
 
@@ -56,7 +56,7 @@ def drain_self(run_dir: Path) -> subprocess.CompletedProcess[str]:
 def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
     notice, address = tmp_path / "notice", f"127.0.0.1:{free_port()}"
     common = exact("--nnodes", f"1:{len(HOSTS)}", "--pipelines", "1", "--lease", "30")
-    script = [*SCRIPT, *STEPS]
+    script = paced(tmp_path / "hurry")
     own = {
         "file": ["--notice", f"file:{notice}"],
         "hook": ["--notice", "http:0"],
@@ -86,6 +86,7 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
         left = drain_self(tmp_path / "hooked-pod")
         assert left.returncode == 0 and json.loads(left.stdout)["left"], left.stderr
         assert agents["hooked-pod"].process.wait(DEADLINE_S) == EXIT_DRAINED
+        (tmp_path / "hurry").touch()
         run = boss.wait()
         assert agents["last"].process.wait(DEADLINE_S) == 0
         assert agents["file"].process.wait(DEADLINE_S) == 0  # parked until the job was over
@@ -93,7 +94,7 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
     assert set(drained[:2]) == {"file", "hook"} and drained[2:] == ["pod", "hooked-pod"]
     assert_nothing_was_lost(run, drained)
     assert sorted(e["provider"] for e in kinds(run, "notice")) == ["file", "http", "signal", "signal"]
-    assert run.summary["params_sha256"] == reference(tmp_path, *STEPS).summary["params_sha256"]
+    assert run.summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
 
 
 def test_a_node_with_nothing_to_move_ends_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from tests.notices.providers import FakeAws, FakeAzure, FakeGcp
 from tests.scenarios.harness import ROOT, Run
-from tests.scenarios.shared import SCRIPT, exact, reference
+from tests.scenarios.paced import paced, paced_reference
+from tests.scenarios.shared import exact
 
 DEADLINE_S = 200.0
 
@@ -93,9 +94,6 @@ def assert_nothing_was_lost(run: Run, drained: list[str]) -> None:
     assert run.summary["ledger"] == {"double": 0, "missing": 0}
 
 
-STEPS = ("--steps", "120")
-
-
 def test_every_cloud_in_one_job(tmp_path: Path) -> None:
     """AWS, GCP and Azure take a node each; then Azure takes its word back, and that node comes back by itself."""
     aws, gcp, azure = FakeAws(uses=3), FakeGcp(), FakeAzure()
@@ -116,7 +114,7 @@ def test_every_cloud_in_one_job(tmp_path: Path) -> None:
         "--notice",
         "aws,gcp,azure",
     ]
-    command = ["run", *exact(*flags), "--run-dir", str(tmp_path / "run"), *SCRIPT, *STEPS]
+    command = ["run", *exact(*flags), "--run-dir", str(tmp_path / "run"), *paced(tmp_path / "hurry")]
     try:
         with running(tmp_path / "run", command, environ) as job:
             job.wait_for(is_step(1))
@@ -132,6 +130,7 @@ def test_every_cloud_in_one_job(tmp_path: Path) -> None:
             assert azure.await_start("e-1", DEADLINE_S)  # by the drained node, after it has left
             azure.events = []  # a false notice
             job.wait_for(lambda e: e["kind"] == "joined" and e["node"] == "node2" and e["at"] > gone["at"])
+            (tmp_path / "hurry").touch()
             run = job.wait()
     finally:
         for provider in (aws, gcp, azure):
@@ -141,4 +140,4 @@ def test_every_cloud_in_one_job(tmp_path: Path) -> None:
         (p, "leave") for p in ("aws", "gcp", "azure")
     ]
     assert azure.started == ["e-1"]
-    assert run.summary["params_sha256"] == reference(tmp_path, *STEPS).summary["params_sha256"]
+    assert run.summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]

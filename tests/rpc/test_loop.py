@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from contextlib import suppress
 from functools import partial
 
 import grpc
 import pytest
 
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
-from elastic.rpc.loop import Loop, event_loop
+from elastic.rpc import loop as loops
+from elastic.rpc.loop import Loop, ended, event_loop, run
 from tests.patience import LONG_S
 from tests.rpc.conftest import ServerBench
 
@@ -63,3 +66,20 @@ def test_no_wakeup_is_lost(bound: bool) -> None:
     loop.close()
     reader.close()
     writer.close()
+
+
+def test_a_task_that_misses_its_cancellation_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "CANCEL_AGAIN_S", 0.01)
+
+    async def misses() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async def body() -> bool:
+        task = asyncio.create_task(misses())
+        await asyncio.sleep(0)
+        await asyncio.wait_for(ended({task}), LONG_S)
+        return task.cancelled()
+
+    assert run(body())

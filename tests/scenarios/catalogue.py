@@ -58,7 +58,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(name="kill-in-reduction", faults=("kill node=1 step=2 phase=reduce",), pipelines="2"),
     Scenario(name="kill-in-reduction-one-pipeline", faults=("kill node=2 step=2 phase=reduce",)),
-    Scenario(name="kill-in-optimizer", faults=("kill node=1 step=2 phase=optimizer",), small=True),
+    Scenario(name="kill-in-optimizer", faults=("kill node=1 step=2 phase=optimizer",)),
     Scenario(name="kill-teller-in-optimizer", faults=("kill node=0 step=2 phase=optimizer",)),
     Scenario(name="kill-in-optimizer-two-pipelines", faults=("kill node=2 step=2 phase=optimizer",), pipelines="2"),
     Scenario(
@@ -88,7 +88,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(name="kill-worker", faults=("kill-worker node=1 step=2 microbatch=2",)),
     Scenario(
-        name="kill-worker-on-a-single-node", faults=("kill-worker node=0 step=2 microbatch=2",), nodes="1", small=True
+        name="kill-worker-on-a-single-node", faults=("kill-worker node=0 step=2 microbatch=2",), nodes="1"
     ),
     Scenario(name="hang", faults=("stop node=2 step=2 microbatch=2",)),
     Scenario(name="partition", faults=("partition node=1 step=2 microbatch=2 duration=6",), flags=("--steps", "8")),
@@ -105,13 +105,13 @@ SCENARIOS: tuple[Scenario, ...] = (
         nodes_after=4,
     ),
     Scenario(
-        name="two-pipelines", faults=("kill node=3 step=2 microbatch=4",), pipelines="2+2", nodes_after=3, small=True
+        name="two-pipelines", faults=("kill node=3 step=2 microbatch=4",), pipelines="2+2", nodes_after=3
     ),
     Scenario(name="three-plus-one", faults=("kill node=1 step=2 microbatch=2",), pipelines="3+1", nodes_after=3),
     Scenario(name="three-plus-one-loses-the-one", faults=("kill node=3 step=2 microbatch=4",), pipelines="3+1"),
     Scenario(name="four-pipelines", faults=("kill node=2 step=2 microbatch=3",), pipelines="4", nodes_after=3),
     Scenario(
-        name="tensor-parallel", faults=("kill node=1 step=2 microbatch=2",), model="tp2", nodes="3",
+        name="tensor-parallel", faults=("kill node=1 step=2 microbatch=2",), model="tp2", nodes="2",
         flags=("--nproc-per-node", "2"), small=True,
     ),
     Scenario(

@@ -20,10 +20,10 @@ def exact(*flags: str) -> list[str]:
 
 
 def reference(directory: Path, *script_flags: str, accumulate: str = "exact") -> Run:
-    """The failure-free run on one pipeline of two nodes; made in `directory` when it is first asked for."""
+    """The failure-free run on one node; made in `directory` when it is first asked for."""
     key = (accumulate, *script_flags)
     if key not in _done:
-        flags = ["--nnodes", "2", "--pipelines", "1", "--accumulate", accumulate]
+        flags = ["--nnodes", "1", "--accumulate", accumulate]
         run = elastic_run(directory / "reference", flags, [*SCRIPT, *script_flags])
         assert run.code == 0, run.output
         _done[key] = run

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.jobs import Job
+from tests.scenarios.paced import STEPS, paced, paced_reference
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
-DOWN_S = 10
+DOWN_S = 6
 """Longer than a step of a busy machine."""
 LONGER = ("--steps", "40", "--hidden", "128", "--seq-len", "128")
 """So long that the outage is within the run."""
@@ -44,11 +46,19 @@ def test_training_does_not_feel_it(tmp_path: Path) -> None:
     flags = exact(
         "--nnodes", "2", "--pipelines", "1", *STEADY, *faults(f"kill-coordinator step=4 down={DOWN_S}")
     )
-    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *LONGER])
+    hurry = tmp_path / "hurry"
+    job = Job(tmp_path / "run", ["run", "--standalone", *flags], paced(hurry))
+    try:
+        job.wait("the second coordinator", lambda: len(job.of("coordinator")) == 2)
+        job.await_steps(2)
+        hurry.touch()
+        run = job.finish()
+    finally:
+        job.kill()
     assert run.code == 0, run.output
     summary = run.summary
-    assert summary["params_sha256"] == reference(tmp_path, *LONGER).summary["params_sha256"]
-    assert summary["steps"] == len(summary["loss"]) == 40
+    assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
+    assert summary["steps"] == len(summary["loss"]) == STEPS
     assert summary["recoveries"] == []
     assert steps_during(run), "no step was made while nobody coordinated"
 

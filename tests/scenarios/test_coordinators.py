@@ -18,24 +18,23 @@ from elastic.launcher.certs import make
 from tests.launcher.helpers import gone
 from tests.metrics.tools import scrape
 from tests.scenarios.jobs import Job
-from tests.scenarios.shared import SCRIPT, exact, faults, reference
+from tests.scenarios.paced import STEPS, paced, paced_reference
+from tests.scenarios.shared import exact, faults
 from tests.store.etcds import etcd, free_ports
 
-STEPS = 70
-LONG = ("--steps", str(STEPS), "--hidden", "128", "--seq-len", "128")
-"""So long that everything happens within the run."""
 STEADY = exact("--pipelines", "1", "--backup", "stream+snapshot")
 """No epoch changes but those that are provoked."""
 Start = Callable[..., Job]
+HURRY = "hurry"
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(NAME, words..., script=flags) starts `elastic` words in tmp_path/NAME."""
+    """start(NAME, words...) starts `elastic` words in tmp_path/NAME, at a pace until tmp_path/hurry exists."""
     jobs: list[Job] = []
 
-    def begin(name: str, *words: str, script: tuple[str, ...] = LONG) -> Job:
-        jobs.append(Job(tmp_path / name, words, [*SCRIPT, *script]))
+    def begin(name: str, *words: str) -> Job:
+        jobs.append(Job(tmp_path / name, words, paced(tmp_path / HURRY)))
         return jobs[-1]
 
     yield begin
@@ -44,7 +43,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def undisturbed(job: Job) -> dict[str, Any]:
-    """The summary of a run that has ended well and whose steps all counted once."""
+    """The summary of a run that hurries to its end from here, ends well and whose steps all counted once."""
+    (job.run_dir.parent / HURRY).touch()
     run = job.finish()
     assert run.code == 0, run.output
     summary = run.summary
@@ -110,7 +110,7 @@ def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
             "one leader and standbys in the metrics", lambda: one_leads(metrics(job), newest(job)["term"])
         )
         summary = undisturbed(job)
-    assert summary["params_sha256"] == reference(tmp_path, *LONG).summary["params_sha256"]
+    assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     assert summary["recoveries"] == [], "no step was disturbed"
     assert one_a_term(job) and not job.of("lost")
     assert [event["epoch"] for event in job.of("plan")] == [1], (
@@ -149,7 +149,7 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
             lambda: job.of("store-back")[len(job.of("store-lost")) - 1 :] or job.of("coordinator")[leaders:],
         )
         summary = undisturbed(job)
-    assert summary["params_sha256"] == reference(tmp_path, *LONG).summary["params_sha256"]
+    assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     (recovery,) = summary["recoveries"]
     assert recovery["nodes_after"] == 2 and "node2" in recovery["cause"]
     assert {event["node"] for event in job.of("lost")} == {"node2"}
@@ -164,13 +164,12 @@ def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("of all machines of this job\n")
     places = ["127.0.0.1:" + str(port) for port in free_ports(2)]
-    short = ("--steps", "40", "--hidden", "128")
     with etcd(tmp_path / "etcd") as cluster:
         common = ["--nnodes", "2", "--rdzv-id", "together", "--store", cluster.url, "--accumulate", "exact"]
         common += ["--join-token-file", str(token)]
 
         def begin(name: str, certs: str, *words: str) -> Job:
-            return start(name, *words, *common, "--certs", str(tmp_path / "certs" / certs), script=short)
+            return start(name, *words, *common, "--certs", str(tmp_path / "certs" / certs))
 
         hosts = [
             begin(f"host{i}", f"head{i}", "coordinator", "--address", place) for i, place in enumerate(places)
@@ -182,9 +181,10 @@ def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
         led = max(hosts, key=lambda host: int(newest(host).get("term", 0)))
         (other,) = [host for host in hosts if host is not led]
         led.kill()
+        (tmp_path / HURRY).touch()
         assert other.finish().code == 0, other.output
         assert [node.finish().code for node in nodes] == [0, 0], [node.output for node in nodes]
-        assert other.of("adopted") and max(other.steps()) == 39
+        assert other.of("adopted") and max(other.steps()) == STEPS - 1
         assert other.of("end")[0]["params_sha256"]
         assert not {event["reason"] for event in other.of("refused")} - {"stale", "handshake"}, (
             "all are members"

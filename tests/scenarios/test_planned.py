@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.jobs import Job
+from tests.scenarios.paced import paced, paced_reference
 from tests.scenarios.shared import SCRIPT, exact, faults, median
 
 STEPS = ("--steps", "120", "--hidden", "128", "--seq-len", "128")
@@ -23,18 +25,29 @@ def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
     return median([e["seconds"] for e in events[1:]] or [e["seconds"] for e in events]) / (m + depth - 1)
 
 
-def drained_and_joined(tmp_path: Path) -> Run:
-    """Three nodes: one is drained; another comes and takes its place."""
-    texts = ("drain node=1 step=3 deadline=60", "join step=3")
-    flags = exact("--nnodes", "2:3", "--pipelines", "1", *faults(*texts))
-    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *STEPS])
-    assert run.code == 0, run.output
-    return run
+FLAGS = exact(
+    "--nnodes", "2:3", "--pipelines", "1", *faults("drain node=1 step=3 deadline=60", "join step=3")
+)
+"""Three nodes: one is drained; another comes and takes its place."""
 
 
 def test_drain_and_join_lose_nothing(tmp_path: Path) -> None:
-    run = drained_and_joined(tmp_path)
+    hurry = tmp_path / "hurry"
+    job = Job(tmp_path / "run", ["run", "--standalone", *FLAGS], paced(hurry))
+
+    def changed() -> bool:
+        causes = " ".join(event["cause"] for event in job.of("recovery"))
+        return "drain node1" in causes and "join node3" in causes
+
+    try:
+        job.wait("both changes", changed)
+        hurry.touch()
+        run = job.finish()
+    finally:
+        job.kill()
+    assert run.code == 0, run.output
     summary = run.summary
+    assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     assert summary["ledger"] == {"double": 0, "missing": 0}
     causes = [r["cause"] for r in summary["recoveries"]]
     assert any("drain node1" in cause for cause in causes), causes
@@ -48,6 +61,7 @@ def test_drain_and_join_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.chaos
 def test_drain_and_join_hardly_pause(tmp_path: Path) -> None:
     """On a machine with nothing else to do."""
-    run = drained_and_joined(tmp_path)
+    run = elastic_run(tmp_path / "run", FLAGS, [*SCRIPT, *STEPS])
+    assert run.code == 0, run.output
     for recovery in run.summary["recoveries"]:
         assert recovery["pause_s"] < microbatch_s(run, recovery) + SLACK_S, recovery

@@ -10,7 +10,7 @@ from tests.scenarios.harness import elastic_run
 from tests.scenarios.shared import SCRIPT, exact, reference
 
 SHAPES = (
-    pytest.param("1", "auto", "1", id="one-node"),
+    pytest.param("2", "1", "2", id="two-nodes"),
     pytest.param("3", "auto", "1+1+1", id="three-replicas", marks=pytest.mark.chaos),
     pytest.param("4", "3+1", "3+1", id="three-plus-one"),
     pytest.param("3", "1", "3", id="depth-three", marks=pytest.mark.chaos),
@@ -25,7 +25,7 @@ SHAPES = (
 def test_parameters_do_not_depend_on_the_plan(
     nodes: str, pipelines: str, depths: str, tmp_path: Path
 ) -> None:
-    """The reference runs as one pipeline of two nodes."""
+    """The reference runs on one node."""
     expected = reference(tmp_path).summary
     run = elastic_run(tmp_path / "run", exact("--nnodes", nodes, "--pipelines", pipelines), SCRIPT)
     assert run.code == 0, run.output

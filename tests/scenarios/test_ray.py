@@ -17,19 +17,17 @@ import pytest
 from elastic.rpc.security import Contexts
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
+from tests.scenarios.paced import paced, paced_reference
 from tests.scenarios.ray_cluster import Job, has_agent, ray_cluster, raylet
-from tests.scenarios.shared import SCRIPT, exact, reference
+from tests.scenarios.shared import exact
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
 ]
 
-LONG_STEPS = ("--num-microbatches", "48", "--steps", "12")
-"""Steps so long that a kill a moment after a micro-batch was told mostly falls into the same step."""
-FOUR_NEEDED = ("--node-memory", "2750KiB")
-"""Three nodes have no room for the model: the job waits for a fourth, however long that takes to come."""
-MANY_STEPS = ("--steps", "3000")
+FOUR_NEEDED = ("--node-memory", "14KiB")
+"""Three nodes, which need 16 KB each, have no room: the job waits for a fourth, however long that takes to come."""
 TOLD_OFTEN = ("--heartbeat", "0.1")
 
 
@@ -39,9 +37,9 @@ def cluster() -> Iterator[Any]:
         yield found
 
 
-def start(cluster: Any, run_dir: Path, *flags: str, script: tuple[str, ...] = LONG_STEPS) -> Job:
+def start(cluster: Any, run_dir: Path, *flags: str) -> Job:
     words = ["--address", cluster.address, *exact("--pipelines", "1", *TOLD_OFTEN, *flags)]
-    return Job(run_dir, words, [*SCRIPT, *script])
+    return Job(run_dir, words, paced(run_dir.with_suffix(".hurry")))
 
 
 def mid_step(step: int) -> Any:
@@ -49,7 +47,7 @@ def mid_step(step: int) -> Any:
 
     def holds(entry: dict[str, Any]) -> bool:
         running = entry.get("phase") == "running" and entry.get("loss") is None
-        return running and int(entry.get("step", 0)) >= step and 8 <= int(entry.get("microbatch", 0)) <= 30
+        return running and int(entry.get("step", 0)) >= step and 1 <= int(entry.get("microbatch", 0)) <= 3
 
     return holds
 
@@ -68,13 +66,14 @@ def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: P
         job.until(lambda entry: entry.get("phase") == "paused")
         cluster.add_node(num_cpus=1, wait=False)
         job.until(lambda entry: entry.get("phase") == "running")
+        (tmp_path / "run.hurry").touch()
         assert job.wait() == 0, job.output
     finally:
         job.close()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     lost = summary["recoveries"][0]
     assert (lost["nodes_before"], lost["nodes_after"]) == (4, 4) and not lost["planned"], lost
-    assert summary["params_sha256"] == reference(tmp_path, *LONG_STEPS).summary["params_sha256"]
+    assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     assert summary["ledger"] == {"double": 0, "missing": 0}
     assert "node4 starts on" in job.output
     logs = sorted(path.name for path in (tmp_path / "run" / "logs").glob("node*.log"))
@@ -97,7 +96,7 @@ def scraped(discovery: Path, certs: Path) -> str:
 
 def test_an_agent_is_replaced_and_nothing_outlives_the_driver(cluster: Any, tmp_path: Path) -> None:
     flags = ("--nnodes", "2:3", "--ray-spares", "0")
-    job = start(cluster, tmp_path / "run", *flags, script=MANY_STEPS)
+    job = start(cluster, tmp_path / "run", *flags)
     try:
         job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 3)
         job.agent("node1").kill()

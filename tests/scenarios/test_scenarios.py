@@ -20,13 +20,13 @@ def _parameters() -> list[object]:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Failure-free runs, one for each (model, flags); on one pipeline over two nodes."""
+    """Failure-free runs, one for each (model, flags); on one node."""
     done: dict[tuple[str, ...], Run] = {}
 
     def reference(scenario: Scenario) -> Run:
         key = (scenario.model, *scenario.flags)
         if key not in done:
-            plain = replace(scenario, faults=(), nodes="2", pipelines="1")
+            plain = replace(scenario, faults=(), nodes="1", pipelines="1")
             done[key] = run_scenario(tmp_path_factory.mktemp("reference") / "run", plain, faults=False)
             assert done[key].code == 0, done[key].output
         return done[key]

@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.scenarios.harness import elastic_run
-from tests.scenarios.shared import SCRIPT, exact, faults
+from tests.scenarios.jobs import Job
+from tests.scenarios.paced import paced
+from tests.scenarios.shared import exact, faults
 
 
 def test_a_short_lived_node_is_left_as_a_spare(tmp_path: Path) -> None:
     """It says that it goes after two seconds, when it may not even have started its workers."""
-    flags = exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1"))
-    run = elastic_run(
-        tmp_path / "run", flags, [*SCRIPT, "--steps", "120", "--hidden", "128", "--seq-len", "128"]
-    )
+    flags, hurry = exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1")), tmp_path / "hurry"
+    job = Job(tmp_path / "run", ["run", "--standalone", *flags], paced(hurry))
+    try:
+        job.wait("a decision", lambda: job.of("spare"))
+        job.await_steps(3)
+        hurry.touch()
+        run = job.finish()
+    finally:
+        job.kill()
     assert run.code == 0, run.output
     spares = [event for event in run.events if event["kind"] == "spare"]
     assert spares and all(event["nodes"] == ["node2"] for event in spares), run.output

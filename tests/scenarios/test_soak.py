@@ -87,7 +87,7 @@ def steps(run_dir: Path) -> int:
 
 
 def test_nothing_is_done_about_anybody_on_a_loaded_machine(tmp_path: Path) -> None:
-    soak(tmp_path, 24.0, 2, 12.0)
+    soak(tmp_path, 16.0, 2, 8.0)
 
 
 @pytest.mark.chaos

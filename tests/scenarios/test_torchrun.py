@@ -67,7 +67,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]
     return run
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)])
 def test_same_result_restart_included(
     launcher: str, torchrun: Callable[[str], Ended], tmp_path: Path
 ) -> None:

@@ -26,11 +26,10 @@ from elastic.rpc.proofs import answer
 from elastic.rpc.security import CA, TOKEN_FILE, Security, read_token
 from tests.patience import LONG_S
 from tests.scenarios.harness import Run, elastic_run
-from tests.scenarios.shared import SCRIPT, exact, faults, reference
+from tests.scenarios.paced import STEPS, TRAIN, paced, paced_reference
+from tests.scenarios.shared import exact, faults
 from tests.security.parts import WRONG, Authority
 
-STEPS = 24
-LONGER = ("--steps", str(STEPS), "--hidden", "128", "--seq-len", "128")
 WAIT_S = 120.0
 
 
@@ -92,7 +91,7 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
     found: list[Run] = []
     flags = exact("--nnodes", "2", "--pipelines", "1", "--certs", str(authority.good))
     job = threading.Thread(
-        target=lambda: found.append(elastic_run(tmp_path / "run", flags, [*SCRIPT, *LONGER]))
+        target=lambda: found.append(elastic_run(tmp_path / "run", flags, paced(tmp_path / "hurry")))
     )
     job.start()
     try:
@@ -100,13 +99,14 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
         attack(address, mine, status["nodes"][1]["vault"], authority, tmp_path)
         after = call(address, "status", {}, secure=mine)
     finally:
+        (tmp_path / "hurry").touch()
         job.join()
     (run,) = found
     assert run.code == 0, run.output
     assert after["step"] < STEPS, "the attack came too late"
     assert not any(node["draining"] for node in after["nodes"])
     assert not [r for r in run.summary["recoveries"] if not r["planned"]]
-    assert run.summary["params_sha256"] == reference(tmp_path, *LONGER).summary["params_sha256"]
+    assert run.summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     told = {(e["port"], e["reason"]) for e in run.events if e["kind"] == "refused"}
     shared = {"plain-text", "wrong-ca", "expired", "token"}
     assert {(port, reason) for port in ("coordinator", "vault") for reason in shared} <= told
@@ -120,10 +120,9 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
 
 def test_a_kill_with_certificates_and_commands(tmp_path: Path, authority: Authority) -> None:
     flags = exact("--nnodes", "3", "--pipelines", "1", "--certs", str(authority.good))
-    script = [*SCRIPT, *LONGER]  # the other test's, so that one reference is enough
-    run = elastic_run(tmp_path / "run", [*flags, *faults("kill node=1 step=2 microbatch=3")], script)
+    run = elastic_run(tmp_path / "run", [*flags, *faults("kill node=1 step=2 microbatch=3")], TRAIN)
     assert run.code == 0, run.output
     assert [r["nodes_after"] for r in run.summary["recoveries"] if not r["planned"]] == [2]
-    assert run.summary["params_sha256"] == reference(tmp_path, *LONGER).summary["params_sha256"]
+    assert run.summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     assert not [e for e in run.events if e["kind"] == "refused"]
     assert cli.main(["status", "--run-dir", str(tmp_path / "run")]) == 2  # over: a clear answer

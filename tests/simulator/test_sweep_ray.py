@@ -21,6 +21,7 @@ from tests.simulator.test_sweep import Deadly, here
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(400, method="thread"),  # while Ray waits it drops what a signal's handler raises
     pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
 ]
 
