@@ -46,13 +46,11 @@ bench: setup ## every benchmark; results in benchmarks/results/
 	@set -e; for file in $$(grep -l '__main__' benchmarks/*.py); do \
 		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
 
-LONG := $(BIN)/python -m pytest -m chaos -o faulthandler_timeout=7200
-
 soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
-	ELASTIC_SOAK_S=1800 $(LONG) tests/scenarios/test_soak.py
+	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/test_soak.py
 
 chaos: setup ## long random fault campaigns
-	$(LONG)
+	$(BIN)/python -m pytest -m chaos
 
 proto: setup ## regenerate elastic/rpc/*_pb2* (with the oldest grpcio-tools that is allowed: newer code refuses older libraries)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. elastic/rpc/elastic.proto

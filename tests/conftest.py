@@ -21,9 +21,12 @@ os.environ.pop("RAY_ADDRESS", None)
 settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("suite")
 
+LATER_S = 100.0
+"""After a test's own time limit, which a signal tells: what a call that does not return, or drops the signal, gets."""
 TEARDOWN_S = 300.0
-"""For the cleaning up of one test. pytest's own watches end when a test fails."""
+"""For the cleaning up of one test, also of one that failed: the other watches end there."""
 _stderr = pytest.StashKey[int]()
+_begun: dict[str, None] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,11 +34,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(sys.__stderr__.fileno())
 
 
+def watch(item: pytest.Item, seconds: float) -> None:
+    """Print all stacks and end the process when that time is over."""
+    faulthandler.dump_traceback_later(seconds, file=item.config.stash[_stderr], exit=True)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """A process whose cleaning up does not end prints all stacks and ends."""
-    faulthandler.dump_traceback_later(TEARDOWN_S, file=item.config.stash[_stderr], exit=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    own = item.get_closest_marker("timeout")
+    watch(item, LATER_S + float(own.args[0] if own is not None else item.config.getini("timeout")))
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    watch(item, TEARDOWN_S)
+    return (yield)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _begun[nodeid] = None
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    _begun.pop(nodeid, None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What ran when the suite was interrupted."""
+    for nodeid in _begun:
+        terminalreporter.write_line(f"NOT ENDED {nodeid}", red=True)

@@ -19,7 +19,7 @@ from tests.scenarios.harness import Run, elastic_run
 
 STEPS = 100
 TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
-PACE = ("--pace", "0.006", "--doubling", "20", "--hurry", "/elastic/checkpoints/hurry")
+PACE = ("--pace", "0.006", "--doubling", "10", "--hurry", "/elastic/checkpoints/hurry")
 SHARED_STORE = any(flag.name == "--store" for flag in OURS)
 """Coordinators keep their state in etcd, so its pods are started, too."""
 ENCRYPTED = any(flag.name == "--certs" for flag in OURS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.harness import DEADLINE_S, Run, elastic_run
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import STEPS, paced, paced_reference
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
@@ -49,7 +49,7 @@ def test_training_does_not_feel_it(tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     job = Job(tmp_path / "run", ["run", "--standalone", *flags], paced(hurry))
     try:
-        job.wait("the second coordinator", lambda: len(job.of("coordinator")) == 2)
+        job.wait("the second coordinator", lambda: len(job.of("coordinator")) == 2, DEADLINE_S)
         job.await_steps(2)
         hurry.touch()
         run = job.finish()

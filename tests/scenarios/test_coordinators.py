@@ -181,6 +181,8 @@ def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
         led = max(hosts, key=lambda host: int(newest(host).get("term", 0)))
         (other,) = [host for host in hosts if host is not led]
         led.kill()
+        other.wait("takeover", lambda: other.of("adopted"))
+        other.await_steps(2)
         (tmp_path / HURRY).touch()
         assert other.finish().code == 0, other.output
         assert [node.finish().code for node in nodes] == [0, 0], [node.output for node in nodes]

@@ -36,6 +36,8 @@ def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
         "stream+snapshot",
         "--link",
         "bandwidth=20Mbit",
+        "--quarantine",
+        "600",  # longer than the run, however slow the machine
     ]
     slow = faults("slow-link node=1 step=30 factor=6")
     script = [*SCRIPT, "--layers", "1", "--num-microbatches", "3", "--steps", "60"]

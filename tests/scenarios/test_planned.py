@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.harness import DEADLINE_S, Run, elastic_run
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import paced, paced_reference
 from tests.scenarios.shared import SCRIPT, exact, faults, median
@@ -40,7 +40,7 @@ def test_drain_and_join_lose_nothing(tmp_path: Path) -> None:
         return "drain node1" in causes and "join node3" in causes
 
     try:
-        job.wait("both changes", changed)
+        job.wait("both changes", changed, DEADLINE_S)
         hurry.touch()
         run = job.finish()
     finally:

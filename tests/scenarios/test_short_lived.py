@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.scenarios.harness import DEADLINE_S
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import paced
 from tests.scenarios.shared import exact, faults
@@ -15,7 +16,7 @@ def test_a_short_lived_node_is_left_as_a_spare(tmp_path: Path) -> None:
     flags, hurry = exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1")), tmp_path / "hurry"
     job = Job(tmp_path / "run", ["run", "--standalone", *flags], paced(hurry))
     try:
-        job.wait("a decision", lambda: job.of("spare"))
+        job.wait("a decision", lambda: job.of("spare"), DEADLINE_S)
         job.await_steps(3)
         hurry.touch()
         run = job.finish()

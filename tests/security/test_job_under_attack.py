@@ -24,6 +24,7 @@ from elastic.rpc.envelope import CHALLENGE, pack, to_proto
 from elastic.rpc.options import client_options
 from elastic.rpc.proofs import answer
 from elastic.rpc.security import CA, TOKEN_FILE, Security, read_token
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.paced import STEPS, TRAIN, paced, paced_reference
@@ -97,6 +98,8 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
     try:
         address, mine, status = running(tmp_path / "run", authority.good)
         attack(address, mine, status["nodes"][1]["vault"], authority, tmp_path)
+        hit = call(address, "status", {}, secure=mine)
+        assert wait_until(lambda: call(address, "status", {}, secure=mine)["step"] >= hit["step"] + 2)
         after = call(address, "status", {}, secure=mine)
     finally:
         (tmp_path / "hurry").touch()
