@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager
 from multiprocessing.connection import wait as readable
 
 from simulator.cells import MOST_DEATHS, Cell, CellFailed, Result, attempt, result_or_raise
@@ -35,10 +35,9 @@ def local(cells: Sequence[Cell], workers: int) -> Generator[tuple[Cell, Result]]
                     raise CellFailed(f"{cell}: {MOST_DEATHS} processes died while they ran it") from None
             waiting.extendleft(reversed(running.values()))
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-                process.join()
+            pool.shutdown(cancel_futures=True)  # its thread would be at work while the interpreter ends
 
 
 def _drained(
@@ -55,7 +54,8 @@ def _drained(
             if running and (deaths[waiting[0]] or any(deaths[cell] for cell in running.values())):
                 break
             cell = waiting[0]
-            running[pool.submit(attempt, cell)] = cell
+            with _unheard():
+                running[pool.submit(attempt, cell)] = cell
             waiting.popleft()
         done = wait(running, return_when=FIRST_COMPLETED).done
         for future in sorted(done, key=lambda one: isinstance(one.exception(), BrokenProcessPool)):
@@ -64,10 +64,18 @@ def _drained(
             yield cell, result_or_raise(cell, found)
 
 
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Processes that are started meanwhile do not hear Ctrl-C, which is for the main one to handle."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _prepare() -> None:
-    """In a new process: Ctrl-C is for the main one to handle; when that is gone, this one goes too."""
-    with suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """In a new process: when the main one is gone, this one goes too."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         sentinel = parent.sentinel

@@ -69,8 +69,7 @@ class Agent:
         self._directory = Path(config.memory_dir) / self._node
         self._news = News()
         self._group: WorkerGroup | None = None
-        self._generation = 0
-        self._partitioned_until = 0.0
+        self._generation, self._partitioned_until = 0, 0.0
         self._exit_code: int | None = None
         self._fitness = Fitness(config, coordinator, who, self._queue.put)
         self._leaving = Leaving(config, self._node, self._queue.put, self._say, self._report)
@@ -332,7 +331,8 @@ class Agent:
         threading.Thread(target=work, name="prefetch", daemon=True).start()
 
     def stop(self) -> None:
-        """For signal handlers: kill the workers and end."""
+        """For signal handlers: kill the workers and end. The signal may have ended them already: no crash."""
+        self._generation += 1
         self._queue.put(m.Stop(EXIT_INTERRUPTED, "told to stop"))
 
     def leave(self) -> None:

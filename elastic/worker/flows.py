@@ -11,10 +11,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from elastic.errors import FieldError
 from elastic.worker.abandon import LinkFailed
+from elastic.worker.transport import Operation
 
 if TYPE_CHECKING:
     from elastic.worker.links import Links
@@ -68,7 +68,7 @@ class Receive:
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
-        self._work: Work | None = None
+        self._work: Operation | None = None
         self._buffer: torch.Tensor | None = None
 
     def post(self, form: Form) -> None:

@@ -1,8 +1,8 @@
 """The communication of one epoch: point to point between stages, sums over holders, small gathers over all.
 
 Every blocking call ends at once when the epoch's `Abandon` is set (EpochAbandoned) and when a peer goes away
-(LinkFailed). After either, the links are closed for good; the next epoch opens its own. Waits block in the
-transport itself, without a helper thread; `elastic.worker.transport` says how they are woken.
+(LinkFailed). After either, the links are closed for good; the next epoch opens its own. `elastic.worker.transport`
+says how waits are ended.
 
 Point-to-point messages are numbered by `tag` only to separate flows, each of tensors of one form: all messages of a
 peer are received in the order in which they were sent. The first message of a flow is preceded by a header with its
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Work
+from torch._C._distributed_c10d import PrefixStore
 
 from elastic.errors import FieldError
 from elastic.rpc.shaping import Shaper
@@ -27,7 +27,7 @@ from elastic.worker.devicefault import broke_here
 from elastic.worker.flows import Form, Peer, Receive, data_tag, form_of, header_tag, pack_form
 from elastic.worker.rendezvous import blame, connect, host_store
 from elastic.worker.shaped import ShapedTransport
-from elastic.worker.transport import GlooTransport, Transport, sets_of
+from elastic.worker.transport import GlooTransport, Operation, Transport, sets_of
 
 __all__ = ["MAX_UNRECEIVED", "Abandon", "EpochAbandoned", "LinkFailed", "Links", "Receive", "host_store"]
 
@@ -79,7 +79,7 @@ class Links:
         self._data: Transport | None = None
         self._peers: dict[int, Peer] = {}
         self._forms: dict[tuple[int, int], Form] = {}
-        self._unreceived: deque[tuple[Work, torch.Tensor, Transport]] = deque()
+        self._unreceived: deque[tuple[Operation, torch.Tensor, Transport]] = deque()
         self.most_unreceived = MAX_UNRECEIVED
         self._sets_opened = threading.Event()
         self._sets_error: list[RuntimeError] = []
@@ -194,7 +194,7 @@ class Links:
                 self._keep(self.control.send(header, dst, header_tag(tag)), header, self.control)
             self._keep(self.data.send(tensor, dst, data_tag(tag)), tensor, self.data)
 
-    def _keep(self, work: Work, tensor: torch.Tensor, transport: Transport) -> None:
+    def _keep(self, work: Operation, tensor: torch.Tensor, transport: Transport) -> None:
         """Hold what is being sent. gloo cannot tell when it is gone: of too many the oldest is waited for."""
         self._unreceived.append((work, tensor, transport))
         while self._unreceived and self._unreceived[0][0].is_completed():

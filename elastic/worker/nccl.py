@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupNCCL, Store, Work
 
-from elastic.worker.transport import Group
+from elastic.worker.transport import Group, Operation
 
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watchdog would end the whole process when a peer dies."""
@@ -79,8 +79,8 @@ class NcclTransport:
     def open_set(self, ranks: tuple[int, ...]) -> None:
         self._open("set", ranks)
 
-    def wait(self, work: Work) -> None:
-        work.wait()
+    def wait(self, operation: Operation) -> None:
+        cast(Work, operation).wait()
         torch.cuda.current_stream(self._device).record_event().synchronize()
         with self._lock:
             if self._closed:

@@ -10,13 +10,12 @@ import queue
 import threading
 import time
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from elastic.rpc.shaping import Shaper
-from elastic.worker.transport import Transport
+from elastic.worker.transport import Operation, Transport
 
 LOOK_S = 0.5
 """A message that came too late for the thread is found out after this."""
@@ -27,7 +26,7 @@ class _Later:
 
     def __init__(self) -> None:
         self.begun = threading.Event()
-        self.work: Work | None = None
+        self.work: Operation | None = None
         self.error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
@@ -38,7 +37,7 @@ class _Later:
 class _Until:
     """A sum that is not done before `moment`."""
 
-    def __init__(self, work: Work, moment: float) -> None:
+    def __init__(self, work: Operation, moment: float) -> None:
         self.work, self.moment = work, moment
 
     def is_completed(self) -> bool:
@@ -56,37 +55,39 @@ class ShapedTransport:
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="shaper", daemon=True).start()
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Operation:
         if dst not in self._remote:
             return self._inner.send(tensor, dst, tag)
         later = _Later()
         moment = self._shaper.reserve(tensor.nbytes, training=True) + self._shaper.limit.latency_s
         self._queue.put((moment, tensor, dst, tag, later))
-        return cast(Work, later)
+        return later
 
-    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Operation:
         return self._inner.recv(tensor, src, tag)
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Operation:
         work, k = self._inner.all_reduce(tensor, ranks), len(ranks)
         if not self._remote.intersection(ranks):
             return work
         sent = int(2 * (k - 1) / k * tensor.nbytes)
         moment = self._shaper.reserve(sent, training=True) + 2 * (k - 1) * self._shaper.limit.latency_s
-        return cast(Work, _Until(work, moment))
+        return _Until(work, moment)
 
-    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+    def all_gather(
+        self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
+    ) -> Operation:
         work, turns = self._inner.all_gather(outputs, tensor, ranks), len(ranks) - 1
         if not self._remote.intersection(ranks):
             return work
         moment = self._shaper.reserve(turns * tensor.nbytes, training=True)
-        return cast(Work, _Until(work, moment + turns * self._shaper.limit.latency_s))
+        return _Until(work, moment + turns * self._shaper.limit.latency_s)
 
     def open_set(self, ranks: tuple[int, ...]) -> None:
         self._inner.open_set(ranks)
 
-    def wait(self, work: Work) -> None:
-        one: Any = work
+    def wait(self, operation: Operation) -> None:
+        one: Any = operation
         if isinstance(one, _Later):
             while not one.begun.wait(LOOK_S):
                 if self._closed.is_set():
@@ -100,7 +101,7 @@ class ShapedTransport:
             if self._closed.wait(max(0.0, one.moment - time.monotonic())):
                 raise RuntimeError("the links were closed")
         else:
-            self._inner.wait(work)
+            self._inner.wait(operation)
 
     def close(self) -> None:
         self._closed.set()

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launcher.helpers import wait_until
+from tests.launcher.helpers import gone, send, wait_until
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT
+from tests.scenarios.jobs import Job
 from tests.scenarios.shared import SCRIPT
 
 MEMORY = Path("/dev/shm")
@@ -74,6 +75,25 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
     assert run.returncode == 128 + number, output
     assert wait_until(lambda: not processes_of(run_dir)), processes_of(run_dir)
     assert not mine.exists()
+
+
+def test_workers_that_the_signal_ended_did_not_crash(tmp_path: Path) -> None:
+    """It goes to all of a node's processes: a busy agent may see its workers end before it looks for signals."""
+    job = Job(tmp_path / "run", ["run", "--standalone", "--nnodes", "2"], [*SCRIPT, "--steps", "5000"])
+    try:
+        job.await_steps(3)
+        agent = job.agent("node0")
+        (worker,) = agent.children()
+        send(agent.pid, signal.SIGSTOP)
+        job.process.send_signal(signal.SIGINT)
+        assert wait_until(lambda: gone(worker.pid))
+        agent.resume()
+        run = job.finish()
+    finally:
+        job.kill()
+    assert run.code == 130, run.output
+    assert not [event for event in run.events if event["kind"] == "health"]
+    assert "worker 0 ended" not in (run.run_dir / "logs" / "node0.log").read_text()
 
 
 def memory_of(run_dir: Path) -> Path:
