@@ -127,6 +127,8 @@ CONSTANTS = {
     "worker/rendezvous.py _BLAME_S": "evidence",
     "worker/shaped.py LOOK_S": "look",
     "worker/threads.py PATIENCE_S": "program",
+    "worker/transport.py LOOK_MOST_S": "look",
+    "worker/transport.py LOOK_S": "look",
     "worker/transport.py _POISON_S": "evidence",
 }
 """Constants in seconds, as `found` names them, and of which kind each is."""
