@@ -75,7 +75,7 @@ def transition(state: NodeState, event: Any, now: float) -> Result:
         case m.Launch():
             return _launch(state, event)
         case m.Halt():
-            return _halt(state, event)
+            return _halt(state, event, now)
         case m.Install():
             return _install(state, event)
         case m.Stop():
@@ -113,10 +113,10 @@ def _fresh(state: NodeState) -> NodeState:
     return replace(state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None)
 
 
-def _halt(state: NodeState, event: m.Halt) -> Result:
+def _halt(state: NodeState, event: m.Halt, now: float) -> Result:
     if event.epoch <= state.epoch:
         return state, (Report(),), f"halt of epoch {event.epoch} is not newer than {state.epoch}"
-    workers = tuple(replace(w, ready=None) for w in state.workers)
+    workers = tuple(replace(w, ready=None, moved=now) for w in state.workers)
     state = replace(
         state,
         epoch=event.epoch,
@@ -274,7 +274,8 @@ def _looked(state: NodeState, event: Looked, now: float) -> Result:
         worker = moved(worker, evidence, now)
         if worker is not state.workers[evidence.rank]:
             state = _put(state, evidence.rank, worker)
-        reason = hung(worker, evidence.stopped, now, state.limits)
+        halting = state.phase is Phase.HALTING and not state.boundary and worker.halted is None
+        reason = hung(worker, evidence.stopped, now, state.limits, halting=halting)
         if reason:
             state = replace(state, cause=f"hang: {reason}", detect_s=now - worker.seen)
             return state, (KillWorkers(state.cause),), reason

@@ -228,8 +228,11 @@ def moved(worker: Worker, evidence: Evidence, now: float) -> Worker:
     return replace(worker, moved=now) if evidence.on_disk else worker
 
 
-def hung(worker: Worker, stopped: bool, now: float, limits: Timeouts = DEFAULT) -> str:
-    """Say why this worker is hung, or "". Being slow, or waiting for others or for storage, is never enough."""
+def hung(
+    worker: Worker, stopped: bool, now: float, limits: Timeouts = DEFAULT, *, halting: bool = False
+) -> str:
+    """Say why this worker is hung, or "". Being slow, or waiting for others or for storage, is never enough; but one
+    that is `halting` in the middle of a step waits for nobody."""
     silent = now - worker.seen
     if stopped and silent > STOPPED_S:
         return f"the process is stopped and silent for {silent:.1f} s"
@@ -237,6 +240,7 @@ def hung(worker: Worker, stopped: bool, now: float, limits: Timeouts = DEFAULT) 
     if silent > limits.silent_s and idle > limits.silent_s:
         return f"silent and without CPU time for {min(silent, idle):.0f} s"
     computing = worker.progress is not None and worker.progress.activity == "compute"
-    if computing and idle > limits.stuck_s:
-        return f"no progress and no CPU time for {idle:.0f} s while computing"
+    if (computing or halting) and idle > limits.stuck_s:
+        since = "after it was told to halt" if halting else "while computing"
+        return f"no progress and no CPU time for {idle:.0f} s {since}"
     return ""

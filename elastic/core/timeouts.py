@@ -65,7 +65,7 @@ class Timeouts:
     silent_s: float
     """A worker that says nothing and uses no CPU this long is hung."""
     stuck_s: float
-    """A worker that computes on one action this long without using CPU is hung."""
+    """A worker that computes on one action, or is told to halt and does not, this long without using CPU is hung."""
     sibling_s: float
     """A worker whose TP collective failed waits this long to be ended or told before it takes the error for its own."""
     bulk_s: float

@@ -255,6 +255,19 @@ def test_a_hung_worker_is_killed_with_its_cause() -> None:
     assert transition(play(LAUNCH), stopped, 99.0)[1] == ()
 
 
+def test_a_worker_that_does_not_halt_is_hung() -> None:
+    """It waits for nobody then; how long it had waited before does not count. A planned halt it reaches when all do."""
+    waiting = core.Said(0, m.Progress(1, "wait", 0, 0))
+    for boundary, after, why in [(False, 59.0, ""), (False, 61.0, "told to halt"), (True, 3600.0, "")]:
+        state, _, _ = transition(play(*RUN, waiting), core.Looked(()), 1000.0)
+        state, _, _ = transition(state, m.Halt(state.epoch + 1, boundary), 1000.0)
+        now = 1000.0 + after
+        state, _, _ = transition(state, core.Said(0, m.Progress(1, "wait", 0, 0)), now)
+        state = replace(state, looked=now)
+        _, actions, reason = transition(state, core.Looked((core.Evidence(0, False, 0.0),)), now)
+        assert bool(actions) is bool(why) and why in reason, (boundary, after, reason)
+
+
 # ---- no healthy worker is killed on a guess ----------------------------------------------------
 
 
