@@ -127,6 +127,7 @@ CONSTANTS = {
     "worker/rendezvous.py _BLAME_S": "evidence",
     "worker/shaped.py LOOK_S": "look",
     "worker/threads.py PATIENCE_S": "program",
+    "worker/transport.py GONE_S": "evidence",
     "worker/transport.py LOOK_MOST_S": "look",
     "worker/transport.py LOOK_S": "look",
     "worker/transport.py _POISON_S": "evidence",

@@ -332,7 +332,7 @@ class Agent:
 
     def stop(self) -> None:
         """For signal handlers: kill the workers and end. The signal may have ended them already: no crash."""
-        self._generation += 1
+        self._generation, self._partitioned_until = self._generation + 1, 0.0
         self._queue.put(m.Stop(EXIT_INTERRUPTED, "told to stop"))
 
     def leave(self) -> None:

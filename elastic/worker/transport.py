@@ -32,6 +32,8 @@ _POISON_S = 0.001
 LOOK_S = 0.25
 """After this long a wait looks whether its peers are still connected; then after twice as long, and so on."""
 LOOK_MOST_S = 8.0
+GONE_S = 2.0
+"""A peer that is gone may have done its part: of a collective the rest may still come from others."""
 _CLOSED = "the links were closed"
 
 
@@ -86,11 +88,12 @@ class _Under:
     work: Work
     group: Group
     peers: tuple[int, ...]
-    """Those ranks of `group` without which it does not end."""
+    """Those ranks of `group` that have a part in it."""
     over: threading.Event = field(default_factory=threading.Event)
     """Nobody needs to wait any more: it has ended, or the transport was closed."""
     ended: bool = False
-    error: RuntimeError | None = None
+    error: str = ""
+    """Why it failed; not the exception, whose traceback would keep the whole epoch."""
 
     def is_completed(self) -> bool:
         return self.ended or bool(self.work.is_completed())
@@ -99,8 +102,8 @@ class _Under:
         """Wait in native code."""
         try:
             self.work.wait()
-        except RuntimeError as error:
-            self.error = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the one who waits must hear of it
+            self.error = str(error) or type(error).__name__
         self.ended = True
         self.over.set()
 
@@ -179,8 +182,8 @@ class GlooTransport:
             under.end()
         if not under.ended:
             self._wait(under)
-        if under.error is not None:
-            raise under.error
+        if under.error:
+            raise RuntimeError(under.error)
         if not under.ended:
             raise RuntimeError(_CLOSED)
 
@@ -195,7 +198,11 @@ class GlooTransport:
         self._waited.put(under)
         patience = LOOK_S
         while not under.over.wait(patience):
-            under.look()
+            try:
+                under.look()
+            except RuntimeError:
+                if not under.over.wait(GONE_S):
+                    raise
             patience = min(2 * patience, LOOK_MOST_S)
 
     def disconnected(self) -> tuple[int, ...]:
@@ -219,6 +226,7 @@ class GlooTransport:
                 self._waiting.over.set()
         for ranks, group in list(self._sets.items()):
             _poison(group, ranks.index(self._rank), len(ranks))
+        self._collectives = [one for one in self._collectives if not one.is_completed()]
         for under in self._collectives:
             under.end()
         self._waited.put(None)

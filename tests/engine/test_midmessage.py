@@ -15,8 +15,9 @@ from functools import partial
 import pytest
 import torch
 
-from elastic.worker import threads
+from elastic.worker import threads, transport
 from elastic.worker.abandon import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.flows import MAX_DIMS, data_tag, header_tag
 from elastic.worker.links import Links
 from elastic.worker.transport import Operation
 from tests.engine.ranks import Rank, Ranks
@@ -154,3 +155,44 @@ def test_who_is_in_the_middle_of_a_message_goes_on(kind: str, end: signal.Signal
             ranks.tell(HANGS, 0, 1)
         for told, total in ranks.reports(0, 1):
             assert (told, total) in [("LinkFailed", 3.0), ("EpochAbandoned", 3.0)]
+
+
+def outlast(rank: Rank) -> str:
+    """Rank 2 has done its part and closes, while rank 0 still lacks what comes from rank 1."""
+    links, everybody = rank.open(), (0, 1, 2)
+    links.gather(torch.zeros(1))
+    if rank.rank == 2:
+        links.close()
+        threads.wait(LONG_S)
+        return "closed"
+    if rank.rank == 1:
+        rank.await_word()
+        links.send(torch.ones(1), 0)
+        links.flush()
+        return "sent"
+    transport.GONE_S, probe = LONG_S, transport._probe
+
+    def told(group: transport.Group, peer: int) -> None:
+        try:
+            probe(group, peer)
+        except RuntimeError:
+            transport._probe = probe
+            rank.report("gone")
+            raise
+
+    transport._probe = told
+    rank.await_word()
+    header, tensor = torch.zeros(2 + MAX_DIMS, dtype=torch.int64), torch.zeros(1)
+    for into, tag in ((header, header_tag(0)), (tensor, data_tag(0))):
+        expected = links.control.collective(lambda group, t=into, n=tag: group.recv([t], 1, n), everybody)  # type: ignore[misc]
+        links.control.wait(expected)
+    return "received"
+
+
+def test_who_is_through_may_close_before_the_others_are() -> None:
+    with Ranks(outlast, 3) as ranks:
+        assert ranks.reports(2) == ["closed"]
+        ranks.tell("wait", 0)
+        assert ranks.reports(0) == ["gone"]
+        ranks.tell("send", 1)
+        assert ranks.reports(0, 1) == ["received", "sent"]
