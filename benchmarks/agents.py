@@ -1,4 +1,4 @@
-"""Many simulated agents in one process: real gRPC streams, real messages, the real `elastic.core.node`; no workers.
+"""Many simulated agents in one process: real gRPC streams, real messages, the real `elastic.core.node.node`; no workers.
 
     python -m benchmarks.agents --address HOST:PORT --first 0 --count 500 --layers 96 --microbatches 1024
 
@@ -22,9 +22,9 @@ from typing import Any
 
 import grpc
 
-from elastic.core import messages as m
-from elastic.core import node as core
-from elastic.core.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
+from elastic.core.node import node as core
+from elastic.core.protocol import messages as m
+from elastic.domain.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.envelope import Envelope, from_proto, pack, to_proto, unpack
 from elastic.rpc.loop import Loop

@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from benchmarks.emulated import equal_layers, run, shaped
 from benchmarks.results import DIRECTORY, Row, load, save
-from elastic.core.types import JobSpec, NodeInfo, Plan
-from elastic.planning.backups import Estimate, Weighing, choose, estimates
-from elastic.planning.profile import Profile
-from elastic.planning.search import PlanRequest, make_plan
+from elastic.domain.types import JobSpec, NodeInfo, Plan
+from elastic.planning.backup.backup_cost import Estimate, Weighing, choose, estimates
+from elastic.planning.cost.profile import Profile
+from elastic.planning.search.search import PlanRequest, make_plan
 
 NODES, LAYERS, MICROBATCHES = 4, 8, 8
 PARAMETERS = 100_000

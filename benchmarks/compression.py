@@ -21,16 +21,16 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.results import Row, save
-from elastic.core.compression import MARGIN
-from elastic.core.types import Accumulate
+from elastic.core.protocol.compression import MARGIN
+from elastic.domain.types import Accumulate
 from elastic.rpc.blocks import BLOCK_BYTES
-from elastic.worker.build import build_replica
-from elastic.worker.corpus import ByteCorpus
-from elastic.worker.data import ByteDataset
-from elastic.worker.gpt import GPTConfig
-from elastic.worker.megatron import GPTStack
-from elastic.worker.optimizer import adamw, cosine
-from elastic.worker.replica import LayerReplica
+from elastic.worker.contrib.corpus import ByteCorpus
+from elastic.worker.contrib.data import ByteDataset
+from elastic.worker.contrib.gpt import GPTConfig
+from elastic.worker.contrib.megatron import GPTStack
+from elastic.worker.model.optimizer import adamw, cosine
+from elastic.worker.replica.build import build_replica
+from elastic.worker.replica.replica import LayerReplica
 
 Bytes = npt.NDArray[np.uint8]
 CHOSEN = "blosc bit shuffle lz4"

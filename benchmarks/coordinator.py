@@ -34,8 +34,8 @@ import psutil
 
 from benchmarks.results import Row, save
 from elastic.config import Command, JobConfig
-from elastic.core.timeouts import budget
-from elastic.launcher.rundir import free_port
+from elastic.core.protocol.timeouts import budget
+from elastic.launcher.run.rundir import free_port
 from elastic.telemetry import read_events
 
 ROOT = Path(__file__).parents[1]

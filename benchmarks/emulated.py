@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic.core.types import LayerSpec
-from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.domain.types import LayerSpec
+from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, format_profile
 
 LATENCY_S = 1e-4
 OUTPUT_BYTES = 1 << 14

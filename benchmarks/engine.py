@@ -25,17 +25,17 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.results import Row, save
-from elastic.core.types import Accumulate, Pipeline, Plan, Stage, Unit
-from elastic.planning.roster import roster
-from elastic.planning.schedule import Action, one_f_one_b
-from elastic.worker.abandon import Abandon
-from elastic.worker.build import build_replica
-from elastic.worker.layers import ListStack, Microbatch, TensorParallel
-from elastic.worker.links import Links, host_store
-from elastic.worker.optimizer import OptimizerSpec
-from elastic.worker.pipeline import StageRunner
-from elastic.worker.replica import LayerReplica
-from elastic.worker.step import chunks_of
+from elastic.domain.types import Accumulate, Pipeline, Plan, Stage, Unit
+from elastic.planning.plan.rank_map import roster
+from elastic.planning.schedule.schedule import Action, one_f_one_b
+from elastic.worker.engine.stage_runner import StageRunner
+from elastic.worker.engine.step import chunks_of
+from elastic.worker.model.layers import ListStack, Microbatch, TensorParallel
+from elastic.worker.model.optimizer import OptimizerSpec
+from elastic.worker.replica.build import build_replica
+from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.links import Links, host_store
 
 VOCAB, SEQ = 256, 128
 CPU = torch.device("cpu")

@@ -20,10 +20,11 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from elastic_sim.microbatches.validate import Figure, Report, measure, told, validate
+
 from benchmarks.emulated import equal_layers, run, shaped
 from benchmarks.results import Row, save
-from elastic.core.faults import format_fault, parse_fault
-from simulator.validate import Figure, Report, measure, told, validate
+from elastic.core.protocol.fault_spec import format_fault, parse_fault
 
 LINK, BYTES_PER_S = "80Mbit", 10e6
 COPY_BYTES_PER_S = 1e9

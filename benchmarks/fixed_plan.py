@@ -6,11 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from elastic.core.types import Plan
-from elastic.planning import search
-from elastic.planning.building import protect
-from elastic.planning.plan import parse_plan
-from elastic.planning.search import PlanRequest
+from elastic.domain.types import Plan
+from elastic.planning.plan.plan import parse_plan
+from elastic.planning.search import search
+from elastic.planning.search.assemble import protect
+from elastic.planning.search.search import PlanRequest
 
 FILE = "plan.txt"
 

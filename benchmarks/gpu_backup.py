@@ -4,7 +4,7 @@
 
 One node trains a GPT of more than a billion parameters in bf16, with float32 masters; a second one has no memory for
 layers, so it is a spare that keeps the copies. Blocks of steps with and without backup alternate in one job
-(`benchmarks.backup_overhead`). Copies leave the GPU on streams of their own (`elastic.worker.copier`). Needs a GPU with
+(`benchmarks.backup_overhead`). Copies leave the GPU on streams of their own (`elastic.worker.backup.copier`). Needs a GPU with
 40 GB free, and host memory for four copies of the state.
 """
 

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_sim.replay.replay import Mean, mean_of
+from elastic_sim.reproduce import data_directory
+from elastic_sim.steps.policies import ORACLES, RIVALS
+
 from benchmarks.results import Row, save
-from simulator.policies import ORACLES, RIVALS
-from simulator.replay import Mean, mean_of
-from simulator.reproduce import data_directory
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/headline.md"
@@ -66,7 +67,16 @@ class Place:
 def sweep(out: Path, *words: str, policies: Sequence[str] = EVERY) -> dict[str, Any]:
     """Run it, or go on with it; its sweep.json. The oracle is always there."""
     subprocess.run(
-        [sys.executable, "-m", "simulator.cli", "sweep", str(out), "--policy", ",".join(policies), *words],
+        [
+            sys.executable,
+            "-m",
+            "elastic_sim.cli.cli",
+            "sweep",
+            str(out),
+            "--policy",
+            ",".join(policies),
+            *words,
+        ],
         check=True,
         cwd=ROOT,
         stdout=subprocess.DEVNULL,

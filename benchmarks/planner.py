@@ -4,7 +4,7 @@
 
 - Speed: median seconds of `make_plan` in a warm process.
 - Quality: step time over a proven lower bound (`elastic.planning.bound`) on random clusters of two or three types.
-- Rivals: models of Oobleck's and Varuna's planners (`simulator.rivals`), every plan priced by the same cost model, for
+- Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rivals`), every plan priced by the same cost model, for
   2 to 64 nodes on five models. The table goes to benchmarks/results/planner-rivals.csv.
 
 `--quick` runs a small part of each and writes nothing.
@@ -26,17 +26,17 @@ from functools import partial
 from itertools import repeat
 
 import numpy as np
+from elastic_sim.steps.rivals import Equal, oobleck, varuna
 from tqdm import tqdm
 
 from benchmarks.results import DIRECTORY, Row, save
-from elastic.core.types import JobSpec, NodeInfo, Plan
-from elastic.errors import InfeasiblePlan
+from elastic.domain.errors import InfeasiblePlan
+from elastic.domain.types import JobSpec, NodeInfo, Plan
 from elastic.planning.bound import lower_bound
-from elastic.planning.predict import closed_form, predict
-from elastic.planning.profile import Device, Link, Profile
-from elastic.planning.search import PlanRequest, forget, make_plan, problem_of
-from elastic.planning.zoo import zoo_profile
-from simulator.rivals import Equal, oobleck, varuna
+from elastic.planning.cost.predict import closed_form, predict
+from elastic.planning.cost.profile import Device, Link, Profile
+from elastic.planning.cost.published_profiles import zoo_profile
+from elastic.planning.search.search import PlanRequest, forget, make_plan, problem_of
 
 NETWORK = Link(12.5e9, 10e-6)
 """Between nodes: 100 Gbit/s, 10 us."""

@@ -25,10 +25,10 @@ from statistics import median
 
 from benchmarks.fixed_plan import FILE
 from benchmarks.results import Row, save
-from elastic.core.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.planning.plan import format_plan
-from elastic.planning.predict import predict
-from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
+from elastic.planning.cost.predict import predict
+from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.plan.plan import format_plan
 
 LAYERS = 12
 FORWARD_S, BACKWARD_S = 0.005, 0.010
@@ -131,9 +131,9 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
 
 def run(plan: str, words: list[str]) -> int:
     """`elastic run` with a coordinator that takes this plan."""
-    from elastic.launcher.flags import run_parser
-    from elastic.launcher.local import launch
-    from elastic.launcher.options import request
+    from elastic.launcher.flags.flags import run_parser
+    from elastic.launcher.flags.request import request
+    from elastic.launcher.run.supervisor import launch
 
     wanted = request(run_parser({}).parse_args(words), {})
     folder = Path(wanted.config.run_dir)

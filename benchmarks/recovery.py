@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Row, save
-from elastic.planning.plan import parse_plan
+from elastic.planning.plan.plan import parse_plan
 
 NODES, MICROBATCHES, STEP = 4, 8, 2
 PHASES = ("detect_s", "decide_s", "halt_s", "transfer_s", "rebuild_s", "total_s")

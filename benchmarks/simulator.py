@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from elastic_sim.replay.replay import run_one
+from elastic_sim.steps.policies import makers
+from elastic_sim.steps.scenario import Scenario
+from elastic_sim.traces.generate import Market
+
 from benchmarks.results import Row, save
-from elastic.planning.search import forget
-from simulator.generate import Market
-from simulator.policies import makers
-from simulator.replay import run_one
-from simulator.scenario import Scenario
+from elastic.planning.search.search import forget
 
 HOURS, NODES = 11, 32
 DAY_S = 86400.0
@@ -100,13 +101,13 @@ def an_event(scenario: Scenario, nodes: int) -> Row:
 
 def imports(times: int) -> list[Row]:
     """A process that imports the simulator and its command line; none may load torch."""
-    code = "import sys, simulator.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, elastic_sim.cli.cli; sys.exit('torch' in sys.modules)"
     found = []
     for _ in range(times):
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
         found.append(time.perf_counter() - began)
-    return [Row("import simulator.cli, without torch", statistics.median(found), "s", None, "lower")]
+    return [Row("import elastic_sim.cli.cli, without torch", statistics.median(found), "s", None, "lower")]
 
 
 def main() -> int:

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from benchmarks.results import Row, save
-from elastic.agent.vault import Vault
-from elastic.agent.vault_server import VaultServer
-from elastic.core.messages import Published
-from elastic.core.types import STATE, Copy
+from elastic.agent.vault.server import VaultServer
+from elastic.agent.vault.vault import Vault
+from elastic.core.protocol.messages import Published
+from elastic.domain.types import STATE, Copy
 from elastic.rpc.bulk import VaultClient, tune
 from elastic.store.slots import checksum
-from elastic.worker.abandon import Abandon
-from elastic.worker.backup import Publisher
-from elastic.worker.fetch import Fetcher
+from elastic.worker.backup.publisher import Publisher
+from elastic.worker.recovery.fetch import Fetcher
+from elastic.worker.transport.cancellation import Abandon
 
 MIB = 1 << 20
 SIZE = 64 * MIB

@@ -23,12 +23,12 @@ from statistics import median
 
 from benchmarks.results import Row, save
 from benchmarks.vault import MIB, describe, memory_directory, timed
-from elastic.agent.vault import Vault
-from elastic.agent.vault_server import VaultServer
-from elastic.core.types import Copy
+from elastic.agent.vault.server import VaultServer
+from elastic.agent.vault.vault import Vault
+from elastic.domain.types import Copy
 from elastic.rpc.bulk import VaultClient, tune
 from elastic.store.slots import Slot
-from elastic.worker.fetch import Fetcher
+from elastic.worker.recovery.fetch import Fetcher
 
 TARGET = 0.8
 WARM = 4

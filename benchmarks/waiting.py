@@ -10,9 +10,9 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from elastic.worker.layers import ListStack, Microbatch
-from elastic.worker.optimizer import OptimizerSpec, adamw
-from elastic.worker.runtime import Trainer
+from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.optimizer import OptimizerSpec, adamw
+from elastic.worker.trainer import Trainer
 
 
 class Scale(nn.Module):

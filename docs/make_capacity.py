@@ -19,8 +19,8 @@ from statistics import fmean
 from unittest import mock
 
 from elastic.launcher.cli import main
-from elastic.planning.catalogue import HARDWARE, MODELS
-from elastic.planning.zoo import parameters
+from elastic.planning.cost.catalogue import HARDWARE, MODELS
+from elastic.planning.cost.published_profiles import parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs" / "capacity.md"

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
 
-from elastic import errors
-from elastic.launcher import certs, kubernetes, plans, preflight, profile, queries, services
-from elastic.launcher.flags import Parser, run_parser
+from elastic.domain import errors
+from elastic.launcher.commands import plans, preflight, profile, queries, services
+from elastic.launcher.flags import certs
+from elastic.launcher.flags.flags import Parser, run_parser
+from elastic.launcher.kubernetes import render as kubernetes
 
 OUT = Path(__file__).with_name("cli.md")
 HEAD = """# Command line

@@ -10,13 +10,16 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-from elastic.core import coordinator, job, messages, node
+from elastic.core.coordinator import transitions as coordinator
+from elastic.core.job import state as job
+from elastic.core.node import node
+from elastic.core.protocol import messages
 
 OUT = Path(__file__).with_name("states.md")
 HEAD = """# State machines
 
-Drawn by `python docs/make_states.py` from `elastic.core.coordinator.RULES` and
-`elastic.core.node.MOVES`. Do not edit.
+Drawn by `python docs/make_states.py` from `elastic.core.coordinator.transitions.RULES` and
+`elastic.core.node.node.MOVES`. Do not edit.
 
 Both machines are pure functions (state, event, time) -> (state, actions, reason). The shells around them
 (`elastic/coordinator/service.py`, `elastic/agent/service.py`) feed events in one at a time and carry the

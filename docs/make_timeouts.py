@@ -1,6 +1,6 @@
 """Write docs/timeouts.md from the code: python docs/make_timeouts.py
 
-Limits come from `elastic/core/timeouts.py`; every other constant in seconds is found in the source, and has to be of
+Limits come from `elastic/core/protocol/timeouts.py`; every other constant in seconds is found in the source, and has to be of
 one of the KINDS below.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from elastic.core.timeouts import budget
+from elastic.core.protocol.timeouts import budget
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path(__file__).with_name("timeouts.md")
@@ -152,7 +152,7 @@ AFTER = """
 often, three in the silence tolerated at least. `microbatch_s` is the longest time that one worker computed on one
 micro-batch, `step_s` the longest step, `pause_s` the longest time that training stood still for a change of plan. What
 has to hold between the limits is a property test
-(`tests/core/test_timeouts.py`).
+(`tests/core/protocol/test_timeouts.py`).
 
 ## What is no limit on waiting
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from elastic.worker.layers import LayerStack, ListStack, Microbatch
-    from elastic.worker.optimizer import OptimizerSpec
-    from elastic.worker.runtime import Trainer
+from elastic.domain.version import VERSION
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from elastic.worker.model.layers import LayerStack, ListStack, Microbatch
+    from elastic.worker.model.optimizer import OptimizerSpec
+    from elastic.worker.trainer import Trainer
+
+__version__ = VERSION
 __all__ = ["LayerStack", "ListStack", "Microbatch", "OptimizerSpec", "Trainer", "__version__"]
 
 _HOMES = {
-    "LayerStack": "elastic.worker.layers",
-    "ListStack": "elastic.worker.layers",
-    "Microbatch": "elastic.worker.layers",
-    "OptimizerSpec": "elastic.worker.optimizer",
-    "Trainer": "elastic.worker.runtime",
+    "LayerStack": "elastic.worker.model.layers",
+    "ListStack": "elastic.worker.model.layers",
+    "Microbatch": "elastic.worker.model.layers",
+    "OptimizerSpec": "elastic.worker.model.optimizer",
+    "Trainer": "elastic.worker.trainer",
 }
 
 

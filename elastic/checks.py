@@ -6,11 +6,11 @@ import re
 import string
 from typing import TYPE_CHECKING
 
-from elastic.core import compression
-from elastic.core.faults import FaultKind
-from elastic.core.sources import SourceKind
-from elastic.errors import FieldError
-from elastic.planning.schemes import refuse_useless
+from elastic.core.protocol import compression
+from elastic.core.protocol.fault_spec import FaultKind
+from elastic.core.protocol.notice_source import SourceKind
+from elastic.domain.errors import FieldError
+from elastic.planning.plan.schemes import refuse_useless
 
 if TYPE_CHECKING:
     from elastic.config import JobConfig

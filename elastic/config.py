@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic.checks import check
-from elastic.core import codec
-from elastic.core.faults import FaultSpec
-from elastic.core.sources import NoticeSource
-from elastic.core.storage import StoreSpec
-from elastic.core.timeouts import SILENCE_S, Timeouts, budget
-from elastic.core.types import Accumulate
-from elastic.errors import FieldError, UsageError
-from elastic.planning.profile import Link, Profile
+from elastic.core.protocol.fault_spec import FaultSpec
+from elastic.core.protocol.notice_source import NoticeSource
+from elastic.core.protocol.store_spec import StoreSpec
+from elastic.core.protocol.timeouts import SILENCE_S, Timeouts, budget
+from elastic.domain import codec
+from elastic.domain.errors import FieldError, UsageError
+from elastic.domain.types import Accumulate
+from elastic.planning.cost.profile import Link, Profile
 
 FILE = "config.json"
 LOG_PREFIX = "[${node}:${rank}]: "
@@ -101,7 +101,7 @@ class JobConfig:
     local_addr: str = ""
     """Address under which other nodes reach this one; "": found from the route to the coordinator."""
     backup: str = "auto"
-    """auto, or GRADIENTS+STATE: see `elastic.planning.schemes`."""
+    """auto, or GRADIENTS+STATE: see `elastic.planning.plan.schemes`."""
     accumulate: Accumulate = Accumulate.FAST
     pipelines: str = "auto"
     """auto, a number of pipelines, or their depths as in 3+1."""
@@ -154,7 +154,7 @@ class JobConfig:
     lifetimes_s: tuple[float, ...] = ()
     """Seconds that each local node is expected to stay, in order (0: unknown); one entry: of all."""
     compress: str = "auto"
-    """Copies between vaults: auto (where it pays), off or on (`elastic.core.compression`)."""
+    """Copies between vaults: auto (where it pays), off or on (`elastic.core.protocol.compression`)."""
     link: Link = field(default_factory=Link)
     """How slow the links between local nodes are made."""
     preflight: str = "on"

@@ -3,7 +3,7 @@
     registry = new_registry()            # with process_* metrics: CPU, memory, open files
     with serving(registry, where): ...   # GET /metrics at where.host:where.port
 
-What is measured is in `elastic.coordinator.metrics` and `elastic.agent.metrics`; docs/metrics.md lists all of it.
+What is measured is in `elastic.coordinator.metrics.counters` and `elastic.agent.metrics`; docs/metrics.md lists all of it.
 Whoever serves also writes RUN_DIR/metrics/NAME.json, which Prometheus' file-based discovery reads:
 `files: [RUN_DIR/metrics/*.json]`.
 """
@@ -25,7 +25,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import Contexts, why
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from elastic.core import codec
-from elastic.errors import FieldError
+from elastic.domain import codec
+from elastic.domain.errors import FieldError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -34,7 +34,7 @@ class EventLog:
             raise
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
-        """Write one event. Values may be anything that `elastic.core.codec` encodes; `at` defaults to now.
+        """Write one event. Values may be anything that `elastic.domain.codec` encodes; `at` defaults to now.
 
         Raises OSError when the disk is full; the log stays readable.
         """

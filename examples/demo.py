@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.core.faults import parse_fault
-from elastic.core.types import Plan
-from elastic.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
-from elastic.planning.plan import format_indices, parse_plan
+from elastic.core.protocol.fault_spec import parse_fault
+from elastic.domain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK
+from elastic.domain.ledger import format_indices
+from elastic.domain.types import Plan
+from elastic.planning.plan.plan import parse_plan
 from elastic.telemetry import read_events
 
 SCRIPT = ("-m", "examples.train_gpt", "--steps", "16", "--num-microbatches", "8")

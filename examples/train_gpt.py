@@ -10,9 +10,9 @@ import math
 import sys
 from collections.abc import Sequence
 
-from elastic.errors import ElasticError, FieldError
-from elastic.worker.corpus import ByteCorpus
-from elastic.worker.gpt import DTYPES, GPTConfig
+from elastic.domain.errors import ElasticError, FieldError
+from elastic.worker.contrib.corpus import ByteCorpus
+from elastic.worker.contrib.gpt import DTYPES, GPTConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,10 +66,10 @@ def check(flags: argparse.Namespace) -> tuple[GPTConfig, ByteCorpus]:
 
 def train(flags: argparse.Namespace, gpt: GPTConfig, corpus: ByteCorpus) -> None:
     """Import the heavy parts and run."""
-    from elastic.worker.data import ByteDataset
-    from elastic.worker.megatron import GPTStack
-    from elastic.worker.optimizer import adamw, cosine
-    from elastic.worker.runtime import Trainer
+    from elastic.worker.contrib.data import ByteDataset
+    from elastic.worker.contrib.megatron import GPTStack
+    from elastic.worker.model.optimizer import adamw, cosine
+    from elastic.worker.trainer import Trainer
 
     optimizer = adamw(
         cosine(flags.lr, warmup=flags.warmup, steps=flags.steps),

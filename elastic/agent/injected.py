@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from elastic.agent.vault import Vault
-from elastic.core.faults import FaultKind, FaultSpec
+from elastic.agent.vault.vault import Vault
+from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
 
 log = logging.getLogger(__name__)
 

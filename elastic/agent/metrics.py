@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from elastic.agent.processes import WorkerGroup
-from elastic.agent.replicator import Replicator
-from elastic.agent.vault import Vault
+from elastic.agent.vault.replicator import Replicator
+from elastic.agent.vault.vault import Vault
+from elastic.agent.workers.processes import WorkerGroup
 from elastic.config import JobConfig
-from elastic.core.types import Copy
+from elastic.domain.types import Copy
 from elastic.metrics import FAST_S
 from elastic.rpc.client import Session
 from elastic.rpc.refusals import REFUSALS

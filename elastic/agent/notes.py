@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic.core.messages import BACKUP_SHORT, COPY_CORRUPT, BackupNote
-from elastic.core.types import Copy
+from elastic.core.protocol.messages import BACKUP_SHORT, COPY_CORRUPT, BackupNote
+from elastic.domain.types import Copy
 
 
 class Notes:

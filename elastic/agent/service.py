@@ -1,6 +1,6 @@
 """The agent process: supervises a node's workers, keeps its vault, and speaks for it to the coordinator.
 
-A thin shell around `elastic.core.node.transition`. One thread owns the node's state and takes events from a queue:
+A thin shell around `elastic.core.node.node.transition`. One thread owns the node's state and takes events from a queue:
 orders of the coordinator, words of workers (in the order in which they were said), exits, and a periodic look.
 """
 
@@ -21,28 +21,28 @@ from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
-from elastic.agent.checkpoints import CheckpointWriter
-from elastic.agent.fitness import Fitness
+from elastic.agent.health.readiness import Fitness
 from elastic.agent.injected import carry_out
-from elastic.agent.leaving import Found, Leaving, Read
 from elastic.agent.metrics import AgentMetrics, condition
-from elastic.agent.news import News
 from elastic.agent.notes import Notes
-from elastic.agent.prefetch import prefetch
-from elastic.agent.processes import Place, WorkerExit, WorkerGroup
-from elastic.agent.replicator import Replicator
+from elastic.agent.notices.controller import Found, Leaving, Read
+from elastic.agent.outbox import News
 from elastic.agent.starting import who, words
-from elastic.agent.vault import Vault
-from elastic.agent.vault_server import VaultServer
-from elastic.agent.workers import Workers
+from elastic.agent.vault.checkpoints import CheckpointWriter
+from elastic.agent.vault.prefetch import prefetch
+from elastic.agent.vault.replicator import Replicator
+from elastic.agent.vault.server import VaultServer
+from elastic.agent.vault.vault import Vault
+from elastic.agent.workers.channels import Workers
+from elastic.agent.workers.processes import Place, WorkerExit, WorkerGroup
 from elastic.config import JobConfig, load_config
-from elastic.core import messages as m
-from elastic.core import node as core
-from elastic.core.faults import parse_fault
-from elastic.core.messages import NodePhase
-from elastic.core.types import NodeInfo
-from elastic.core.vitals import HealthReport, Preflight, Refused
-from elastic.errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED, ElasticError, VaultError
+from elastic.core.node import node as core
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.fault_spec import parse_fault
+from elastic.core.protocol.health_report import HealthReport, Preflight, Refused
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED, ElasticError, VaultError
+from elastic.domain.types import NodeInfo
 from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.rpc import security
 from elastic.rpc.client import Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from elastic.config import JobConfig
-from elastic.core.types import NodeInfo
+from elastic.domain.types import NodeInfo
 
 
 def words(argv: list[str] | None) -> argparse.Namespace:

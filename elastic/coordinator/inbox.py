@@ -4,7 +4,7 @@ The coordinator may be behind: it plans, saves, and is told a thousand things at
 said in time. So everything is stamped when it comes, and the rules are applied as of the newest stamp that was taken
 out: a node is silent when the network thread does not hear it, not when nobody looks. Ticks come from the network
 thread too, and pass through the queue like all else; when that thread itself was held up, two stamps lie far apart, and
-`elastic.core.coordinator` does not count that time against anybody.
+`elastic.core.coordinator.transitions` does not count that time against anybody.
 
 Heartbeats are passed on with what comes next, a tick at the latest: to wake the coordinator for each of them cost more
 than all that is done about it.
@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.core.job import Tick
-from elastic.core.messages import Heartbeat
+from elastic.core.job.state import Tick
+from elastic.core.protocol.messages import Heartbeat
 from elastic.rpc.loop import event_loop
 
 SWITCH_S = 0.0005

@@ -10,13 +10,15 @@ from typing import Any
 from zlib import crc32
 
 from elastic.config import JobConfig
-from elastic.coordinator.metrics import CoordinatorMetrics
-from elastic.core import codec, job, quarantine
-from elastic.core.health import Limits
-from elastic.core.speech import LONGEST_S, NAME_CHARS
-from elastic.core.stragglers import factor
-from elastic.errors import ElasticError, FieldError
-from elastic.planning.plan import format_plan
+from elastic.coordinator.metrics.counters import CoordinatorMetrics
+from elastic.core.coordinator.authorization import LONGEST_S, NAME_CHARS
+from elastic.core.health.diagnosis import Limits
+from elastic.core.job import quarantine
+from elastic.core.job import state as job
+from elastic.core.job.stragglers import factor
+from elastic.domain import codec
+from elastic.domain.errors import ElasticError, FieldError
+from elastic.planning.plan.plan import format_plan
 
 log = logging.getLogger("elastic.coordinator")
 PEERS = 3

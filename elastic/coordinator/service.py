@@ -1,6 +1,6 @@
-"""The coordinator process: a thin shell around `elastic.core.coordinator`.
+"""The coordinator process: a thin shell around `elastic.core.coordinator.transitions`.
 
-Of several coordinators one leads; the others stand by (`elastic.coordinator.leading`). One thread takes events from
+Of several coordinators one leads; the others stand by (`elastic.coordinator.leadership`). One thread takes events from
 a queue (messages of agents, ticks, requests of the command line), asks the pure core what to do, saves the new
 state, and then acts. Decisions are saved before they are sent or written, under the fencing token of the coordinator's
 lease, so that a former coordinator can neither save nor, by its older term, be heard.
@@ -28,22 +28,24 @@ from typing import Any
 from elastic import lifeline
 from elastic.config import JobConfig, load_config
 from elastic.coordinator.clock import Clock
-from elastic.coordinator.commits import Commit, Commits
-from elastic.coordinator.exposing import Exposed
-from elastic.coordinator.gauges import Standing
 from elastic.coordinator.inbox import SWITCH_S, Inbox
-from elastic.coordinator.leading import LEASE_S, SHARED_LEASE_S, STATE_KEY, Keeper, Part, stand_by
+from elastic.coordinator.leadership import LEASE_S, SHARED_LEASE_S, STATE_KEY, Keeper, Part, stand_by
+from elastic.coordinator.metrics.endpoint import Exposed
+from elastic.coordinator.metrics.gauges import Standing
 from elastic.coordinator.queries import Query, lately, reply
-from elastic.coordinator.records import Records
-from elastic.coordinator.rundir import announce, first_state, name_of, note_pid, read_told
-from elastic.coordinator.saving import Saver
-from elastic.coordinator.speakers import Speakers
-from elastic.core import codec, job, speech
-from elastic.core import messages as m
-from elastic.core.coordinator import learn, settle
-from elastic.core.vitals import HealthReport
-from elastic.errors import EXIT_FAILURE, ElasticError, StaleError
-from elastic.planning.matching import FEW
+from elastic.coordinator.records.checkpoint_commit import Commit, Commits
+from elastic.coordinator.records.run_directory import announce, first_state, name_of, note_pid, read_told
+from elastic.coordinator.records.run_records import Records
+from elastic.coordinator.records.state_saver import Saver
+from elastic.coordinator.session_filter import Speakers
+from elastic.core.coordinator import authorization as speech
+from elastic.core.coordinator.transitions import learn, settle
+from elastic.core.job import state as job
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import HealthReport
+from elastic.domain import codec
+from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
+from elastic.planning.placement.assignment import FEW
 from elastic.rpc import security
 from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.server import Server, Session
@@ -206,7 +208,7 @@ class Coordinator:
             case m.RefusalNote():
                 self._refused(*astuple(message))
 
-    def _refused(self, *told: Any) -> None:  # the fields of elastic.core.messages.RefusalNote
+    def _refused(self, *told: Any) -> None:  # the fields of elastic.core.protocol.messages.RefusalNote
         self._saver.hold(None, partial(self._records.refused, *told))  # the next tick writes it
 
     def _left(self, session: Session) -> None:

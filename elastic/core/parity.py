@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastic.core.types import PARITY, STATE, Copy, Part, Plan, Slot
+from elastic.domain.types import PARITY, STATE, Copy, Part, Plan, Slot
 
 States = Mapping[tuple[Slot, int], Sequence[Copy]]
 """(slot, version): copies in living vaults."""

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from elastic.errors import EXIT_OK, EXIT_USAGE, ElasticError, FieldError
+from elastic.domain.errors import EXIT_OK, EXIT_USAGE, ElasticError, FieldError
 
 if TYPE_CHECKING:
-    from elastic.launcher.options import Request
+    from elastic.launcher.flags.request import Request
 
 USAGE = """usage: elastic COMMAND [flags]
 
@@ -77,20 +77,20 @@ def _commands() -> dict[str, Command]:
 
 
 def _run(argv: list[str], environ: Mapping[str, str]) -> int:
-    from elastic.launcher.flags import run_parser
-    from elastic.launcher.options import request
+    from elastic.launcher.flags.flags import run_parser
+    from elastic.launcher.flags.request import request
 
     wanted = request(run_parser(environ).parse_args(argv), environ)
     if wanted.ray is not None:
         return _on_ray(wanted)
-    from elastic.launcher.local import launch
+    from elastic.launcher.run.supervisor import launch
 
     return launch(wanted)
 
 
 def _on_ray(wanted: Request) -> int:
     try:
-        from elastic.launcher.ray import launch
+        from elastic.launcher.ray.ray import launch
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
@@ -99,38 +99,38 @@ def _on_ray(wanted: Request) -> int:
 
 
 def _plan(argv: list[str], environ: Mapping[str, str]) -> int:
-    from elastic.launcher.plans import plan
+    from elastic.launcher.commands.plans import plan
 
     return plan(argv, environ)
 
 
 def _profile(argv: list[str], environ: Mapping[str, str]) -> int:
-    from elastic.launcher.profile import profile
+    from elastic.launcher.commands.profile import profile
 
     return profile(argv, environ)
 
 
 def _kubernetes(argv: list[str], environ: Mapping[str, str]) -> int:
-    from elastic.launcher.kubernetes import kubernetes
+    from elastic.launcher.kubernetes.render import kubernetes
 
     return kubernetes(argv, environ)
 
 
 def _preflight(argv: list[str], environ: Mapping[str, str]) -> int:
-    from elastic.launcher.preflight import preflight
+    from elastic.launcher.commands.preflight import preflight
 
     return preflight(argv, environ)
 
 
 def _certs(argv: list[str], environ: Mapping[str, str]) -> int:
-    from elastic.launcher.certs import certs
+    from elastic.launcher.flags.certs import certs
 
     return certs(argv, environ)
 
 
 def _query(name: str) -> Command:
     def ask(argv: list[str], environ: Mapping[str, str]) -> int:
-        from elastic.launcher import queries
+        from elastic.launcher.commands import queries
 
         command: Command = getattr(queries, name)
         return command(argv, environ)
@@ -140,7 +140,7 @@ def _query(name: str) -> Command:
 
 def _service(name: str) -> Command:
     def serve(argv: list[str], environ: Mapping[str, str]) -> int:
-        from elastic.launcher import services
+        from elastic.launcher.commands import services
 
         command: Command = getattr(services, name)
         return command(argv, environ)
@@ -149,9 +149,9 @@ def _service(name: str) -> Command:
 
 
 def _version() -> int:
-    from elastic import __version__
+    from elastic.domain.version import VERSION
 
-    print(f"elastic {__version__}")
+    print(f"elastic {VERSION}")
     return EXIT_OK
 
 

@@ -17,13 +17,13 @@ from math import comb, inf, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.errors import FieldError
-from elastic.planning.columns import stage_times
-from elastic.planning.linear import bound, maximise, most_whole
-from elastic.planning.model import Floats, Ints
+from elastic.domain.errors import FieldError
+from elastic.planning.cost.cost_model import Floats, Ints
 from elastic.planning.optimistic import COARSE, Optimistic, Scope, optimistic, refined, spread
-from elastic.planning.problem import Problem
-from elastic.planning.schedule import ONE_F_ONE_B
+from elastic.planning.schedule.schedule import ONE_F_ONE_B
+from elastic.planning.search.columns import stage_times
+from elastic.planning.search.master_problem import bound, maximise, most_whole
+from elastic.planning.search.problem import Problem
 
 MOST_GROUPS = 60_000
 RANGES = (1, 8, 16, 32)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.planning.columns import columns, compositions, rank
-from elastic.planning.model import CostModel, Floats, Ints
-from elastic.planning.schedule import ONE_F_ONE_B
+from elastic.planning.cost.cost_model import CostModel, Floats, Ints
+from elastic.planning.schedule.schedule import ONE_F_ONE_B
+from elastic.planning.search.columns import columns, compositions, rank
 
 LIMITS = 2500
 """On the slowest stage, at most about."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from elastic.core.types import Lane, NodeInfo, Plan
-from elastic.planning.peers import domain_of, natural
-from elastic.planning.schemes import PARITY, state_of
+from elastic.domain.types import Lane, NodeInfo, Plan
+from elastic.planning.backup.peer_assignment import domain_of, natural
+from elastic.planning.plan.schemes import PARITY, state_of
 
 Groups = tuple[tuple[str, ...], ...]
 Peers = tuple[tuple[str, str], ...]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import blosc
 from blosc.blosc_extension import error as CorruptBuffer
 
-from elastic.errors import FieldError, VaultError
+from elastic.domain.errors import FieldError, VaultError
 from elastic.rpc.frames import Stream
 
 BLOSC = "blosc"

@@ -28,10 +28,10 @@ from typing import Any
 
 import xxhash
 
-from elastic.core import codec
-from elastic.core.timeouts import DEFAULT
-from elastic.core.types import Copy
-from elastic.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
+from elastic.core.protocol.timeouts import DEFAULT
+from elastic.domain import codec
+from elastic.domain.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
+from elastic.domain.types import Copy
 from elastic.rpc import security
 from elastic.rpc.blocks import CODECS, read_blocks, send_blocks
 from elastic.rpc.compressing import Compressing

@@ -2,7 +2,7 @@
 
 A `Session` looks for its coordinator for as long as it is open: a dead coordinator is found again within
 about half a second of its return. Nothing is kept while it is away; a node tells its whole condition anew in
-`on_up`. Of several coordinators the one with the highest term is followed (`elastic.core.election`). All
+`on_up`. Of several coordinators the one with the highest term is followed (`elastic.core.protocol.election`). All
 addresses are tried all the time: one that took over is found although the former one is only paused, and its
 stream open.
 """
@@ -21,9 +21,9 @@ from typing import Any
 
 import grpc
 
-from elastic.core.election import accepts
-from elastic.core.timeouts import DEFAULT
-from elastic.errors import ElasticError, FieldError, UsageError
+from elastic.core.protocol.election import accepts
+from elastic.core.protocol.timeouts import DEFAULT
+from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc import elastic_pb2_grpc, security
 from elastic.rpc.envelope import (
     CHALLENGE,

@@ -1,7 +1,7 @@
 """What a node has seen of its link and of how well copies compress, and so which copies it sends compressed.
 
 One a node, for what it sends to other vaults and what others get from its own. The decision is
-`elastic.core.compression`; each change of it is logged with its reason.
+`elastic.core.protocol.compression`; each change of it is logged with its reason.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastic.core.compression import SMALL_BYTES, Sample, compresses
-from elastic.core.types import Copy
+from elastic.core.protocol.compression import SMALL_BYTES, Sample, compresses
+from elastic.domain.types import Copy
 from elastic.rpc.blocks import BLOCK_BYTES, BLOSC, pack
 
 SAMPLE_EVERY = 64

@@ -1,4 +1,4 @@
-"""What travels: an envelope with term, epoch and sender around one dataclass of `elastic.core.messages` as
+"""What travels: an envelope with term, epoch and sender around one dataclass of `elastic.core.protocol.messages` as
 JSON.
 """
 
@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.core import codec, messages, vitals
-from elastic.errors import FieldError
+from elastic.core.protocol import health_report as vitals
+from elastic.core.protocol import messages
+from elastic.domain import codec
+from elastic.domain.errors import FieldError
 from elastic.rpc import elastic_pb2
 
 MAX_BODY_BYTES = 64 << 20
@@ -73,7 +75,9 @@ def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
     """Wrap a message. Raises FieldError if it is no known message or too large."""
     kind = type(message).__name__
     if KINDS.get(kind) is not type(message):
-        raise FieldError("message", kind, "a dataclass of elastic.core.messages (or vitals) is needed")
+        raise FieldError(
+            "message", kind, "a dataclass of elastic.core.protocol.messages (or vitals) is needed"
+        )
     body = codec.dumps(message).encode()
     check_size(kind, body)
     return Envelope(term, max(epoch, 0), kind, body, sender)

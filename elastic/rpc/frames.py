@@ -3,7 +3,7 @@
     u32  length of the header | header: JSON | u64  length of the payload | payload        (little-endian)
 
 `Stream` carries frames with bulk payloads (vaults); `Channel` carries the dataclasses of
-`elastic.core.messages` (worker <-> agent). Whatever ends a connection (end of file, reset, a closed
+`elastic.core.protocol.messages` (worker <-> agent). Whatever ends a connection (end of file, reset, a closed
 descriptor) is a `ChannelClosed`; a frame that is no frame is a `FieldError`.
 """
 
@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from elastic.core import codec, messages
-from elastic.errors import ChannelClosed, FieldError
+from elastic.core.protocol import messages
+from elastic.domain import codec
+from elastic.domain.errors import ChannelClosed, FieldError
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
@@ -183,10 +184,10 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a dataclass of `elastic.core.messages`. Raises ChannelClosed if nobody is there any more."""
+        """Send a dataclass of `elastic.core.protocol.messages`. Raises ChannelClosed if nobody is there any more."""
         name = type(message).__name__
         if KINDS.get(name) is not type(message):
-            raise FieldError("message", name, "a message of elastic.core.messages is needed")
+            raise FieldError("message", name, "a message of elastic.core.protocol.messages is needed")
         frame = {"kind": name, "body": codec.encode(message)}
         with self._sending:
             self._stream.send(frame)
@@ -196,7 +197,9 @@ class Channel:
         header, nbytes = self._stream.receive()
         self._stream.drain(nbytes)
         if not isinstance(header, dict) or header.get("kind") not in KINDS:
-            raise FieldError("message.kind", str(header)[:80], "a message of elastic.core.messages is needed")
+            raise FieldError(
+                "message.kind", str(header)[:80], "a message of elastic.core.protocol.messages is needed"
+            )
         kind = KINDS[header["kind"]]
         return codec.decode(kind, header.get("body"))
 

@@ -16,7 +16,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
 from elastic.rpc.loop import ended
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import Contexts, why

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.errors import FieldError, VaultError
+from elastic.domain.errors import FieldError, VaultError
 from elastic.rpc.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Stream
 from elastic.rpc.proofs import Gate, answer, new_nonce, proved
 from elastic.rpc.refusals import Reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
 from elastic.rpc.envelope import MAX_BODY_BYTES, PIECE_BYTES
 from elastic.rpc.front import HANDSHAKE_S
 

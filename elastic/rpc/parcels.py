@@ -11,9 +11,9 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-from elastic.core import codec
-from elastic.core.messages import Install
-from elastic.core.types import Assignment, Recipe
+from elastic.core.protocol.messages import Install
+from elastic.domain import codec
+from elastic.domain.types import Assignment, Recipe
 from elastic.rpc.envelope import Envelope, check_size, pack
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
 from elastic.rpc.refusals import Reason
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from typing import Any
 
 import grpc
 
-from elastic.core.timeouts import DEFAULT
-from elastic.errors import ElasticError, FieldError, StaleError, UsageError
+from elastic.core.protocol.timeouts import DEFAULT
+from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc, security
 from elastic.rpc.envelope import (
     CHALLENGE,
@@ -73,7 +73,7 @@ class Session:
         return self._open
 
     def send(self, message: Any, epoch: int) -> bool:
-        """Queue a message of `elastic.core.messages`. False: the session is closed and nothing was sent."""
+        """Queue a message of `elastic.core.protocol.messages`. False: the session is closed and nothing was sent."""
         if not self._open:
             return False
         self._put(self._parcels.pack(message, term=self._term(), epoch=epoch, node=self.sender))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastic.planning.profile import Link
+from elastic.planning.cost.profile import Link
 
 _TAKEN = struct.Struct("<ddd")
 """Until when each lane is taken; how many times slower than its limit the link is (0: it is not)."""

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from elastic.errors import ElasticError, FieldError, UsageError
+from elastic.domain.errors import ElasticError, FieldError, UsageError
 
 
 class Conflict(ElasticError):

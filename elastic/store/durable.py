@@ -1,7 +1,7 @@
 """Durable checkpoints: directories that are whole or do not exist.
 
     DIR/step-00000012.tmp/          parts come in, from several nodes
-        layer-0003-tp-0.safetensors     one (layer, TP rank); tensors and metadata as `elastic.core.layout` names them
+        layer-0003-tp-0.safetensors     one (layer, TP rank); tensors and metadata as `elastic.domain.state_layout` names them
         layer-0003-tp-0.json            its size and checksum, written after it
         layer-0003-tp-0-part-1-of-2..   where holders share the state: a portion of it
     DIR/step-00000012/              the same, renamed once all parts are there, with
@@ -26,10 +26,10 @@ from pathlib import Path
 
 import xxhash
 
-from elastic.core import codec
-from elastic.core.layout import StateHeader, TensorEntry, join, plan_layout, read_header, span
-from elastic.core.types import WHOLE, JobSpec, Portion, Slot, slot_of, whole_slots
-from elastic.errors import FieldError, VaultError
+from elastic.domain import codec
+from elastic.domain.errors import FieldError, VaultError
+from elastic.domain.state_layout import StateHeader, TensorEntry, join, plan_layout, read_header, span
+from elastic.domain.types import WHOLE, JobSpec, Portion, Slot, slot_of, whole_slots
 from elastic.store import tensorfile
 
 FORMAT, MANIFEST = "elastic-checkpoint-1", "manifest.json"
@@ -193,7 +193,7 @@ def read_run(
     shard: int,
     allocate: Callable[[int], memoryview] | None = None,
 ) -> memoryview:
-    """One layer's state as the run of bytes that was saved (`elastic.core.layout`), verified.
+    """One layer's state as the run of bytes that was saved (`elastic.domain.state_layout`), verified.
 
     `allocate` gives a writable buffer of the size that it is asked for. Raises FieldError if the file is
     corrupt.

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from elastic.errors import StaleError
+from elastic.domain.errors import StaleError
 from elastic.store.base import Change, Entry, Lease, Watch, check_key, check_lease, held, mismatch
 
 

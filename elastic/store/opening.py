@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastic.config import JobConfig
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
 from elastic.store.base import Store
 from elastic.store.sqlite import SqliteStore
 
@@ -26,7 +26,7 @@ def open_store(config: JobConfig) -> Store:
 def check_store(config: JobConfig) -> None:
     """Raise FieldError unless a shared store answers now; for before anything is started."""
     if config.store.shared:
-        from elastic.errors import ElasticError
+        from elastic.domain.errors import ElasticError
 
         store = open_store(config)
         try:

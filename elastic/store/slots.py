@@ -28,7 +28,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic.errors import VaultError, VaultFull
+from elastic.domain.errors import VaultError, VaultFull
 
 DATA_OFFSET = 64
 MAGIC = b"elslot1\0"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic.errors import StaleError
+from elastic.domain.errors import StaleError
 from elastic.store.base import (
     Change,
     Entry,

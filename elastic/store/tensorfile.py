@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from elastic.core.layout import ITEM_BYTES
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
+from elastic.domain.state_layout import ITEM_BYTES
 
 DTYPES = {
     "float64": "F64",

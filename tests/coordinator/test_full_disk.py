@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from elastic.coordinator import records, rundir
-from elastic.coordinator.commits import Commits
-from elastic.coordinator.records import PatientLog, Records
-from elastic.coordinator.rundir import announce, note_pid, read_told
-from elastic.core.job import JobState, Policy
+from elastic.coordinator.records import run_directory as rundir
+from elastic.coordinator.records import run_records as records
+from elastic.coordinator.records.checkpoint_commit import Commits
+from elastic.coordinator.records.run_directory import announce, note_pid, read_told
+from elastic.coordinator.records.run_records import PatientLog, Records
+from elastic.core.job.state import JobState, Policy
 from elastic.store import durable
 from elastic.telemetry import read_events
 from tests.disks import fill, small_disk

@@ -10,11 +10,11 @@ import pytest
 
 from elastic.coordinator import inbox as module
 from elastic.coordinator.inbox import Inbox
-from elastic.core.coordinator import learn, settle
-from elastic.core.job import Adopted, Beat, Closed, JobPhase, JobState, Note, Policy, Reported, Tick
-from elastic.core.messages import Heartbeat, NodePhase, NodeReport
-from elastic.core.types import NodeInfo
-from tests.coordinator.hands import START, Hands
+from elastic.core.coordinator.transitions import learn, settle
+from elastic.core.job.state import Adopted, Beat, Closed, JobPhase, JobState, Note, Policy, Reported, Tick
+from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
+from elastic.domain.types import NodeInfo
+from tests.coordinator.helpers import START, Hands
 
 MOST = 10_000
 BEAT = Heartbeat("a", "a-1", 0, 0)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from elastic.coordinator.queries import PEERS, reply
-from elastic.core import codec
-from elastic.core.job import JobState, Member, Policy
-from elastic.core.messages import NodePhase, NodeReport
-from elastic.core.types import NodeInfo
+from elastic.core.job.state import JobState, Member, Policy
+from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.domain import codec
+from elastic.domain.types import NodeInfo
 
 
 def state(n: int) -> JobState:

@@ -17,10 +17,10 @@ from elastic.agent.notices import told
 from elastic.coordinator import service
 from elastic.coordinator.clock import Clock
 from elastic.coordinator.queries import Query
-from elastic.core.speech import LONGEST_S
-from elastic.errors import ElasticError, StaleError, UsageError
+from elastic.core.coordinator.authorization import LONGEST_S
+from elastic.domain.errors import ElasticError, StaleError, UsageError
 from elastic.rpc.client import call
-from tests.coordinator.hands import START
+from tests.coordinator.helpers import START
 from tests.coordinator.test_together import Bench, attached, came
 from tests.patience import LONG_S
 

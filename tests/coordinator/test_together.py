@@ -12,18 +12,19 @@ import pytest
 from prometheus_client import generate_latest
 
 from elastic.config import Command, JobConfig
-from elastic.coordinator import inbox, saving
+from elastic.coordinator import inbox
 from elastic.coordinator.clock import Clock
-from elastic.coordinator.exposing import Exposed
-from elastic.coordinator.leading import Part
+from elastic.coordinator.leadership import Part
+from elastic.coordinator.metrics.endpoint import Exposed
+from elastic.coordinator.records import state_saver as saving
 from elastic.coordinator.service import Coordinator
-from elastic.core.job import Tick
-from elastic.core.messages import Heartbeat, NodePhase, NodeReport
-from elastic.core.types import JobSpec, LayerSpec, NodeInfo
+from elastic.core.job.state import Tick
+from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
+from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
 from elastic.store.base import Entry, StoreUnavailable
 from elastic.store.memory import MemoryStore
 from elastic.telemetry import read_events
-from tests.coordinator.hands import Hands
+from tests.coordinator.helpers import Hands
 
 SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
 

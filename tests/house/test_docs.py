@@ -14,10 +14,10 @@ from types import ModuleType
 
 import pytest
 
-from elastic.coordinator.summary import summarize
-from elastic.core.faults import FaultKind, parse_fault
-from elastic.core.figures import recovery_entry
-from elastic.core.job import Change, Recovered
+from elastic.coordinator.records.run_summary import summarize
+from elastic.core.job.figures import recovery_entry
+from elastic.core.job.state import Change, Recovered
+from elastic.core.protocol.fault_spec import FaultKind, parse_fault
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -23,7 +23,13 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["elastic", "elastic.launcher.cli", "elastic.store.sqlite", "elastic.telemetry", "elastic.planning.plan"],
+    [
+        "elastic",
+        "elastic.launcher.cli",
+        "elastic.store.sqlite",
+        "elastic.telemetry",
+        "elastic.planning.plan.plan",
+    ],
 )
 def test_command_line_starts_without_heavy_packages(module: str) -> None:
     assert not loaded_by(f"import {module}").intersection(HEAVY)

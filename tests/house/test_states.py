@@ -1,4 +1,4 @@
-"""`elastic.core.node.MOVES`, from which docs/states.md is drawn, is what the transition really does."""
+"""`elastic.core.node.node.MOVES`, from which docs/states.md is drawn, is what the transition really does."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from elastic.core import messages as m
-from elastic.core import node
-from elastic.core.messages import NodePhase
-from elastic.core.types import Assignment, JobSpec, NodeInfo, Pipeline, Plan, Stage, Unit
+from elastic.core.node import node
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import Assignment, JobSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 
 Event = tuple[str, Any]
 INFO = NodeInfo("node0", "first", "127.0.0.1:1")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.types import Unit
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Unit
 from elastic.telemetry import EventLog, configure_logging, read_events
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from elastic.launcher import cli
-from elastic.launcher.flags import OURS
+from elastic.launcher.flags.flags import OURS
 from tests.kubernetes.cluster import Cluster, Object, wait_for
 from tests.kubernetes.pods import Pod
 from tests.scenarios.harness import Run, elastic_run

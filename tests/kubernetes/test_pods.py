@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.errors import EXIT_DRAINED
+from elastic.domain.errors import EXIT_DRAINED
 from tests.kubernetes.jobs import JobRun, allowed, reference
 
 PATIENT = "--env=PET_LEASE=30"

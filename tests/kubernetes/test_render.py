@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 import elastic
-from elastic.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE, FieldError, UsageError
+from elastic.domain.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE, FieldError, UsageError
 from elastic.launcher import cli
-from elastic.launcher.controllers import KINDS, pod_template
-from elastic.launcher.kubernetes import SECRETS, manifests
 from elastic.launcher.kubernetes import render as command
-from elastic.launcher.kustomize import build, name_of
+from elastic.launcher.kubernetes.controllers import KINDS, pod_template
+from elastic.launcher.kubernetes.kustomize import build, name_of
+from elastic.launcher.kubernetes.render import SECRETS, manifests
 from tests.kubernetes.jobs import render
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.errors import ElasticError, FieldError
+from elastic.domain.errors import ElasticError, FieldError
 from elastic.rpc.client import Session
 from elastic.rpc.envelope import Envelope
 from elastic.rpc.server import Server

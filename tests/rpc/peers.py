@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from elastic.core.messages import Heartbeat
+from elastic.core.protocol.messages import Heartbeat
 from tests.rpc.conftest import ClientBench, ServerBench
 
 

@@ -7,7 +7,7 @@ import threading
 import grpc
 import pytest
 
-from elastic.errors import ElasticError, FieldError, UsageError
+from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.client import call
 from tests.patience import LONG_S

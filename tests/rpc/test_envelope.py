@@ -16,8 +16,8 @@ from google.protobuf import descriptor_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core import messages
-from elastic.errors import FieldError
+from elastic.core.protocol import messages
+from elastic.domain.errors import FieldError
 from elastic.rpc import elastic_pb2
 from elastic.rpc.envelope import KINDS, Envelope, Rejected, from_proto, pack, to_proto, unpack
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.core import messages as m
-from elastic.core.types import Assignment, Pipeline, Plan, Recipe, Stage, Unit
-from elastic.errors import FieldError
+from elastic.core.protocol import messages as m
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Assignment, Pipeline, Plan, Recipe, Stage, Unit
 from elastic.rpc.envelope import HOLE, MAX_BODY_BYTES, from_proto, pack, to_proto, unpack
 from elastic.rpc.parcels import Parcels
 

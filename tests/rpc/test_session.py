@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from elastic.core.messages import Halt, Heartbeat, Stop, Trim
-from elastic.errors import FieldError
+from elastic.core.protocol.messages import Halt, Heartbeat, Stop, Trim
+from elastic.domain.errors import FieldError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc
 from elastic.rpc.client import Session, call
 from elastic.rpc.envelope import HOLE, MAX_BODY_BYTES, MAX_CALL_BYTES, Rejected, from_proto, unpack

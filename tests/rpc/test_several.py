@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.core.messages import Heartbeat, Trim
-from elastic.errors import FieldError, UsageError
+from elastic.core.protocol.messages import Heartbeat, Trim
+from elastic.domain.errors import FieldError, UsageError
 from elastic.rpc.client import Session, call
 from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench

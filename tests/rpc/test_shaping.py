@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from elastic.planning.profile import Link
+from elastic.planning.cost.profile import Link
 from elastic.rpc.frames import Stream
 from elastic.rpc.shaping import Shaper, pace_of, shaper_of
 from tests.patience import LONG_S

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from elastic.worker.layers import ListStack, Microbatch
-from elastic.worker.optimizer import adamw
-from elastic.worker.runtime import Trainer
+from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.optimizer import adamw
+from elastic.worker.trainer import Trainer
 
 STEP, MICROBATCH = 2, 1
 ECC = "CUDA error: uncorrectable ECC error encountered"

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from elastic.launcher.follow import Follower
+from elastic.launcher.run.event_tail import Follower
 from tests.patience import LONG_S
 from tests.scenarios.harness import LEASE_S, ROOT
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.planning.plan import parse_plan
+from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from elastic.launcher.certs import make
+from elastic.launcher.flags.certs import make
 from tests.launcher.helpers import gone
-from tests.metrics.tools import scrape
+from tests.observability.tools import scrape
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import STEPS, paced, paced_reference
 from tests.scenarios.shared import exact, faults

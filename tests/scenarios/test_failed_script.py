@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import EXIT_FAILURE, EXIT_JOB_FAILED
-from elastic.launcher.rundir import free_port
-from tests.notices.test_notice_jobs import DEADLINE_S, running
+from elastic.domain.errors import EXIT_FAILURE, EXIT_JOB_FAILED
+from elastic.launcher.run.rundir import free_port
+from tests.scenarios.test_notices import DEADLINE_S, running
 
 PLAIN = "raise SystemExit(7)"
 TRAINS = """

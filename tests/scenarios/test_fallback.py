@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.planning.plan import parse_plan
+from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.harness import ROOT, Run, elastic_run
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 

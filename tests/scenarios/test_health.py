@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from elastic.core.health import Limits
-from elastic.planning.plan import parse_plan
+from elastic.core.health.diagnosis import Limits
+from elastic.planning.plan.plan import parse_plan
 from tests.disks import small_disk
 from tests.patience import LONG_S
 from tests.scenarios.harness import Run, elastic_run

@@ -177,7 +177,7 @@ def own_host() -> str:
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "client"])
 def test_the_autoscaler_brings_the_nodes(outside: bool, tmp_path: Path) -> None:
     """From inside the cluster, and from a client of it."""
-    from elastic.launcher.rundir import free_port
+    from elastic.launcher.run.rundir import free_port
 
     scaling = Autoscaling(tmp_path, free_port(), free_port(), most=2)
     try:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from elastic.core.pace import CHANGED
-from elastic.core.types import LayerSpec, NodeInfo
-from elastic.planning.plan import parse_plan
-from elastic.planning.predict import predict
-from elastic.planning.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.core.health.compute_speed import CHANGED
+from elastic.domain.types import LayerSpec, NodeInfo
+from elastic.planning.cost.predict import predict
+from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import exact, faults
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.vault import Vault
-from elastic.agent.vault_server import VaultServer
+from elastic.agent.vault.server import VaultServer
+from elastic.agent.vault.vault import Vault
 from tests.patience import LONG_S
 from tests.security.parts import Authority, secure
 

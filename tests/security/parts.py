@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from elastic.launcher.certs import make
+from elastic.launcher.flags.certs import make
 from elastic.rpc import refusals
 from elastic.rpc.refusals import REFUSALS, Reason, Refusal
 from elastic.rpc.security import Security

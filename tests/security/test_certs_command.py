@@ -10,12 +10,12 @@ import pytest
 from cryptography import x509
 
 from elastic.config import FILE
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
 from elastic.launcher import cli
-from elastic.launcher.flags import run_parser
-from elastic.launcher.guarding import is_loopback
-from elastic.launcher.options import Request, request
-from elastic.launcher.rundir import RunDir
+from elastic.launcher.flags.flags import run_parser
+from elastic.launcher.flags.guarding import is_loopback
+from elastic.launcher.flags.request import Request, request
+from elastic.launcher.run.rundir import RunDir
 from elastic.rpc.security import TOKEN_FILE, Contexts, load
 from tests.security.parts import TOKEN, Authority
 

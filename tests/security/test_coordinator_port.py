@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.core.messages import Heartbeat, Stop, Trim
-from elastic.errors import ElasticError, FieldError, UsageError
+from elastic.core.protocol.messages import Heartbeat, Stop, Trim
+from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc, envelope, options, server
 from elastic.rpc.client import Session, call
 from elastic.rpc.client import _channel as open_channel

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 
-from elastic.core.messages import Fenced, Heartbeat, Stop
-from elastic.errors import ElasticError, UsageError, VaultError
+from elastic.core.protocol.messages import Fenced, Heartbeat, Stop
+from elastic.domain.errors import ElasticError, UsageError, VaultError
 from elastic.launcher import cli
 from elastic.rpc import elastic_pb2_grpc
 from elastic.rpc.bulk import VaultClient

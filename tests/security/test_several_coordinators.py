@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.core.messages import Heartbeat
+from elastic.core.protocol.messages import Heartbeat
 from elastic.rpc.client import Session, call
 from elastic.rpc.refusals import Reason
 from elastic.rpc.security import Security

@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core import messages as m
-from elastic.core import speech
-from elastic.core.job import JobPhase, JobState, Member, Policy
-from elastic.core.messages import NodePhase
-from elastic.core.speech import FORGED, MALFORMED, STALE, objection
-from elastic.core.types import JobSpec, LayerSpec, NodeInfo, StepRecord
-from elastic.core.vitals import (
+from elastic.core.coordinator import authorization as speech
+from elastic.core.coordinator.authorization import FORGED, MALFORMED, STALE, objection
+from elastic.core.job.state import JobPhase, JobState, Member, Policy
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import (
     LONG,
     MANY,
     Check,
@@ -29,9 +27,11 @@ from elastic.core.vitals import (
     NoticeKind,
     Preflight,
 )
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, StepRecord
 from elastic.rpc.envelope import KINDS
-from tests.core.job_model import make_spec
-from tests.vault.copies import content, make
+from tests.agent.vault.copies import content, make
+from tests.core.recovery.job_model import make_spec
 
 SPEC = make_spec(2, 2, 4)
 

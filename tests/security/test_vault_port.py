@@ -12,18 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.agent.vault import Vault
-from elastic.agent.vault_server import VaultServer
-from elastic.core import codec
-from elastic.errors import ChannelClosed, FieldError, VaultError
+from elastic.agent.vault.server import VaultServer
+from elastic.agent.vault.vault import Vault
+from elastic.domain import codec
+from elastic.domain.errors import ChannelClosed, FieldError, VaultError
 from elastic.rpc.bulk import Put
 from elastic.rpc.proofs import GOOD_S, Gate, answer
 from elastic.rpc.refusals import REFUSALS, Reason
 from elastic.rpc.security import CA
+from tests.agent.vault.copies import content, make
 from tests.patience import LONG_S
 from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
 from tests.security.vault_ports import COPY, DATA, PORT, certs_of, client, dial, ended, enter, serves
-from tests.vault.copies import content, make
 
 
 def test_members_are_served(server: VaultServer, authority: Authority, vault: Vault) -> None:

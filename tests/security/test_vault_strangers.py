@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import pytest
 
-from elastic.agent import vault_server
-from elastic.agent.vault_server import VaultServer
-from elastic.errors import VaultError
+from elastic.agent.vault import server as vault_server
+from elastic.agent.vault.server import VaultServer
+from elastic.domain.errors import VaultError
 from elastic.rpc import strangers
 from elastic.rpc.refusals import Reason
 from tests.patience import LONG_S

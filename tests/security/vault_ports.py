@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.vault_server import VaultServer
-from elastic.errors import ChannelClosed
+from elastic.agent.vault.server import VaultServer
+from elastic.domain.errors import ChannelClosed
 from elastic.rpc.bulk import VaultClient
 from elastic.rpc.frames import Stream
 from elastic.rpc.proofs import answer, new_nonce
 from elastic.rpc.security import CA, CERT, KEY
+from tests.agent.vault.copies import content, make
 from tests.patience import LONG_S
 from tests.security.parts import TOKEN, Authority, secure
-from tests.vault.copies import content, make
 
 PORT = "vault"
 DATA = content(1, 200_000)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from elastic_sim import reproduce
+from elastic_sim.cli.cli import main
+from elastic_sim.cli.commands import policies_of
+from elastic_sim.steps.policies import makers
+from elastic_sim.traces import trace as traces
+from elastic_sim.traces.trace import read
 
-from simulator import reproduce
-from simulator import trace as traces
-from simulator.cli import main
-from simulator.commands import policies_of
-from simulator.policies import makers
-from simulator.trace import read
 from tests.patience import LONG_S
 
 HEADER = "seconds,event,node,zone,type,notice\n"
@@ -271,7 +271,7 @@ def test_data_come_from_the_flag_then_the_environment(
 
 
 def test_it_starts_without_torch() -> None:
-    program = "import sys, simulator.cli; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    program = "import sys, elastic_sim.cli.cli; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
 
 

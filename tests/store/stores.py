@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from elastic.errors import StaleError
+from elastic.domain.errors import StaleError
 from elastic.store.base import Conflict
 from elastic.store.sqlite import SqliteStore
 

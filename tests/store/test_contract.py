@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic.core.storage import StoreSpec
-from elastic.errors import FieldError, StaleError
+from elastic.core.protocol.store_spec import StoreSpec
+from elastic.domain.errors import FieldError, StaleError
 from elastic.store.base import Change, Conflict, Entry, Lease, Store
 from elastic.store.etcd import EtcdStore
 from elastic.store.memory import MemoryStore

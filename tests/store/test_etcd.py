@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from elastic.core.storage import StoreSpec
-from elastic.errors import StaleError
+from elastic.core.protocol.store_spec import StoreSpec
+from elastic.domain.errors import StaleError
 from elastic.store.base import Change, StoreError, StoreUnavailable
 from elastic.store.etcd import EtcdStore
 from elastic.store.etcd.link import etcdrpc

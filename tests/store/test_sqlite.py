@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import StaleError
+from elastic.domain.errors import StaleError
 from elastic.store.base import StoreError, StoreUnavailable
 from elastic.store.sqlite import SqliteStore
 from tests.disks import fill, small_disk

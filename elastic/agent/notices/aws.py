@@ -13,8 +13,8 @@ from http.client import HTTPException
 from typing import Any
 
 from elastic.agent.notices.metadata import Metadata, unexpected
-from elastic.core.desk import Heard
-from elastic.core.messages import NoticeKind
+from elastic.core.node.notice_tracker import Heard
+from elastic.core.protocol.messages import NoticeKind
 
 log = logging.getLogger("elastic.agent.notices")
 BASE = "http://169.254.169.254"

@@ -14,8 +14,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from elastic.agent.notices.metadata import Metadata, unexpected
-from elastic.core.desk import Heard
-from elastic.core.messages import NoticeKind
+from elastic.core.node.notice_tracker import Heard
+from elastic.core.protocol.messages import NoticeKind
 
 BASE = "http://169.254.169.254"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

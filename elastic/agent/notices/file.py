@@ -9,10 +9,10 @@ import logging
 import time
 from pathlib import Path
 
-from elastic.agent.notices.told import DEFAULT_S, read_told
-from elastic.core.desk import Heard
-from elastic.core.messages import NoticeKind
-from elastic.errors import FieldError
+from elastic.agent.notices.parsing import DEFAULT_S, read_told
+from elastic.core.node.notice_tracker import Heard
+from elastic.core.protocol.messages import NoticeKind
+from elastic.domain.errors import FieldError
 
 log = logging.getLogger("elastic.agent.notices")
 LOOK_EVERY_S = 0.25

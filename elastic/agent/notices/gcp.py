@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 
 from elastic.agent.notices.metadata import Metadata, unexpected
-from elastic.core.desk import Heard
-from elastic.core.messages import NoticeKind
+from elastic.core.node.notice_tracker import Heard
+from elastic.core.protocol.messages import NoticeKind
 
 BASE = "http://169.254.169.254"
 ROOT = "/computeMetadata/v1/"

@@ -20,10 +20,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from elastic.agent.notices.told import read_told
-from elastic.core.desk import Heard
-from elastic.core.messages import NoticeKind
-from elastic.errors import FieldError
+from elastic.agent.notices.parsing import read_told
+from elastic.core.node.notice_tracker import Heard
+from elastic.core.protocol.messages import NoticeKind
+from elastic.domain.errors import FieldError
 
 log = logging.getLogger("elastic.agent.notices")
 MOST_BYTES = 4096

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from elastic.errors import FieldError
+from elastic.domain.errors import FieldError
 
 MOST_BYTES = 1 << 16
 REQUEST_S = 2.0

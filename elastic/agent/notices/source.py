@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.client import HTTPException
 from typing import Protocol
 
-from elastic.core.desk import Heard
+from elastic.core.node.notice_tracker import Heard
 
 log = logging.getLogger("elastic.agent.notices")
 SLOWEST_S = 30.0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from elastic.core.storage import StoreSpec
+from elastic.core.protocol.store_spec import StoreSpec
 from elastic.store.base import StoreError, StoreUnavailable
 from elastic.store.etcd import messages  # noqa: F401  (etcd3 cannot be imported before)
 

@@ -8,7 +8,7 @@
   lost the lease can write nothing, whatever it believes.
 - **Tokens and revisions** are etcd's own store revision, which only grows, also over restarts.
 - **A lease has run out** when the one who wants it has seen no renewal for its whole time on its own clock
-  (`elastic.core.election`); ask (`acquire`) several times in that time. Nobody's `now` is believed. etcd's own leases
+  (`elastic.core.protocol.election`); ask (`acquire`) several times in that time. Nobody's `now` is believed. etcd's own leases
   are not used: see docs/decisions/016-etcd-and-several-coordinators.md.
 - **A lost answer** leaves it open whether a write was made. It is repeated within the call, and known again by its 16
   bytes; so a compare-and-set neither doubles nor fails because of itself.
@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.core.election import Sighting, left, sighted
-from elastic.core.storage import StoreSpec
-from elastic.errors import StaleError
+from elastic.core.protocol.election import Sighting, left, sighted
+from elastic.core.protocol.store_spec import StoreSpec
+from elastic.domain.errors import StaleError
 from elastic.store.base import (
     Entry,
     Lease,

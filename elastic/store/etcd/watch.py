@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from elastic.core.election import retry_s
-from elastic.errors import ElasticError
+from elastic.core.protocol.election import retry_s
+from elastic.domain.errors import ElasticError
 from elastic.store.base import Change
 from elastic.store.etcd.link import Link, etcdrpc
 

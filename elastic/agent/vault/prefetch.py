@@ -1,0 +1,50 @@
+"""Pulls layers' state into the local vault while training goes on, for a node that is about to join."""
+
+from __future__ import annotations
+
+import logging
+
+from elastic.agent.vault.vault import Vault
+from elastic.core.protocol.messages import Prefetch
+from elastic.domain.errors import StaleError, VaultError
+from elastic.domain.types import STATE, Copy
+from elastic.rpc.bulk import VaultClient
+
+log = logging.getLogger(__name__)
+
+
+def prefetch(vault: Vault, order: Prefetch) -> int:
+    """Fetch the newest state of every (layer, TP rank) of the order. Return the bytes fetched.
+
+    What was superseded meanwhile, or lies on a node that is gone, is fetched at entry instead.
+    """
+    addresses, total = dict(order.vaults), 0
+    for node in dict.fromkeys(source for _, _, source in order.sources):
+        wanted = {(layer, shard) for layer, shard, source in order.sources if source == node}
+        client = VaultClient(addresses[node], node=vault.node)
+        try:
+            newest: dict[tuple[int, int], Copy] = {}
+            for copy in sorted(client.inventory(), key=lambda c: (c.step, c.epoch, c.sequence)):
+                if copy.kind == STATE and copy.owner == node and (copy.layer, copy.shard) in wanted:
+                    newest[copy.layer, copy.shard] = copy
+            total += sum(_pull(vault, client, copy) for copy in newest.values())
+        except VaultError as error:
+            log.warning("prefetch from %s: %s", node, error)
+        finally:
+            client.close()
+    return total
+
+
+def _pull(vault: Vault, client: VaultClient, copy: Copy) -> int:
+    """Fetch one copy; return its bytes, or 0 if it is no longer there."""
+    try:
+        incoming = vault.store(copy, trusted=True)
+        try:
+            client.get(copy, incoming.buffer)
+            incoming.commit()
+        finally:
+            incoming.abort()
+    except (VaultError, StaleError) as error:
+        log.info("prefetch of %s: %s", copy.key, error)
+        return 0
+    return copy.nbytes

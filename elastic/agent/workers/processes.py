@@ -1,0 +1,344 @@
+"""A node's worker processes: torchrun's environment, log files, exit codes at once, no orphans.
+
+Each worker has a thread of its own that starts it and then waits for it: exits are known the moment they
+happen, and the kernel kills the worker if this process dies (`elastic.lifeline`). Workers stay in the
+agent's process group, so that killing the group is losing the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from elastic import lifeline
+from elastic.agent.workers.output import Output
+from elastic.config import JobConfig
+from elastic.core.protocol.fault_spec import dump_faults
+from elastic.core.protocol.messages import Launch
+from elastic.domain import codec
+
+CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+IDLE_S = 3.0
+"""A worker whose main thread used no CPU for so long may wait for its descendants: they are looked at too."""
+FAMILY_S = 1.0
+"""From one such look to the next: it reads about every process of the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """One worker ended."""
+
+    local_rank: int
+    pid: int
+    returncode: int
+    """Exit status, or minus the number of the signal that ended it."""
+    at: float
+    """time.time() when the agent knew."""
+    error: str = ""
+    """What the script left in TORCHELASTIC_ERROR_FILE."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """What the kernel says of a process."""
+
+    stopped: bool
+    cpu_s: float
+    """CPU time used by all of its threads."""
+    main_cpu_s: float
+    """CPU time used by its main thread, which trains; heartbeats and transfers have threads of their own."""
+    on_disk: bool = False
+    """Its main thread waits for storage, and cannot be woken."""
+    family_cpu_s: float = 0.0
+    """CPU time used by its descendants, those that ended included; 0: not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the environment of a node's workers is made of, besides configuration and launch."""
+
+    node: str
+    agent: str
+    """Path of the agent's Unix socket."""
+    host: str = "127.0.0.1"
+    """Address under which other nodes reach the workers."""
+    device: str = ""
+    """Type of the node's devices, as the profile names it."""
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """None: there is no such process any more."""
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            status, cpu = process.status(), process.cpu_times()
+        main = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except psutil.NoSuchProcess:
+        return None
+    if status == psutil.STATUS_ZOMBIE:
+        return None
+    stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    used = (int(main[11]) + int(main[12])) / CLOCK_HZ
+    return ProcessState(stopped, cpu.user + cpu.system, used, main[0] == "D")
+
+
+def family_cpu_s(pid: int) -> float:
+    """CPU time of the descendants of `pid`, those that ended and were waited for included."""
+    total = 0.0
+    for process in (pid, *(child.pid for child in _descendants(pid))):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            cpu = psutil.Process(process).cpu_times()
+            total += cpu.children_user + cpu.children_system
+            total += cpu.user + cpu.system if process != pid else 0.0
+    return total
+
+
+class Families:
+    """Looks at the descendants of processes that look idle, once in a while."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._main: dict[int, tuple[float, float]] = {}
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def add(self, pid: int, state: ProcessState) -> ProcessState:
+        """`state` of `pid` with what its descendants used, if it looks idle."""
+        now = self._clock()
+        used, since = self._main.get(pid, (-1.0, now))
+        if state.main_cpu_s != used:
+            self._main[pid] = (state.main_cpu_s, now)
+            return state
+        if now - since < IDLE_S:
+            return state
+        at, family_s = self._seen.get(pid, (now - FAMILY_S, 0.0))
+        if now - at >= FAMILY_S:
+            at, family_s = now, family_cpu_s(pid)
+            self._seen[pid] = (at, family_s)
+        return replace(state, family_cpu_s=family_s)
+
+
+SECRET = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
+"""Variables that are not for scripts."""
+
+
+def worker_environment(
+    config: JobConfig, launch: Launch, place: Place, local_rank: int, tp_store: str, base: Mapping[str, str]
+) -> dict[str, str]:
+    """`base` with torchrun's variables and ours for one worker."""
+    rank = launch.rank + local_rank
+    threads_unset = "OMP_NUM_THREADS" not in base
+    shared = config.nproc_per_node > 1 or config.local_nodes > 1
+    folder = config.log_path(place.node, launch.restart, local_rank)
+    return {
+        **{name: value for name, value in base.items() if name not in SECRET},
+        "RANK": str(rank),
+        "LOCAL_RANK": "0" if config.virtual_local_rank else str(local_rank),
+        "GROUP_RANK": str(launch.group_rank),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": config.role,
+        "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
+        "WORLD_SIZE": str(launch.world_size),
+        "GROUP_WORLD_SIZE": str(launch.group_world_size),
+        "ROLE_WORLD_SIZE": str(launch.world_size),
+        "MASTER_ADDR": launch.master_addr,
+        "MASTER_PORT": str(launch.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(launch.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
+        "TORCH_CPP_LOG_LEVEL": base.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **({"OMP_NUM_THREADS": "1"} if threads_unset and shared else {}),
+        **(_one_device(local_rank, base) if config.virtual_local_rank else {}),
+        "ELASTIC_AGENT": place.agent,
+        "ELASTIC_NODE": place.node,
+        "ELASTIC_HOST": place.host,
+        "ELASTIC_LOCAL_RANK": str(local_rank),
+        "ELASTIC_RUN_DIR": config.run_dir,
+        "ELASTIC_MEMORY_DIR": config.memory_dir,
+        "ELASTIC_ACCUMULATE": config.accumulate.value,
+        "ELASTIC_FAULTS": dump_faults(config.faults),
+        "ELASTIC_PROFILE": "" if config.profile is None else "emulate" if config.emulate else "plan",
+        "ELASTIC_DEVICE": place.device,
+        "ELASTIC_TP_STORE": tp_store,
+        "ELASTIC_LINK": codec.dumps(config.link),
+        "ELASTIC_SILENCE": repr(config.lease_s),
+        "ELASTIC_CERTS": config.certs,
+        "ELASTIC_CERTS_NAME": config.certs_name,
+    }
+
+
+class WorkerGroup:
+    """The workers of one launch on one node. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        launch: Launch,
+        place: Place,
+        on_exit: Callable[[WorkerExit], None],
+        console: tuple[int, int] = (1, 2),
+    ) -> None:
+        """`on_exit` is called once a worker, from its thread. Nothing runs before `start`."""
+        self._config, self._launch, self._place, self._on_exit = config, launch, place, on_exit
+        self._output, self._families = Output(config, console), Families()
+        self._changed = threading.Condition()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._exits: dict[int, WorkerExit] = {}
+        self._finishing, self._finished = threading.Lock(), False
+        self.tp_store = str(
+            Path(config.memory_dir, place.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
+        )
+        """Path for the FileStore of the TP groups; new at every launch."""
+
+    def start(self) -> None:
+        """Start all workers and return once they run. Raises OSError when logs or processes cannot be
+        made."""
+        Path(self.tp_store).parent.mkdir(parents=True, exist_ok=True)
+        streams = [self._open(rank) for rank in range(self._config.nproc_per_node)]
+        self._output.start()
+        failures: list[OSError] = []
+        for rank, ends in enumerate(streams):
+            threading.Thread(
+                target=self._run, args=(rank, ends, failures), name=f"worker-{rank}", daemon=True
+            ).start()
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._processes) + len(failures) == len(streams))
+        if failures:
+            self.kill()
+            raise failures[0]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process id of every worker started, by local rank."""
+        with self._changed:
+            return {rank: process.pid for rank, process in sorted(self._processes.items())}
+
+    @property
+    def exits(self) -> dict[int, WorkerExit]:
+        """Workers that have ended, by local rank."""
+        with self._changed:
+            return dict(self._exits)
+
+    def alive(self) -> tuple[int, ...]:
+        """Local ranks that have not ended."""
+        with self._changed:
+            return tuple(rank for rank in sorted(self._processes) if rank not in self._exits)
+
+    def states(self) -> dict[int, ProcessState]:
+        """What the kernel says of each worker that has not ended."""
+        pids = self.pids
+        found = {rank: process_state(pids[rank]) for rank in self.alive()}
+        seen = ((rank, state) for rank, state in found.items() if state is not None)
+        return {rank: self._families.add(pids[rank], state) for rank, state in seen}
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until every worker has ended; False when `timeout_s` went by first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._exits) == len(self._processes), timeout_s)
+
+    def terminate(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to what is left after `grace_s`. Returns when all have ended."""
+        for rank in self.alive():
+            self._signal(rank, signal.SIGTERM)
+        self.wait(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every worker and its descendants. Returns when all workers have ended."""
+        pids = self.pids
+        family = [process for rank in self.alive() for process in _descendants(pids[rank])]
+        for rank in self.alive():
+            self._signal(rank, signal.SIGKILL)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.wait()
+        self._finish()
+
+    def _run(self, rank: int, ends: tuple[int, int], failures: list[OSError]) -> None:
+        try:
+            process = self._spawn(rank, ends)
+        except OSError as error:
+            with self._changed:
+                failures.append(error)
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._processes[rank] = process
+            self._changed.notify_all()
+        code = process.wait()
+        ended = WorkerExit(rank, process.pid, code, time.time(), self._error(rank) if code else "")
+        with self._changed:
+            self._exits[rank] = ended
+            last = len(self._exits) == self._config.nproc_per_node
+            self._changed.notify_all()
+        self._on_exit(ended)
+        if last:
+            self._finish()
+
+    def _open(self, rank: int) -> tuple[int, int]:
+        folder = self._config.log_path(self._place.node, self._launch.restart, rank)
+        names = {
+            "node": self._place.node,
+            "rank": str(self._launch.rank + rank),
+            "local_rank": str(rank),
+            "role_name": self._config.role,
+        }
+        ends = self._output.open(folder, rank, names)
+        (folder / "error.json").unlink(missing_ok=True)
+        return ends
+
+    def _spawn(self, rank: int, ends: tuple[int, int]) -> subprocess.Popen[bytes]:
+        env = worker_environment(self._config, self._launch, self._place, rank, self.tp_store, os.environ)
+        argv = lifeline.command(self._config.command.argv(os.environ.get("PYTHON_EXEC", "")))
+        try:
+            return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=ends[0], stderr=ends[1])
+        finally:
+            for end in ends:
+                os.close(end)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._processes[rank].send_signal(number)
+
+    def _error(self, rank: int) -> str:
+        path = self._config.log_path(self._place.node, self._launch.restart, rank) / "error.json"
+        try:
+            message = json.loads(path.read_bytes())["message"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""  # most scripts leave no such file
+        return str(message["message"] if isinstance(message, dict) and "message" in message else message)
+
+    def _finish(self) -> None:
+        """Whoever returns from here knows that all output is in its files."""
+        with self._finishing:
+            if not self._finished:
+                self._finished = True
+                self._output.finish()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _one_device(local_rank: int, base: Mapping[str, str]) -> dict[str, str]:
+    given = [device for device in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    return {"CUDA_VISIBLE_DEVICES": given[local_rank] if local_rank < len(given) else str(local_rank)}

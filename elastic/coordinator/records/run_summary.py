@@ -1,0 +1,66 @@
+"""What a run was, told from its event log alone: RUN_DIR/summary.json is a fold over RUN_DIR/events.jsonl.
+
+A coordinator that took over in the middle therefore reports the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from elastic.domain.types import Plan
+from elastic.planning.plan.plan import format_plan
+
+
+def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Fold event-log entries into the summary of the run."""
+    steps: dict[int, dict[str, Any]] = {}
+    recoveries, plan, backup, end, checkpoints = [], "", {}, {}, []
+    first = last = 0.0
+    for entry in events:
+        at = float(entry.get("at", 0.0))
+        first, last = first or at, at
+        match entry.get("kind"):
+            case "step":
+                steps[entry["step"]] = entry
+            case "recovery":
+                recoveries.append({k: v for k, v in entry.items() if k not in ("at", "kind")})
+            case "plan":
+                plan, backup = entry["text"], entry["backup"]
+            case "checkpoint":
+                checkpoints.append(entry["step"])
+            case "lost-steps":
+                for step in [s for s in steps if s >= entry["from_step"]]:
+                    del steps[step]
+            case "end":
+                end = entry
+    ordered = [steps[step] for step in sorted(steps)]
+    seconds = sum(entry["seconds"] for entry in ordered)
+    tokens = sum(entry["tokens"] for entry in ordered)
+    return {
+        "steps": len(ordered),
+        "loss": [entry["loss"] for entry in ordered],
+        "grad_norm": [entry["grad_norm"] for entry in ordered],
+        "params_sha256": end.get("params_sha256", ""),
+        "exit_code": end.get("code"),
+        "reason": end.get("reason", ""),
+        "wall_s": round(last - first, 3),
+        "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
+        "step_s": [entry["seconds"] for entry in ordered],
+        "plan": plan,
+        "backup": backup,
+        "ledger": {
+            "double": sum(entry["doubled"] for entry in ordered),
+            "missing": sum(entry["missing"] for entry in ordered),
+        },
+        "checkpoints": checkpoints,
+        "recoveries": recoveries,
+    }
+
+
+def plan_entry(plan: Plan) -> dict[str, Any]:
+    """What the event log keeps of a plan."""
+    return {
+        "text": format_plan(plan),
+        "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},
+    }

@@ -1,0 +1,385 @@
+"""What the coordinator decides, as one pure transition.
+
+Every event first updates what is known (`KNOW`), then the rule of the current phase (`RULES`) is applied until it has
+nothing more to say. Rules look at conditions, not at messages: an event that was lost, repeated or reordered, or
+a coordinator that took over in between, leads to the same decisions.
+
+    WAITING -> LAUNCHED -> HALTING -> INSTALLING -> RUNNING -> FINISHED
+                            ^  |  ^        |           |
+                            |  v  +--------+-----------+   a fault, a joining or a leaving node: the next epoch
+                          PAUSED                           no plan fits the nodes at hand
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic.core.coordinator.event_handlers import KNOW
+from elastic.core.job import epoch_change as epoch_change
+from elastic.core.job import quarantine
+from elastic.core.job.join_policy import count, paused
+from elastic.core.job.membership import launch
+from elastic.core.job.state import Action, Finish, JobPhase, JobState, Member, Note, Recovered, Result, Send
+from elastic.core.policy import drain as notices
+from elastic.core.policy import remediation as remedies
+from elastic.core.policy import restart_policy as returning
+from elastic.core.policy.backup_policy import rechoose
+from elastic.core.policy.straggler_policy import relieve
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.planning.backup.peer_assignment import natural
+
+SCRIPT_S = 30.0
+"""Workers that have not attached by then run a script that does not use elastic."""
+STRAGGLER_S = 90.0
+"""With the minimum of nodes ready, the others' workers are waited for this long; then they join later."""
+Rule = Callable[[JobState, float], Result | None]
+
+
+def transition(state: JobState, event: Any, now: float) -> Result:
+    """Return the job's next state, what to do, and why: `learn`, then `settle`."""
+    state, actions, reason = _know(_held_up(state, now), event, now)
+    return _settle(state, now, list(actions), [reason] if reason else [])
+
+
+def learn(state: JobState, event: Any, now: float) -> Result:
+    """Take note of an event alone. `settle` is to follow within the limit of a held-up coordinator."""
+    if now - state.ticked > state.limits.starved_s:
+        state = _held_up(state, now)
+    return _know(state, event, now)
+
+
+def _know(state: JobState, event: Any, now: float) -> Result:
+    know, seen = KNOW.get(type(event)), state.seen
+    state, actions, reason = know(state, event, now) if know else (state, (), "")
+    if state.timeouts is None or state.seen is not seen:
+        state, told = notices.retimed(state)
+        actions = (*actions, *told)
+    return state, actions, reason
+
+
+def settle(state: JobState, now: float) -> Result:
+    """Apply the rules to what is known; many events may be learned before."""
+    return _settle(_held_up(state, now), now, [], [])
+
+
+def _held_up(state: JobState, now: float) -> JobState:
+    """A coordinator that was itself held up does not count that time against the members."""
+    late = now - state.ticked - state.limits.starved_s if state.ticked else 0.0
+    if late > 0:
+        members = {
+            n: replace(mb, seen=mb.seen + late, closed_at=mb.closed_at + late)
+            for n, mb in state.members.items()
+        }
+        state = state.of(members=members)
+    return state.of(ticked=now)
+
+
+def _settle(state: JobState, now: float, actions: list[Action], reasons: list[str]) -> Result:
+    """Apply rules until none has anything to say."""
+    for _ in range(16):
+        result = None
+        for rule in (_endings, _losses, *RULES[state.phase][0]):
+            result = rule(state, now)
+            if result is not None:
+                break
+        if result is None:
+            break
+        before = state.phase
+        state, more, reason = result
+        actions += more
+        reasons += [reason] if reason else []
+        if state.phase is not before:
+            actions.append(
+                Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
+            )
+    return state, tuple(actions), "; ".join(reasons)
+
+
+# ---- rules of every phase ----
+
+
+def _losses(state: JobState, now: float) -> Result | None:
+    """Drop members that are gone: closed and not back in time, accused by their neighbours, or silent.
+
+    Who leaves when the job is over is not lost. A coordinator that is behind waits so much longer, for a lease at
+    most: what is still on its way to it, it cannot have heard.
+    """
+    if state.ending is not None:
+        return None
+    behind_s = min(state.late_s, state.policy.lease_s)
+    suspects = {s for mb in state.members.values() for s in mb.report.suspects}
+    for node, member in state.members.items():
+        why = ""
+        if not member.connected and now >= member.closed_at:
+            accused = node in suspects and member.closed_at <= now
+            if now - member.closed_at >= state.policy.grace_s + behind_s or accused:
+                why = "connection closed" + (" and neighbours lost contact" if accused else "")
+        if not why and now - member.seen > state.policy.lease_s + behind_s:
+            why = f"silent for {now - member.seen:.1f} s"
+        if why:
+            state = count(state, now, left=1)
+            members = {n: mb for n, mb in state.members.items() if n != node}
+            actions = (Note("lost", {"node": node, "why": why}), Send(node, m.Fenced(f"lost: {why}")))
+            state, told = remedies.departed(state.of(members=members), node, why, now)
+            return state, (*actions, *told), f"{node} lost: {why}"
+    return None
+
+
+def _endings(state: JobState, now: float) -> Result | None:
+    if state.phase in (JobPhase.FINISHED, JobPhase.FAILED):
+        return None
+    broken = [mb.report for mb in state.members.values() if mb.report.elastic]
+    if broken and len(broken) == len(state.members) and all(r.phase is NodePhase.FAILED for r in broken):
+        return _end(state, JobPhase.FAILED, 1, f"workers crash on every node: {broken[0].cause}")
+    for member in state.members.values():
+        failed, finished = member.report.failed, member.report.finished
+        if failed is not None:
+            return _end(state, JobPhase.FAILED, failed.exit_code, f"{member.node}: {failed.message}")
+        if finished is not None and finished.params_sha256:
+            return _end(
+                state, JobPhase.FINISHED, 0, f"all {finished.step} steps done", finished.params_sha256
+            )
+    return None
+
+
+def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "") -> Result:
+    over = _recovered(state)  # its figures belong to the summary, however soon the job ended after it
+    state, told, _ = over if over is not None else (state, (), "")
+    stops: list[Action] = [Send(node, m.Stop(code, reason)) for node in state.members]
+    finish = Finish(code, reason, sha)
+    return state.of(phase=phase, ending=finish), (*told, *stops, finish), reason
+
+
+# ---- rules of single phases ----
+
+
+def _waiting(state: JobState, now: float) -> Result | None:
+    here = [n for n, mb in state.members.items() if mb.connected]
+    if len(here) < state.policy.min_nodes:
+        return (state.of(enough_since=0.0), (), "nodes went away") if state.enough_since else None
+    if not state.enough_since:
+        return state.of(enough_since=now), (), "the minimum of nodes is here"
+    if len(here) < state.policy.max_nodes and now - state.enough_since < state.policy.last_call_s:
+        return None
+    nodes = tuple(sorted(here, key=natural))[: state.policy.max_nodes]
+    state, actions = launch(state, nodes)
+    return (
+        state.of(phase=JobPhase.LAUNCHED, launched_at=now, enough_since=0.0),
+        actions,
+        f"{len(here)} of {state.policy.min_nodes} nodes are here",
+    )
+
+
+def _launched(state: JobState, now: float) -> Result | None:
+    launched = [mb for mb in state.members.values() if mb.rank >= 0]
+    if not launched:
+        return state.of(phase=JobPhase.WAITING, next_rank=0), (), "every launched node is gone"
+    if state.spec is not None:
+        late = tuple(n for n, mb in state.members.items() if mb.rank < 0)
+        if late:
+            state, actions = launch(state, late)
+            return state, actions, "launch late nodes"
+        settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
+        enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
+        if settled or (enough and now - state.launched_at > STRAGGLER_S):
+            return epoch_change.begin(state.of(start_s=now - state.launched_at), "start", now)
+        return None
+    if any(mb.report.elastic for mb in launched):
+        return None  # the script uses elastic: its workers are started again
+    return _script(state, launched, now)
+
+
+def _script(state: JobState, launched: list[Member], now: float) -> Result | None:
+    """A script that does not use elastic: torchrun's rules."""
+    done = [mb for mb in launched if mb.report.restart == state.restart]
+    failed = [mb for mb in done if mb.report.phase is NodePhase.FAILED]
+    missing = state.next_rank > len(launched)
+    more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < state.policy.max_nodes
+    grown = more and now - state.launched_at > SCRIPT_S
+    if failed and state.restart >= state.policy.max_restarts:
+        return _end(
+            state, JobPhase.FAILED, 1, f"{failed[0].report.cause} (restarts used up: {state.restart})"
+        )
+    if failed or missing or grown:
+        why = failed[0].report.cause if failed else "membership changed"
+        policy = state.policy if failed else replace(state.policy, max_restarts=state.policy.max_restarts + 1)
+        members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
+        state = state.of(members=members, next_rank=0, restart=state.restart + 1, policy=policy)
+        return state.of(phase=JobPhase.WAITING), (Note("restart", {"why": why}),), f"group restart: {why}"
+    if done and len(done) == len(launched) and all(mb.report.phase is NodePhase.FINISHED for mb in done):
+        return _end(state, JobPhase.FINISHED, 0, "all workers ended")
+    return None
+
+
+def _halting(state: JobState, now: float) -> Result | None:
+    change = state.change
+    assert change is not None
+    if change.boundary:
+        why = trouble(state, now) or _deadline(state, now)
+        if why:
+            return epoch_change.begin(state, why, now)
+    there = {
+        n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted
+    }
+    waiting = [n for n in state.members if n not in there]
+    if waiting or returning.waiting(state, now):
+        return None
+    return returning.consider(state, now) or epoch_change.decide(state, now)
+
+
+def _deadline(state: JobState, now: float) -> str:
+    """A draining node whose notice runs out before the step's end leaves at once."""
+    for member in state.members.values():
+        if member.draining and now > member.drain_deadline - state.limits.leave_s:
+            return f"notice of {member.node} runs out"
+    return ""
+
+
+def _installing(state: JobState, now: float) -> Result | None:
+    why = trouble(state, now)
+    if why:
+        over = _recovered(state.of(trained=True))
+        return over if over is not None else epoch_change.begin(state, why, now)
+    assert state.plan is not None
+    members = [state.members[n] for n in state.plan.nodes()]
+    ready = (NodePhase.RUNNING, NodePhase.FINISHED)
+    if all(mb.report.epoch == state.epoch and mb.report.phase in ready for mb in members):
+        return state.of(phase=JobPhase.RUNNING, trained=True), (), "every node of the plan is ready"
+    return None
+
+
+def _running(state: JobState, now: float) -> Result | None:
+    over = _recovered(state)
+    if over is not None:  # told before what follows it; a coordinator that is behind learns of both at once
+        return over
+    why = trouble(state, now)
+    if why:
+        return epoch_change.begin(state, why, now)
+    assert state.plan is not None
+    members = [state.members[n] for n in state.plan.nodes()]
+    if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
+        step = state.assignment.step if state.assignment is not None else -1
+        sends = tuple(Send(n, m.Trim(state.epoch, step)) for n in state.members)
+        return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
+    planned = (
+        _leaving(state, now)
+        or notices.step_aside(state, now)
+        or remedies.remedy(state, now)
+        or _joining(state, now)
+    )
+    return planned or _relieving(state, now) or rechoose(state, now)
+
+
+def _recovered(state: JobState) -> Result | None:
+    """The first micro-batch of the epoch was computed: its change is complete."""
+    if state.change is None or state.plan is None:
+        return None
+    nodes = state.plan.nodes()
+    reports = [state.members[n].report for n in nodes if n in state.members]
+    resumed = [r.resumed_at for r in reports if r.resumed_at and r.epoch == state.epoch]
+    if not resumed:
+        return None
+    ready = [told for r in reports for told in r.ready if told.epoch == state.epoch]
+    action = Recovered(
+        change=state.change,
+        nodes_after=len(nodes),
+        transfer_s=max((told.transfer_s for told in ready), default=0.0),
+        rebuild_s=max((told.rebuild_s for told in ready), default=0.0),
+        resumed_at=min(resumed),
+        since=state.recovered_at,
+    )
+    state = paused(state, state.change, min(resumed)).of(change=None, recovered_at=min(resumed))
+    return state, (action,), "training goes on"
+
+
+def _leaving(state: JobState, now: float) -> Result | None:
+    assert state.plan is not None
+    for node, member in state.members.items():
+        if not member.draining:
+            continue
+        if node in state.plan.nodes() or any(node == peer for _, peer in state.plan.peers):
+            in_time = now < member.drain_deadline - state.limits.leave_s
+            return epoch_change.begin(state, notices.cause(state), now, boundary=in_time)
+        if state.trimmed >= state.epoch and member.connected:  # who does not hear it would come back
+            state = count(state, now, left=1)
+            members = {n: mb for n, mb in state.members.items() if n != node}
+            actions = (notices.farewell(member), Note("drained", {"node": node}))
+            return state.of(members=members), actions, f"{node} holds nothing any more and may leave"
+    return None
+
+
+def _joining(state: JobState, now: float) -> Result | None:
+    """Let idle nodes that the planner wants pull state first, then enter at the end of a step."""
+    if state.change is not None or state.trimmed < state.epoch:
+        return None
+    if state.joining:
+        here = [n for n in state.joining if n in state.members]
+        waiting = [n for n in here if state.members[n].report.prefetched < state.epoch]
+        if waiting and now - state.joining_since < state.limits.prefetch_s:
+            return None
+        return (
+            epoch_change.begin(state, f"join {' '.join(here)}", now, boundary=True)
+            if here
+            else (state.of(joining=()), (), "the joining node is gone")
+        )
+    return epoch_change.consider_joining(state, now)
+
+
+def _relieving(state: JobState, now: float) -> Result | None:
+    """Nodes that turned slow get less to do."""
+    if state.change is not None or state.trimmed < state.epoch or state.joining:
+        return None
+    return relieve(state, now)
+
+
+def _paused(state: JobState, now: float) -> Result | None:
+    return quarantine.expire(state, now) or epoch_change.reconsider(state, now)
+
+
+def trouble(state: JobState, now: float) -> str:
+    """Say why the running plan cannot go on, or ""."""
+    assert state.plan is not None
+    for node in state.plan.nodes():
+        member = state.members.get(node)
+        if member is None:
+            return f"{node} lost"
+        if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
+            return f"{node}: {member.report.cause or 'workers are gone'}"
+        if member.report.phase is NodePhase.IDLE:
+            return f"{node}: {member.report.cause or 'workers were started anew'}"
+    for node, peer in state.plan.peers:
+        if peer not in state.members:
+            return f"{peer} lost, which kept the backups of {node}"
+    if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
+        suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
+        return f"contact lost with {' '.join(suspects)}" if suspects else ""
+    return ""
+
+
+def _nothing(state: JobState, now: float) -> Result | None:
+    return None
+
+
+RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
+    JobPhase.WAITING: ((_waiting,), (JobPhase.LAUNCHED,)),
+    JobPhase.LAUNCHED: (
+        (_launched,),
+        (JobPhase.HALTING, JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED),
+    ),
+    JobPhase.HALTING: (
+        (_halting,),
+        (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED),
+    ),
+    JobPhase.INSTALLING: (
+        (_installing,),
+        (JobPhase.RUNNING, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED),
+    ),
+    JobPhase.RUNNING: ((_running,), (JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
+    JobPhase.PAUSED: ((_paused,), (JobPhase.HALTING, JobPhase.FAILED)),
+    JobPhase.FINISHED: ((_nothing,), ()),
+    JobPhase.FAILED: ((_nothing,), ()),
+}
+"""Per phase: its rules in order, and the phases that may follow. docs/states.md is drawn from this table."""

@@ -1,0 +1,78 @@
+"""What is known of links, copying, contention and losses while training: what the choice of backup schemes goes by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+from elastic.core.health import backup_metrics as gauges
+from elastic.core.health.backup_metrics import Gauge, middle
+from elastic.core.job import join_policy as stay
+from elastic.core.job.state import Beat, JobState
+from elastic.core.job.stragglers import of_members, pace_of, profile_for, slow
+from elastic.planning.backup.backup_cost import Weighing
+from elastic.planning.cost.profile import Device, LayerTimes, Profile
+
+
+def observe(state: JobState, event: Beat) -> JobState:
+    """Take note of what a node measured."""
+    member = state.members.get(event.node)
+    if member is None or state.plan is None:
+        return state
+    fresh = [one for one in event.measured if one.epoch == state.plan.epoch]
+    key = member.report.info.incarnation
+    known = state.gauges.get(key, Gauge())
+    gauge = gauges.note(known, state.plan.epoch, fresh)
+    return state if gauge is known else state.of(gauges={**of_members(state, state.gauges), key: gauge})
+
+
+def weighing(state: JobState) -> Weighing | None:
+    """What the planner goes by when it chooses the schemes; None where links are unknown."""
+    if state.policy.backup != "auto" or state.spec is None:
+        return None
+    profile = measured_profile(state)
+    if not profile.link.bytes_per_s:
+        return None
+    ahead = stay.outlook(state, state.ticked)
+    return Weighing(
+        profile=profile,
+        slow=slow(state),
+        hazard_per_s=ahead.hazard_per_s,
+        pause_s=ahead.pause_out_s,
+        room_bytes=state.policy.room_bytes,
+    )
+
+
+def measured_profile(state: JobState) -> Profile:
+    """The job's profile with what was measured in place of what it says: link, copying, contention; without a profile
+    also the scale of its times. Figures that nobody saw stay as they are."""
+    profile = profile_for(state)
+    here = {mb.report.info.incarnation for mb in state.members.values()}
+    seen = [gauge for key, gauge in state.gauges.items() if key in here]
+    link, copying, slowed = (
+        middle(getattr(gauge, name) for gauge in seen) for name in ("sending", "copying", "slowed")
+    )
+    if link:
+        profile = replace(profile, link=replace(profile.link, bytes_per_s=link))
+    if copying:
+        profile = replace(profile, copy_bytes_per_s=copying)
+    if slowed:
+        profile = replace(profile, contention=max(0.0, 1 - 1 / slowed))
+    units = [unit for unit in (pace_of(state, node).unit for node in state.members) if unit]
+    return _scaled(profile, median(units)) if state.policy.profile is None and units else profile
+
+
+def _scaled(profile: Profile, unit: float) -> Profile:
+    """The profile of a single device type with all times `unit` times as long."""
+    (device,) = profile.devices
+    times = tuple(
+        LayerTimes(
+            forward_s=t.forward_s * unit,
+            backward_s=t.backward_s * unit,
+            backward_input_s=t.backward_input_s * unit,
+            backward_weight_s=t.backward_weight_s * unit,
+            update_s=t.update_s * unit,
+        )
+        for t in device.layers
+    )
+    return replace(profile, devices=(Device(device.name, times, device.memory_bytes),))

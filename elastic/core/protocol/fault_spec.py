@@ -1,0 +1,316 @@
+"""Injected faults: what `--fault "kill node=2 step=3 microbatch=5"` means, and when it is due.
+
+    kind               carried out by   own fields            default
+    kill               worker           node                  (whole node, SIGKILL)
+    kill-worker        worker           node worker           worker=0
+    stop               worker           node worker           worker=0 (SIGSTOP)
+    slow               worker           node worker factor    factor=3, all workers
+    slow-link          worker           node factor           factor=3 (with --link)
+    partition          agent            node duration         duration=5
+    kill-coordinator   launcher         down                  down=5
+    drain              launcher         node deadline         deadline=30
+    join               launcher
+
+Points, for every kind: step= (from 0, default 0) and microbatch= (from 0) or phase=. The launcher only sees
+steps, micro-batches and recoveries; the other kinds also know forward, backward, reduce and optimizer:
+
+- nothing else: at the start of the step;
+- microbatch=m: right before the backward pass of the first micro-batch >= m that the node runs in that step
+  (phase=forward: before its forward pass);
+- phase=reduce: in the data-parallel reduction, after at least one layer was reduced;
+- phase=optimizer: after the first layer's update;
+- phase=recovery: while installing, in a recovery at that step or later; after=N: not in the first N of them.
+
+A point that a node never reaches in its step (it was a spare, or ran other micro-batches) comes due at the
+first chance in a later step: a fault that is asked for is not dropped. Whoever carries a fault out claims it
+first (`elastic.config.claim_fault`), so that it happens once although workers are started again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastic.domain.errors import FieldError
+
+FLAG = "--fault"
+
+
+class FaultKind(StrEnum):
+    KILL = "kill"
+    KILL_WORKER = "kill-worker"
+    STOP = "stop"
+    SLOW = "slow"
+    SLOW_LINK = "slow-link"
+    PARTITION = "partition"
+    CORRUPT = "corrupt"
+    KILL_COORDINATOR = "kill-coordinator"
+    DRAIN = "drain"
+    JOIN = "join"
+
+
+class Phase(StrEnum):
+    """Where in a step a process stands when it asks whether a fault is due."""
+
+    START = "start"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    OPTIMIZER = "optimizer"
+    RECOVERY = "recovery"
+
+
+LAUNCHER_KINDS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN})
+"""Carried out by `elastic run`, from outside the nodes."""
+NODE_KINDS = frozenset(FaultKind) - {FaultKind.KILL_COORDINATOR, FaultKind.JOIN}
+WORKER_KINDS = frozenset({FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW})
+_PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
+_OWN_FIELDS = {
+    "factor": (FaultKind.SLOW, FaultKind.SLOW_LINK),
+    "duration": (FaultKind.PARTITION,),
+    "down": (FaultKind.KILL_COORDINATOR,),
+    "deadline": (FaultKind.DRAIN,),
+}
+_KEYS = ("node", "worker", "step", "microbatch", "phase", "after", *_OWN_FIELDS)
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSpec:
+    """One injected fault. Build it with `parse_fault`, which checks that the fields belong together."""
+
+    kind: FaultKind
+    node: str = ""
+    """Node id; "" for kinds that concern no node."""
+    worker: int | None = None
+    """Local rank; None: rank 0 (kill-worker, stop) or any rank (others)."""
+    step: int = 0
+    microbatch: int | None = None
+    phase: Phase | None = None
+    after: int = 0
+    """Recoveries to let pass first; with phase=recovery only."""
+    factor: float = 3.0
+    duration_s: float = 5.0
+    down_s: float = 5.0
+    deadline_s: float = 30.0
+
+    @property
+    def text(self) -> str:
+        return format_fault(self)
+
+
+def parse_fault(text: str) -> FaultSpec:
+    """Read a `--fault` value. Raises FieldError naming the part that is wrong."""
+    words = _words(text)
+    try:
+        kind = FaultKind(words[0])
+    except ValueError:
+        raise FieldError(FLAG, words[0], f"the kind is one of {', '.join(FaultKind)}") from None
+    fields = _fields(text, words[1:])
+    _check_belonging(kind, fields)
+    phase = _phase(kind, fields)
+    return FaultSpec(
+        kind=kind,
+        node=node_id(fields["node"]) if "node" in fields else "",
+        worker=_integer("worker", fields["worker"]) if "worker" in fields else None,
+        step=_integer("step", fields.get("step", "0")),
+        microbatch=_microbatch(fields, phase),
+        phase=phase,
+        after=_after(fields, phase),
+        factor=_factor(fields.get("factor", "3")),
+        duration_s=_seconds("duration", fields.get("duration", "5")),
+        down_s=_seconds("down", fields.get("down", "5")),
+        deadline_s=_seconds("deadline", fields.get("deadline", "30")),
+    )
+
+
+def format_fault(spec: FaultSpec) -> str:
+    """Text that `parse_fault` reads back to an equal spec; fields at their default are left out."""
+    words = [spec.kind.value]
+    if spec.node:
+        short = re.fullmatch(r"node(0|[1-9]\d*)", spec.node)
+        words.append(f"node={short[1] if short else spec.node}")
+    pairs = (
+        ("worker", spec.worker, None),
+        ("step", spec.step, 0),
+        ("microbatch", spec.microbatch, None),
+        ("phase", spec.phase.value if spec.phase else None, None),
+        ("after", spec.after, 0),
+        ("factor", spec.factor, 3.0),
+        ("duration", spec.duration_s, 5.0),
+        ("down", spec.down_s, 5.0),
+        ("deadline", spec.deadline_s, 30.0),
+    )
+    words += [f"{key}={_number(value)}" for key, value, default in pairs if value != default]
+    return " ".join(words)
+
+
+def dump_faults(specs: tuple[FaultSpec, ...]) -> str:
+    """JSON text for an environment variable; the position of a spec is its number."""
+    return json.dumps([format_fault(spec) for spec in specs])
+
+
+def load_faults(text: str) -> tuple[FaultSpec, ...]:
+    """Inverse of `dump_faults`; "" is no faults."""
+    if not text:
+        return ()
+    try:
+        items = json.loads(text)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise FieldError("faults", text[:80], "a JSON list of fault texts")
+    return tuple(parse_fault(item) for item in items)
+
+
+def due(
+    spec: FaultSpec,
+    *,
+    node: str,
+    worker: int,
+    step: int,
+    phase: Phase,
+    microbatch: int | None = None,
+    recoveries: int = 0,
+) -> bool:
+    """Whether `spec`, not yet carried out, is due where this worker stands.
+
+    `phase` is the point just reached: START of `step`; right before FORWARD or BACKWARD of `microbatch`;
+    REDUCE after the first layer was reduced; OPTIMIZER after the first layer's update; RECOVERY while
+    installing, with `recoveries` earlier ones seen.
+    """
+    if spec.kind in LAUNCHER_KINDS or spec.node != node or not _meant(spec, worker):
+        return False
+    if (spec.phase is Phase.RECOVERY) != (phase is Phase.RECOVERY) or step < spec.step:
+        return False
+    if spec.phase is Phase.RECOVERY:
+        return recoveries >= spec.after
+    if spec.phase in (Phase.REDUCE, Phase.OPTIMIZER):
+        return phase is spec.phase
+    if step > spec.step:
+        return True
+    if spec.microbatch is None and spec.phase is None:
+        return True
+    point = spec.phase or Phase.BACKWARD
+    return phase is point and microbatch is not None and microbatch >= (spec.microbatch or 0)
+
+
+def launcher_due(spec: FaultSpec, *, step: int, microbatch: int, recoveries: int, recovering: bool) -> bool:
+    """Whether a fault of the launcher, not yet carried out, is due at this progress of the job.
+
+    `recoveries` counts finished ones; `recovering`: one is under way.
+    """
+    if spec.kind not in LAUNCHER_KINDS or step < spec.step:
+        return False
+    if spec.phase is Phase.RECOVERY:
+        return recovering and recoveries >= spec.after
+    return step > spec.step or microbatch >= (spec.microbatch or 0)
+
+
+def node_id(text: str) -> str:
+    """`2` and `node2` are the same node; other names stand for themselves."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise FieldError(f"{FLAG} node", text, "a number (2 is node2) or a node's name")
+    return f"node{int(text)}" if re.fullmatch(r"[0-9]+", text) else text
+
+
+def _words(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise FieldError(FLAG, text, f"quotes do not match: {error}") from None
+    if not words:
+        raise FieldError(FLAG, text, 'a kind and fields, as in "kill node=2 step=3 microbatch=5"')
+    return words
+
+
+def _fields(text: str, words: list[str]) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise FieldError(FLAG, word, f"fields are written key=value (in {text!r})")
+        if key not in _KEYS:
+            raise FieldError(FLAG, word, f"the fields are {', '.join(_KEYS)}")
+        if key in fields:
+            raise FieldError(FLAG, word, f"{key}= is given twice")
+        fields[key] = value
+    return fields
+
+
+def _check_belonging(kind: FaultKind, fields: dict[str, str]) -> None:
+    if kind in NODE_KINDS and "node" not in fields:
+        raise FieldError(FLAG, kind.value, f"{kind} needs node=, as in {kind.value!r} node=2")
+    if kind not in NODE_KINDS and "node" in fields:
+        raise FieldError(FLAG, f"node={fields['node']}", f"{kind} concerns no node: leave node= out")
+    if "worker" in fields and kind not in WORKER_KINDS:
+        raise FieldError(FLAG, f"worker={fields['worker']}", f"goes with {', '.join(sorted(WORKER_KINDS))}")
+    for key, kinds in _OWN_FIELDS.items():
+        if key in fields and kind not in kinds:
+            raise FieldError(FLAG, f"{key}={fields[key]}", f"goes with {', '.join(kinds)}")
+
+
+def _phase(kind: FaultKind, fields: dict[str, str]) -> Phase | None:
+    if "phase" not in fields:
+        return None
+    value = fields["phase"]
+    if value not in _PHASES:
+        raise FieldError(f"{FLAG} phase", value, f"one of {', '.join(_PHASES)}")
+    if kind in LAUNCHER_KINDS and value != Phase.RECOVERY:
+        raise FieldError(f"{FLAG} phase", value, f"{kind} knows recovery only; use step= and microbatch=")
+    return Phase(value)
+
+
+def _microbatch(fields: dict[str, str], phase: Phase | None) -> int | None:
+    if "microbatch" not in fields:
+        return None
+    if phase not in (None, Phase.FORWARD, Phase.BACKWARD):
+        raise FieldError(FLAG, f"microbatch={fields['microbatch']}", f"phase={phase} has no micro-batch")
+    return _integer("microbatch", fields["microbatch"])
+
+
+def _after(fields: dict[str, str], phase: Phase | None) -> int:
+    if "after" in fields and phase is not Phase.RECOVERY:
+        raise FieldError(FLAG, f"after={fields['after']}", "after= goes with phase=recovery")
+    return _integer("after", fields.get("after", "0"))
+
+
+def _meant(spec: FaultSpec, worker: int) -> bool:
+    if spec.worker is not None:
+        return spec.worker == worker
+    return worker == 0 if spec.kind in (FaultKind.KILL_WORKER, FaultKind.STOP) else True
+
+
+def _integer(key: str, value: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", value):
+        raise FieldError(f"{FLAG} {key}", value, "a whole number from 0 up")
+    return int(value)
+
+
+def _factor(value: str) -> float:
+    factor = _float("factor", value)
+    if not 1.0 < factor <= 1000.0:
+        raise FieldError(f"{FLAG} factor", value, "a number above 1 and up to 1000")
+    return factor
+
+
+def _seconds(key: str, value: str) -> float:
+    match = re.fullmatch(r"(.*?)(ms|s|m|)", value)
+    assert match is not None
+    seconds = _float(key, match[1]) * _SECONDS[match[2]]
+    if not 0.0 <= seconds <= 1e6:
+        raise FieldError(f"{FLAG} {key}", value, "seconds from 0 up, as in 5, 500ms or 2m")
+    return seconds
+
+
+def _float(key: str, value: str) -> float:
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?", value):
+        raise FieldError(f"{FLAG} {key}", value, "a number, as in 5 or 0.5")
+    return float(value)
+
+
+def _number(value: object) -> str:
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -1,0 +1,141 @@
+"""How a layer's state lies in a flat run of bytes, readable without torch.
+
+    8 bytes   little-endian length H of the header
+    H bytes   JSON: {"version": v, "tensors": [...], "extra": {...}}, padded with blanks: 8 + H is a multiple of 64
+    ...       tensors, raw little-endian, each at its `offset` (a multiple of 64, from the start of the run)
+
+Where holders share a layer's optimizer state, each one's run has a portion: of every tensor with dimensions, flattened,
+the elements of `span`; scalars whole. Shapes are those of the whole tensors. `join` puts the portions together.
+
+Tensor names are `param/NAME`, `master/NAME` (fp32 masters of low-precision parameters) and `optim/NAME/KEY`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from elastic.domain import codec
+from elastic.domain.errors import VaultError
+from elastic.domain.types import WHOLE, Portion
+
+ALIGNMENT = 64
+GRAIN = 64
+"""Elements: where tensors are cut into portions. A multiple of what a vector instruction takes, so that an update
+computes each element as it would in the whole tensor."""
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a layer's state."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix, e.g. float32."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    shard_dim: int = -1
+    """Dimension along which TP ranks split the whole tensor; -1: every rank has all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateHeader:
+    version: int
+    tensors: tuple[TensorEntry, ...]
+    extra: dict[str, str]
+    """Optimizer state that is not a tensor, as JSON texts."""
+    portion: Portion = WHOLE
+
+
+def align(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def span(shape: Sequence[int], portion: Portion) -> tuple[int, int]:
+    """Which elements [first, last) of a flattened tensor a portion has; of a scalar every portion has all."""
+    count, (index, number) = prod(shape), portion
+    if not shape or number == 1:
+        return 0, count
+    part = -(-count // number // GRAIN) * GRAIN
+    return min(index * part, count), min((index + 1) * part, count)
+
+
+def plan_layout(
+    version: int,
+    tensors: list[tuple[str, str, tuple[int, ...], int]],
+    extra: dict[str, str],
+    portion: Portion = WHOLE,
+) -> tuple[bytes, StateHeader, int]:
+    """Lay out `tensors` (name, dtype, shape, shard_dim). Return (header bytes, header, total bytes)."""
+    room = 4096
+    while True:
+        entries, offset = [], room
+        for name, dtype, shape, shard_dim in tensors:
+            first, last = span(shape, portion)
+            nbytes = (last - first) * ITEM_BYTES[dtype]
+            entries.append(TensorEntry(name, dtype, shape, offset, nbytes, shard_dim))
+            offset = align(offset + nbytes)
+        header = StateHeader(version, tuple(entries), extra, portion)
+        text = codec.dumps(header).encode()
+        if len(text) + 8 <= room:
+            text = text.ljust(room - 8)
+            return len(text).to_bytes(8, "little") + text, header, offset
+        room = align(len(text) + 1024)
+
+
+def join(runs: Sequence[memoryview], allocate: Callable[[int], memoryview] | None = None) -> memoryview:
+    """Put the runs of all portions of a state together, in any order, to the run of the whole state.
+
+    `allocate` gives a writable buffer of the size that it is asked for. Raises VaultError if they are not all portions
+    of one version.
+    """
+    headers = sorted(((read_header(run), run) for run in runs), key=lambda pair: pair[0].portion)
+    first = headers[0][0]
+    number, versions = len(headers), {header.version for header, _ in headers}
+    if [header.portion for header, _ in headers] != [(i, number) for i in range(number)] or len(versions) > 1:
+        told = [(header.portion, header.version) for header, _ in headers]
+        raise VaultError(f"portions (index, of how many) and versions do not make a whole: {told}")
+    # The first portion has something of every tensor.
+    rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in first.tensors]
+    text, whole, nbytes = plan_layout(first.version, rows, first.extra)
+    out = allocate(nbytes) if allocate is not None else memoryview(bytearray(nbytes))
+    out[: len(text)] = text
+    end = len(text)
+    for entry in whole.tensors:
+        out[end : entry.offset] = bytes(entry.offset - end)
+        end = entry.offset
+        for header, run in headers if entry.shape else headers[:1]:
+            part = next((e for e in header.tensors if e.name == entry.name), replace(entry, nbytes=0))
+            if (part.dtype, part.shape) != (entry.dtype, entry.shape):
+                raise VaultError(f"{entry.name} is {part.dtype} {part.shape} in one portion of several")
+            data = run[part.offset : part.offset + part.nbytes]
+            out[end : end + len(data)] = data
+            end += len(data)
+        if end != entry.offset + entry.nbytes:
+            raise VaultError(f"{entry.name}: {end - entry.offset} bytes of {entry.nbytes} in all portions")
+    out[end:] = bytes(nbytes - end)
+    return out
+
+
+def read_header(data: memoryview) -> StateHeader:
+    """Parse the header at the start of `data`. Raises VaultError if it is no header."""
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= len(data) - 8:
+        raise VaultError(f"state header of {length} bytes in a run of {len(data)}")
+    try:
+        return codec.decode(StateHeader, json.loads(bytes(data[8 : 8 + length])))
+    except ValueError as error:
+        raise VaultError(f"state header is not JSON: {error}") from error

@@ -1,0 +1,133 @@
+"""The command line's side of security: `--certs`, `--join-token-file`, and what may be served where.
+
+Only loopback is served in plain text: another address needs certificates, or `--insecure`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic.domain.errors import FieldError
+from elastic.launcher.flags.values import host
+from elastic.rpc import security
+from elastic.rpc.security import TOKEN_FILE, Security
+
+TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
+TOKEN_BYTES = 32
+PRIVATE = "job-certs"
+"""Of a run directory: certificates that were made for this job alone."""
+PRIVATE_NAME = "elastic"
+"""The name that they carry: their authority has signed nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What of a job's security is not for its config.json."""
+
+    token: str = field(default="", repr=False)
+    warning: str = ""
+    """What the user must read before the job starts; "": nothing."""
+    private: bool = False
+    """The launcher makes the job's certificates, and hands them to the agents that it starts."""
+
+
+def read_certs(text: str | None) -> str:
+    """Absolute path of a certificate directory that can be used, or "". Raises FieldError naming --certs."""
+    if not text:
+        return ""
+    path = Path(text).expanduser().absolute()
+    security.Contexts(path)
+    return str(path)
+
+
+def certificates(args: argparse.Namespace, secured: Guard, run_dir: Path) -> tuple[str, str]:
+    """(directory of certificates, name that they must carry), for the job's configuration. Raises FieldError."""
+    name = host("--certs-name", args.certs_name) if args.certs_name else ""
+    return (
+        (str(run_dir / PRIVATE), name or PRIVATE_NAME) if secured.private else (read_certs(args.certs), name)
+    )
+
+
+def read_token(args: argparse.Namespace, environ: Mapping[str, str], *, alone: bool = False) -> str:
+    """The join token that was given; for a job on this machine alone a new one if none was. Raises FieldError."""
+    if args.join_token_file:
+        return security.read_token(Path(args.join_token_file).expanduser(), "--join-token-file")
+    if environ.get(TOKEN_VARIABLE):
+        return security.check_token(TOKEN_VARIABLE, environ[TOKEN_VARIABLE].strip(), "...")
+    return secrets.token_hex(TOKEN_BYTES) if alone else ""
+
+
+def guard_cluster(args: argparse.Namespace, environ: Mapping[str, str]) -> Guard:
+    """The same where the launcher itself starts all agents: what is not given, it makes and hands to them."""
+    token = read_token(args, environ, alone=True)
+    warning = "WARNING: --insecure: the job's services are reached in plain text" if args.insecure else ""
+    if args.certs and args.insecure:
+        raise FieldError("--insecure", "on", "certificates are given: leave it or --certs out")
+    return Guard(token, warning, private=not args.certs and not args.insecure)
+
+
+def guard(args: argparse.Namespace, environ: Mapping[str, str], coordinator: str, standalone: bool) -> Guard:
+    """Check what the job would serve. Raises FieldError unless it is loopback, or encrypted, or --insecure.
+
+    `coordinator`: its address, or several separated by commas.
+    """
+    token = read_token(args, environ, alone=standalone)
+    if standalone or args.certs:
+        return Guard(token)
+    hosts = [
+        *(place.rpartition(":")[0] for place in coordinator.split(",")),
+        *([args.local_addr] if args.local_addr else []),
+    ]
+    open_to = [place for place in hosts if not is_loopback(place)]
+    if not open_to:
+        return Guard(token)
+    if not args.insecure:
+        flag = "--local-addr" if open_to[0] == args.local_addr else "--rdzv-endpoint"
+        raise FieldError(
+            flag, open_to[0], "other machines reach it: give --certs DIR (see `elastic certs`), or --insecure"
+        )
+    open_text = "" if token else ", and anybody may join: give --join-token-file"
+    return Guard(
+        token,
+        f"WARNING: --insecure: {open_to[0]} is served in plain text, on a network that others use{open_text}",
+    )
+
+
+def is_loopback(place: str) -> bool:
+    """Whether `place`, a name or an address, is reached from this machine alone."""
+    bare = place.strip("[]")
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        pass
+    if bare == "localhost":
+        return True
+    try:
+        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
+
+
+def asking(args: argparse.Namespace, environ: Mapping[str, str], run_dir: Path | None) -> Security:
+    """What a command goes by that asks a running job: its flags, and what lies in the run directory if it has one."""
+    certs, name, token = read_certs(args.certs), args.certs_name or "", read_token(args, environ)
+    if run_dir is not None:
+        token = token or security.read_token(run_dir / TOKEN_FILE)
+        certs, name = _configured(run_dir) if not certs else (certs, name)
+    return Security(Path(certs) if certs else None, name, token)
+
+
+def _configured(run_dir: Path) -> tuple[str, str]:
+    from elastic.config import FILE, load_config
+
+    if not (run_dir / FILE).is_file():
+        return "", ""
+    config = load_config(run_dir)
+    return config.certs, config.certs_name

@@ -1,0 +1,73 @@
+"""Is there such a script, module or executable? Looked up before anything starts, importing nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pkgutil
+import shutil
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from elastic.config import Command
+from elastic.domain.errors import FieldError
+
+
+def check_command(args: argparse.Namespace) -> Command:
+    command = Command(
+        script=args.script,
+        args=tuple(args.script_args),
+        module=args.module,
+        python=not args.no_python,
+        run_path=args.run_path,
+    )
+    script = Path(command.script)
+    if command.module:
+        _check_module(command.script)
+    elif command.run_path and not script.is_absolute():
+        raise FieldError("--run-path", command.script, "an absolute path of a script")
+    elif not command.python and not command.run_path:
+        if shutil.which(command.script) is None:
+            raise FieldError("SCRIPT", command.script, "an executable on the PATH, or its path (--no-python)")
+    elif not script.exists():
+        raise FieldError("SCRIPT", command.script, "there is no such file; -m runs a module")
+    elif script.is_dir() and not (script / "__main__.py").exists():
+        raise FieldError(
+            "SCRIPT", command.script, "it is a directory without __main__.py; give a script file"
+        )
+    elif not os.access(script, os.R_OK):
+        raise FieldError("SCRIPT", command.script, "it cannot be read; check its permissions")
+    return command
+
+
+def _check_module(name: str) -> None:
+    """Find a module without importing any of its packages, which may be slow."""
+    parts = name.split(".")
+    folders: list[str] | None = [os.getcwd(), *(folder for folder in sys.path if folder)]
+    for i in range(len(parts)):
+        full = ".".join(parts[: i + 1])
+        if folders is None:
+            raise FieldError("-m", name, f"{'.'.join(parts[:i])} is not a package")
+        spec = _find(full, folders)
+        if spec is None:
+            raise FieldError("-m", name, f"no module named {full} here; check the name and PYTHONPATH")
+        places = spec.submodule_search_locations
+        folders = None if places is None else list(places)
+    if folders is not None and _find(f"{name}.__main__", folders) is None:
+        raise FieldError("-m", name, "it is a package without __main__; name a module in it")
+
+
+def _find(full: str, folders: list[str]) -> ModuleSpec | None:
+    """The spec of module `full`, whose parent's folders are given. Of namespace packages: the first part."""
+    namespace: ModuleSpec | None = None
+    for folder in folders:
+        finder = pkgutil.get_importer(folder)
+        spec = finder.find_spec(full) if finder is not None else None
+        if spec is not None and spec.loader is not None:
+            return spec
+        namespace = namespace or spec
+    if namespace is not None or "." in full:
+        return namespace
+    found = (finder.find_spec(full, None, None) for finder in sys.meta_path)  # editable installs, built-ins
+    return next((spec for spec in found if spec is not None), None)

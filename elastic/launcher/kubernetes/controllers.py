@@ -1,0 +1,103 @@
+"""What starts a job's pods: StatefulSets as they stand in deploy/, or Jobs or a JobSet made of them.
+
+    statefulset   pods always come back, also after the job's end; every cluster has it
+    job           two indexed Jobs, of coordinators and of agents; lost pods come back until one of them ends with
+                  exit code 0, which they do only when the training is done (Kubernetes 1.31 or newer)
+    jobset        one JobSet of these two; done or failed as its coordinators are (its controller must be installed)
+
+The pods are the same: whatever a StatefulSet's template says is taken over.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from elastic.domain.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE
+from elastic.launcher.kubernetes.kustomize import Object
+
+KINDS = ("job", "statefulset", "jobset")
+COMPONENT = "app.kubernetes.io/component"
+PARTS = ("coordinator", "agent")
+"""Components that end with the job; etcd stays a StatefulSet."""
+FINAL = [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED]
+"""Exit codes after which no new pod would do better. What crashed ends with 1: it comes back; so does a coordinator
+that found no etcd yet (2)."""
+BACKOFF_LIMIT = 10_000
+"""Failures of pods are this runtime's daily bread."""
+
+
+def convert(objects: list[Object], kind: str, name: str) -> list[Object]:
+    """The objects with the job's own StatefulSets replaced as `kind` says."""
+    if kind == "statefulset":
+        return objects
+    sets = {part: item for item in objects for part in PARTS if _runs(item, part)}
+    rest = [item for item in objects if not any(item is taken for taken in sets.values())]
+    if kind == "job":
+        return rest + [_job(sets[part], part) for part in PARTS]
+    return [*rest, _jobset(sets, name)]
+
+
+def coordinators(objects: list[Object], kind: str, name: str) -> list[str]:
+    """Host names of the coordinators' pods."""
+    (item,) = (item for item in objects if _runs(item, "coordinator"))
+    first, service = item["metadata"]["name"], item["spec"]["serviceName"]
+    if kind == "jobset":
+        first, service = f"{name}-coordinator-0", name
+    return [f"{first}-{index}.{service}" for index in range(item["spec"]["replicas"])]
+
+
+def pod_template(item: Object) -> Object | None:
+    """The pod template of a StatefulSet or Job; None for other kinds."""
+    return item["spec"]["template"] if item["kind"] in ("StatefulSet", "Job") else None
+
+
+def _runs(item: Object, part: str) -> bool:
+    return bool(item["kind"] == "StatefulSet" and item["metadata"]["labels"].get(COMPONENT) == part)
+
+
+def _job(item: Object, part: str) -> Object:
+    metadata = copy.deepcopy(item["metadata"])
+    spec = _job_spec(item, part)
+    spec["template"]["spec"]["subdomain"] = item["spec"]["serviceName"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _job_spec(item: Object, part: str) -> dict[str, Any]:
+    template = copy.deepcopy(item["spec"]["template"])
+    template["spec"]["restartPolicy"] = "Never"
+    codes = {"containerName": part, "operator": "In", "values": FINAL}
+    return {
+        "completionMode": "Indexed",
+        "completions": item["spec"]["replicas"],
+        "parallelism": item["spec"]["replicas"],
+        "backoffLimit": BACKOFF_LIMIT,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "FailJob", "onExitCodes": codes},
+            ]
+        },
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+        "template": template,
+    }
+
+
+def _jobset(sets: dict[str, Object], name: str) -> Object:
+    jobs = [
+        {"name": part, "replicas": 1, "template": {"spec": _job_spec(sets[part], part)}} for part in PARTS
+    ]
+    metadata = {**copy.deepcopy(sets["agent"]["metadata"]), "name": name}
+    del metadata["labels"][COMPONENT]
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "Any", "targetReplicatedJobs": ["coordinator"]},
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": jobs,
+        },
+    }

@@ -1,0 +1,115 @@
+"""The part of kustomize that deploy/kubernetes uses, so that a job can be rendered where kubectl is not installed.
+
+`build` reads a folder's kustomization.yaml: `resources` (files and folders), `labels` with selectors, and `patches`
+that are strategic merges. Whatever else stands there is refused, never passed over.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastic.domain.errors import FieldError
+
+Object = dict[str, Any]
+FILE = "kustomization.yaml"
+_KNOWN = {"apiVersion", "kind", "resources", "labels", "patches"}
+_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "topologySpreadConstraints": "topologyKey",
+    "volumeClaimTemplates": "",
+}
+"""Lists that are merged, element by element, by this field; "": replaced whole, as all others are."""
+
+
+def build(folder: Path) -> list[Object]:
+    """The objects of a kustomization. Raises FieldError, naming the file, for what it does not know."""
+    path = folder / FILE
+    spec = yaml.safe_load(path.read_text())
+    unknown = sorted(set(spec) - _KNOWN)
+    if unknown:
+        raise FieldError(str(path), unknown[0], f"one of {', '.join(sorted(_KNOWN))}")
+    objects: list[Object] = []
+    for name in spec.get("resources", ()):
+        target = folder / name
+        objects += build(target) if target.is_dir() else load(target)
+    for entry in spec.get("patches", ()):
+        if set(entry) != {"path"}:
+            raise FieldError(f"{path} patches", sorted(entry), "only `path`, of a strategic merge")
+        for patch in load(folder / entry["path"]):
+            _patch(objects, patch, folder / entry["path"])
+    for entry in spec.get("labels", ()):
+        if set(entry) != {"pairs", "includeSelectors"} or entry["includeSelectors"] is not True:
+            raise FieldError(f"{path} labels", sorted(entry), "pairs, with includeSelectors: true")
+        for item in objects:
+            label(item, entry["pairs"])
+    return objects
+
+
+def load(path: Path) -> list[Object]:
+    """All objects of a YAML file."""
+    return [item for item in yaml.safe_load_all(path.read_text()) if item is not None]
+
+
+def name_of(item: Object) -> tuple[str, str]:
+    """(kind, name) of an object."""
+    return str(item["kind"]), str(item["metadata"]["name"])
+
+
+def merge(base: Any, patch: Any, field: str = "") -> Any:
+    """Strategic merge: objects by field, null deletes, some lists by a key, everything else replaced."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        merged = dict(base)
+        for key, value in patch.items():
+            if value is None:
+                merged.pop(key, None)
+            else:
+                merged[key] = merge(merged[key], value, key) if key in merged else copy.deepcopy(value)
+        return merged
+    by = _KEYS.get(field, "")
+    if by and isinstance(base, list) and isinstance(patch, list):
+        changes = {item[by]: item for item in patch}
+        kept = [merge(item, changes.pop(item[by])) if item[by] in changes else item for item in base]
+        return kept + copy.deepcopy(list(changes.values()))
+    return copy.deepcopy(patch)
+
+
+def label(item: Object, pairs: dict[str, str]) -> None:
+    """Add labels to an object, to the pods that it makes, and to whatever selects pods of ours."""
+    metadata = item["metadata"]
+    metadata["labels"] = {**metadata.get("labels", {}), **pairs}
+    spec = item.get("spec", {})
+    if item["kind"] == "Service":
+        spec["selector"] = {**spec["selector"], **pairs}
+    for claim in spec.get("volumeClaimTemplates", ()):
+        claim["metadata"]["labels"] = {**claim["metadata"].get("labels", {}), **pairs}
+    if "template" in spec:
+        pods = spec["template"]["metadata"]
+        pods["labels"] = {**pods.get("labels", {}), **pairs}
+    _label_selectors(spec, pairs)
+
+
+def _label_selectors(value: Any, pairs: dict[str, str]) -> None:
+    if isinstance(value, list):
+        for entry in value:
+            _label_selectors(entry, pairs)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            if key in ("selector", "podSelector", "labelSelector") and "matchLabels" in entry:
+                entry["matchLabels"] = {**entry["matchLabels"], **pairs}
+            elif key != "namespaceSelector":
+                _label_selectors(entry, pairs)
+
+
+def _patch(objects: list[Object], patch: Object, source: Path) -> None:
+    found = [i for i, item in enumerate(objects) if name_of(item) == name_of(patch)]
+    if len(found) != 1:
+        raise FieldError(str(source), " ".join(name_of(patch)), "the kind and name of one of the resources")
+    objects[found[0]] = merge(objects[found[0]], patch)

@@ -1,0 +1,51 @@
+"""Faults that the launcher carries out, timed by the job's own progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.config import JobConfig, claim_fault
+from elastic.core.protocol.fault_spec import LAUNCHER_KINDS, FaultKind, FaultSpec, launcher_due
+from elastic.launcher.run.progress import OVER, RECOVERING
+
+
+class LauncherFaults:
+    """Pending kill-coordinator, drain and join faults of a job."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._run_dir = config.run_dir
+        self._pending = [(i, spec) for i, spec in enumerate(config.faults) if spec.kind in LAUNCHER_KINDS]
+        self._ran = self._recovering = False
+        self._step = self._microbatch = self._recoveries = 0
+
+    @property
+    def joins(self) -> bool:
+        """Whether a node is still to come."""
+        return any(spec.kind is FaultKind.JOIN for _, spec in self._pending)
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def observe(self, entry: dict[str, Any]) -> list[FaultSpec]:
+        """Take one line of progress; return the faults that are due now, each of them once."""
+        if entry.get("phase") in OVER:
+            self._pending = []
+        self._step, self._microbatch = int(entry.get("step", 0)), int(entry.get("microbatch", 0))
+        recovering = self._ran and entry.get("phase") in RECOVERING
+        self._recoveries += self._recovering and entry.get("phase") == "running"
+        self._recovering = recovering or (self._recovering and entry.get("phase") != "running")
+        self._ran = self._ran or entry.get("phase") == "running"
+        due = [(i, spec) for i, spec in self._pending if self._due(spec)]
+        self._pending = [item for item in self._pending if item not in due]
+        return [spec for i, spec in due if claim_fault(self._run_dir, i)]
+
+    def _due(self, spec: FaultSpec) -> bool:
+        if not self._ran and spec.kind is not FaultKind.JOIN:
+            return False
+        return launcher_due(
+            spec,
+            step=self._step,
+            microbatch=self._microbatch,
+            recoveries=self._recoveries,
+            recovering=self._recovering,
+        )

@@ -1,0 +1,188 @@
+"""Profiles worked out from public sizes and rates, for planning before anything was measured.
+
+One transformer block on b sequences of s tokens, h wide, with key/value width k and feed-forward width g
+(matrix products alone; a multiplication and an addition are two operations):
+
+    forward products   2 b s (2 h^2 + 2 h k + c h g)         c = 2, gated feed-forward c = 3
+    forward scores     4 b s^2 h                             Narayanan et al. 2021, appendix: 24 b s h^2 + 4 b s^2 h
+    backward, input    the products once more + twice the scores (neither factor of a score is a parameter)
+    backward, weight   the products once more
+    activation bytes   s b h (34 + 5 a s / h) less the scores' part, which fused attention keeps in registers:
+                       Korthikanti et al. 2022, eq. 1 and section 5; with TP eq. 2: 10 of the 34 are not split
+    TP                 two all-reduces of s b h values forward, two backward (Shoeybi et al. 2019, section 3)
+
+Seconds are operations / (peak * achieved fraction). Look-ups and the optimizer are bound by memory: bytes / bandwidth.
+Mixed precision Adam holds 2 bytes of parameter and 12 of state (float32 copy, two moments) a parameter
+(Rajbhandari et al. 2020, section 3.1), and here a float32 gradient, as the runtime accumulates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import LayerSpec
+from elastic.planning.cost.catalogue import Hardware, Model, hardware_of, model_of
+from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, check_profile
+
+PARAM, STATE, GRADIENT = 2, 12, 4
+"""Bytes a parameter."""
+UPDATE_BYTES = 2 * (PARAM + STATE) + GRADIENT
+"""Bytes that an update moves a parameter: all is read, all but the gradient written."""
+HALF = 2
+"""Bytes of an activation's value."""
+USABLE = 0.9
+"""Share of a device's memory that a worker may use; the rest is context, workspace and fragments (assumed)."""
+MEMORY_RATE = 0.8
+"""Share of the memory's peak bandwidth that look-ups and updates reach (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one layer asks of a unit for one micro-batch; operations and bytes of the whole layer."""
+
+    parameters: int
+    forward: float = 0.0
+    """Operations."""
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    forward_bytes: float = 0.0
+    """Moved through memory, where that and not the operations takes the time."""
+    backward_bytes: float = 0.0
+    reduced: int = 0
+    """TP all-reduces of the activations, in each direction."""
+    activation: float = 0.0
+    """Bytes a worker."""
+
+
+def zoo_profile(
+    name: str,
+    devices: Sequence[str],
+    *,
+    microbatch: int = 1,
+    tp: int = 1,
+    sequence: int = 0,
+    inside: Link | None = None,
+    link: Link | None = None,
+    across: Link | None = None,
+) -> Profile:
+    """The profile of a model on device types.
+
+    Args:
+        name: of the model, see `catalogue.MODELS`.
+        devices: names of device types, see `catalogue.HARDWARE`; at least one.
+        microbatch: sequences of one micro-batch.
+        tp: workers that share a layer.
+        sequence: tokens of a sequence; 0: as published.
+        inside, link, across: as in `Profile`; None: unknown, taken as infinitely fast.
+    """
+    model = model_of(name)
+    tokens = microbatch * (sequence or model.sequence)
+    work = _layers(model, microbatch, sequence or model.sequence, tp)
+    inside = inside or Link()
+    kinds = [hardware_of(device) for device in dict.fromkeys(devices)]
+    if not kinds:
+        raise FieldError("devices", devices, "at least one device type is needed")
+    times = [_times(kind, work, tp, inside, HALF * tokens * model.hidden) for kind in kinds]
+    output = HALF * tokens * model.hidden
+    specs = tuple(
+        _spec(layer, spent, 0 if i == len(work) - 1 else output)
+        for i, (layer, spent) in enumerate(zip(work, times[0], strict=True))
+    )
+    profile = Profile(
+        model=name,
+        tp=tp,
+        tokens_per_microbatch=tokens,
+        layers=specs,
+        devices=tuple(
+            Device(kind.name, spent, int(USABLE * kind.memory * 2**30))
+            for kind, spent in zip(kinds, times, strict=True)
+        ),
+        inside=inside,
+        link=link or Link(),
+        across=across or Link(),
+    )
+    check_profile(profile)
+    return profile
+
+
+def parameters(name: str) -> int:
+    """Parameters of all layers; a tied table counts at both of its ends, as both hold it."""
+    model = model_of(name)
+    return sum(layer.parameters for layer in _layers(model, 1, model.sequence, 1))
+
+
+def _layers(model: Model, b: int, s: int, tp: int) -> list[_Work]:
+    """Embedding, blocks, head."""
+    h, v, n = model.hidden, model.vocabulary, b * s
+    embedding = _Work(
+        parameters=(v + model.positions) * h,
+        forward_bytes=2 * HALF * n * h,
+        backward_bytes=(HALF + 2 * GRADIENT) * n * h,
+        activation=n * h,
+    )
+    product = 2.0 * n * h * v
+    head = _Work(
+        parameters=v * h + h,
+        forward=product,
+        backward_input=product,
+        backward_weight=product,
+        activation=4 * n * h + GRADIENT * n * v / tp,
+    )
+    return [embedding, *[_block(model, b, s, tp)] * model.blocks, head]
+
+
+def _block(model: Model, b: int, s: int, tp: int) -> _Work:
+    h, k, g, n = model.hidden, model.key_value, model.feed, b * s
+    matrices = 2 * h * h + 2 * h * k + (3 if model.gated else 2) * h * g
+    small = 2 * h if model.gated else 2 * h + 2 * k + g + h + 4 * h
+    product, scores = 2.0 * n * matrices, 4.0 * n * s * h
+    whole = (8 if model.gated else 10) * n * h
+    split = (HALF * (2 * h + 2 * k) + (6 if model.gated else 4) * g) * n
+    return _Work(
+        parameters=matrices + small,
+        forward=product + scores,
+        backward_input=product + 2 * scores,
+        backward_weight=product,
+        reduced=2,
+        activation=whole + split / tp,
+    )
+
+
+def _times(
+    kind: Hardware, work: Sequence[_Work], tp: int, inside: Link, message: int
+) -> tuple[LayerTimes, ...]:
+    rate, memory = kind.peak * kind.achieved * tp, kind.bandwidth * MEMORY_RATE * tp
+    reduce_s = inside.seconds(2 * (tp - 1) / tp * message) if tp > 1 else 0.0
+    found = []
+    for layer in work:
+        wait = layer.reduced * reduce_s
+        first = layer.backward_input / rate + wait
+        second = layer.backward_weight / rate + layer.backward_bytes / memory
+        found.append(
+            LayerTimes(
+                forward_s=layer.forward / rate + layer.forward_bytes / memory + wait,
+                backward_s=first + second,
+                backward_input_s=first,
+                backward_weight_s=second,
+                update_s=UPDATE_BYTES * layer.parameters / memory,
+            )
+        )
+    return tuple(found)
+
+
+def _spec(layer: _Work, spent: LayerTimes, output: int) -> LayerSpec:
+    n = layer.parameters
+    return LayerSpec(
+        param_bytes=PARAM * n,
+        state_bytes=STATE * n,
+        gradient_bytes=GRADIENT * n,
+        forward_s=spent.forward_s,
+        backward_s=spent.backward_s,
+        activation_bytes=round(layer.activation),
+        output_bytes=output,
+        backward_input_s=spent.backward_input_s,
+        backward_weight_s=spent.backward_weight_s,
+        update_s=spent.update_s,
+    )

@@ -1,0 +1,149 @@
+"""Backup schemes by name: GRADIENTS+STATE, as stream:4+snapshot. What they do and cost: docs/backup.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import WHOLE, Plan, Portion
+
+STREAM, REDUCE, LOG, RECOMPUTE, NONE = "stream", "reduce", "log", "recompute", "none"
+SNAPSHOT, REPLICA, REPLAY, PARITY = "snapshot", "replica", "replay", "parity"
+GRADIENT_SCHEMES = (STREAM, REDUCE, LOG, RECOMPUTE, NONE)
+STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, PARITY, NONE)
+SHARDED = "/sharded"
+MOST_EVERY = 1 << 20
+REPLAY_EVERY, MOST_REPLAY = 8, 64
+"""Updates between two whole states at the peer: of `replay`, and at most."""
+GROUP, MOST_GROUP = 3, 256
+"""Nodes of a parity group, unless said otherwise, and at most."""
+REMEDY = (
+    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), reduce, reduce:K, log or recompute, "
+    "+ snapshot, replica, replay or replay:N (whole states every N updates), parity or parity:K (groups of K nodes), "
+    "with /sharded after it (not replica) where pipelines share the optimizer state"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """How finished micro-batches' gradients are kept."""
+
+    name: str
+    every: int = 0
+    """Micro-batches between two copies; 0: no copies."""
+    rounds: int = 0
+    """Micro-batches between two sums over the holders; 0: one sum at the step's end."""
+
+    @property
+    def share(self) -> float:
+        """Of a gradient's bytes, what is sent a micro-batch. Of a sum over k holders each sends 2 (k - 1) / k: here as
+        if they were two."""
+        often = self.every or self.rounds
+        return 1 / often if often else 0.0
+
+
+def gradients_of(text: str, field: str = "gradients") -> Gradients:
+    """Read stream, stream:K, reduce, reduce:K, log, recompute or none. Raises FieldError naming `field`."""
+    name, colon, number = text.partition(":")
+    if name not in GRADIENT_SCHEMES:
+        raise FieldError(
+            field, text, f"one of {', '.join(GRADIENT_SCHEMES)}; stream:K copies every K micro-batches"
+        )
+    if name not in (STREAM, REDUCE):
+        if colon:
+            raise FieldError(field, text, f"{name} takes no number; stream:K and reduce:K do")
+        return Gradients(name)
+    if colon and (not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MOST_EVERY):
+        raise FieldError(field, text, f"{name}:K with K from 1 up, as {name}:4")
+    often = int(number) if colon else 1
+    return Gradients(name, every=often) if name == STREAM else Gradients(name, rounds=often)
+
+
+def streamed(gradients: str) -> str:
+    """What takes the place of `reduce` where some layer has one holder only."""
+    return gradients.replace(REDUCE, STREAM, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How parameters and optimizer state are kept."""
+
+    name: str
+    every: int = 0
+    """Updates between two whole copies of a layer at the peer; 0: none goes there."""
+    group: int = 0
+    """Most nodes whose states the peer keeps as one parity; 0: it keeps each as it is."""
+    sharded: bool = False
+    """Each of k holders of a layer has 1 / k of its optimizer state, makes that part of the update, and gets the other
+    parameters from the others."""
+
+    @property
+    def away(self) -> bool:
+        """The peer can make the state of every layer; of a parity group with the help of the others."""
+        return self.every > 0
+
+    @property
+    def updates(self) -> bool:
+        """Between whole copies the peer gets what each update takes."""
+        return self.every > 1
+
+
+def state_of(text: str, field: str = "state") -> State:
+    """Read snapshot, replica, replay, replay:N, parity, parity:K or none. Raises FieldError naming `field`."""
+    scheme, slash, _ = text.partition("/")
+    if slash and text != scheme + SHARDED:
+        raise FieldError(field, text, f"write {scheme}{SHARDED} where pipelines share the optimizer state")
+    name, colon, number = scheme.partition(":")
+    if name not in STATE_SCHEMES:
+        numbers = "replay:N sends whole states every N updates, parity:K has groups of K nodes"
+        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}; {numbers}")
+    if slash and name in (REPLICA, NONE):
+        why = "no other node has this one's part of the optimizer state"
+        raise FieldError(field, text, f"{why}: take snapshot{SHARDED}, replay{SHARDED} or parity{SHARDED}")
+    if name not in (REPLAY, PARITY):
+        if colon:
+            raise FieldError(field, text, f"{name} takes no number; replay:N and parity:K do")
+        return State(name, int(name == SNAPSHOT), sharded=bool(slash))
+    letter, most = ("N", MOST_REPLAY) if name == REPLAY else ("K", MOST_GROUP)
+    if colon and (not number.isascii() or not number.isdigit() or not 2 <= int(number) <= most):
+        remedy = f"{name}:{letter} with {letter} from 2 to {most}; for whole states after every update take snapshot"
+        raise FieldError(field, text, remedy)
+    if name == REPLAY:
+        return State(name, int(number or REPLAY_EVERY), sharded=bool(slash))
+    return State(name, 1, int(number or GROUP), bool(slash))
+
+
+def portion_of(plan: Plan, node: str, layer: int) -> Portion:
+    """What `node` has of the optimizer state of `layer`, which it holds."""
+    if not state_of(plan.state).sharded:
+        return WHOLE
+    nodes = [unit.node for unit in plan.holders(layer)]
+    return nodes.index(node), len(nodes)
+
+
+def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
+    """Read GRADIENTS+STATE. Raises FieldError naming `field`."""
+    gradients, plus, state = backup.partition("+")
+    if not plus or state.partition("/")[0].partition(":")[0] not in STATE_SCHEMES:
+        raise FieldError(field, backup, REMEDY)
+    state_of(state, field)
+    return gradients_of(gradients, field), state
+
+
+def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None:
+    """Raise FieldError for pairs that protect nothing, with the reason. `pipelines`: as the user fixed them."""
+    gradients, state = schemes_of(backup, field)
+    if state == NONE and gradients.name != NONE:
+        why = f"{gradients.name} without the state it belongs to recovers nothing"
+        raise FieldError(
+            field, backup, f"{why}: take snapshot, replay or replica, or none for no backup at all"
+        )
+    if gradients.name == REDUCE and pipelines == "1":
+        raise FieldError(field, backup, "with --pipelines 1 there is nobody to sum with: take stream")
+    if pipelines == "1" and state_of(state).sharded:
+        text = f"with --pipelines 1 nobody shares a layer: leave {SHARDED} out"
+        raise FieldError(field, backup, text)
+    if state == REPLICA and pipelines == "1":
+        raise FieldError(
+            field, backup, "with --pipelines 1 nobody else holds a layer: take snapshot or replay"
+        )

@@ -1,0 +1,79 @@
+"""From one stage a unit to several: the stages of the interleaved schedule."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Pipeline, Stage
+from elastic.planning.schedule.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
+
+_HALVINGS = 40
+
+
+def can_interleave(n_layers: int, n_units: int, chunks: int = 2) -> bool:
+    """Whether so many units can have so many stages each."""
+    return n_units >= 2 and chunks >= 2 and n_units * chunks <= n_layers
+
+
+def interleave(pipeline: Pipeline, seconds: Sequence[Sequence[float]], chunks: int = 2) -> Pipeline:
+    """Give every unit of `pipeline` `chunks` stages, cut so that the slowest stage is as fast as can be.
+
+    Args:
+        pipeline: units in order; a unit that recomputes does so on all of its stages.
+        seconds: per unit, the seconds (or figures in proportion) of each layer on it.
+
+    Raises FieldError where there are too few layers or units (`can_interleave`).
+    """
+    units, n_layers = units_of(pipeline), pipeline.stages[-1].last
+    if not can_interleave(n_layers, len(units), chunks):
+        remedy = f"at least 2 units and {chunks * len(units)} layers are needed"
+        raise FieldError("schedule", f"{INTERLEAVED}, {chunks} stages on each of {len(units)} units", remedy)
+    recompute = {stage.unit: stage.recompute for stage in pipeline.stages}
+    sums = [list(accumulate(row, initial=0.0)) for row in seconds]
+    ends = _cut([sums[s % len(units)] for s in range(chunks * len(units))], n_layers)
+    stages = tuple(
+        Stage(unit, first, last, recompute[unit])
+        for unit, (first, last) in zip(units * chunks, pairwise(ends), strict=True)
+    )
+    return replace(pipeline, stages=stages, schedule=INTERLEAVED)
+
+
+def _cut(sums: Sequence[Sequence[float]], n_layers: int) -> list[int]:
+    """Ends of consecutive stages, the first at 0, whose slowest is fastest. `sums`: per stage, prefix sums of layers.
+
+    A limit is feasible if stages that take as many layers as they can within it reach the end.
+    """
+    low, high = 0.0, max(row[-1] for row in sums)
+    best = _reach(sums, n_layers, high)
+    assert best is not None, "one layer a stage is always within the slowest of everything"
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = _reach(sums, n_layers, middle)
+        low, high, best = (low, middle, found) if found else (middle, high, best)
+    return best
+
+
+def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list[int] | None:
+    """Ends of stages of at most `limit` each; None if they cannot hold all layers, at least one each."""
+    ends = [0]
+    for s, row in enumerate(sums):
+        last = bisect_right(row, row[ends[-1]] + limit) - 1
+        last = min(last, n_layers - (len(sums) - s - 1))
+        if last <= ends[-1]:
+            return None
+        ends.append(last)
+    return ends if ends[-1] == n_layers else None
+
+
+def scheduled(pipeline: Pipeline, schedule: str, seconds: Sequence[Sequence[float]]) -> Pipeline:
+    """`pipeline` under `schedule`, or as it is where that cannot be (one unit, too few layers). `seconds`: as above."""
+    units = units_of(pipeline)
+    if schedule == INTERLEAVED and can_interleave(pipeline.stages[-1].last, len(units)):
+        return interleave(pipeline, seconds)
+    if schedule == ZERO_BUBBLE and len(units) > 1:
+        return replace(pipeline, schedule=ZERO_BUBBLE)
+    return pipeline

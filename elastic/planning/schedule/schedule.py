@@ -1,0 +1,260 @@
+"""Schedules: what one unit does in a step, as a list of actions that prints, parses and can be checked.
+
+A unit runs its actions in order. Receives wait for the neighbour, sends never wait for it (up to a bound on
+the number of messages under way), and messages from one unit to another arrive in the order in which they
+were sent.
+
+    F3  forward pass of micro-batch 3    SF3  activations to the next stage        RF3  from the previous one
+    B3  backward pass                    SB3  gradient to the previous stage       RB3  from the next one
+    I3  its part that finds the gradient of the stage's input
+    W3  its part that finds the parameters' gradients; I3 and W3 together are B3
+
+Where a unit has several stages the stage comes first: 2F3 is F3 of stage 2. `docs/schedules.md` draws them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Pipeline, Unit
+
+ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+
+
+class Kind(StrEnum):
+    """What an action does; the value is how it prints."""
+
+    F = "F"
+    B = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    SEND_F = "SF"
+    RECV_F = "RF"
+    SEND_B = "SB"
+    RECV_B = "RB"
+
+    @property
+    def computes(self) -> bool:
+        return self in (Kind.F, Kind.B, Kind.INPUT, Kind.WEIGHT)
+
+    @property
+    def receives(self) -> bool:
+        """The unit may have to wait for a neighbour here."""
+        return self in (Kind.RECV_F, Kind.RECV_B)
+
+    @property
+    def finishes(self) -> bool:
+        """After it the stage has the micro-batch's gradients, and its activations are free."""
+        return self in (Kind.B, Kind.WEIGHT)
+
+
+_TEXT = re.compile(r"(\d*)([A-Z]+)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    kind: Kind
+    microbatch: int
+    stage: int = -1
+    """Stage of the pipeline; -1: the only one that the unit has."""
+
+    def __str__(self) -> str:
+        return f"{'' if self.stage < 0 else self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that prints as `text`. Raises FieldError."""
+        match = _TEXT.fullmatch(text)
+        kinds = {kind.value: kind for kind in Kind}
+        if match is None or match[2] not in kinds:
+            raise FieldError("action", text, f"one of {', '.join(kinds)} and a micro-batch number, as in SF3")
+        return cls(kinds[match[2]], int(match[3]), int(match[1] or -1))
+
+
+Lists = tuple[tuple[Action, ...], ...]
+"""What each unit of a pipeline does, first unit first."""
+
+
+def format_actions(actions: Iterable[Action]) -> str:
+    return " ".join(map(str, actions))
+
+
+def parse_actions(text: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(word) for word in text.split())
+
+
+def units_of(pipeline: Pipeline) -> tuple[Unit, ...]:
+    """The units of a pipeline, each once, in the order of their first stages."""
+    return tuple(dict.fromkeys(stage.unit for stage in pipeline.stages))
+
+
+def actions_of(pipeline: Pipeline, microbatches: tuple[int, ...] | None = None) -> Lists:
+    """What the units of `pipeline` do (`units_of`), for its own micro-batches or for those given.
+
+    The one place from which engine, timeline and validation take a pipeline's lists. Raises FieldError.
+    """
+    indices = pipeline.microbatches if microbatches is None else microbatches
+    return lists(pipeline.schedule, len(units_of(pipeline)), len(pipeline.stages), indices)
+
+
+@lru_cache(maxsize=64)
+def lists(schedule: str, n_units: int, n_stages: int, microbatches: tuple[int, ...]) -> Lists:
+    """The lists of any schedule for any number of micro-batches. Stage s is on unit s % n_units.
+
+    Raises FieldError if the schedule is unknown or does not fit the numbers.
+    """
+    return _connect(computing(schedule, n_units, n_stages, microbatches), n_stages)
+
+
+def computing(
+    schedule: str, n_units: int, n_stages: int, microbatches: Sequence[int]
+) -> list[Iterator[Action]]:
+    """What each unit computes, in order, without its messages. Raises FieldError as `lists` does."""
+    check_stages(schedule, n_units, n_stages)
+    if schedule == INTERLEAVED:
+        chunks = n_stages // n_units
+        return [_interleaved(u, n_units, chunks, microbatches) for u in range(n_units)]
+    order = _one_f_one_b if schedule == ONE_F_ONE_B else _zero_bubble
+    return [order(s, n_stages, microbatches) for s in range(n_stages)]
+
+
+def check_stages(schedule: str, n_units: int, n_stages: int) -> None:
+    """Raise FieldError if `schedule` does not exist or cannot run `n_stages` stages on `n_units` units."""
+    if schedule not in SCHEDULES:
+        raise FieldError("schedule", schedule, f"one of {', '.join(SCHEDULES)}")
+    if schedule != INTERLEAVED and n_stages != n_units:
+        remedy = f"a unit takes one stage under {schedule}: give each its own, or use {INTERLEAVED}"
+        raise FieldError("schedule", f"{n_stages} stages on {n_units} units", remedy)
+    if schedule == INTERLEAVED and (n_units < 2 or n_stages % n_units or n_stages < 2 * n_units):
+        remedy = f"{INTERLEAVED} takes at least 2 units, each with the same number of stages, at least 2"
+        raise FieldError("schedule", f"{n_stages} stages on {n_units} units", remedy)
+
+
+def one_f_one_b(stage: int, n_stages: int, microbatches: tuple[int, ...]) -> tuple[Action, ...]:
+    """The 1F1B list of `stage`: one forward pass ahead per stage behind it, then one of each in turn.
+
+    At most `n_stages - stage` micro-batches are between their forward and backward pass at any moment.
+    """
+    if not 0 <= stage < n_stages:
+        raise FieldError("stage", stage, f"between 0 and {n_stages - 1}")
+    return lists(ONE_F_ONE_B, n_stages, n_stages, microbatches)[stage]
+
+
+def _one_f_one_b(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    """PipeDream-Flush (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training")."""
+    ahead = min(n_stages - stage - 1, len(microbatches))
+    for m in microbatches[:ahead]:
+        yield Action(Kind.F, m)
+    for m, done in zip(microbatches[ahead:], microbatches, strict=False):
+        yield Action(Kind.F, m)
+        yield Action(Kind.B, done)
+    for m in microbatches[len(microbatches) - ahead :]:
+        yield Action(Kind.B, m)
+
+
+def _zero_bubble(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with its backward passes in two parts.
+
+    Stage s begins its weight parts s micro-batches late, so that gradients reach the first stage earlier and
+    what is left fills the end. At most min(n_stages, micro-batches) are in flight, as on the first stage of
+    1F1B. That stage needs no gradient of its input, and would run both parts in a row: it keeps them whole.
+    """
+    late: deque[int] = deque()
+    for action in _one_f_one_b(stage, n_stages, microbatches):
+        if stage == 0 or action.kind is Kind.F:
+            yield action
+            continue
+        yield Action(Kind.INPUT, action.microbatch)
+        late.append(action.microbatch)
+        if len(late) > stage:
+            yield Action(Kind.WEIGHT, late.popleft())
+    for m in late:
+        yield Action(Kind.WEIGHT, m)
+
+
+def _interleaved(unit: int, n_units: int, chunks: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    """Interleaved 1F1B (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters").
+
+    Micro-batches go through in groups; a unit takes a group through one of its stages, then through the next.
+    Groups of just `n_units` keep all busy with the least memory (Megatron-LM requires them). Here all numbers
+    of micro-batches run: groups differ by one at most, and are no smaller than `n_units` unless there are fewer.
+    """
+    groups = _groups(microbatches, n_units)
+    forwards = [(c, m) for group in groups for c in range(chunks) for m in group]
+    backwards = [(c, m) for group in groups for c in reversed(range(chunks)) for m in group]
+    largest = max(map(len, groups), default=0)
+    ahead = min((chunks - 1) * largest + 2 * (n_units - unit - 1), len(forwards))
+    for c, m in forwards[:ahead]:
+        yield Action(Kind.F, m, c * n_units + unit)
+    for (c, m), (done, n) in zip(forwards[ahead:], backwards, strict=False):
+        yield Action(Kind.F, m, c * n_units + unit)
+        yield Action(Kind.B, n, done * n_units + unit)
+    for c, m in backwards[len(forwards) - ahead :]:
+        yield Action(Kind.B, m, c * n_units + unit)
+
+
+def _groups(microbatches: Sequence[int], least: int) -> list[Sequence[int]]:
+    """Cut into groups of at least `least` (or one group), as many as possible, larger ones first."""
+    n_groups = max(1, len(microbatches) // least)
+    size, larger = divmod(len(microbatches), n_groups)
+    ends = [(i + 1) * size + min(i + 1, larger) for i in range(n_groups)]
+    return [microbatches[a:b] for a, b in zip([0, *ends], ends, strict=False) if b > a]
+
+
+def _connect(compute: Sequence[Iterable[Action]], n_stages: int) -> Lists:
+    """Put sends right after what makes a message, and receives right before what needs it.
+
+    A unit receives in the order in which the other sends; where it needs a later message first, the earlier ones are
+    received with it. That costs no time: they are there already.
+    """
+    sent = [tuple(_with_sends(u, actions, n_stages)) for u, actions in enumerate(compute)]
+    n_units, queues = len(sent), defaultdict[tuple[int, int], deque[Action]](deque)
+    for u, actions in enumerate(sent):
+        for action in actions:
+            if not action.kind.computes:
+                other, receive = message_of(u, action, n_units)
+                queues[u, other].append(receive)
+    return tuple(
+        tuple(_with_receives(u, actions, n_stages, lambda step, u=u: queues[(u + step) % n_units, u]))  # type: ignore[misc]
+        for u, actions in enumerate(sent)
+    )
+
+
+def _with_sends(unit: int, actions: Iterable[Action], n_stages: int) -> Iterator[Action]:
+    for action in actions:
+        yield action
+        stage = unit if action.stage < 0 else action.stage
+        if action.kind is Kind.F and stage < n_stages - 1:
+            yield Action(Kind.SEND_F, action.microbatch, action.stage)
+        elif action.kind in (Kind.B, Kind.INPUT) and stage > 0:
+            yield Action(Kind.SEND_B, action.microbatch, action.stage)
+
+
+def message_of(unit: int, send: Action, n_units: int) -> tuple[int, Action]:
+    """The unit that `send` goes to, and the action that receives it."""
+    step = 1 if send.kind is Kind.SEND_F else -1
+    kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
+    stage = -1 if send.stage < 0 else send.stage + step
+    return (unit + step) % n_units, Action(kind, send.microbatch, stage)
+
+
+def _with_receives(
+    unit: int, actions: Iterable[Action], n_stages: int, sender: Callable[[int], deque[Action]]
+) -> Iterator[Action]:
+    """`sender(step)`: what the next (1) or the previous (-1) unit sends here, in its order; emptied."""
+    here: set[Action] = set()
+    for action in actions:
+        stage = unit if action.stage < 0 else action.stage
+        kind, step = (Kind.RECV_F, -1) if action.kind is Kind.F else (Kind.RECV_B, 1)
+        if action.kind in (Kind.F, Kind.B, Kind.INPUT) and 0 <= stage + step < n_stages:
+            needed = Action(kind, action.microbatch, action.stage)
+            while needed not in here:
+                here.add(received := sender(step).popleft())
+                yield received
+        yield action

@@ -1,0 +1,198 @@
+"""After a change in a large cluster: pipelines that lost nothing stay, only the nodes that are free now are
+planned anew.
+
+With many pipelines, this is nearly as fast as the best plan, moves next to nothing, and is found in milliseconds. How
+near it is, the linear programme says, whose optimum bounds what any plan of the priced groups could reach: unless the
+repaired plan is within `ENOUGH` of that, everything is planned again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import inf, prod
+
+import numpy as np
+
+from elastic.domain.types import Pipeline
+from elastic.planning.cost.cost_model import CostModel, pipeline_seconds
+from elastic.planning.cost.node_kinds import Kinds
+from elastic.planning.schedule.schedule import INTERLEAVED
+from elastic.planning.search import column_search as scale
+from elastic.planning.search.column_pool import Pool
+from elastic.planning.search.evaluate import cost, largest_tail
+from elastic.planning.search.layer_partition import Cutter
+from elastic.planning.search.master_problem import maximise
+from elastic.planning.search.problem import Problem, Shape
+from elastic.planning.search.request import PlanRequest
+
+ENOUGH = 0.02
+"""A repaired plan may be slower than the bound by this fraction."""
+PRECISION = 1e-3
+HELP = 0.06
+"""By how much of the time the free nodes help at most, as a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """The current pipelines that stay, with what they take, and shapes for the nodes that are free."""
+
+    kept: tuple[tuple[Pipeline, Shape], ...]
+    shapes: tuple[Shape, ...]
+    seconds: float
+
+
+def repair(request: PlanRequest, problem: Problem, kinds: Kinds) -> Repaired | None:
+    """Repair the current plan, or None: there is none, it does not fit the request, or it would be too slow."""
+    kept = _kept(request, problem.model, kinds)
+    priced = scale.price(problem, inf) if kept else None
+    if not kept or priced is None:
+        return None
+    nodes = Counter(kind for _, shape in kept for kind in shape.kinds)
+    left = tuple(n - nodes[kind] for kind, n in enumerate(problem.counts))
+    if prod(n + 1 for n in left) > scale.CELLS:
+        return None
+    tail = largest_tail(problem.model, [shape for _, shape in kept])
+    search = _Search(problem, priced, kept, left, tail)
+    seconds = search.least()
+    if seconds == inf:
+        return None
+    found = search.finish(seconds)
+    if found is None or not _near(problem, priced, found.seconds):
+        return None
+    return found
+
+
+def _near(problem: Problem, priced: Pool, seconds: float) -> bool:
+    """Whether no plan of the priced groups can be faster by more than `ENOUGH`."""
+    for low, high in zip((0.0, *priced.tails), priced.tails, strict=False):
+        target = seconds * (1 - ENOUGH) - (low if low < inf else 0.0)
+        if target <= 0:
+            break
+        value = priced.values(target, high, problem.counts)
+        if maximise(value, priced.counts, problem.counts).value >= problem.microbatches:
+            return False
+    return True
+
+
+def _kept(request: PlanRequest, model: CostModel, kinds: Kinds) -> list[tuple[Pipeline, Shape]]:
+    """Pipelines of the current plan whose nodes are all there, with their shapes."""
+    current = request.current
+    if current is None or current.n_layers != model.n_layers or current.tp != request.workers:
+        return []
+    found = []
+    for pipeline in current.pipelines:
+        nodes = Counter(stage.unit.node for stage in pipeline.stages)
+        if pipeline.schedule == INTERLEAVED or not all(node in kinds.of for node in nodes):
+            continue
+        cuts = (*(stage.first for stage in pipeline.stages), model.n_layers)
+        owners = tuple(kinds.of[node] for node in nodes)
+        found.append((pipeline, Shape(pipeline.schedule, owners, tuple(nodes.values()), cuts, 1)))
+    return found
+
+
+class _Search:
+    """The least time within which the pipelines that stay and the free nodes do all micro-batches."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        priced: Pool,
+        kept: list[tuple[Pipeline, Shape]],
+        left: tuple[int, ...],
+        tail: float,
+    ) -> None:
+        self.problem, self.priced, self.kept, self.left, self.tail = problem, priced, kept, left, tail
+        self._figures: dict[Shape, tuple[float, float]] = {}
+        for _, shape in kept:
+            if shape not in self._figures:
+                cutter = Cutter(problem.model, shape.schedule, shape.kinds, shape.stages, shape.depth)
+                self._figures[shape] = cutter.seconds(shape.cuts)
+        self._numbers = Counter(shape for _, shape in kept)
+
+    def share(self, shape: Shape, seconds: float) -> int:
+        """Micro-batches that a pipeline that stays does in time."""
+        fill, slowest = self._figures[shape]
+        if fill == inf or fill > seconds:
+            return 0
+        first = float(pipeline_seconds(shape.schedule, fill, slowest, 1))
+        return max(0, int((seconds - first) / slowest * (1 + 1e-12)) + 1) if seconds >= first else 0
+
+    def free(self, seconds: float) -> tuple[Counter[int], int, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+        """(columns for the free nodes, what they do, values of all columns)."""
+        values = self.priced.values(seconds, self.tail, self.left)
+        if not values.any():
+            return Counter(), 0, values
+        chosen, done = scale.knapsack(values, self.priced.counts, self.left)
+        return chosen, done, values
+
+    def able(self, seconds: float, *, alone: bool = False) -> bool:
+        """Whether all micro-batches are done in time; `alone`: by the pipelines that stay."""
+        staying = sum(self.share(shape, seconds) * n for shape, n in self._numbers.items())
+        missing = self.problem.microbatches - staying
+        return missing <= 0 or (not alone and self.free(seconds)[1] >= missing)
+
+    def least(self) -> float:
+        """Bisection to within `PRECISION`, from what the pipelines that stay need alone."""
+        start = max(float(pipeline_seconds(s.schedule, *self._figures[s], 1)) for s in self._numbers)
+        low, high = start, 2 * start
+        for _ in range(60):
+            if self.able(high, alone=True):
+                break
+            low, high = high, 2 * high
+        else:
+            return inf
+        while high - low > PRECISION * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.able(middle, alone=True) else (middle, high)
+        low = max(start, high * (1 - HELP))
+        if low < high and self.able(low):
+            low, high = start, low
+        while high - low > PRECISION * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.able(middle) else (middle, high)
+        return high
+
+    def finish(self, seconds: float) -> Repaired | None:
+        """Share out exactly M micro-batches, and cut what is new."""
+        model, problem = self.problem.model, self.problem
+        shares = [self.share(shape, seconds) for _, shape in self.kept]
+        missing = problem.microbatches - sum(shares)
+        fresh: list[Shape] = []
+        if missing > 0:
+            chosen, _, values = self.free(seconds)
+            for column in sorted(chosen):
+                for _ in range(chosen[column]):
+                    m = min(int(values[column]), missing)
+                    shape = (
+                        scale.cut_column(model, self.priced, column, m, self.tail, len(shares) + 1)
+                        if m > 0
+                        else None
+                    )
+                    if shape is None and m > 0:
+                        return None
+                    if shape is not None:
+                        fresh.append(shape)
+                        missing -= m
+        kept = self._fewer(shares, -missing)
+        shapes = tuple(
+            Shape(s.schedule, s.kinds, s.stages, s.cuts, m)
+            for (_, s), m in zip(self.kept, kept, strict=True)
+            if m
+        )
+        pairs = tuple(
+            (p, s)
+            for p, s in zip((p for (p, _), m in zip(self.kept, kept, strict=True) if m), shapes, strict=True)
+        )
+        return Repaired(pairs, tuple(fresh), cost(model, (*shapes, *fresh)))
+
+    def _fewer(self, shares: list[int], surplus: int) -> list[int]:
+        """Take what is too much from those that end last: one each, in turn."""
+        ends = [self._figures[shape][1] for _, shape in self.kept]
+        order = sorted(range(len(shares)), key=lambda i: (-ends[i], i))
+        while surplus > 0:
+            for i in order:
+                if surplus > 0 and shares[i] > 0:
+                    shares[i] -= 1
+                    surplus -= 1
+        return shares

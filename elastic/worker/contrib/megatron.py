@@ -1,0 +1,286 @@
+"""A GPT from megatron-core's layers; the only file that imports megatron.core.
+
+Each of embedding, transformer layers and head (final norm, output matrix, cross entropy) is one layer.
+Hidden states are [sequence, batch, hidden], megatron's order. One code path for CPU and CUDA, with or
+without tensor parallelism: initial values are drawn whole, on the CPU, from (seed, layer, name), and sliced
+for the rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elastic.worker.contrib.uncompiled import uncompiled
+
+with uncompiled(), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401 - imported by layers
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        set_tensor_model_parallel_attributes,
+    )
+    from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: F401 - imported by layers
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Accumulate, LayerSpec
+from elastic.worker.contrib.gpt import GPTConfig
+from elastic.worker.contrib.linear import linear
+from elastic.worker.model import rng as randomness
+from elastic.worker.model.layers import LayerStack, Microbatch, Shape, TensorParallel, layer_spec
+from elastic.worker.model.optimizer import OptimizerSpec
+
+EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+HEAD_WEIGHT = "output.weight"
+INIT_STD = 0.02
+SHARD_DIMS = {
+    ColumnParallelLinear: {"weight": 0, "bias": 0},
+    RowParallelLinear: {"weight": 1},
+    VocabParallelEmbedding: {"weight": 0},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def init_tensor_parallel(
+    rank: int, size: int, store_path: str, device: torch.device | None = None
+) -> TensorParallel:
+    """Form this worker's tensor-parallel group, once a process; it is torch.distributed's WORLD.
+
+    `store_path` is a file that all ranks of the group, and nobody else, can reach. Size 1 needs it too. A
+    second call for the same place returns the same group.
+    """
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size):
+        return TensorParallel(rank, size, dist.group.WORLD)
+    backend = "cpu:gloo,cuda:nccl" if device is not None and device.type == "cuda" else "gloo"
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    return TensorParallel(rank, size, dist.group.WORLD)
+
+
+class SDPAttention(nn.Module):
+    """megatron's core attention on `scaled_dot_product_attention`; causal."""
+
+    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+        super().__init__()
+        self.dropout = float(config.attention_dropout)
+        self.rank: int = others["pg_collection"].tp.rank()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any) -> Tensor:
+        """[s, b, heads, d] each -> [s, b, heads * d]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        with randomness.sharded(self.rank, query.device) if dropout else nullcontext():
+            out = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+class EmbeddingLayer(nn.Module):
+    """Bytes and positions to hidden states."""
+
+    def __init__(self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.embedding = LanguageModelEmbedding(config, gpt.vocab, gpt.seq_len, tp_group=groups.tp)
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        device = self.embedding.position_embeddings.weight.device
+        tokens = microbatch.fields["tokens"].to(device, non_blocking=True)
+        positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+        out: Tensor = self.embedding(tokens, positions)
+        return out
+
+
+class BlockLayer(nn.Module):
+    """One transformer layer."""
+
+    def __init__(
+        self, index: int, config: TransformerConfig, groups: ProcessGroupCollection, spec: Any
+    ) -> None:
+        super().__init__()
+        self.layer = build_module(spec, config=config, layer_number=index, pg_collection=groups)
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        out: Tensor = self.layer(hidden)[0]
+        return out
+
+
+class HeadLayer(nn.Module):
+    """Final norm, output matrix and mean cross entropy."""
+
+    def __init__(self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.norm = WrappedTorchNorm(config=config, hidden_size=gpt.hidden, eps=config.layernorm_epsilon)
+        self.output = ColumnParallelLinear(
+            gpt.hidden,
+            gpt.vocab,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            tp_group=groups.tp,
+        )
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        logits, _ = self.output(self.norm(hidden))
+        labels = microbatch.fields["labels"].to(hidden.device, non_blocking=True).transpose(0, 1).contiguous()
+        loss: Tensor = vocab_parallel_cross_entropy(logits.float(), labels).mean()
+        return loss
+
+
+class GPTStack(LayerStack):
+    """A GPT as `layers` + 2 layers. Building needs `init_tensor_parallel` first; describing does not."""
+
+    def __init__(self, gpt: GPTConfig) -> None:
+        self.gpt, self.seed = gpt, gpt.seed
+        last = gpt.n_layers - 1
+        self.tied = (((0, EMBEDDING_WEIGHT), (last, HEAD_WEIGHT)),) if gpt.tie_embeddings else ()
+
+    @property
+    def n_layers(self) -> int:
+        return self.gpt.n_layers
+
+    def tensor_parallel(self, rank: int, size: int, store_path: str, device: torch.device) -> TensorParallel:
+        return init_tensor_parallel(rank, size, store_path, device)
+
+    def release(self) -> None:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
+        module = self.build_empty(index, device, tp)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(self._initial(index, name, parameter, tp))
+        return module
+
+    def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
+        if tp.size != self.gpt.tp:
+            raise FieldError("tp", tp.size, f"this model was configured for {self.gpt.tp}")
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
+        with torch.device(device):
+            module = self._module(index, self._config(device), groups).to(DTYPES[self.gpt.dtype])
+        for part in module.modules():
+            for name, dim in SHARD_DIMS.get(type(part), {}).items():
+                _mark_sharded(getattr(part, name), dim)
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+                part._forward_impl = linear
+        return module
+
+    def specs(self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None) -> tuple[LayerSpec, ...]:
+        gpt, width = self.gpt, DTYPES[self.gpt.dtype].itemsize
+        tokens, h = gpt.seq_len * gpt.micro_batch_size, gpt.hidden
+        output = tokens * h * width
+        flops = [
+            tokens * h * 250.0,
+            tokens * (24.0 * h * h + 2.0 * gpt.seq_len * h + 250.0 * h),
+            tokens * (2.0 * h * gpt.vocab + 60.0 * h + 400.0 * gpt.vocab),
+        ]
+        kept = [output, 17 * output, output + 2 * tokens * gpt.vocab * 4]
+        described = [
+            layer_spec(
+                self._shapes(kind),
+                accumulate,
+                optimizer,
+                forward_s=flops[kind] / 5e10,
+                activation_bytes=kept[kind],
+                output_bytes=output if kind < 2 else 0,
+            )
+            for kind in range(3)
+        ]
+        return (described[0], *(described[1] for _ in range(gpt.layers)), described[2])
+
+    def _module(self, index: int, config: TransformerConfig, groups: ProcessGroupCollection) -> nn.Module:
+        if index == 0:
+            return EmbeddingLayer(self.gpt, config, groups)
+        if index == self.n_layers - 1:
+            return HeadLayer(self.gpt, config, groups)
+        return BlockLayer(index, config, groups, self._spec)
+
+    @cached_property
+    def _spec(self) -> Any:
+        """megatron's own layer, with attention and norm that run anywhere."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            spec = get_gpt_layer_local_spec()
+        spec.submodules.self_attention.submodules.core_attention = SDPAttention
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
+        return spec
+
+    def _config(self, device: torch.device) -> TransformerConfig:
+        config = copy.copy(self._base_config)
+        config.deterministic_mode = device.type == "cuda"
+        return config
+
+    @cached_property
+    def _base_config(self) -> TransformerConfig:
+        gpt = self.gpt
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return TransformerConfig(
+                num_layers=gpt.layers,
+                hidden_size=gpt.hidden,
+                num_attention_heads=gpt.heads,
+                tensor_model_parallel_size=gpt.tp,
+                hidden_dropout=gpt.dropout,
+                attention_dropout=gpt.dropout,
+                params_dtype=DTYPES[gpt.dtype],
+                bf16=gpt.dtype == "bf16",
+                use_cpu_initialization=True,
+                perform_initialization=False,
+            )
+
+    def _initial(self, index: int, name: str, parameter: Tensor, tp: TensorParallel) -> Tensor:
+        """This rank's part of the parameter's initial value, float32 on the CPU."""
+        if name.endswith("bias"):
+            return torch.zeros(parameter.shape)
+        if "norm" in name:
+            return torch.ones(parameter.shape)
+        owner = next((group[0] for group in self.tied if (index, name) in group), (index, name))
+        dim = getattr(parameter, "partition_dim", -1)
+        whole = [n * tp.size if i == dim else n for i, n in enumerate(parameter.shape)]
+        std = INIT_STD
+        if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            std /= math.sqrt(2 * self.gpt.layers)
+        drawn = torch.empty(whole).normal_(0.0, std, generator=_generator(self.seed, *owner))
+        return drawn if dim < 0 else drawn.chunk(tp.size, dim)[tp.rank]
+
+    def _shapes(self, kind: int) -> list[Shape]:
+        """Parameters of embedding (0), transformer layer (1) or head (2), whole."""
+        h, dtype = self.gpt.hidden, DTYPES[self.gpt.dtype]
+        shapes: list[tuple[int, ...]]
+        if kind == 0:
+            shapes = [(self.gpt.vocab, h), (self.gpt.seq_len, h)]
+        elif kind == 1:
+            matrices = [(h, h), (h,), (3 * h, h), (3 * h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,)]
+            shapes = [(h,), (h,), (h,), (h,), *matrices]
+        else:
+            shapes = [(h,), (h,), (self.gpt.vocab, h)]
+        return [Shape(str(i), shape, dtype) for i, shape in enumerate(shapes)]
+
+
+def _mark_sharded(parameter: Tensor | None, dim: int) -> None:
+    """As megatron does when it initialises; with one rank too, so that its state can be split later."""
+    if parameter is not None and getattr(parameter, "partition_dim", -1) < 0:
+        set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+
+def _generator(seed: int, layer: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(randomness.named(seed, layer, name))

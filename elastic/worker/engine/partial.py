@@ -1,0 +1,116 @@
+"""Runs micro-batches that only some layers lack through the stages that hold these, between logged messages.
+
+What the first of the stages would receive from the one before it, and the last one from the one behind it, is read from
+vaults while the epoch is installed. Everything else is as in a step: `elastic.worker.engine.stage_runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from elastic.domain.types import Assignment, Copy, PartialRun
+from elastic.planning.plan.rank_map import Member, Roster
+from elastic.planning.schedule.partial_schedule import excerpt, groups
+from elastic.planning.schedule.schedule import Action, Kind
+from elastic.worker.backup.activation_log import read
+from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage_runner import Hooks, StageRunner
+from elastic.worker.replica.replica import LayerReplica
+
+
+def wanted(assignment: Assignment, member: Member) -> Iterator[Copy]:
+    """Copies of messages that `member` starts from."""
+    for run in assignment.partial:
+        if run.pipeline != member.pipeline:
+            continue
+        if run.inputs and run.first in member.layers:
+            yield run.inputs[member.shard]
+        if run.gradients and run.last - 1 in member.layers:
+            yield run.gradients[member.shard]
+
+
+class PartialRunner:
+    """The runs of one worker in an epoch's first step.
+
+    Args:
+        messages: bytes of the copies that `wanted` names, by key.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        roster: Roster,
+        rank: int,
+        replicas: Sequence[LayerReplica],
+        messages: dict[str, torch.Tensor],
+    ) -> None:
+        """Raises VaultError if one of `messages` is malformed."""
+        self.step = assignment.step
+        self._groups = groups(assignment.partial, roster.members[rank].pipeline)
+        self._member, self._places = roster.members[rank], roster.places(rank)
+        self._pipeline = assignment.plan.pipelines[self._member.pipeline]
+        self._layers = {replica.index: replica for replica in replicas}
+        self._messages = {key: read(data) for key, data in messages.items()}
+        self._runners: list[StageRunner] = []
+
+    @property
+    def started(self) -> frozenset[int]:
+        """Micro-batches whose forward pass was begun here."""
+        return frozenset(m for runner in self._runners for m in runner.started)
+
+    @property
+    def sent(self) -> frozenset[int]:
+        """Micro-batches whose activations were handed on."""
+        return frozenset(m for runner in self._runners for m in runner.sent)
+
+    def run(
+        self,
+        make: Callable[[Sequence[Chunk]], StageRunner],
+        skip: Mapping[int, frozenset[int]],
+        hooks: Hooks,
+    ) -> None:
+        """Run everything. `make`: a runner of the epoch's links for some chunks; `skip` and errors: see
+        `StageRunner.run`."""
+        for (first, last), runs in self._groups:
+            indices = tuple(run.microbatch for run in runs)
+            actions = excerpt(self._pipeline, first, last, indices)[self._member.stage]
+            if actions:
+                runner = make(self._chunks(first, last))
+                self._runners.append(runner)
+                runner.run(self.step, actions, skip, hooks, self._given(runs))
+
+    def _chunks(self, first: int, last: int) -> list[Chunk]:
+        """The parts of this worker's stages between `first` and `last`."""
+        chunks = []
+        for place in self._places:
+            stage = place.stage
+            layers = [self._layers[i] for i in stage.layers if first <= i < last]
+            if layers:
+                chunk = Chunk(
+                    layers,
+                    previous=place.previous if stage.first > first else None,
+                    following=place.following if stage.last < last else None,
+                    number=place.number if len(self._places) > 1 else -1,
+                    recompute=stage.recompute,
+                    begins=layers[0].index == 0,
+                    ends=place.following is None and stage.last == last,
+                )
+                chunks.append(chunk)
+        return chunks
+
+    def _given(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
+        """The logged messages, as if they were received."""
+        given = {}
+        for run in runs:
+            for copies, layer, kind in (
+                (run.inputs, run.first, Kind.RECV_F),
+                (run.gradients, run.last - 1, Kind.RECV_B),
+            ):
+                place = next((p for p in self._places if layer in p.stage.layers), None)
+                if copies and place is not None:
+                    number = place.number if len(self._places) > 1 else -1
+                    message = self._messages.pop(copies[self._member.shard].key)
+                    given[Action(kind, run.microbatch, number)] = message
+        return given

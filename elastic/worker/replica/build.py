@@ -1,0 +1,57 @@
+"""Makes the replicas of layers."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.domain.types import WHOLE, Accumulate, Portion
+from elastic.worker.model.gradients import Accumulator, FlatLayout
+from elastic.worker.model.layers import LayerStack, TensorParallel
+from elastic.worker.model.optimizer import LayerOptimizer, OptimizerSpec
+from elastic.worker.replica.replica import LayerReplica, shard_dim
+
+
+def build_replica(
+    stack: LayerStack,
+    index: int,
+    tp: TensorParallel,
+    optimizer: OptimizerSpec,
+    accumulate: Accumulate,
+    seed: int,
+    device: torch.device,
+    *,
+    empty: bool = False,
+    portion: Portion = WHOLE,
+) -> LayerReplica:
+    """Make the replica of layer `index` at version 0; `empty`: fast, for `read_state` to fill."""
+    module = (stack.build_empty if empty else stack.build)(index, device, tp)
+    module.train()
+    parameters = list(module.named_parameters())
+    layout = FlatLayout.of(parameters)
+    uncounted = {name for group in stack.tied for layer, name in group[1:] if layer == index}
+    if tp.rank > 0:
+        uncounted |= {name for name, parameter in parameters if shard_dim(parameter) < 0}
+    return LayerReplica(
+        index,
+        tp.rank,
+        module,
+        LayerOptimizer(parameters, optimizer, empty=empty, portion=portion),
+        Accumulator(layout, accumulate, device, f"layer {index}"),
+        seed=seed,
+        uncounted=frozenset(uncounted),
+    )
+
+
+def warm_up(
+    stack: LayerStack,
+    tp: TensorParallel,
+    optimizer: OptimizerSpec,
+    accumulate: Accumulate,
+    device: torch.device,
+) -> None:
+    """Build a layer of each end and of the middle and drop them, so that no import is left for a recovery."""
+    for index in sorted({0, stack.n_layers // 2, stack.n_layers - 1}):
+        replica = build_replica(stack, index, tp, optimizer, accumulate, 0, device, empty=True)
+        run = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
+        replica.write_state(run)
+        replica.read_state(run)

@@ -1,0 +1,187 @@
+"""Measures a link: two processes over the transport that training uses. `python -m elastic.worker.transport.linkprobe`.
+
+One-way seconds of messages of several sizes, as half of a round trip's; bandwidth and latency from them. Then
+contention: how much longer a computation takes while messages go out beside it. And how fast copies for the backup are
+made: written to shared memory, checksum included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from elastic.planning.cost.profile import Link
+from elastic.store.slots import SlotPool, checksum
+from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.links import MAX_UNRECEIVED, Links, host_store
+
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of the messages."""
+TIMEOUT_S = 120.0
+IDLE_S = 0.005
+"""Between messages, as in a pipeline: whoever waits is asleep when one comes."""
+COMPUTE = 256
+"""Rows of the matrices that are multiplied while messages go out."""
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """The link of these one-way times: latency of the smallest message, bandwidth between larger ones."""
+    latency = seconds[0]
+    points = pairwise(zip(sizes, seconds, strict=True))
+    rates = [(b - a) / (t - s) for (a, s), (b, t) in points if t > s]
+    rate = median(rates[-3:]) if rates else sizes[-1] / max(seconds[-1], 1e-9)
+    return Link(bytes_per_s=rate, latency_s=max(0.0, latency - sizes[0] / rate))
+
+
+def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
+    """Median one-way seconds of a message of `nbytes` between ranks 0 and 1, which both call this."""
+    tensor, found = torch.zeros(nbytes // 4), []
+    for _ in range(repeat):
+        expected = links.recv(1 - links.rank, tag)
+        time.sleep(IDLE_S if links.rank == 0 else 0.0)
+        began = time.perf_counter()
+        if links.rank == 0:
+            links.send(tensor, 1, tag)
+            expected.wait()
+        else:
+            expected.wait()
+            links.send(tensor, 0, tag)
+        found.append((time.perf_counter() - began) / 2)
+    links.flush()
+    return median(found[len(found) // 4 :])
+
+
+def contention(links: Links, link: Link, tag: int, repeat: int) -> float:
+    """Seconds by which compute on rank 0 gets longer for a second of concurrent transfer. Both ranks call this."""
+    loops, alone = _calibrate() if links.rank == 0 else (0, 0.0)
+    size = torch.tensor([int(alone * link.bytes_per_s / MAX_UNRECEIVED) // 4 + 1])
+    numel = int(links.gather(size)[0].item())
+    found = []
+    for _ in range(repeat):
+        links.gather(size)
+        if links.rank == 1:
+            for _ in range(MAX_UNRECEIVED):
+                links.recv(0, tag).wait()
+            continue
+        tensor = torch.zeros(numel)
+        began = time.perf_counter()
+        for _ in range(MAX_UNRECEIVED):
+            links.send(tensor, 1, tag)
+        _compute(loops)
+        beside = time.perf_counter() - began
+        links.flush()
+        transfer = min(beside, time.perf_counter() - began)
+        found.append(max(0.0, beside - alone) / transfer)
+    return median(found) if found else 0.0
+
+
+def copy_rate(nbytes: int = SIZES[-1], repeat: int = 9) -> float:
+    """Bytes a second at which this process makes copies of `nbytes`, as the backup does."""
+    source, found = torch.ones(nbytes, dtype=torch.uint8), []
+    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(dir=memory) as directory:
+        pool = SlotPool(Path(directory), "probe-")
+        for _ in range(repeat):
+            slot = pool.take(nbytes)
+            began = time.perf_counter()
+            torch.frombuffer(slot.view(nbytes), dtype=torch.uint8).copy_(source)
+            checksum(slot.view(nbytes))
+            found.append(time.perf_counter() - began)
+            pool.give(slot)
+        pool.close()
+    return nbytes / median(found)
+
+
+def _compute(loops: int) -> None:
+    matrix = torch.ones(COMPUTE, COMPUTE)
+    for _ in range(loops):
+        matrix @ matrix
+
+
+def _calibrate() -> tuple[int, float]:
+    """(loops, seconds) of a computation of about 0.2 s."""
+    _compute(20)
+    began = time.perf_counter()
+    _compute(50)
+    loops = max(1, int(0.2 / ((time.perf_counter() - began) / 50)))
+    found = []
+    for _ in range(5):
+        began = time.perf_counter()
+        _compute(loops)
+        found.append(time.perf_counter() - began)
+    return loops, median(found)
+
+
+def probe(rank: int, store: str, repeat: int) -> dict[str, object]:
+    """Measure; rank 0's answer counts."""
+    torch.set_num_threads(1)
+    answer = _measured(rank, store, repeat)
+    gc.collect()  # links refer to themselves; their threads must end while the interpreter is whole
+    return answer
+
+
+def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
+    links = Links.open(
+        epoch=1,
+        rank=rank,
+        world_size=2,
+        store_address=store,
+        device=torch.device("cpu"),
+        timeout_s=TIMEOUT_S,
+        abandon=Abandon(),
+    )
+    seconds = [one_way(links, nbytes, tag, repeat) for tag, nbytes in enumerate(SIZES)]
+    link = fit(SIZES, seconds)
+    slows = contention(links, link, len(SIZES), 3)
+    links.gather(torch.zeros(1))
+    return {
+        "bytes_per_s": link.bytes_per_s,
+        "latency_s": link.latency_s,
+        "contention": slows,
+        "copy_bytes_per_s": copy_rate() if rank == 0 else 0.0,
+        "sizes": list(SIZES),
+        "seconds": seconds,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="elastic.worker.transport.linkprobe")
+    parser.add_argument("--store", default="")
+    parser.add_argument("--repeat", type=int, default=20)
+    args = parser.parse_args(argv)
+    if args.store:
+        probe(1, args.store, args.repeat)
+        return 0
+    store, address = host_store()
+    words = [
+        sys.executable,
+        "-m",
+        "elastic.worker.transport.linkprobe",
+        "--store",
+        address,
+        "--repeat",
+        str(args.repeat),
+    ]
+    other = subprocess.Popen(words)
+    try:
+        print(json.dumps(probe(0, address, args.repeat)), flush=True)
+        return other.wait(TIMEOUT_S)
+    finally:
+        other.kill()
+        other.wait()
+        del store
+
+
+if __name__ == "__main__":
+    sys.exit(main())

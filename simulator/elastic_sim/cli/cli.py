@@ -1,0 +1,268 @@
+"""The `elastic-sim` command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic.domain.errors import FieldError
+from elastic_sim import reproduce as tables
+from elastic_sim.cli.commands import advise, doubted, policies, replay
+from elastic_sim.cli.options import (
+    FILE,
+    RATE,
+    SECONDS,
+    PerNode,
+    clear_errors,
+    mtbf_of,
+    sizes_of,
+    stored,
+    writable,
+)
+from elastic_sim.cli.sweep_command import sweep
+from elastic_sim.microbatches.physics import Physics
+from elastic_sim.microbatches.physics import read as read_physics
+from elastic_sim.microbatches.validate import as_json as report_json
+from elastic_sim.microbatches.validate import measure, told, validate
+from elastic_sim.traces import trace as traces
+from elastic_sim.traces.fetch import HOST, ORIGINALS, fetch
+from elastic_sim.traces.generate import Market, fitted, generate, shared_with_inference
+from elastic_sim.traces.importers import FORMATS, UNITS
+from elastic_sim.traces.statistics import Statistics, statistics
+
+
+@click.group()
+def main() -> None:
+    """Replay spot markets: traces, and what was published about others."""
+
+
+@main.group("traces")
+def traces_group() -> None:
+    """Read, convert, make and fetch traces."""
+
+
+@traces_group.command("stats")
+@click.argument("file", type=FILE)
+@click.option("--json", "as_json", is_flag=True, help="as JSON")
+@click.option("--html", type=FILE, help="write a page with plots there")
+@clear_errors
+def stats(file: Path, as_json: bool, html: Path | None) -> None:
+    """Nodes, losses, lifetimes of a trace."""
+    writable(html)
+    found, _ = traces.read(file)
+    if html is not None:
+        from elastic_sim.report.trace_page import trace_page  # templates take a while to import
+
+        stored(html, trace_page(found, file.name))
+    doubted(found, file)
+    click.echo(json.dumps(asdict(statistics(found))) if as_json else _told(statistics(found)))
+
+
+@traces_group.command("import")
+@click.argument("kind", type=click.Choice(sorted(FORMATS)))
+@click.argument("source", type=FILE)
+@click.argument("out", type=FILE)
+@click.option("--bid", type=float, help="spot-prices: a zone's nodes are there up to this price")
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, traces.MOST_NODES),
+    default=1,
+    show_default=True,
+    help="spot-prices: nodes of a zone",
+)
+@click.option("--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several")
+@click.option("--hours", is_flag=True, help="counts: times are hours, not seconds")
+@clear_errors
+def import_(
+    kind: str, source: Path, out: Path, bid: float | None, nodes: int, product: str | None, hours: bool
+) -> None:
+    """Convert a file of another form into a trace."""
+    more: dict[str, Any] = {}
+    unit = UNITS[kind]
+    if kind == "spot-prices":
+        if bid is None:
+            raise FieldError("--bid", None, "spot prices need a bid, in dollars an hour")
+        more = {"bid": bid, "nodes": nodes, "product": product}
+    elif kind == "counts" and hours:
+        more, unit = {"unit_s": 3600.0}, "hours"
+    elif kind == "events" and (config := source.parent / "config.json").is_file():
+        more = {"config": traces.text_of(config, "file")}
+    found = FORMATS[kind](traces.text_of(source, "file"), source.name, **more)
+    _write(found, out, f", times read as {unit}")
+    if kind != "events":  # runs that were made to fail lose more
+        hint = " --hours takes them for hours" if kind == "counts" and not hours else ""
+        doubted(found, source, unit, hint)
+
+
+@traces_group.command("convert")
+@click.argument("source", type=FILE)
+@click.argument("out", type=FILE)
+@click.option("--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did")
+@click.option("--from", "first", type=SECONDS, default=0.0, help="begin here")
+@click.option("--to", "last", type=SECONDS, help="end here")
+@clear_errors
+def convert(source: Path, out: Path, repair: bool, first: float, last: float | None) -> None:
+    """Repair a trace, or cut a window out of it."""
+    whole, repairs = traces.read(source, repair=repair)
+    found = whole
+    for done in repairs:
+        click.echo(f"line {done.line}: {done.text}" if done.line else done.text, err=True)
+    if first or last is not None:
+        end = found.end_s if last is None else last
+        if not first < end <= found.end_s:
+            raise FieldError("--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s")
+        found = traces.window(whole, first, end)
+    _write(found, out)
+    doubted(whole, source)
+
+
+@traces_group.command("generate")
+@click.argument("out", type=FILE)
+@click.option("--nodes", type=int, default=32, show_default=True, help="wanted at any time")
+@click.option("--duration", type=SECONDS, default=86400.0, help="of the trace [24h]")
+@click.option(
+    "--mtbf",
+    type=RATE,
+    default=3600.0,
+    help="between two losses of the cluster; of each node, as 200h/node [1h]",
+)
+@click.option("--repair", type=SECONDS, default=1200.0, help="until a lost node is replaced; 0: never [20m]")
+@click.option("--notice", type=SECONDS, default=0.0, help="how long before a node is told [0s]")
+@click.option(
+    "--bulk", default="1", show_default=True, help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)"
+)
+@click.option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1 [0]")
+@click.option(
+    "--shape",
+    type=float,
+    default=1.0,
+    help="of the Weibull distribution of times between losses; below 1: in bursts [1]",
+)
+@click.option(
+    "--lifetime-shape",
+    type=float,
+    default=1.0,
+    help="of the Weibull distribution of nodes' lifetimes; below 1 young nodes go rather [1]",
+)
+@click.option("--zones", default="", help="zones, comma-separated [a; with --like: the trace's]")
+@click.option(
+    "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
+)
+@click.option(
+    "--inference", type=int, help="shared with inference, which leaves at least so many nodes by day"
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@clear_errors
+def generate_(
+    out: Path,
+    nodes: int,
+    duration: float,
+    mtbf: float | PerNode,
+    repair: float,
+    notice: float,
+    bulk: str,
+    diurnal: float,
+    shape: float,
+    lifetime_shape: float,
+    zones: str,
+    like: Path | None,
+    inference: int | None,
+    seed: int,
+) -> None:
+    """Make a trace up, labelled so."""
+    names = tuple(name.strip() for name in zones.split(",")) if zones else ()
+    if inference is not None:
+        made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice)
+    else:
+        market = (
+            fitted(traces.read(like)[0], zones=names)
+            if like is not None
+            else Market(
+                nodes=nodes,
+                mtbf_s=mtbf_of(mtbf, nodes, sizes_of(bulk)),
+                bulk=sizes_of(bulk),
+                repair_s=repair,
+                notice_s=notice,
+                shape=shape,
+                lifetime_shape=lifetime_shape,
+                diurnal=diurnal,
+                zones=names or ("a",),
+            )
+        )
+        made = generate(market, duration, seed)
+    _write(made, out)
+
+
+@traces_group.command("fetch")
+@click.argument("names", nargs=-1)
+@click.option("--to", "directory", type=FILE, default=Path("traces/originals"), show_default=True)
+@click.option("--host", default=HOST, show_default=True, help="a mirror of the authors' repositories")
+@clear_errors
+def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
+    """Download recorded traces (all, or those named) and check them."""
+    unknown = [name for name in names if name not in ORIGINALS]
+    if unknown:
+        raise FieldError("trace", unknown[0], f"one of {', '.join(ORIGINALS)}")
+    for name in names or ORIGINALS:
+        click.echo(f"{name}: {fetch(ORIGINALS[name], directory, host)} ({ORIGINALS[name].format})")
+
+
+@main.command("reproduce")
+@click.argument("what", type=click.Choice(sorted(tables.TABLES)))
+@click.option(
+    "--data", type=FILE, help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)"
+)
+@click.option("--json", "out", type=FILE, help="write the rows there, too")
+@clear_errors
+def reproduce(what: str, data: Path | None, out: Path | None) -> None:
+    """Published values of others, from their own rules and constants."""
+    rows = tables.TABLES[what](tables.data_directory(data) if what in tables.RECORDED else Path())
+    click.echo(tables.describe(rows))
+    if out is not None:
+        stored(out, json.dumps({"rows": rows}, indent=2) + "\n")
+
+
+@main.command("validate")
+@click.argument("run_dirs", metavar="RUN_DIR...", type=FILE, nargs=-1, required=True)
+@click.option("--physics", type=FILE, help="what a machine's messages, processes and links take [defaults]")
+@click.option("--calibrate", "out", type=FILE, help="measure that in these runs, and write it there, instead")
+@click.option("--json", "as_json", type=FILE, help="write the figures there, too")
+@clear_errors
+def validate_(
+    run_dirs: tuple[Path, ...], physics: Path | None, out: Path | None, as_json: Path | None
+) -> None:
+    """Compare emulated runs with their simulation: throughput, and each phase of their recoveries."""
+    if out is not None:
+        if physics is not None or as_json is not None:
+            raise FieldError(
+                "--calibrate", str(out), "give --physics and --json to another call: this one measures"
+            )
+        click.echo(f"{out}: {measure(run_dirs, out)}")
+        return
+    report = validate(run_dirs, read_physics(physics) if physics is not None else Physics())
+    click.echo(told(report))
+    if as_json is not None:
+        stored(as_json, json.dumps(report_json(report), indent=1) + "\n")
+
+
+def _told(found: Statistics) -> str:
+    rows = asdict(found)
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value:>12.4g}" for name, value in rows.items())
+
+
+def _write(found: traces.Trace, out: Path, more: str = "") -> None:
+    stored(out, traces.format_trace(found))
+    click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h{more}")
+
+
+for command in (replay, policies, sweep, advise):
+    main.add_command(command)
+
+
+if __name__ == "__main__":
+    main()

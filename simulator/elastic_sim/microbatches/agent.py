@@ -1,0 +1,266 @@
+"""An agent: the real node transition, with a vault, a wire, a stream to the coordinator and one worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from elastic.core.node import node as core
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import Copy, NodeInfo
+from elastic_sim.microbatches.clock import Wire
+from elastic_sim.microbatches.vault import Vault
+from elastic_sim.microbatches.worker import Worker
+
+if TYPE_CHECKING:
+    from elastic_sim.microbatches.world import World
+
+LOOK_S = 0.2
+"""Between two looks at the worker."""
+COPIES = "copies"
+"""The stream of what a node backs up."""
+RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
+
+
+class Link:
+    """One stream to the coordinator: in order both ways; what is under way when it breaks is lost."""
+
+    def __init__(self, world: World, agent: Agent) -> None:
+        self._world, self._agent, self.open = world, agent, True
+        self._at = [0.0, 0.0]
+
+    def up(self, message: Any) -> None:
+        self._later(0, lambda: self._world.boss.hear(self, message))
+
+    def down(self, message: Any) -> None:
+        self._later(1, lambda: self._agent.hear_boss(message))
+
+    def _later(self, way: int, action: Callable[[], None]) -> None:
+        clock = self._world.clock
+        self._at[way] = max(self._at[way], clock.now + clock.vary(self._world.physics.message_s))
+        clock.after(self._at[way] - clock.now, lambda: action() if self.open else None)
+
+
+class Agent:
+    def __init__(self, world: World, info: NodeInfo, start_s: float) -> None:
+        """`start_s`: of its first worker; later ones take as long as `Physics` says."""
+        self.world, self.name, self._first_s = world, info.node, start_s
+        self.info = info
+        profile, physics = world.profile, world.physics
+        rate = physics.bytes_per_s or world.link_bytes_per_s
+        self.wire = Wire(world.clock, rate, profile.link.latency_s)
+        self.alive, self.left_with = True, -1
+        self.link: Link | None = None
+        self._steps: list[m.StepDone] = []
+        self._generation = 0
+        self._begin()
+        self.connect()
+        self._look()
+        self._beat()
+
+    def _begin(self) -> None:
+        self.info = replace(
+            self.info, incarnation=f"{self.name}.{self.world.number()}", vault=f"{self.name}:1"
+        )
+        self.state = core.NodeState(self.info)
+        self.vault, self.fence = Vault(self.name), 0
+        self.worker: Worker | None = None
+        self._speak = 0.0
+        self._outgoing: deque[tuple[int, str]] = deque()
+        """(epoch, peer) of copies that are on their way, in order."""
+
+    @property
+    def reachable(self) -> bool:
+        return self.alive
+
+    # ---- the stream -----------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        if self.alive and self.link is None:
+            self.link = Link(self.world, self)
+            self.report()
+
+    def disconnect(self, seconds: float) -> None:
+        """The stream broke; the coordinator sees it after so long."""
+        if self.link is not None:
+            link, self.link = self.link, None
+            link.open = False
+            self.world.clock.about(seconds, lambda: self.world.boss.hear(link, "closed"))
+
+    def _send(self, message: Any) -> None:
+        if self.link is not None:
+            self.link.up(message)
+
+    def hear_boss(self, message: Any) -> None:
+        if not self.alive:
+            return
+        match message:
+            case m.Trim(epoch, step):
+                self.vault.trim(epoch, step)
+            case m.Prefetch():
+                self._prefetch(message)
+            case _:
+                self.apply(message)
+
+    def _prefetch(self, order: m.Prefetch) -> None:
+        """Pull states into the own vault while training goes on."""
+        incarnation, copies, left = self.info.incarnation, list[Copy](), 1
+
+        def pulled() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.world.clock.about(self.world.physics.prefetch_s, done)
+
+        def done() -> None:
+            if self.alive and self.info.incarnation == incarnation:
+                for copy in copies:
+                    if copy.node in self.world.agents and self.world.agents[copy.node].reachable:
+                        self.vault.add(copy)
+                self.apply(core.PrefetchDone(order.epoch))
+
+        for layer, _, node in order.sources:
+            source = self.world.agents.get(node)
+            if source is not None and source.reachable:
+                mine = [copy for copy in source.vault.newest_state(layer) if copy.owner == node]
+                copies += mine
+                left += len(mine)
+                for copy in mine:
+                    source.wire.send(f"{self.name}, in advance", copy.nbytes, pulled)
+        pulled()
+
+    # ---- events ---------------------------------------------------------------------------------
+
+    def hear_worker(self, worker: Worker, message: Any) -> None:
+        """In the order in which it was said, and only from the present worker."""
+        clock = self.world.clock
+        self._speak = max(self._speak, clock.now + clock.vary(self.world.physics.local_s))
+        clock.after(self._speak - clock.now, lambda: self._hear(worker.generation, message))
+
+    def _hear(self, generation: int, message: Any) -> None:
+        if not self.alive or generation != self._generation:
+            return
+        match message:
+            case m.StepDone():
+                self._send(message)
+            case core.Exited():
+                self.apply(message)
+            case _:
+                self.apply(core.Said(0, message))
+
+    def held(self, peer: str) -> None:
+        """The peer's vault cannot be reached."""
+        if self.worker is not None and self.alive:
+            self.apply(core.Said(0, m.CommFailed(self.state.epoch, (peer,), "backup")))
+
+    def _look(self) -> None:
+        if not self.alive:
+            return
+        self.world.clock.after(LOOK_S, self._look)
+        worker = self.worker
+        if worker is not None and worker.alive:
+            if worker.attached and not worker.stopped:
+                self.apply(core.Said(0, worker.progress()))
+            cpu_s = 0.0 if worker.stopped else self.world.clock.now
+            self.apply(core.Looked((core.Evidence(0, worker.stopped, cpu_s),)))
+
+    def _beat(self) -> None:
+        if self.alive:
+            self.world.clock.after(self.world.boss.state.policy.heartbeat_s, self._beat)
+            self._send(core.heartbeat(self.state))
+
+    def apply(self, event: Any) -> None:
+        if not self.alive:
+            return
+        self.state, actions, _ = core.transition(self.state, event, self.world.clock.now)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: core.Action) -> None:
+        match action:
+            case core.Tell(message, _):
+                if self.worker is not None:
+                    self.worker.order(message)
+            case core.Spawn():
+                self._generation += 1
+                self.worker = Worker(self, self._generation, self._start_s())
+            case core.KillWorkers():
+                if self.worker is not None:
+                    self.worker.crash()
+            case core.Enter(install):
+                self._fence(install.epoch)
+                self.vault.enter(install.epoch, install.assignment.step)
+            case core.Fence(epoch):
+                self._fence(epoch)
+            case core.Report():
+                self.report()
+            case core.Leave(code):
+                self.alive, self.left_with = False, code
+                if self.worker is not None:
+                    self.worker.die(silent=True)
+                self.disconnect(self.world.physics.message_s)
+            case core.Rejoin():
+                self._generation += 1
+                self._begin()
+                self.report()
+
+    def _start_s(self) -> float:
+        return self._first_s if self._generation == 1 else self.world.physics.spawn_s
+
+    def _fence(self, epoch: int) -> None:
+        if epoch > self.fence:
+            self.fence = epoch
+            self._outgoing.clear()
+            self.wire.drop(COPIES)
+
+    def report(self) -> None:
+        report = core.report(self.state)
+        if report.phase not in RUNNING:
+            report = replace(report, inventory=self.vault.inventory())
+        self._send(report)
+
+    # ---- backups --------------------------------------------------------------------------------
+
+    def replicate(self, copies: list[Copy], peer: str, acked: Callable[[], None]) -> None:
+        """Bring copies to the peer's vault, behind those before. If it refuses, there is no acknowledgement."""
+        epoch, job = copies[0].epoch, (copies[0].epoch, peer)
+        self._outgoing.append(job)
+
+        def arrive() -> None:
+            if job in self._outgoing:
+                self._outgoing.remove(job)
+            if not self.alive or self.fence > epoch:
+                return
+            target = self.world.agents.get(peer)
+            if target is None or not target.alive:
+                self.held(peer)
+            elif target.fence <= epoch:
+                for copy in copies:
+                    target.vault.add(copy)
+                acked()
+
+        def gone() -> None:
+            self.world.clock.about(2 * self.world.physics.local_s, arrive)
+
+        self.wire.send(COPIES, sum(copy.nbytes for copy in copies), gone)
+
+    def peer_gone(self, peer: str) -> None:
+        """Its connections have ended: a copy that is on its way there is seen to fail."""
+        if self._outgoing and self._outgoing[0] == (self.fence, peer):
+            self.held(peer)
+
+    # ---- faults ---------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """The node is gone, agent, vault and worker; its connections break."""
+        if self.alive:
+            self.alive = False
+            if self.worker is not None:
+                self.worker.die()
+            for other in self.world.agents.values():
+                self.world.clock.about(self.world.physics.closed_s, partial(other.peer_gone, self.name))
+            self.disconnect(self.world.physics.closed_s)

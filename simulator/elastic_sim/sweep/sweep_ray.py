@@ -1,0 +1,131 @@
+"""Cells on a Ray cluster. The only module that imports ray, which is optional.
+
+A task is a batch of cells of one world, so that a worker process, which remembers its worlds, prices plans once. Ray
+runs the batch of a worker that died again; a batch that keeps dying is taken apart, to know which cell it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import ray
+from ray import exceptions
+
+from elastic.domain.errors import FieldError
+from elastic_sim.steps.scenario import Scenario
+from elastic_sim.sweep.cells import (
+    MOST_DEATHS,
+    Backend,
+    Cell,
+    CellFailed,
+    Result,
+    attempt,
+    result_or_raise,
+    world_of,
+)
+
+LARGEST = 8
+"""Cells of a batch: what has to be run again when its worker dies."""
+LOCAL = "local"
+"""In place of an address: a cluster that is started on this machine, and stopped at the end."""
+DIED = (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError)
+Files = Mapping[str, bytes]
+"""Contents by path: machines of the cluster need not have them."""
+
+
+def on_ray(address: str) -> Backend:
+    """A backend on the cluster at an address, or LOCAL."""
+    return partial(_connected, address=address)
+
+
+def _connected(cells: Sequence[Cell], address: str) -> Generator[tuple[Cell, Result]]:
+    """Raises FieldError where there is no cluster, CellFailed."""
+    ours = Path(__file__).resolve().parents[2]
+    runtime = Path(elastic.__file__).resolve().parents[1]
+    sources = dict.fromkeys((str(ours), str(runtime)))
+    path = os.pathsep.join(filter(None, (*sources, os.environ.get("PYTHONPATH", ""))))
+    more = {"include_dashboard": False} if address == LOCAL else {}
+    try:
+        ray.init(
+            address=address,
+            runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
+            log_to_driver=False,
+            logging_level="ERROR",
+            **more,
+        )
+    except (OSError, RuntimeError, ValueError, exceptions.RayError) as error:
+        remedy = f"a Ray cluster must run there: {' '.join(str(error).split())[:300]}"
+        raise FieldError("--address", address, remedy) from error
+    try:
+        yield from _run(cells)
+    finally:
+        ray.shutdown()
+
+
+def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
+    task = ray.remote(attempt_all).options(num_cpus=1, max_retries=MOST_DEATHS - 1)
+    files = ray.put(files_of(cells))
+    cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
+    running = {task.remote(batch, files): batch for batch in batches(cells, cpus)}
+    while running:
+        done = ray.wait(list(running), num_returns=1)[0][0]
+        batch = running.pop(done)
+        try:
+            found = ray.get(done)
+        except DIED as error:
+            if len(batch) == 1:
+                raise CellFailed(f"{batch[0]}: {MOST_DEATHS} processes died while they ran it") from error
+            running |= {task.remote([cell], files): [cell] for cell in batch}
+            continue
+        except exceptions.RayError as error:
+            raise CellFailed(f"{batch[0]}: {error}") from error
+        for cell, result in zip(batch, found, strict=True):
+            yield cell, result_or_raise(cell, result)
+
+
+def batches(cells: Sequence[Cell], cpus: int) -> Iterator[list[Cell]]:
+    """Of one world each, and enough of them to keep everybody busy."""
+    for _, group in groupby(cells, lambda cell: world_of(cell.scenario)):
+        same = list(group)
+        size = min(LARGEST, -(-len(same) // cpus))
+        for start in range(0, len(same), size):
+            yield same[start : start + size]
+
+
+def attempt_all(cells: Sequence[Cell], files: Files) -> list[Result | str]:
+    """In a worker."""
+    return [attempt(replace(cell, scenario=placed(cell.scenario, files))) for cell in cells]
+
+
+def files_of(cells: Sequence[Cell]) -> Files:
+    """All that they read. Raises FieldError."""
+    paths = {path for cell in cells for path in cell.scenario.files().values()}
+    try:
+        return {path: Path(path).read_bytes() for path in sorted(paths)}
+    except OSError as error:
+        raise FieldError("file", str(error.filename), f"a readable file is needed: {error}") from error
+
+
+def placed(scenario: Scenario, files: Files) -> Scenario:
+    """The scenario with its files where this machine has them, named by their contents: never stale."""
+    copies = {}
+    for name, path in scenario.files().items():
+        folder = Path(tempfile.gettempdir(), f"elastic-sim-{os.getuid()}")
+        folder /= hashlib.sha256(files[path]).hexdigest()
+        copy = folder / Path(path).name
+        if not copy.exists():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fresh = folder / f".{os.getpid()}"
+            fresh.write_bytes(files[path])
+            fresh.replace(copy)
+        copies[name] = str(copy)
+    return replace(
+        scenario, trace=copies.get("trace", scenario.trace), model=copies.get("model", scenario.model)
+    )

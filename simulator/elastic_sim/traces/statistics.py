@@ -1,0 +1,122 @@
+"""What a trace says of a market: how many nodes are there, how long they stay, how many go at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from elastic_sim.traces.trace import ADD, Trace
+
+FEW = 20
+"""Nodes that went, below which the shape of their lifetimes is not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of one trace. Rates are per node and hour that nodes were there."""
+
+    hours: float
+    node_hours: float
+    nodes_mean: float
+    nodes_least: int
+    """Except before the first node came."""
+    nodes_most: int
+    losses: int
+    loss_events: int
+    """Moments at which nodes went."""
+    losses_per_node_hour: float
+    bulk_mean: float
+    """Nodes lost at such a moment."""
+    bulk_most: int
+    joins: int
+    """After the beginning."""
+    lifetime_median_s: float
+    """Of nodes that went; 0: none did."""
+    lifetime_shape: float
+    """Of the Weibull distribution of lifetimes, those that still last included; below 1 young nodes go rather, above 1
+    old ones; 0: fewer than `FEW` nodes went."""
+    between_losses_mean_s: float
+    """Of the whole cluster; 0: fewer than two such moments."""
+    notices: int
+    """Losses that were told before."""
+
+
+def statistics(trace: Trace) -> Statistics:
+    """Count a trace."""
+    steps = counts(trace)
+    ended, lasting = lifetimes(trace)
+    bulks = Counter[float]()
+    joins = notices = 0
+    for event in trace.events:
+        if event.kind == ADD:
+            joins += event.seconds > 0
+        else:
+            bulks[event.seconds] += 1
+            notices += event.notice_s > 0
+    node_s = sum(n * (until - at) for (at, n), (until, _) in itertools.pairwise(steps))
+    moments = sorted(bulks)
+    sizes = [n for _, n in steps]
+    while sizes and not sizes[0]:
+        sizes.pop(0)
+    return Statistics(
+        hours=trace.end_s / 3600,
+        node_hours=node_s / 3600,
+        nodes_mean=node_s / trace.end_s,
+        nodes_least=min(sizes, default=0),
+        nodes_most=max(sizes, default=0),
+        losses=len(ended),
+        loss_events=len(bulks),
+        losses_per_node_hour=len(ended) / (node_s / 3600) if node_s else 0.0,
+        bulk_mean=mean(bulks.values()) if bulks else 0.0,
+        bulk_most=max(bulks.values(), default=0),
+        joins=joins,
+        lifetime_median_s=median(ended) if ended else 0.0,
+        lifetime_shape=weibull_shape(ended, lasting) if len(ended) >= FEW else 0.0,
+        between_losses_mean_s=(moments[-1] - moments[0]) / (len(moments) - 1) if len(moments) > 1 else 0.0,
+        notices=notices,
+    )
+
+
+def lifetimes(trace: Trace) -> tuple[list[float], list[float]]:
+    """Seconds that nodes were there: of those that went, and so far of those that are there at the end."""
+    came: dict[str, float] = {}
+    ended = list[float]()
+    for event in trace.events:
+        if event.kind == ADD:
+            came[event.node] = event.seconds
+        else:
+            ended.append(event.seconds - came.pop(event.node))
+    return ended, [trace.end_s - at for at in came.values()]
+
+
+def weibull_shape(ended: Sequence[float], lasting: Sequence[float]) -> float:
+    """Of the Weibull distribution that makes these lifetimes most likely, the `lasting` ones being longer than told
+    (Cohen, Technometrics 1965, equation for the shape alone), by bisection."""
+    longest = max([*ended, *lasting])
+    went = [math.log(max(t, 1.0) / longest) for t in ended]
+    every = [*went, *(math.log(max(t, 1.0) / longest) for t in lasting)]
+    low, high = 0.1, 10.0
+    for _ in range(50):
+        shape = (low + high) / 2
+        weights = [math.exp(shape * t) for t in every]
+        mean_log = sum(w * t for w, t in zip(weights, every, strict=True)) / sum(weights)
+        low, high = (low, shape) if mean_log - 1 / shape > mean(went) else (shape, high)
+    return round((low + high) / 2, 3)
+
+
+def counts(trace: Trace) -> list[tuple[float, int]]:
+    """(seconds, nodes from then on), from 0 to the end."""
+    found, n = [(0.0, 0)], 0
+    for at, events in trace.steps():
+        n += sum(1 if event.kind == ADD else -1 for event in events)
+        if at == found[-1][0]:
+            found[-1] = at, n
+        else:
+            found.append((at, n))
+    if found[-1][0] < trace.end_s:
+        found.append((trace.end_s, n))
+    return found

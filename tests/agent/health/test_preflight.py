@@ -1,0 +1,191 @@
+"""Pre-flight: what is checked, what is fatal, and how often a node asks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.agent.health import preflight
+from elastic.agent.health.devices import Devices
+from elastic.agent.health.preflight import Gate, local_checks, network_checks, standing_of
+from elastic.agent.vault.server import VaultServer
+from elastic.agent.vault.vault import Vault
+from elastic.core.protocol.health_report import Check, Preflight
+from elastic.domain.errors import UsageError
+from tests.agent.health.drivers import Driver
+from tests.patience import LONG_S
+
+NONE = Devices(Driver(0))
+
+
+def test_a_sound_machine_passes_in_no_time(tmp_path: Path) -> None:
+    """`seconds` of CPU, for the machine may be busy."""
+    began = time.process_time()
+    checks, score = local_checks((("run", tmp_path), ("memory", tmp_path / "later")), 0, NONE)
+    assert time.process_time() - began < 2.0
+    assert [c.name for c in checks] == ["compute", "memory", "disk:run", "disk:memory"]
+    assert all(c.ok for c in checks) and score > 0
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_a_disk_that_cannot_be_written_is_fatal_but_for_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for role, fatal in (("run", True), ("checkpoints", False)):
+        check = preflight.disk(role, Path("/proc/nowhere"))
+        assert not check.ok and check.fatal is fatal and "cannot be written" in check.remedy
+
+
+def test_less_memory_than_the_plan_may_use_is_a_warning() -> None:
+    check = preflight.memory(1 << 60)
+    assert not check.ok and not check.fatal and "--node-memory" in check.remedy
+
+
+def test_wrong_results_are_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        def __eq__(self, other: object) -> Any:
+            import numpy as np
+
+            return np.array([True, False])
+
+    class Matrix:
+        def __matmul__(self, other: object) -> Any:
+            return Wrong()
+
+        def astype(self, kind: object) -> Any:
+            return self
+
+        def reshape(self, *shape: int) -> Any:
+            return self
+
+        def __mod__(self, other: int) -> Any:
+            return self
+
+        __sub__ = __mod__
+
+    monkeypatch.setattr(preflight.np, "arange", lambda *args, **kinds: Matrix())
+    check = preflight.compute()
+    assert not check.ok and check.fatal and "wrong results" in check.remedy
+
+
+def test_a_broken_device_is_fatal_and_a_hot_one_a_warning() -> None:
+    driver = Driver(2)
+    devices = Devices(driver)
+    driver.messages.append((0, 79))
+    driver.mask[1] = 64
+    broken, hot = preflight.device_checks(devices)
+    assert (broken.ok, broken.fatal) == (False, True) and "XID 79" in broken.remedy
+    assert (hot.ok, hot.fatal) == (False, False) and "cooling" in hot.remedy
+
+
+@pytest.mark.parametrize(
+    ("program", "ok", "text"),
+    [
+        ("print('noise'); print('{\"tflops\": 3.5}')", True, ""),
+        ('print(\'{"tflops": 0.1, "error": "cuda:0 computes wrong results"}\')', False, "wrong results"),
+        ("raise SystemExit(3)", False, "the trial failed"),
+    ],
+)
+def test_the_trial_of_devices_is_a_child(program: str, ok: bool, text: str) -> None:
+    check = preflight.device_trial((sys.executable, "-c", program))
+    assert check.ok is ok and check.fatal and text in check.remedy and (check.value == 3.5) is ok
+
+
+def answers(**answer: Any) -> Any:
+    return lambda address, kind, body, timeout_s: answer
+
+
+def test_clock_and_peer(tmp_path: Path) -> None:
+    vault = Vault("b", tmp_path / "vault")
+    server = VaultServer(vault).start()
+    try:
+        rows = [
+            {"node": "dead", "vault": "127.0.0.1:1"},
+            {"node": "b", "vault": server.address},
+        ]
+        found = network_checks("host:1", "a", ask=answers(peers=rows, now=time.time()))
+        assert [c.name for c in found] == ["coordinator", "clock", "peer"] and all(c.ok for c in found)
+        assert found[2].value > 1e6 and abs(found[1].value) < 5.0
+    finally:
+        server.close()
+        vault.close()
+
+
+def test_a_clock_that_is_minutes_off_is_fatal() -> None:
+    _, clock = network_checks("host:1", "a", ask=answers(peers=[], now=time.time() + 600))
+    assert not clock.ok and clock.fatal and clock.value == pytest.approx(600, abs=5)
+
+
+def test_a_node_that_reaches_no_peer_is_refused() -> None:
+    rows = [{"node": "b", "vault": "127.0.0.1:1"}]
+    *_, peer = network_checks("host:1", "a", ask=answers(peers=rows, now=time.time()))
+    assert not peer.ok and peer.fatal and "no vault of 1 peers" in peer.remedy
+
+
+def test_a_coordinator_that_does_not_answer_is_no_reason_to_stay_away() -> None:
+    def ask(*args: Any, **more: Any) -> dict[str, Any]:
+        raise UsageError("host:1 cannot be reached")
+
+    (check,) = network_checks("host:1", "a", ask=ask)
+    assert not check.ok and not check.fatal
+
+
+def test_standing_is_in_steps_of_a_quarter() -> None:
+    assert standing_of(0.0) == 0
+    assert standing_of(125.0) - standing_of(100.0) == 1
+    assert standing_of(100.0) == standing_of(104.0), "noise is none"
+
+
+# ---- the gate ----------------------------------------------------------------------------------
+
+
+def sound() -> tuple[list[Check], float]:
+    return [Check("compute", 1.0, "GFLOP/s", True)], 1.0
+
+
+def test_the_gate_holds_the_first_report_back_until_the_checks_are_made() -> None:
+    flown = threading.Event()
+    found: list[Preflight] = []
+    gate = Gate("on", sound, lambda flight: (found.append(flight), flown.set()))
+    assert not gate.open
+    gate.ask()
+    gate.ask()
+    assert flown.wait(LONG_S)
+    gate.made(found[0])
+    assert gate.open and gate.flight is not None and not gate.flight.failed
+    gate.ask()
+    assert len(found) == 1
+    gate.shut()
+    assert not gate.open, "another membership, another look"
+
+
+def test_a_refused_node_looks_again_after_the_pause() -> None:
+    flown = threading.Event()
+    gate = Gate("on", sound, lambda flight: flown.set())
+    gate.made(Preflight("on", 0.1))
+    gate.refused(0.01)
+    assert not gate.open and flown.wait(LONG_S)
+    gate.close()
+
+
+def test_checks_that_break_off_are_a_failure() -> None:
+    flown = threading.Event()
+    found: list[Preflight] = []
+
+    def broken() -> tuple[list[Check], float]:
+        raise ZeroDivisionError("oops")
+
+    gate = Gate("on", broken, lambda flight: (found.append(flight), flown.set()))
+    gate.ask()
+    assert flown.wait(LONG_S)
+    (check,) = found[0].failed
+    assert "oops" in check.remedy
+
+
+def test_without_preflight_the_gate_is_open() -> None:
+    gate = Gate("off", sound, lambda flight: None)
+    assert gate.open and gate.flight is None

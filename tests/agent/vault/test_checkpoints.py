@@ -1,0 +1,208 @@
+"""Checkpoints are taken from announced states, by one node a layer, without holding anything up."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.agent.vault.checkpoints import CheckpointWriter
+from elastic.agent.vault.vault import Vault
+from elastic.core.protocol.messages import CheckpointPart, Published
+from elastic.domain.state_layout import plan_layout, read_header
+from elastic.domain.types import Pipeline, Plan, Stage, Unit
+from elastic.store import durable
+from tests.agent.vault.checkpoints import N_LAYERS, layer_run
+from tests.agent.vault.copies import LocalWriter, gradient, make
+from tests.patience import LONG_S
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def plan(first: str = "a", second: str = "b") -> Plan:
+    """Layers 0 and 1 on node a and layer 2 on b, then a pipeline of c alone."""
+    stages = (Stage(Unit(first), 0, 2), Stage(Unit(second), 2, N_LAYERS))
+    other = (Stage(Unit("c"), 0, N_LAYERS),)
+    return Plan(1, N_LAYERS, 4, 1, (Pipeline(stages, (0, 1)), Pipeline(other, (2, 3))))
+
+
+class Node:
+    """A node's vault and checkpoint writer; `parts` is what the agent hears."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.vault, self.workers = Vault(name, directory / name), LocalWriter(directory / f"{name}-worker")
+        self.directory = directory / "checkpoints"
+        self.parts: queue.Queue[CheckpointPart] = queue.Queue()
+        self.writer = CheckpointWriter(self.directory, self.vault, self.parts.put)
+        self.writer.every, self.writer.steps = 2, 5
+        self.writer.enter(name, plan())
+
+    def announce(self, step: int, *layers: int) -> Published:
+        locals_ = []
+        for layer in layers:
+            run = layer_run(layer, step)
+            locals_.append(self.workers.write(2 * layer + step % 2, make(run, layer=layer, step=step), run))
+            self.vault.publish(locals_[-1])
+        published = Published(step, tuple(locals_), "")
+        self.writer.offer(published)
+        return published
+
+    def written(self) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+        """All parts so far, once what is queued is done."""
+        done = threading.Event()
+        self.writer.then(done.set)
+        assert done.wait(LONG_S)
+        parts = [self.parts.get() for _ in range(self.parts.qsize())]
+        return [(part.step, part.layers) for part in parts]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node("a", tmp_path)
+    yield node
+    node.writer.close()
+
+
+def test_the_first_holders_write_a_checkpoint_together(node: Node, tmp_path: Path) -> None:
+    others = [Node(name, tmp_path) for name in ("b", "c")]
+    for each, layers in zip((node, *others), ((0, 1), (2,), (0, 1, 2)), strict=True):
+        for step in range(6):
+            each.announce(step, *layers)
+    assert node.written() == [(step, ((0, 0), (1, 0))) for step in (2, 4, 5)]
+    assert others[0].written() == [(step, ((2, 0),)) for step in (2, 4, 5)]
+    assert others[1].written() == [] and not others[1].writer.final
+    path = durable.commit(node.directory, 4)
+    manifest = durable.validate(path)
+    for layer in range(N_LAYERS):
+        assert bytes(durable.read_run(path, manifest, layer, 0)) == layer_run(layer, 4)
+    for each in others:
+        each.writer.close()
+
+
+def test_states_are_copied_aside_at_once(node: Node) -> None:
+    """The disk is slow, and the worker writes over the slots meanwhile."""
+    slow, order = threading.Event(), queue.Queue[bool]()
+    node.writer.then(lambda: order.put(slow.wait(LONG_S)))
+    node.announce(2, 0, 1)
+    for slot in node.workers.slots.values():
+        slot.begin()
+        slot.view(200)[:] = b"!" * 200
+    node.announce(3, 0, 1)
+    node.announce(4, 0, 1)
+    assert node.parts.empty()
+    slow.set()
+    assert order.get(timeout=LONG_S)
+    assert [step for step, _ in node.written()] == [2, 4]
+    for step in (2, 4):
+        run = layer_run(2, step)
+        durable.write_part(node.directory, step, 2, 0, N_LAYERS, 1, memoryview(run))
+        path = durable.commit(node.directory, step)
+        assert bytes(durable.read_run(path, durable.validate(path), 1, 0)) == layer_run(1, step)
+
+
+def test_what_is_announced_again_is_written_once(node: Node) -> None:
+    node.announce(2, 0)
+    node.announce(2, 0, 1)
+    node.announce(2, 0, 1)
+    assert node.written() == [(2, ((0, 0),)), (2, ((1, 0),))]
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+
+
+def test_gradients_step_zero_and_steps_between_are_none_of_its_business(node: Node) -> None:
+    data = layer_run(0, 2)
+    local = node.workers.write(9, gradient(data, 2, {0}), data)
+    node.vault.publish(local)
+    node.writer.offer(Published(1, (local,), ""))
+    node.announce(0, 0, 1)
+    node.announce(3, 0, 1)
+    node.writer.every = 0
+    node.announce(4, 0, 1)
+    assert node.written() == [] and not node.directory.exists()
+
+
+def test_a_new_plan_says_who_writes(node: Node) -> None:
+    node.announce(2, 0, 1)
+    node.writer.enter("a", plan("b", "a"))
+    node.announce(4, 0, 1, 2)
+    assert node.written() == [(2, ((0, 0), (1, 0))), (4, ((2, 0),))]
+
+
+def test_the_last_step_is_always_a_checkpoint_and_can_be_waited_for(node: Node) -> None:
+    slow, order = threading.Event(), queue.Queue[str]()
+    node.writer.then(lambda: order.put("slow" if slow.wait(LONG_S) else "late"))
+    node.announce(4, 0, 1)
+    assert not node.writer.final
+    node.announce(5, 0, 1)
+    assert node.writer.final
+    node.writer.then(lambda: order.put(f"{node.parts.qsize()} on disk"))
+    assert order.empty()
+    slow.set()
+    assert [order.get(timeout=LONG_S) for _ in range(2)] == ["slow", "2 on disk"]
+
+
+def test_a_disk_that_refuses_costs_that_checkpoint(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.directory.write_text("not a directory")
+    node.announce(2, 0, 1)
+    assert node.written() == [] and "checkpoint of step 2" in caplog.text
+    node.directory.unlink()
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+
+
+def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
+    node = Node("a", tmp_path)
+    node.announce(2, 0, 1)
+    node.announce(4, 0, 1)
+    node.writer.close()
+    assert [node.parts.get_nowait().step for _ in range(2)] == [2, 4]
+
+
+def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: Node) -> None:
+    """A holder wrote its portion; the other was lost before it wrote its own, and the first has the whole state now."""
+    run = memoryview(layer_run(0, 2))
+    header = read_header(run)
+    rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in header.tensors]
+    text, _, nbytes = plan_layout(2, rows, header.extra, (1, 2))
+    part = bytearray(nbytes)
+    part[: len(text)] = text
+    local = node.workers.write(90, make(bytes(part), layer=0, step=2, portion=(1, 2)), bytes(part))
+    node.vault.publish(local)
+    node.writer.offer(Published(1, (local,), ""))
+    assert node.written() == [(2, ((0, 0, 1, 2),))]
+    node.writer.enter("a", plan())
+    node.announce(2, 0)
+    assert node.written() == [(2, ((0, 0),))]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from tests.agent.vault.test_checkpoints import Node
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+node = Node("a", Path(sys.argv[1]))
+refused = []
+node.writer._refused = refused.append
+node.announce(0, 0, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+node.announce(2, 0, 1)
+assert node.written() == [], "nothing is told to be there"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+node.announce(4, 0, 1)
+assert node.written() == [(4, ((0, 0), (1, 0)))], "and the next one is written"
+print(refused)
+"""
+
+
+def test_a_disk_that_refuses_is_told_of_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
+    """For real, without the right to mount a small disk: the system refuses files above a limit."""
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONG_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("File too large") == 1 and "Traceback" not in done.stderr

@@ -1,0 +1,191 @@
+"""Delivery in order, whatever happens to the peer."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.agent.vault.replicator import RETRY_S, Replicator
+from elastic.agent.vault.server import VaultServer
+from elastic.agent.vault.vault import Vault
+from elastic.core.protocol.messages import LocalCopy, Published
+from elastic.domain.errors import VaultError
+from tests.agent.vault.copies import LocalWriter, content, gradient, make
+from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
+from tests.patience import LONG_S
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[MiniNode]]:
+    with nodes(tmp_path, "a", "b") as made:
+        yield made
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> LocalWriter:
+    return LocalWriter(tmp_path / "worker")
+
+
+def bundle(writer: LocalWriter, number: int, peer: str = "b", epoch: int = 1) -> Published:
+    data = content(number)
+    copy = gradient(data, 1, set(range(number)), owner="a", epoch=epoch)
+    return Published(number, (writer.write(number, copy, data),), peer)
+
+
+def test_bundles_arrive_and_are_acknowledged_in_order(pair: list[MiniNode], writer: LocalWriter) -> None:
+    a, b = pair
+    for number in range(1, 6):
+        a.take(bundle(writer, number), worker=3)
+    assert [a.acked.get(timeout=LONG_S) for _ in range(5)] == [(3, n) for n in range(1, 6)]
+    kept = sorted(b.vault.inventory(), key=lambda c: len(c.microbatches))
+    assert [(len(c.microbatches), c.owner, c.node) for c in kept] == [(4, "a", "b"), (5, "a", "b")]
+    assert [bytes(b.vault.read(c.key)) for c in kept] == [content(4), content(5)]
+    assert a.replicator.pending == 0 and b.vault.check_integrity() == ()
+
+
+def test_local_bundles_wait_their_turn(pair: list[MiniNode], writer: LocalWriter) -> None:
+    a, _ = pair
+    book = a.replicator.vaults
+    a.take(Published(1, (), ""))
+    assert a.acked.get(timeout=LONG_S) == (0, 1)
+    a.replicator.vaults = {}
+    a.take(bundle(writer, 2))
+    a.take(Published(3, (), ""))
+    failed = a.failed.get(timeout=LONG_S)
+    assert failed[:2] == (2, "b") and "no vault of b is known" in str(failed[2])
+    assert a.replicator.pending == 2 and a.acked.empty()
+    a.replicator.vaults = book
+    assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 2), (0, 3)]
+
+
+def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(
+    tmp_path: Path, writer: LocalWriter
+) -> None:
+    peer = ProcessVault("p", tmp_path / "p")
+    with nodes(tmp_path, "a", "b") as (a, _):
+        book = a.replicator.vaults
+        a.replicator.vaults = {**book, "p": peer.address}
+        a.take(bundle(writer, 1, "p"))
+        assert a.acked.get(timeout=LONG_S) == (0, 1)
+        peer.signal(signal.SIGKILL)
+        a.take(bundle(writer, 2, "p"))
+        a.take(bundle(writer, 3, "p"))
+        number, name, error = a.failed.get(timeout=LONG_S)
+        assert (number, name) == (2, "p") and isinstance(error, VaultError)
+        a.replicator.reset(2)
+        assert a.replicator.pending == 0
+        a.take(bundle(writer, 4, "b", epoch=1))  # of the epoch that is over
+        a.take(bundle(writer, 5, "b", epoch=2))
+        assert a.acked.get(timeout=LONG_S) == (0, 5)
+        assert a.failed.empty() and a.acked.empty()
+
+
+def test_a_peer_that_hangs_is_reported_and_a_reset_ends_the_wait(tmp_path: Path, writer: LocalWriter) -> None:
+    peer = ProcessVault("p", tmp_path / "p")
+    peer.signal(signal.SIGSTOP)
+    try:
+        with nodes(tmp_path, "a", "b") as (a, _):
+            a.replicator.vaults = {**a.replicator.vaults, "p": peer.address}
+            a.take(bundle(writer, 1, "p"))
+            a.replicator.reset(2)
+            a.take(bundle(writer, 2, "b", epoch=2))
+            assert a.acked.get(timeout=LONG_S) == (0, 2)
+    finally:
+        peer.close()
+
+
+def test_a_peer_that_comes_back_gets_what_was_held(tmp_path: Path, writer: LocalWriter) -> None:
+    with nodes(tmp_path, "a", "b") as (a, b):
+        a.replicator.vaults = {"b": b.server.address}
+        b.server.close()
+        a.take(bundle(writer, 1))
+        assert a.failed.get(timeout=LONG_S)[1] == "b"
+        b.server.start()
+        a.replicator.vaults = {"b": b.server.address}
+        assert a.acked.get(timeout=LONG_S) == (0, 1)
+
+
+def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) -> None:
+    """The peer is in the next epoch already: of the one that ends there is the report, not of the one that comes."""
+    a, b = pair
+    a.replicator.reset(6)
+    b.vault.fence(7)
+    a.take(bundle(writer, 1, epoch=6))
+    assert "below 7" in str(a.failed.get(timeout=LONG_S)[2])
+    assert a.failed_epochs == [6]
+    assert a.acked.empty() and b.vault.inventory() == ()
+
+
+def test_superseded_bundles_are_not_skipped(pair: list[MiniNode], writer: LocalWriter) -> None:
+    """Bundle 1 is out of the local index when its turn comes; it is sent all the same."""
+    a, b = pair
+    held = a.replicator.vaults
+    a.replicator.vaults = {}
+    first, *newer = (bundle(writer, n) for n in (1, 2, 3))
+    for published in (first, *newer):
+        a.take(published)
+    assert {c.key for c in a.vault.inventory()} == {p.copies[0].copy.key for p in newer}
+    sent: queue.Queue[int] = queue.Queue()
+    store = b.vault.store
+    b.vault.store = lambda copy, **how: (sent.put(len(copy.microbatches)), store(copy, **how))[1]  # type: ignore
+    a.replicator.vaults = held
+    assert [a.acked.get(timeout=LONG_S)[1] for _ in range(3)] == [1, 2, 3]
+    assert [sent.get(timeout=LONG_S) for _ in range(3)] == [1, 2, 3]
+    assert sorted(len(c.microbatches) for c in b.vault.inventory()) == [2, 3]
+    assert b.vault.check_integrity() == ()
+
+
+def test_waiting_costs_few_attempts(
+    pair: list[MiniNode], writer: LocalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = pair
+    a.replicator.vaults = {}
+    client, tried = a.replicator._client, []
+    monkeypatch.setattr(a.replicator, "_client", lambda job: (tried.append(job), client(job))[1])
+    began = time.monotonic()
+    a.take(Published(1, (writer.write(1, make(content(1)), content(1)),), "b"))
+    a.failed.get(timeout=LONG_S)
+    time.sleep(0.3)
+    assert 1 <= len(tried) <= 1 + (time.monotonic() - began) / RETRY_S
+
+
+def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWriter) -> None:
+    """Bundles that a full peer refuses are given up and acknowledged; it is told once, and what it has stays whole."""
+    told: queue.Queue[tuple[str, str]] = queue.Queue()
+    small = Vault("s", tmp_path / "s", limit=3 * 4096)
+    server = VaultServer(small, timeout_s=LONG_S).start()
+    with nodes(tmp_path, "a") as (a,):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault, a._on_acked, a._on_failed, timeout_s=30, short=lambda peer, why: told.put((peer, why))
+        )
+        a.replicator.vaults = {"s": server.address}
+        for number in range(1, 6):
+            published = bundle(writer, number, "s")
+            copy = replace(published.copies[0].copy, layer=number)
+            a.take(Published(number, (LocalCopy(copy, *place(published)),), "s"))
+        assert [a.acked.get(timeout=LONG_S) for _ in range(5)] == [(0, n) for n in range(1, 6)]
+        assert a.failed.empty() and a.refused == [4, 5]
+        peer, why = told.get(timeout=LONG_S)
+        assert peer == "s" and "--vault-memory" in why and told.empty()
+        kept = sorted(small.inventory(), key=lambda c: c.layer)
+        assert [c.layer for c in kept] == [1, 2, 3], "three pages, a copy each"
+        assert [bytes(small.read(c.key)) for c in kept] == [content(n) for n in (1, 2, 3)]
+        small.trim(2)
+        a.replicator.reset(2)
+        a.take(bundle(writer, 6, "s", epoch=2))
+        assert a.acked.get(timeout=LONG_S) == (0, 6)
+        assert [c.epoch for c in small.inventory()] == [2], "room again"
+    server.close()
+    small.close()
+
+
+def place(published: Published) -> tuple[str, int]:
+    local = published.copies[0]
+    return local.path, local.offset

@@ -1,0 +1,210 @@
+"""What happens only once it is saved; leases that are kept and lost; runs that share a name."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.coordinator.leadership import Keeper, Part, stand_by
+from elastic.coordinator.records import state_saver as saving
+from elastic.coordinator.records.state_saver import Saver
+from elastic.core.job.state import JobState, Policy, Send
+from elastic.core.protocol.messages import Halt
+from elastic.domain.errors import ElasticError, StaleError
+from elastic.store.base import Entry, StoreError, StoreUnavailable
+from elastic.store.memory import MemoryStore
+from tests.patience import LONG_S
+
+STATES = [JobState(policy=Policy(), epoch=epoch) for epoch in range(9)]
+
+
+class Shaky(MemoryStore):
+    """A store that can be away, and can lose the answer to a write."""
+
+    away = loses = refuses = False
+
+    def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
+        if self.refuses:
+            raise StoreError("request too large")
+        if self.away:
+            raise StoreUnavailable("cut off")
+        entry = super().put_if(key, value, expected, token)
+        if self.loses:
+            raise StoreUnavailable("the answer was lost")
+        return entry
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(saving, "retry_s", lambda failures: 0.0)
+        self.store, self.done = Shaky(), list[Any]()
+        self.lease = self.store.acquire("coordinator", "a", 1.0, 0.0)
+        self.saver = Saver(self.store, self.lease, "k", None)
+        self.saver.tell = lambda kind, data: self.done.append(kind)
+
+    def decide(self, number: int, what: object = None) -> None:
+        self.saver.hold(what, lambda: self.done.append(number))
+        self.saver.save(STATES[number])
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_nothing_happens_before_it_is_saved(bench: Bench) -> None:
+    bench.decide(1)
+    bench.store.away = True
+    bench.decide(2)
+    bench.decide(3)
+    bench.saver.flush()
+    assert bench.done == [1, "store-lost"] and bench.saver.away
+    bench.store.away = False
+    assert bench.saver.due()
+    bench.saver.retry()
+    assert bench.done == [1, "store-lost", "store-back", 2, 3], "all of it, in its order"
+    entry = bench.store.get("k")
+    assert entry is not None and b'"epoch":3' in entry.value
+    assert not bench.saver.away
+
+
+def test_a_store_that_refuses_is_waited_for(bench: Bench) -> None:
+    told = list[dict[str, Any]]()
+    bench.saver.tell = lambda kind, data: (bench.done.append(kind), told.append(data))
+    bench.decide(1)
+    bench.store.refuses = True
+    bench.decide(2)
+    bench.decide(3)
+    assert bench.done == [1, "store-lost"] and bench.saver.away and bench.saver.due()
+    assert told == [{"why": "request too large"}]
+    bench.store.refuses = False
+    bench.saver.retry()
+    assert bench.done == [1, "store-lost", "store-back", 2, 3] and saved(bench) == 3
+
+
+def test_who_was_replaced_ends_whatever_the_store_refuses(bench: Bench) -> None:
+    bench.store.refuses = True
+    bench.decide(1)
+    bench.store.acquire("coordinator", "b", 1.0, 100.0)
+    bench.store.refuses = False
+    with pytest.raises(StaleError):
+        bench.decide(2)
+    assert bench.done == []
+
+
+def test_the_same_message_is_held_once(bench: Bench) -> None:
+    bench.store.away = True
+    for _ in range(3):
+        bench.decide(1, Send("node0", Halt(1)))
+    bench.decide(2, Send("node0", Halt(2)))
+    bench.store.away = False
+    bench.saver.retry()
+    assert bench.done == ["store-lost", "store-back", 1, 2]
+
+
+def test_what_can_wait_is_saved_by_and_by(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.decide(1)
+    bench.saver.wait(STATES[2])
+    bench.saver.hold(None, lambda: bench.done.append("passing"))
+    bench.saver.flush()
+    assert bench.done == [1, "passing"] and saved(bench) == 1, "nobody waits for it"
+    assert not bench.saver.due(), "not yet"
+    bench.saver.wait(STATES[3])
+    at = time.monotonic() + saving.LATEST_S
+    monkeypatch.setattr(time, "monotonic", lambda: at)
+    assert bench.saver.due()
+    bench.saver.retry()
+    assert saved(bench) == 3 and not bench.saver.due()
+
+
+def test_a_decision_saves_what_waits(bench: Bench) -> None:
+    bench.saver.wait(STATES[2])
+    bench.decide(3)
+    assert saved(bench) == 3 and bench.done == [3]
+    bench.saver.retry()
+    assert saved(bench) == 3, "and what waited does not come after it"
+
+
+def test_what_waits_is_no_older_than_what_the_store_missed(bench: Bench) -> None:
+    bench.store.away = True
+    bench.decide(1)
+    bench.saver.wait(STATES[2])
+    bench.store.away = False
+    bench.saver.retry()
+    assert saved(bench) == 2 and bench.done == [1]
+
+
+def saved(bench: Bench) -> int:
+    entry = bench.store.get("k")
+    assert entry is not None
+    return int(json.loads(entry.value)["epoch"])
+
+
+def test_a_save_whose_answer_was_lost_is_found_again(bench: Bench) -> None:
+    bench.decide(1)
+    bench.store.loses = True
+    bench.decide(2)
+    bench.store.loses = False
+    bench.decide(3)
+    assert bench.done == [1, 2, 3], "and one failure alone is no outage"
+
+
+def test_who_lost_the_lease_does_nothing(bench: Bench) -> None:
+    bench.store.away = True
+    bench.decide(1)
+    bench.store.acquire("coordinator", "b", 1.0, 100.0)
+    bench.store.away = False
+    with pytest.raises(StaleError):
+        bench.saver.retry()
+    assert bench.done == []
+
+
+def test_a_keeper_renews_and_tells_when_it_has_lost() -> None:
+    store, lost, renewed = MemoryStore(), list[ElasticError](), threading.Event()
+    told = threading.Event()
+    lease = store.acquire("coordinator", "a", 0.1, 0.0)
+
+    def now() -> float:
+        renewed.set()
+        return 50.0
+
+    keeper = Keeper(store, lease, now, lambda error: (lost.append(error), told.set()))
+    assert renewed.wait(LONG_S) and not lost
+    store.acquire("coordinator", "b", 60.0, 200.0)
+    assert told.wait(LONG_S)
+    assert isinstance(lost[0], StaleError)
+    keeper.close()
+
+
+def test_a_standby_waits_for_the_lease(tmp_path: Path) -> None:
+    store, times = MemoryStore(), iter([0.0, 1.0, 2.0, 11.0])
+    first = store.acquire("coordinator", "a", 10.0, 0.0)
+    lease = stand_by(store, Part(store, tmp_path), "b", 10.0, lambda: next(times))
+    assert lease.token > first.token and next(times, None) is None
+
+
+def test_runs_of_one_name(tmp_path: Path) -> None:
+    """A standby goes on with its own run, ended or not; who comes later begins anew."""
+    store = MemoryStore()
+    token = store.acquire("coordinator", "a", 10.0, 0.0).token
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        os.mkdir(folder)
+    leader, standby, later = (Part(store, folder) for folder in folders)
+    standby.look()
+    assert not leader.adopt() and standby.mine == ""
+    leader.begin("first", token)
+    standby.look()
+    leader.end(token)
+    later.look()
+    assert (standby.mine, later.mine) == ("first", "")
+    assert standby.adopt() and not later.adopt()
+    later.begin("second", token)
+    assert Part(store, folders[2]).adopt(), "started again, it knows its run"
+    assert standby.adopt() and standby.mine == "second"

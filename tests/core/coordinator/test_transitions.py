@@ -1,0 +1,369 @@
+"""The coordinator's table: every phase with every event, and each main decision with its reason.
+
+States are not made up: they are those that simulated jobs went through (`tests.core.world.world`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.core.coordinator.transitions import KNOW, RULES, transition
+from elastic.core.job import state as job
+from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import NodeInfo, StepRecord
+from tests.core.world.world import Fault, World
+
+
+@functools.cache
+def samples() -> dict[JobPhase, tuple[JobState, ...]]:
+    """States of every phase, each as it was when the phase or the epoch had just been entered."""
+    found: dict[JobPhase, list[JobState]] = {phase: [] for phase in JobPhase}
+    stories = (
+        (1, 3, [Fault("kill", 2.0, 1), Fault("join", 0.9), Fault("drain", 3.0, 0, 30.0)]),
+        (2, 2, [Fault("back", 3.2, 0, 1.0), Fault("back", 3.21, 1, 1.0)]),
+        (3, 2, [Fault("crash", 2.0), Fault("coordinator-kill", 2.01)]),
+    )
+    for seed, nodes, faults in stories:
+        world = World(seed, nodes)
+        found[JobPhase.WAITING].append(world.boss.state)
+        for fault in faults:
+            world.inject(fault)
+        world.run()
+        for phase, states in world.boss.samples.items():
+            found[phase] += states
+    return {phase: tuple(states) for phase, states in found.items()}
+
+
+def events(state: JobState) -> list[tuple[Any, float]]:
+    """Every kind of event, with the values that matter, and how much later it comes."""
+    made: list[tuple[Any, float]] = [
+        (job.Tick(), 0.05),
+        (job.Tick(), 60.0),
+        (job.Adopted(), 5.0),
+        (job.DrainAsked("nobody", 1.0), 0.1),
+        (m.Notice("nobody", "x", m.NoticeKind.LEAVE, "aws", 1.0), 0.1),
+        (job.Beat("nobody", "x", 0, 0), 0.1),
+        (job.Beats((job.Beat("nobody", "x", 0, 0),)), 0.1),
+        (job.Closed("nobody", "x"), 0.1),
+        (job.Stepped(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
+        (job.PartWritten(2, ((0, 0), (1, 0))), 0.1),
+        (job.PartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
+        (job.CheckpointCommitted("/c/step-2", 2), 0.1),
+        (job.BackupNoted("backup-short", "node0", "node1", "full"), 0.1),
+        (job.HealthSeen(HealthReport("nobody", "x", 0.0)), 0.1),
+        (Reported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True), 0.1),
+        (Reported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True), 0.1),
+    ]
+    for node, member in state.members.items():
+        incarnation = member.report.info.incarnation
+        made += [
+            (job.Beat(node, incarnation, 3, 1), 0.1),
+            (job.Beat(node, "former", 3, 1), 0.1),
+            (job.Beats((job.Beat(node, incarnation, 3, 2), job.Beat("nobody", "x", 0, 0))), 0.1),
+            (job.Closed(node, incarnation), 0.1),
+            (job.Closed(node, "former"), 0.1),
+            (job.DrainAsked(node, 0.5), 0.1),
+            (job.DrainAsked(node, 60.0), 0.1),
+            *((job.HealthSeen(report), 0.1) for report in health_reports(node, incarnation, state)),
+            (m.Notice(node, "former", m.NoticeKind.LEAVE, "aws", 60.0), 0.1),
+        ]
+        made += [(m.Notice(node, incarnation, kind, "aws", 60.0), 0.1) for kind in m.NoticeKind]
+        made += [(m.Notice(node, incarnation, m.NoticeKind.LEAVE, "signal", 0.5, final=True), 0.1)]
+        for phase in NodePhase:
+            for epoch in sorted({0, max(state.epoch - 1, 0), state.epoch}):
+                report = replace(member.report, phase=phase, epoch=epoch, able=phase not in NOT_ABLE)
+                made += [(Reported(report, connected), 0.1) for connected in (False, True)]
+                made.append((Reported(replace(report, suspects=("?",))), 0.1))
+        made.append((Reported(replace(member.report, failed=m.Failed("bad", 7))), 0.1))
+        made.append((Reported(replace(member.report, finished=m.Finished(5, "sha"))), 0.1))
+    return made
+
+
+def health_reports(node: str, incarnation: str, state: JobState) -> tuple[HealthReport, ...]:
+    """A node that is well, one of which everything is wrong, and a former one."""
+    well = HealthReport(node, incarnation, state.ticked, state.epoch)
+    wrong = replace(
+        well,
+        at=0.0,
+        memory_free_bytes=1,
+        memory_total_bytes=1 << 30,
+        disks=(Disk("checkpoints", "/c", 0, 1 << 30, "own"),),
+        devices=(DeviceSeen(0, "toy", 99.0, "too hot", 3, "XID 79"),),
+        links=(LinkSeen("node0", 4, 4 << 20, 4.0, 1e6),),
+        mishaps=(Mishap("checkpoint", "/c", "no space", 2),),
+    )
+    return well, wrong, replace(wrong, incarnation="former")
+
+
+NOT_ABLE = (NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
+
+
+def declared(before: JobState, actions: tuple[job.Action, ...]) -> JobPhase:
+    """Follow the changes of phase that were noted; each must be in the table."""
+    phase = before.phase
+    for action in actions:
+        if isinstance(action, Note) and action.kind == "phase":
+            following = JobPhase(action.data["phase"])
+            assert following in RULES[phase][1], f"{phase} -> {following}"
+            phase = following
+    return phase
+
+
+@pytest.mark.parametrize("phase", JobPhase)
+def test_every_event_in_every_phase(phase: JobPhase) -> None:
+    """No exception; only declared successors; a reason for whatever changes; epochs only grow."""
+    states = samples()[phase]
+    assert states
+    seen = set()
+    for state in states[:4]:
+        for event, later in events(state):
+            after, actions, reason = transition(state, event, state.ticked + later)
+            seen.add(type(event))
+            assert declared(state, actions) is after.phase
+            assert after.epoch in (state.epoch, state.epoch + 1)
+            if after.phase is not state.phase or after.epoch != state.epoch:
+                assert reason
+            for action in actions:
+                if isinstance(action, Send) and isinstance(action.message, m.Install):
+                    assert action.message.epoch == after.epoch
+    assert seen == {*KNOW, job.Tick}
+
+
+@pytest.mark.parametrize("phase", [p for p in JobPhase if p is not JobPhase.WAITING])
+def test_a_former_incarnation_changes_nothing(phase: JobPhase) -> None:
+    """Neither its reports nor its beats, whatever they say; it is told so."""
+    for state in samples()[phase][:4]:
+        for node, member in state.members.items():
+            info = replace(member.report.info, incarnation="former")
+            for about in NodePhase:
+                if about is NodePhase.EMPTY:
+                    continue  # has nothing yet, and joins
+                report = replace(member.report, info=info, phase=about, suspects=("x",), epoch=state.epoch)
+                after, actions, _ = transition(state, Reported(report, True), state.ticked + 0.01)
+                settled, plain, _ = transition(state, job.Tick(), state.ticked + 0.01)
+                assert after == settled
+                told = [a for a in actions if a not in plain]
+                assert [a.node for a in told if isinstance(a, Send)] == [node]
+                assert any(isinstance(a, Send) and isinstance(a.message, m.Fenced) for a in told)
+
+
+# ---- single decisions --------------------------------------------------------------------------
+
+
+@functools.cache
+def world() -> World:
+    """Three nodes in the middle of a long job."""
+    found = World(5, 3, steps=400)
+    found.run(limit=4.0)
+    return found
+
+
+def running() -> JobState:
+    """Three nodes, one epoch, protected."""
+    state = world().boss.state
+    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1 and state.change is None
+    return state.of(
+        start_s=3600.0
+    )  # workers that crash are not waited for (tests/core/policy/test_restart_policy.py)
+
+
+def told(actions: tuple[job.Action, ...], kind: type) -> list[Any]:
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def say(state: JobState, node: str, **changes: Any) -> tuple[JobState, tuple[job.Action, ...], str]:
+    report = replace(state.members[node].report, **changes)
+    return transition(state, Reported(report), state.ticked + 0.01)
+
+
+def halt(state: JobState, node: str, phase: NodePhase = NodePhase.HALTED) -> JobState:
+    """The node has halted for the running change."""
+    inventory = world().agents[node].inventory()
+    return say(state, node, phase=phase, epoch=state.epoch, inventory=inventory, able=phase not in NOT_ABLE)[
+        0
+    ]
+
+
+def test_closed_and_not_back_in_time() -> None:
+    state = running()
+    state, actions, _ = transition(
+        state, job.Closed("node1", state.members["node1"].report.info.incarnation), state.ticked
+    )
+    assert not told(actions, m.Fenced)
+    after, actions, reason = transition(state, job.Tick(), state.ticked + state.policy.grace_s + 0.01)
+    assert reason == "node1 lost: connection closed; epoch 2: node1 lost"
+    assert after.phase is JobPhase.HALTING and not after.change.boundary
+    assert told(actions, m.Halt) == [m.Halt(2)] * 2
+
+
+def test_closed_and_accused_needs_no_grace() -> None:
+    state = running()
+    state, _, _ = transition(
+        state, job.Closed("node1", state.members["node1"].report.info.incarnation), state.ticked
+    )
+    _after, _, reason = say(state, "node0", suspects=("node1",))
+    assert "node1 lost: connection closed and neighbours lost contact" in reason
+
+
+def test_accused_alone_is_not_lost_but_ends_the_epoch() -> None:
+    """Neighbours may be wrong: the node stays a member, and everybody meets anew."""
+    state, _, reason = say(running(), "node0", suspects=("node1",))
+    assert state.phase is JobPhase.RUNNING
+    after, _, reason = transition(state, job.Tick(), state.ticked + 0.3)
+    assert after.phase is JobPhase.RUNNING
+    after, _, reason = transition(after, job.Tick(), after.ticked + 0.3)
+    assert reason == "epoch 2: contact lost with node1" and "node1" in after.members
+
+
+def test_silence_and_a_coordinator_that_was_held_up() -> None:
+    """A silent member is lost after its lease, but not for time in which nobody listened."""
+    state = running()
+    late, _, _ = transition(state, job.Tick(), state.ticked + 30.0)
+    assert late.phase is JobPhase.RUNNING
+    for _ in range(10):
+        late, _, _reason = transition(late, job.Tick(), late.ticked + 0.4)
+    assert late.phase is JobPhase.PAUSED
+    first, *_ = say(state, "node0")
+    held_up, _, _ = transition(state, Reported(first.members["node0"].report), state.ticked + 30.0)
+    assert held_up.members.keys() == state.members.keys(), "the first event after the pause accuses nobody"
+
+
+def test_workers_that_died() -> None:
+    after, _, reason = say(
+        running(), "node2", phase=NodePhase.STARTING, cause="worker 0 ended with signal -9"
+    )
+    assert reason == "node2: starting; epoch 2: node2: worker 0 ended with signal -9"
+    assert after.change.lost == ("node2",)
+
+
+def test_workers_that_died_unseen() -> None:
+    """The node crashed and came back while the coordinator was away: it looks healthy, but does not train."""
+    _, _, reason = say(running(), "node2", phase=NodePhase.IDLE)
+    assert "epoch 2: node2: workers were started anew" in reason
+
+
+def test_install_waits_for_every_member() -> None:
+    state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
+    state = halt(halt(state, "node0"), "node2", NodePhase.STARTING)
+    assert state.phase is JobPhase.HALTING
+    state, *_ = say(state, "node1", phase=NodePhase.HALTING, epoch=2)
+    assert state.phase is JobPhase.HALTING, "halting is not halted"
+    away, *_ = transition(
+        state, job.Closed("node0", state.members["node0"].report.info.incarnation), state.ticked
+    )
+    away = halt(away, "node1")
+    assert away.phase is JobPhase.HALTING, "who is just away may be back at once"
+    back, actions, reason = say(away, "node0")
+    assert back.phase is JobPhase.INSTALLING and back.plan.nodes() == ("node0", "node1")
+    assert told(actions, m.Install) == [m.Install(2, back.assignment)] * 3
+    assert "layers" in reason and back.assignment.recipes
+
+
+def test_planned_changes_wait_for_the_boundary() -> None:
+    state = running()
+    _after, actions, reason = transition(state, job.DrainAsked("node1", 60.0), state.ticked)
+    assert reason == "drain of node1 asked; epoch 2: drain node1"
+    assert told(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
+    _hasty, actions, reason = transition(state, job.DrainAsked("node1", 1.0), state.ticked)
+    assert told(actions, m.Halt) == [m.Halt(2)] * 3, "too little notice for the end of a step"
+
+
+def test_a_boundary_turns_into_a_halt_when_something_breaks() -> None:
+    state, *_ = transition(running(), job.DrainAsked("node1", 60.0), 4.0)
+    after, actions, reason = say(state, "node0", phase=NodePhase.STARTING, cause="oops")
+    assert (
+        after.epoch == 3
+        and told(actions, m.Halt)[-3:] == [m.Halt(3)] * 3
+        and "epoch 3: node0: oops" in reason
+    )
+
+
+def test_a_boundary_is_not_waited_for_beyond_the_notice() -> None:
+    state = running()
+    state, *_ = transition(state, job.DrainAsked("node1", 2.6), state.ticked)
+    assert state.change.boundary
+    for _ in range(2):
+        state, _actions, reason = transition(state, job.Tick(), state.ticked + 0.35)
+    assert state.epoch == 3 and not state.change.boundary and "notice of node1 runs out" in reason
+
+
+def test_a_spare_that_keeps_backups_is_replaced_before_it_leaves() -> None:
+    """Otherwise its leaving would be a loss, and halt everybody in the middle of a step."""
+    state = running()
+    spare = replace(state.plan, peers=tuple((node, "node2") for node in ("node0", "node1")))
+    first = replace(state.plan.pipelines[0], stages=tuple(
+        replace(s, unit=replace(s.unit, node="node0")) if s.unit.node == "node2" else s
+        for s in state.plan.pipelines[0].stages))  # fmt: skip
+    rest = tuple(p for p in state.plan.pipelines[1:] if all(s.unit.node != "node2" for s in p.stages))
+    state = state.of(plan=replace(spare, pipelines=(first, *rest), spares=("node2",)))
+    after, actions, reason = transition(state, job.DrainAsked("node2", 60.0), state.ticked)
+    assert "node2" in after.members and "epoch 2: drain node2" in reason
+    assert told(actions, m.Halt)[0].boundary and not told(actions, m.Stop)
+
+
+def test_another_model_ends_the_job() -> None:
+    state = running()
+    other = replace(state.spec, n_steps=1)
+    after, actions, reason = say(state, "node1", spec=other)
+    assert after.phase is JobPhase.FAILED and "another model or configuration" in reason
+    assert {a.code for a in told(actions, m.Stop)} == {2}
+
+
+def test_orders_that_were_not_heard_are_said_again() -> None:
+    """Halt, Install and Launch, after any report that shows it, also when a beat came first."""
+    state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
+    _, actions, _ = say(state, "node0")
+    assert told(actions, m.Halt) == [m.Halt(2)]
+    state = halt(halt(halt(state, "node0"), "node1"), "node2", NodePhase.STARTING)
+    assert state.phase is JobPhase.INSTALLING
+    _, actions, _ = say(state, "node0")
+    assert told(actions, m.Install) == [m.Install(2, state.assignment)]
+    launched = samples()[JobPhase.LAUNCHED][0]
+    node, member = next((n, mb) for n, mb in launched.members.items() if mb.launch is not None)
+    _, actions, _ = say(launched, node)
+    assert told(actions, m.Launch) == [member.launch]
+
+
+def test_who_joins_while_everybody_halts_is_told_to_halt() -> None:
+    """It is waited for, too: without the order nobody would ever go on."""
+    state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
+    fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
+    _after, actions, _ = transition(state, Reported(fresh, True), state.ticked)
+    assert [type(a.message) for a in actions if isinstance(a, Send)] == [m.Launch, m.Halt]
+
+
+def test_who_comes_after_the_end_is_sent_home() -> None:
+    state = samples()[JobPhase.FINISHED][0]
+    fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
+    _, actions, _ = transition(state, Reported(fresh, True), state.ticked)
+    assert told(actions, m.Stop) and not told(actions, m.Launch)
+    after, actions, _ = transition(state, job.Tick(), state.ticked + 99.0)
+    assert after.members == transition(state, job.Adopted(), state.ticked)[0].members or not told(
+        actions, m.Fenced
+    )
+
+
+def test_the_end_is_told_again_by_a_coordinator_that_took_over() -> None:
+    state = samples()[JobPhase.FINISHED][0]
+    _, actions, _ = transition(state, job.Adopted(), state.ticked + 1.0)
+    assert state.ending in actions
+    node = next(iter(state.members))
+    _, actions, _ = say(state, node)
+    assert told(actions, m.Stop) == [m.Stop(0, state.ending.reason)]
+
+
+def test_checkpoint_of_all_parts() -> None:
+    state = running()
+    state, actions, _ = transition(state, job.PartWritten(2, ((0, 0), (1, 0))), state.ticked)
+    assert not actions
+    state, actions, _ = transition(state, job.PartWritten(2, ((2, 0), (3, 0))), state.ticked)
+    assert actions == (job.CommitCheckpoint(2),)
+    state, actions, reason = transition(state, job.CheckpointCommitted("/c/step-2", 2), state.ticked)
+    assert state.checkpoint == ("/c/step-2", 2) and reason == "checkpoint of step 2"

@@ -1,0 +1,170 @@
+"""Short-lived nodes: left aside while a change costs more than they bring, used when it costs nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.core.coordinator.transitions import transition
+from elastic.core.job import epoch_change as change
+from elastic.core.job import join_policy as stay
+from elastic.core.job import state as job
+from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.domain.types import NodeInfo
+from elastic.planning.cost.profile import Link, profile_of
+from tests.core.world.world import Fault, World
+
+LONG_PAUSES = (50.0,) * 3
+"""Two nodes make a step in 8 units, three in 4: a third one has to stay for 150 s to be worth two such pauses."""
+
+
+def running(nodes: int = 2) -> JobState:
+    """A job in the middle of training, on this many nodes, whose copies are all protected."""
+    world = World(5, nodes, steps=400)
+    world.run(limit=4.0)
+    state = world.boss.state
+    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch and state.change is None
+    return state
+
+
+def join(state: JobState, name: str, **info: Any) -> tuple[JobState, tuple[job.Action, ...], str]:
+    """A node comes and its workers attach; what is decided then."""
+    new = NodeInfo(name, f"{name}.1", f"{name}:1", **info)
+    now = state.ticked + 0.01
+    state, _, _ = transition(state, Reported(NodeReport(new, NodePhase.EMPTY, 0), True), now)
+    ready = NodeReport(new, NodePhase.IDLE, 0, restart=0, able=True, elastic=True)
+    return transition(state, Reported(ready), now + 0.01)
+
+
+def notes(actions: tuple[job.Action, ...]) -> list[Note]:
+    return [action for action in actions if isinstance(action, Note) and action.kind == "spare"]
+
+
+def test_a_node_expected_to_live_two_minutes_is_left_as_a_spare() -> None:
+    state = running().of(pauses=LONG_PAUSES)
+    after, actions, reason = join(state, "node9", lifetime_s=120.0)
+    assert after.phase is JobPhase.RUNNING and not after.joining and after.plan == state.plan
+    (note,) = notes(actions)
+    assert note.data["nodes"] == ["node9"]
+    assert "node9 stay spare: expected to stay 120 s" in note.data["reason"]
+    assert "pauses of 50 s in and 50 s out need 150 s to pay" in note.data["reason"]
+    assert note.data["reason"] in reason
+    again, actions, _ = transition(after, job.Tick(), after.ticked + 30.0)
+    assert not again.joining and not notes(actions), "the same evidence is weighed once"
+
+
+@pytest.mark.parametrize("lifetime_s", [0.0, 3000.0])
+def test_a_node_that_stays_longer_is_used(lifetime_s: float) -> None:
+    state = running().of(pauses=(20.0,), node_seconds=1e7)
+    after, actions, _ = join(state, "node9", lifetime_s=lifetime_s)
+    assert after.joining == ("node9",)
+    assert any(isinstance(a, Send) and isinstance(a.message, m.Prefetch) for a in actions)
+
+
+def test_two_minutes_are_enough_where_pauses_are_short() -> None:
+    after, _, _ = join(running().of(pauses=(0.5,)), "node9", lifetime_s=120.0)
+    assert after.joining == ("node9",)
+
+
+def test_before_any_pause_was_measured_the_bytes_to_move_tell() -> None:
+    """A third of the layers moves in and out again, over a link that needs a minute for it."""
+    state = running().of(node_seconds=1e7)
+    assert state.spec is not None and state.plan is not None
+    # State so large that gradients and activations hardly count on the same link.
+    heavy = tuple(replace(la, state_bytes=10**6 * la.state_bytes) for la in state.spec.layers)
+    largest = max(la.param_bytes + la.state_bytes for la in heavy)
+    slow = replace(profile_of(heavy), link=Link(bytes_per_s=largest / 60))
+    spec, policy = replace(state.spec, layers=heavy), replace(state.policy, profile=slow)
+    state = state.of(spec=spec, policy=policy)
+    after, actions, _ = join(state, "node9", lifetime_s=120.0)
+    assert not after.joining and "need" in notes(actions)[0].data["reason"]
+    known = join(state.of(pauses=(0.5,)), "node9", lifetime_s=120.0)[0]
+    assert known.joining == ("node9",), "what was measured counts more"
+
+
+def test_of_several_newcomers_only_those_that_stay_are_used() -> None:
+    """Both are weighed together first, as if they had come while nobody looked."""
+    state = running().of(pauses=LONG_PAUSES, node_seconds=1e7)
+    state, _, _ = join(state, "node8", lifetime_s=120.0)
+    state, _, _ = join(state, "node9")
+    after, actions, _ = transition(state.of(considered=(), joining=()), job.Tick(), state.ticked + 0.01)
+    assert after.joining == ("node9",)
+    (note,) = notes(actions)
+    assert note.data["nodes"] == ["node8"]
+
+
+def test_a_longer_stay_than_expected_is_considered_anew() -> None:
+    state, _, _ = join(running().of(pauses=LONG_PAUSES, node_seconds=1e7), "node9", lifetime_s=120.0)
+    report = state.members["node9"].report
+    info = replace(report.info, lifetime_s=36000.0)
+    after, _, _ = transition(state, Reported(replace(report, info=info)), state.ticked + 0.01)
+    assert after.joining == ("node9",)
+
+
+def test_where_nodes_go_often_a_newcomer_waits_until_it_is_calm() -> None:
+    rough = running().of(pauses=LONG_PAUSES, losses=50, node_seconds=3600.0)
+    state, actions, _ = join(rough, "node9")
+    assert not state.joining
+    assert "to the next change expected" in notes(actions)[0].data["reason"]
+    assert state.look_again > state.ticked
+    early, _, _ = transition(state.of(ticked=0.0), job.Tick(), state.look_again - 1.0)
+    assert not early.joining and early.look_again == state.look_again
+    members = {name: replace(mb, seen=state.look_again) for name, mb in state.members.items()}
+    state = state.of(ticked=0.0, members=members)
+    after, _, _ = transition(state, job.Tick(), state.look_again + 1.0)
+    assert after.joining == ("node9",)
+
+
+def test_losses_node_seconds_and_pauses_are_counted() -> None:
+    world = World(5, 3, steps=400)
+    world.inject(Fault("kill", 3.0, 1))
+    world.run(limit=6.0)
+    state = world.boss.state
+    assert state.losses == 1
+    assert len(state.pauses) == 1 and 0 < state.pauses[0] < 2.0
+    ahead = stay.outlook(state, world.now)
+    assert ahead.pause_in_s == state.pauses[0] and ahead.losses == 1
+    assert 3 * 2.5 + 2 * 2.5 < ahead.node_seconds < 3 * 6.0
+
+
+def spare_job(lifetime_s: float) -> World:
+    """Two nodes train; a third came, was left aside for its short stay, and node1 dies then."""
+    world = World(5, 2, steps=400)
+    world.run(limit=2.0)
+    world.boss.state = world.boss.state.of(pauses=LONG_PAUSES)
+    world.lifetime_s = lifetime_s
+    world.inject(Fault("join", 0.1))
+    world.run(limit=3.0)
+    assert "node2" not in world.boss.state.plan.nodes() and not world.boss.state.joining
+    world.inject(Fault("kill", 0.1, 1))
+    world.run(limit=6.0)
+    assert world.boss.state.phase is JobPhase.RUNNING
+    return world
+
+
+def test_a_loss_brings_the_spare_in_if_it_stays_long_enough_then() -> None:
+    plan = spare_job(140.0).boss.state.plan
+    assert plan is not None and set(plan.nodes()) == {"node0", "node2"}
+
+
+def test_a_loss_leaves_the_spare_aside_if_it_goes_too_soon() -> None:
+    plan = spare_job(30.0).boss.state.plan
+    assert plan is not None and set(plan.nodes()) == {"node0"}
+    assert plan.spares == ("node2",) and "node2 left aside: expected to stay" in plan.reason
+
+
+def test_a_spare_is_used_however_short_its_stay_if_nothing_fits_without_it() -> None:
+    state = running().of(pauses=LONG_PAUSES)
+    state, _, _ = join(state, "node9", lifetime_s=5.0)
+    assert not state.joining
+    gone = {name: mb for name, mb in state.members.items() if name == "node9"}
+    choice = stay.lasting(
+        state,
+        replace(change.request(state, state.epoch + 1), nodes=(gone["node9"].report.info,)),
+        state.ticked,
+    )
+    assert choice.plan is not None and choice.plan.nodes() == ("node9",) and not choice.aside

@@ -1,0 +1,399 @@
+"""A whole job as a model: nodes, vaults, workers, commits and kills, in any order that the rules allow.
+
+Gradients are multisets of micro-batches, so whatever is added twice shows. The rules are those of
+docs/design.md: two slots, commit gates, retention, fences, trims. Every choice is made by the
+`random.Random` that is given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from elastic.core.protocol.messages import Halted
+from elastic.core.recovery.recovery import replayed, solve
+from elastic.domain.types import (
+    ACTIVATION,
+    COTANGENT,
+    GRADIENT,
+    LOGS,
+    STATE,
+    UPDATE,
+    Assignment,
+    Copy,
+    JobSpec,
+    LayerSpec,
+    NodeInfo,
+    PartialRun,
+    Plan,
+    StepRecord,
+)
+from elastic.planning.plan.plan import validate_plan
+from elastic.planning.plan.schemes import state_of
+from elastic.planning.search.search import PlanRequest, make_plan
+from tests.core.recovery import log_model
+from tests.core.recovery.modelled_worker import Worker
+from tests.core.recovery.proof import Vault, check_assignment
+
+NBYTES = {STATE: 24, GRADIENT: 8, UPDATE: 4, ACTIVATION: 8, COTANGENT: 8}
+
+
+def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tied: bool = False) -> JobSpec:
+    layers = tuple(LayerSpec(8, 16, 8, 1.0 + i % 2, 2.0) for i in range(n_layers))
+    pairs = ((0, n_layers - 1),) if tied and n_layers > 1 else ()
+    return JobSpec(layers=layers, n_microbatches=n_microbatches, n_steps=n_steps, tp=tp, tied=pairs)
+
+
+def make_info(i: int, *, workers: int = 1, domain: str = "") -> NodeInfo:
+    return NodeInfo(f"node{i}", f"i{i}", f"127.0.0.1:{9000 + i}", workers=workers, domain=domain)
+
+
+class Job:
+    """The model. `act()` does one random thing; `fail(nodes)` halts everybody and recovers."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        spec: JobSpec,
+        nodes: Iterable[NodeInfo],
+        *,
+        shape: str = "auto",
+        backup: str = "auto",
+        checkpoints: bool = False,
+    ) -> None:
+        self.rng, self.spec, self.shape, self.backup = rng, spec, shape, backup
+        self.nodes = {info.node: info for info in nodes}
+        self.vaults = {name: Vault(name) for name in self.nodes}
+        self.able = set(self.nodes)
+        self.epoch, self.sequence = 0, 0
+        self.plan: Plan | None = None
+        self.workers: list[Worker] = []
+        self.trimmed = True
+        self.checkpoint: tuple[str, int] | None = None
+        self.checkpoints = checkpoints
+        self.known_record: StepRecord | None = None
+        self.last: Assignment | None = None
+        self.partial: dict[int, list[tuple[PartialRun, int]]] = {}
+        """Pipeline: (run, stage) that are left of what runs in part."""
+        self.began = 0
+        """Step in which the epoch began."""
+        self.recover(())
+
+    # ---- training ------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return all(w.step == self.spec.n_steps for w in self.workers)
+
+    def act(self) -> bool:
+        """Do one thing that the rules allow now; False if nothing is left."""
+        actions: list[Callable[[], None]] = []
+        for worker in self.workers:
+            actions += self.actions_of(worker)
+        for stage in {(w.pipeline, w.stage) for w in self.workers}:
+            actions += self.compute(stage)
+        if not self.trimmed and all(w.unprotected == 0 for w in self.workers):
+            actions.append(self.trim)
+        if not actions:
+            return False
+        self.rng.choice(actions)()
+        return True
+
+    def compute(self, at: tuple[int, int]) -> list[Callable[[], None]]:
+        """Forward and backward passes that a stage could do now."""
+        ranks = [w for w in self.workers if (w.pipeline, w.stage) == at]
+        step = ranks[0].step
+        if step >= self.spec.n_steps or any(w.passed or w.step != step for w in ranks):
+            return []
+        left = self.partial.get(at[0], [])
+        if left:
+            return [lambda: log_model.run_in_part(self, ranks)] if left[0][1] == at[1] else []
+        todo = self.todo(at[0], step)
+        before = self.first_of(at[0], at[1] - 1)
+        after = self.first_of(at[0], at[1] + 1)
+        me = ranks[0]
+        actions: list[Callable[[], None]] = []
+        forward = [m for m in todo if m not in me.started]
+        if forward and (before is None or (before.step == step and forward[0] in before.started)):
+            actions.append(lambda: self.forward(ranks, forward[0]))
+        back = [m for m in todo if m in me.started and m not in me.backward]
+        ready = all(w.published == len(w.backward) and len(w.queue) < 2 for w in ranks)
+        if back and ready and (after is None or (after.step == step and back[0] in after.backward)):
+            actions.append(lambda: self.backward(ranks, back[0]))
+        return actions
+
+    def forward(self, ranks: list[Worker], index: int) -> None:
+        for worker in ranks:
+            worker.started.add(index)
+            log_model.send(self, worker, ACTIVATION, max(worker.version) + 1, index)
+
+    def backward(self, ranks: list[Worker], index: int) -> None:
+        for worker in ranks:
+            worker.backward.add(index)
+            log_model.add(self, worker, index, 0, self.spec.n_layers)
+            log_model.send(self, worker, COTANGENT, min(worker.version), index)
+
+    def actions_of(self, worker: Worker) -> list[Callable[[], None]]:
+        """What one worker's publishing, backup, commit and update could do now."""
+        if worker.queue:
+            return [lambda: self.deliver(worker)]
+        if worker.step >= self.spec.n_steps:
+            return [] if worker.entered else [lambda: self.enter(worker)]
+        if worker.passed:
+            return [lambda: self.update(worker)]
+        if worker.published < len(worker.backward):
+            return [lambda: self.publish_gradients(worker)]
+        if not self.arrived(worker):
+            return []
+        if not worker.entered:
+            return [lambda: self.enter(worker)]
+        # A peer that is a step further has passed the same commit, so everybody had arrived.
+        if all(
+            w.step > worker.step or ((w.passed or self.ready(w)) and w.step == worker.step)
+            for w in self.workers
+        ):
+            return [lambda: self.commit(worker)]
+        return []
+
+    def arrived(self, worker: Worker) -> bool:
+        left = self.partial.get(worker.pipeline)
+        return not left and set(self.todo(worker.pipeline, worker.step)) <= worker.backward
+
+    def ready(self, worker: Worker) -> bool:
+        """It may enter the commit: everything done, published and acknowledged."""
+        done = worker.published == len(worker.backward) and worker.entered and not worker.queue
+        return self.arrived(worker) and done
+
+    def commit(self, worker: Worker) -> None:
+        if all(w.step == worker.step and not w.passed for w in self.workers):
+            self.check_ledgers()
+        worker.passed = True
+        if self.plan_of.gradients == "log":
+            self.announce(worker, self.gradient_copies(worker), False)
+        worker.record = StepRecord(worker.step, 1.0, 1.0, float(worker.step))
+        if (worker.pipeline, worker.stage, worker.shard) == (0, 0, 0) and self.rng.random() < 0.5:
+            self.known_record = worker.record
+
+    def check_ledgers(self) -> None:
+        """Every layer has every micro-batch exactly once, over all its holders."""
+        want = Counter(range(self.spec.n_microbatches))
+        for layer in range(self.spec.n_layers):
+            for shard in range(self.spec.tp):
+                total: Counter[int] = Counter()
+                for w in self.workers:
+                    if w.shard == shard and layer in w.gradient:
+                        total += w.gradient[layer]
+                assert total == want, f"layer {layer} shard {shard}: {total}"
+
+    def update(self, worker: Worker) -> None:
+        """Update one layer; before the first one publish what all take, after the last one the states."""
+        step = worker.step
+        if state_of(self.plan_of.state).updates and worker.updated != step:
+            self.announce(worker, self.state_copies(worker, UPDATE), True)
+        worker.updated = step
+        layer = min(la for la, version in worker.version.items() if version == step)
+        worker.version[layer] += 1
+        worker.gradient[layer] = Counter()
+        if worker.step > step:
+            worker.passed = False
+            worker.started, worker.backward, worker.published = set(), set(), 0
+            self.publish_states(worker, max(state_of(self.plan_of.state).every, 1))
+
+    def publish_gradients(self, worker: Worker) -> None:
+        worker.published += 1
+        if self.plan_of.gradients == "stream":
+            self.announce(worker, self.gradient_copies(worker), True)
+        log_model.write(self, worker)
+        if not worker.entered:
+            self.enter(worker)
+
+    def enter(self, worker: Worker) -> None:
+        """Publish what the epoch began with."""
+        worker.entered = True
+        self.publish_states(worker)
+        if self.plan_of.gradients == "stream":
+            self.announce(worker, self.gradient_copies(worker), True)
+        worker.unprotected = len(worker.queue)
+
+    def publish_states(self, worker: Worker, every: int = 1) -> None:
+        """To the peer those of the layers whose turn it is."""
+        if self.trimmed and worker.step != self.began:
+            self.vaults[worker.node].forget(self.epoch, LOGS)
+        if self.plan_of.state != "none":
+            copies = self.state_copies(worker)
+            away = [(c, inside) for c, inside in copies if (c.step + c.layer) % every == 0]
+            self.announce(worker, [pair for pair in copies if pair not in away], False)
+            self.announce(worker, away, state_of(self.plan_of.state).away)
+
+    def deliver(self, worker: Worker) -> None:
+        """One more copy is whole at the peer."""
+        bundle = worker.queue[0]
+        peer = self.plan_of.peer_of(worker.node)
+        assert peer is not None
+        copy, content = bundle.pop(self.rng.randrange(len(bundle)))
+        self.vaults[peer].add(copy, content)
+        if not bundle:
+            worker.queue.pop(0)
+            if worker.unprotected > 0:
+                worker.unprotected -= 1
+
+    def announce(self, worker: Worker, copies: list[tuple[Copy, Any]], away: bool) -> None:
+        for copy, content in copies:
+            self.vaults[worker.node].add(copy, content)
+        if away and copies and self.plan_of.peer_of(worker.node):
+            worker.queue.append(list(copies))
+
+    def state_copies(self, worker: Worker, kind: str = STATE) -> list[tuple[Copy, Any]]:
+        return [
+            (self.copy(worker, kind, layer, version, frozenset()), version)
+            for layer, version in worker.version.items()
+        ]
+
+    def gradient_copies(self, worker: Worker) -> list[tuple[Copy, Any]]:
+        return [
+            (self.copy(worker, GRADIENT, layer, worker.version[layer], frozenset(total)), Counter(total))
+            for layer, total in worker.gradient.items()
+            if total
+        ]
+
+    def copy(self, worker: Worker, kind: str, layer: int, step: int, indices: frozenset[int]) -> Copy:
+        self.sequence += 1
+        last = layer == self.spec.n_layers - 1 and kind == GRADIENT
+        return Copy(
+            kind=kind,
+            layer=layer,
+            shard=worker.shard,
+            step=step,
+            epoch=self.epoch,
+            owner=worker.node,
+            sequence=self.sequence,
+            nbytes=NBYTES[kind],
+            checksum="",
+            microbatches=indices,
+            losses=tuple((i, float(i)) for i in sorted(indices)) if last else (),
+            node=worker.node,
+        )
+
+    def trim(self) -> None:
+        """Logged messages stay while their node is in the step in which the epoch began."""
+        for node, vault in self.vaults.items():
+            running = all(w.step == self.began for w in self.workers if w.node == node)
+            vault.forget(self.epoch, (STATE, GRADIENT, UPDATE) if running else ())
+        self.trimmed = True
+
+    @property
+    def plan_of(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
+    def first_of(self, pipeline: int, stage: int) -> Worker | None:
+        return next((w for w in self.workers if (w.pipeline, w.stage) == (pipeline, stage)), None)
+
+    def todo(self, pipeline: int, step: int) -> tuple[int, ...]:
+        assert self.last is not None
+        return (
+            self.last.todo[pipeline]
+            if step == self.last.step
+            else self.plan_of.pipelines[pipeline].microbatches
+        )
+
+    def covered(self, step: int) -> dict[int, frozenset[int]]:
+        assert self.last is not None
+        return dict(self.last.covered) if step == self.last.step else {}
+
+    # ---- failures ------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        """Some version that every layer has in some vault becomes durable."""
+        versions = [
+            {
+                c.step
+                for v in self.vaults.values()
+                for c, _ in v.held.values()
+                if (c.kind, c.layer, c.shard) == at
+            }
+            for at in ((STATE, la, sh) for la in range(self.spec.n_layers) for sh in range(self.spec.tp))
+        ]
+        common = set.intersection(*versions)
+        if common:
+            self.checkpoint = "/checkpoints/x", max(common)
+
+    def fail(self, nodes: Iterable[str] = (), workers_only: Iterable[str] = ()) -> None:
+        """`nodes` vanish with their vaults, of `workers_only` only the workers; everybody else halts, then
+        recovers."""
+        nodes, workers_only = tuple(nodes), tuple(workers_only)
+        halted = self.halt({*nodes, *workers_only})
+        for node in nodes:
+            del self.nodes[node], self.vaults[node]
+            self.able.discard(node)
+        self.recover((*nodes, *workers_only), halted)
+
+    def halt(self, gone: set[str]) -> dict[str, Halted]:
+        """Survivors finish the update they are in, publish the rest locally, and stop sending."""
+        halted: dict[str, Halted] = {}
+        for worker in [w for w in self.workers if w.node not in gone]:
+            while worker.passed:
+                self.update(worker)
+            log_model.write(self, worker)
+            for copy, content in (*self.state_copies(worker), *self.gradient_copies(worker)):
+                self.vaults[worker.node].add(copy, content)
+            worker.queue.clear()
+            halted[worker.node] = Halted(
+                epoch=self.epoch,
+                step=worker.step,
+                started=frozenset(worker.started),
+                sent=frozenset(worker.started),
+                record=worker.record,
+            )
+        return halted
+
+    def recover(self, lost: tuple[str, ...], halted: dict[str, Halted] | None = None) -> None:
+        """Plan, solve, check and install; raises Unrecoverable like the real one."""
+        halted = halted or {}
+        self.epoch += 1
+        old = self.plan
+        request = PlanRequest(
+            spec=self.spec,
+            nodes=tuple(self.nodes[name] for name in sorted(self.able)),
+            epoch=self.epoch,
+            shape=self.shape,
+            current=self.plan,
+            backup=self.backup,
+        )
+        plan = make_plan(request)
+        validate_plan(plan)
+        records = [h.record for h in halted.values() if h.record]
+        if self.known_record:
+            records.append(self.known_record)
+        assignment = solve(
+            plan=plan,
+            spec=self.spec,
+            inventory=tuple(copy for vault in self.vaults.values() for copy, _ in vault.held.values()),
+            records=tuple(records),
+            vaults=tuple((name, info.vault) for name, info in self.nodes.items()),
+            checkpoint=self.checkpoint,
+            initial_allowed=self.known_record is None,
+            live={node: h.step for node, h in halted.items()},
+        )
+        check_assignment(assignment, self.spec, self.vaults)
+        if old is not None:
+            todo = frozenset(i for share in assignment.todo for i in share)
+            assert replayed(old, frozenset(lost), todo, halted) <= todo
+        self.plan, self.last = plan, assignment
+        self.install(assignment)
+
+    def install(self, assignment: Assignment) -> None:
+        recipes = {(node, r.layer, r.shard): r for node, r in assignment.recipes}
+        self.workers, self.trimmed, self.began = [], False, assignment.step
+        self.partial = {p: log_model.shares(assignment, p) for p in range(len(assignment.plan.pipelines))}
+        for p, s, stage in assignment.plan.stages():
+            for shard in range(assignment.plan.tp):
+                gradient: dict[int, Counter[int]] = {layer: Counter() for layer in stage.layers}
+                for layer in stage.layers:
+                    recipe = recipes.get((stage.unit.node, layer, shard))
+                    for copy in recipe.gradients if recipe else ():
+                        gradient[layer] += self.vaults[copy.node].held[copy.key][1]
+                version = dict.fromkeys(stage.layers, assignment.step)
+                self.workers.append(Worker(stage.unit.node, p, s, shard, version, gradient))

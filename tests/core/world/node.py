@@ -1,0 +1,324 @@
+"""Simulated agents: the real node transition, with acted-out workers, vault and stream."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from elastic.core.node import node as core
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo
+from tests.core.recovery.proof import Vault
+from tests.core.world.worker import Worker
+
+if TYPE_CHECKING:
+    from tests.core.world.world import World
+
+LOOK_S, BEAT_S = 0.1, 0.5
+RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
+
+
+class Link:
+    """One stream to the coordinator: in order both ways; what is under way when it breaks is lost."""
+
+    def __init__(self, world: World, agent: Agent) -> None:
+        self.world, self.agent, self.open = world, agent, True
+        self._at = [0.0, 0.0]
+
+    def up(self, message: Any) -> None:
+        self._later(0, lambda: self.world.boss.hear(self, message))
+
+    def down(self, message: Any) -> None:
+        self._later(1, lambda: self.agent.hear_boss(message))
+
+    def _later(self, way: int, action: Callable[[], None]) -> None:
+        """After some latency, in order, if the stream still is open then."""
+        self._at[way] = max(self._at[way], self.world.now + self.world.soon(0.001, 0.006))
+        self.world.at(self._at[way] - self.world.now, lambda: action() if self.open else None)
+
+
+@dataclass
+class Run:
+    """The workers that meet in one epoch."""
+
+    assignment: Assignment
+    present: dict[tuple[str, int], Worker] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Everybody of the plan is there and can be reached."""
+        wanted = {
+            (unit.node, rank)
+            for unit in self.assignment.plan.units()
+            for rank in range(self.assignment.plan.tp)
+        }
+        return wanted == self.present.keys() and all(w.reachable for w in self.present.values())
+
+    def check_ledgers(self, step: int, spec: JobSpec) -> None:
+        """At the commit every layer has every micro-batch exactly once, over all its holders."""
+        everything = Counter(range(spec.n_microbatches) if step < spec.n_steps else ())
+        for layer in range(spec.n_layers):
+            for rank in range(spec.tp):
+                held = (
+                    w.gradient[layer] for w in self.present.values() if w.rank == rank and layer in w.gradient
+                )
+                total = sum(held, Counter[int]())
+                assert total == everything, f"layer {layer} rank {rank}: {total}"
+
+
+class Agent:
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.alive, self.left_with = False, -1
+        self.link: Link | None = None
+        self.cut_until = 0.0
+        self.cuts: list[tuple[float, float]] = []
+        """(from, to) when this node could not be heard."""
+        self.steps: list[m.StepDone] = []
+        self._generation = 0
+        self._incarnations = itertools.count()
+        self._begin()
+
+    def _begin(self) -> None:
+        incarnation = f"{self.name}.{next(self.world.sequence)}"
+        lifetime_s = self.world.lifetime_s
+        info = NodeInfo(
+            self.name, incarnation, f"{self.name}:1", workers=self.world.tp, lifetime_s=lifetime_s
+        )
+        self.state = core.NodeState(info)
+        self.vault, self.fence, self.workers = Vault(self.name), 0, list[Worker]()
+        self._speak: dict[int, float] = {}
+
+    def start(self) -> None:
+        self.alive = True
+        self.connect()
+        self._look()
+        self._beat()
+
+    # ---- the stream -----------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        if not self.alive or self.link is not None:
+            return
+        if not self.world.boss.up:
+            self.world.at(self.world.soon(0.05, 0.4), self.connect)
+            return
+        self.link = Link(self.world, self)
+        if self.world.rng.random() < 0.3:
+            self._beat_once()
+        self.report()
+        for step in self.steps:
+            self._send(step)
+
+    def disconnect(self) -> None:
+        """The stream broke."""
+        if self.link is not None:
+            link, self.link = self.link, None
+            link.open = False
+            self.world.at(self.world.soon(0.001, 0.01), lambda: self.world.boss.hear(link, "closed"))
+            self.world.at(self.world.soon(0.03, 0.1), self.connect)
+
+    def _send(self, message: Any) -> None:
+        if self.link is not None and not self.cut:
+            self.link.up(message)
+
+    def hear_boss(self, message: Any) -> None:
+        if not self.alive or self.cut:
+            return
+        match message:
+            case m.Trim(epoch):
+                self.vault.held = {k: v for k, v in self.vault.held.items() if v[0].epoch >= epoch}
+            case m.Prefetch():
+                self.world.at(self.world.soon(0.05, 0.5), lambda: self._prefetch(message, self.state.info))
+            case _:
+                self.apply(message)
+
+    def _prefetch(self, order: m.Prefetch, info: NodeInfo) -> None:
+        if not self.alive or self.state.info != info:
+            return
+        for layer, shard, node in order.sources:
+            source = self.world.agents[node]
+            copies = [
+                v
+                for v in source.vault.held.values()
+                if (v[0].kind, v[0].layer, v[0].shard) == ("state", layer, shard)
+            ]
+            if source.reachable and copies:
+                self.vault.add(*max(copies, key=lambda v: (v[0].step, v[0].epoch)))
+        self.apply(core.PrefetchDone(order.epoch))
+
+    # ---- events ---------------------------------------------------------------------------------
+
+    def hear_worker(self, worker: Worker, message: Any) -> None:
+        """In the order in which it was said, and only from workers of the present launch."""
+        at = max(self._speak.get(worker.rank, 0.0), self.world.now + self.world.soon(0.0003, 0.002))
+        self._speak[worker.rank] = at
+        generation = worker.generation
+        self.world.at(at - self.world.now, lambda: self._worker(generation, worker.rank, message))
+
+    def _worker(self, generation: int, rank: int, message: Any) -> None:
+        if not self.alive or generation != self._generation:
+            return
+        match message:
+            case m.StepDone():
+                self.steps.append(message)
+                self._send(message)
+            case core.Exited():
+                self.apply(message)
+            case _:
+                self.apply(core.Said(rank, message))
+
+    def held(self, peer: str) -> None:
+        """The peer's vault cannot be reached: told in the name of worker 0, as the replicator does."""
+        failed = m.CommFailed(self.state.epoch, (peer,), "backup")
+        if self.workers:
+            self.apply(core.Said(0, failed))
+
+    def _look(self) -> None:
+        if not self.alive:
+            return
+        self.world.at(LOOK_S, self._look)
+        for worker in self.workers:
+            if worker.alive and worker.attached and not worker.stopped:
+                self.apply(core.Said(worker.rank, worker.progress()))
+        seen = tuple(core.Evidence(w.rank, w.stopped, w.cpu_s()) for w in self.workers if w.alive)
+        if seen:
+            self.apply(core.Looked(seen))
+
+    def _beat(self) -> None:
+        if self.alive:
+            self.world.at(BEAT_S, self._beat)
+            self._beat_once()
+
+    def _beat_once(self) -> None:
+        told = core.report(self.state)
+        self._send(m.Heartbeat(self.name, self.state.info.incarnation, told.step, told.microbatch))
+
+    def apply(self, event: Any) -> None:
+        if not self.alive:
+            return
+        before = self.state
+        self.state, actions, reason = core.transition(before, event, self.world.now)
+        assert self.state.epoch >= before.epoch, "a node's epoch only grows"
+        if self.state.phase is not before.phase:
+            self.world.say(f"{self.name} {before.phase} -> {self.state.phase} ({self.state.epoch}): {reason}")
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: core.Action) -> None:
+        match action:
+            case core.Tell(message, rank):
+                for worker in self.workers:
+                    if rank is None or rank == worker.rank:
+                        worker.order(message)
+            case core.Spawn():
+                self._generation += 1
+                self.workers = [Worker(self, rank, self._generation) for rank in range(self.world.tp)]
+            case core.KillWorkers(reason):
+                self._check_kill(reason)
+                for worker in self.workers:
+                    worker.die(-9)
+            case core.Enter(install):
+                self.fence = max(self.fence, install.epoch)
+            case core.Fence(epoch):
+                self.fence = max(self.fence, epoch)
+            case core.Report():
+                self.report()
+            case core.Leave(code):
+                self.alive, self.left_with = False, code
+                self.disconnect()
+            case core.Rejoin():
+                self._generation += 1
+                self._begin()
+                self.report()
+
+    def _check_kill(self, reason: str) -> None:
+        healthy = all(w.alive and not w.stopped for w in self.workers)
+        assert not (healthy and reason.startswith("hang")), (
+            f"{self.name}: healthy workers are killed: {reason}"
+        )
+
+    def report(self) -> None:
+        report = core.report(self.state)
+        if report.phase not in RUNNING:
+            report = replace(report, inventory=self.inventory())
+        self._send(report)
+
+    def inventory(self) -> tuple[Copy, ...]:
+        return tuple(self.vault.held[key][0] for key in sorted(self.vault.held))
+
+    # ---- backups --------------------------------------------------------------------------------
+
+    def replicate(self, copies: list[tuple[Copy, Any]], peer: str, acked: Callable[[], None]) -> None:
+        """Bring copies to the peer's vault. If it refuses, no acknowledgement; if it is gone, a report."""
+        epoch, target = copies[0][0].epoch, self.world.agents[peer]
+
+        def arrive() -> None:
+            if not self.alive or self.fence > epoch:
+                return
+            if not target.alive:
+                self.held(peer)
+            elif self.cut or target.cut:
+                self.world.at(0.1, arrive)
+            elif target.fence <= epoch:
+                for copy, content in copies:
+                    target.vault.add(copy, content)
+                acked()
+
+        self.world.at(self.world.soon(0.002, 0.02), arrive)
+
+    # ---- faults ---------------------------------------------------------------------------------
+
+    @property
+    def cut(self) -> bool:
+        return self.world.now < self.cut_until
+
+    @property
+    def reachable(self) -> bool:
+        return self.alive and not self.cut
+
+    def away_s(self, window: float) -> float:
+        """Seconds of the last `window` (and two beats) in which nothing could be heard from here."""
+        begin = self.world.now - window - 2 * BEAT_S
+        return sum(max(0.0, min(b, self.world.now) - max(a, begin)) for a, b in self.cuts)
+
+    def die(self, silent: bool) -> None:
+        self.alive = False
+        self.world.lose_vault(self.name)
+        for worker in self.workers:
+            worker.die(-9, silent=silent)
+        if silent:
+            self.link = None
+        else:
+            self.disconnect()
+
+    def cut_off(self, seconds: float) -> None:
+        self.cut_until = max(self.cut_until, self.world.now + seconds)
+        self.cuts.append((self.world.now, self.cut_until))
+
+        def heal() -> None:
+            if self.alive and not self.cut:
+                self.report()
+                for worker in self.workers:
+                    worker.poke()
+
+        self.world.at(seconds + 0.001, heal)
+
+    def blip(self) -> None:
+        self.disconnect()
+
+    def hurt_worker(self, kind: str, rng: random.Random) -> None:
+        alive = [w for w in self.workers if w.alive and w.attached]
+        if alive:
+            worker = rng.choice(alive)
+            if kind == "crash":
+                worker.die(1)
+            elif kind == "hang":
+                worker.stop()
+            else:
+                worker.slowness = 20.0

@@ -1,0 +1,101 @@
+"""Whole jobs under faults: whatever happens, the job ends as it should, and what must always hold holds.
+
+What always must hold is checked at every decision, in `tests.core.world.world.Boss`.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from elastic.core.job.state import JobPhase
+from tests.core.world.world import Fault, World
+
+KINDS = (
+    "kill", "power", "back", "crash", "hang", "slow", "partition", "blip",
+    "coordinator-kill", "coordinator-save", "coordinator-stall", "drain", "join",
+)  # fmt: skip
+HARMLESS = ("slow", "blip", "coordinator-kill", "coordinator-save", "coordinator-stall")
+SEEDS = st.integers(0, 2**20)
+TIMES = st.floats(0.2, 5.0, allow_nan=False)
+
+
+def faults(
+    kinds: tuple[str, ...], most: int, seconds: tuple[float, ...] = (0.3, 1.0, 2.0, 6.0)
+) -> st.SearchStrategy:
+    one = st.builds(Fault, st.sampled_from(kinds), TIMES, st.integers(0, 7), st.sampled_from(seconds))
+    return st.lists(one, min_size=1, max_size=most)
+
+
+def run(seed: int, nodes: int, tp: int, planned: list[Fault]) -> World:
+    world = World(seed, nodes, tp=tp)
+    for fault in planned:
+        world.inject(fault)
+    world.run()
+    return world
+
+
+def property_test(examples: int) -> settings:
+    return settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
+
+
+@property_test(120)
+@given(SEEDS, st.integers(1, 4), st.sampled_from([1, 2]), faults(KINDS, 4))
+@example(57, 1, 1, [Fault("coordinator-save", 0.29, 0, 2.0), Fault("blip", 1.6)])
+@example(3, 2, 1, [Fault("coordinator-save", 0.26, 0, 2.0), Fault("back", 1.98, 1, 0.3)])
+def test_every_job_ends(seed: int, nodes: int, tp: int, planned: list[Fault]) -> None:
+    """Finished; waiting because nobody can train; or given up because no backup was left. Epochs end."""
+    world = run(seed, nodes, tp, planned)
+    world.check_end()
+    assert world.boss.state.epoch <= 2 + 4 * len(planned), "epochs without end"
+
+
+@property_test(40)
+@given(SEEDS, st.integers(1, 4), faults(HARMLESS, 3))
+def test_nothing_is_halted_by_what_is_harmless(seed: int, nodes: int, planned: list[Fault]) -> None:
+    """A slow worker, a broken stream, or a coordinator that is away for a while: training goes on."""
+    world = run(seed, nodes, 1, planned)
+    world.check_end()
+    assert world.boss.state.phase is JobPhase.FINISHED
+    assert world.boss.state.epoch == 1, world.boss.halts
+    assert not world.boss.dropped
+
+
+@property_test(40)
+@given(SEEDS, st.integers(2, 4), faults(("join", "join", "drain"), 3, (30.0,)))
+def test_planned_changes_lose_nothing(seed: int, nodes: int, planned: list[Fault]) -> None:
+    """Joining and leaving waits for the end of a step; no micro-batch runs twice and nothing is read back."""
+    world = run(seed, nodes, 1, planned)
+    world.check_end()
+    for epoch, boundary, cause in world.boss.halts[1:]:
+        assert boundary or cause == "nodes came", f"epoch {epoch} halted at once: {cause}"
+    for recovered in world.boss.recovered:
+        assert not recovered.change.replayed and not recovered.change.rerun
+
+
+@property_test(40)
+@given(SEEDS, st.integers(2, 4), st.sampled_from([1, 2]), faults(("crash", "hang", *HARMLESS), 3))
+def test_workers_that_die_never_end_a_job(seed: int, nodes: int, tp: int, planned: list[Fault]) -> None:
+    """As long as all vaults live, every job is finished, with every node still a member."""
+    world = run(seed, nodes, tp, planned)
+    world.check_end()
+    assert world.boss.state.phase is JobPhase.FINISHED
+    assert not world.boss.dropped
+
+
+@property_test(40)
+@given(SEEDS, st.integers(2, 4), st.sampled_from(["kill", "power", "back"]), TIMES, faults(HARMLESS, 2))
+def test_one_lost_node_is_always_survived(
+    seed: int, nodes: int, kind: str, at: float, planned: list[Fault]
+) -> None:
+    """Also when it is lost while the coordinator is away."""
+    world = run(seed, nodes, 1, [Fault(kind, at, seed), *planned])
+    world.check_end()
+    assert world.boss.state.phase in (JobPhase.FINISHED, JobPhase.WAITING)
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    planned = [Fault("kill", 2.0, 1), Fault("coordinator-kill", 2.1), Fault("join", 1.5)]
+    first, second = run(7, 3, 1, planned), run(7, 3, 1, planned)
+    assert first.trail == second.trail
+    assert first.trail != run(8, 3, 1, planned).trail

@@ -1,0 +1,385 @@
+"""A simulated cluster: the real decisions of coordinator and nodes, on a simulated clock and network.
+
+One heap of (time, order) events; every delay comes from one seeded generator, so that a run is a function
+of its seed and its faults. Agents are in `tests.core.world.node`, workers in `tests.core.world.worker`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.core.coordinator.transitions import RULES, transition
+from elastic.core.job import state as job
+from elastic.core.job.state import JobPhase, JobState, Policy
+from elastic.core.protocol import messages as m
+from elastic.core.recovery.recovery import solve
+from elastic.domain import codec
+from elastic.domain.errors import Unrecoverable
+from elastic.domain.types import Assignment, Plan
+from elastic.planning.plan.plan import validate_plan
+from tests.core.recovery.job_model import make_spec
+from tests.core.recovery.proof import check_assignment
+from tests.core.world.node import Agent, Link, Run
+
+TICK_S = 0.1
+OVER = (JobPhase.FINISHED, JobPhase.FAILED)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to the `node`-th living node (or to the coordinator) at a time.
+
+    kill: the node is gone and its connections break. power: gone without a word. back: killed, and its
+    agent started again `seconds` later. crash, hang (SIGSTOP), slow: one worker. partition: nothing goes in
+    or out for `seconds`. blip: the stream to the coordinator breaks. coordinator-kill: back after `seconds`,
+    from its saved state. coordinator-save: the same, but it dies between saving and acting.
+    coordinator-stall: it stops for `seconds`. drain: with a notice of `seconds`. join: a new node.
+    """
+
+    kind: str
+    at: float
+    node: int = 0
+    seconds: float = 1.0
+
+
+class World:
+    def __init__(
+        self, seed: int, nodes: int, *, tp: int = 1, steps: int = 5, checks: float = 0.03, **policy: Any
+    ):
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.tp, self.checks = tp, checks
+        self.lifetime_s = 0.0
+        """What nodes that join say of their stay."""
+        self.spec = make_spec(4, 3, steps, tp)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.sequence = itertools.count(1)
+        self.runs: dict[int, Run] = {}
+        self.agents: dict[str, Agent] = {}
+        self.trail: list[str] = []
+        self.faults: list[str] = []
+        self.vaults_lost, self.alone = 0, False
+        defaults = {"min_nodes": nodes, "max_nodes": 9, "workers_per_node": tp}
+        self.boss = Boss(self, Policy(**{**defaults, **policy}))
+        for _ in range(nodes):
+            self.add_node()
+
+    # ---- clock ----------------------------------------------------------------------------------
+
+    def at(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now + delay, next(self._order), action))
+
+    def soon(self, low: float, high: float) -> float:
+        return self.rng.uniform(low, high)
+
+    def say(self, text: str) -> None:
+        self.trail.append(f"{self.now:8.3f} {text}")
+
+    def run(self, limit: float = 120.0) -> JobPhase:
+        """Run until the job is over and every node has left, or nothing more is to be expected."""
+        while self._heap and self._heap[0][0] <= limit:
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
+            if self.over:
+                break
+        return self.boss.state.phase
+
+    def check_end(self) -> None:
+        """The job finished; or it waits because nobody can train; or it was given up, and rightly so."""
+        state = self.boss.state
+        if state.phase is JobPhase.WAITING:
+            assert len(state.members) < state.policy.min_nodes, "enough nodes wait for nothing"
+            return
+        if state.phase is JobPhase.PAUSED:
+            usable = [a.name for a in self.living if a.state.able and a.name in state.members]
+            assert all(state.members[name].draining for name in usable), (
+                f"paused although {usable} could train"
+            )
+            return
+        assert state.phase in OVER, f"stuck: {state.phase}"
+        assert self.over, f"{state.phase}, but {[a.name for a in self.living]} never heard of it"
+        assert self.boss.finish is not None
+        if state.phase is JobPhase.FAILED:
+            assert self.boss.finish.code == 3 and self.unbacked, "given up although a backup was left"
+        else:
+            assert self.boss.finish.code == 0 and self.boss.finish.params_sha256
+
+    @property
+    def unbacked(self) -> bool:
+        """Redundancy was exceeded: two vaults were lost, or one whose node had no peer."""
+        return self.vaults_lost > 1 or self.alone
+
+    def lose_vault(self, name: str) -> None:
+        """A vault is gone, or out of reach for good; `alone` if in some plan in force nobody kept its backups."""
+        self.vaults_lost += 1
+        plans = [plan for plan in (self.boss.state.plan, self.boss.protected) if plan is not None]
+        self.alone |= any(name in plan.nodes() and plan.peer_of(name) is None for plan in plans)
+
+    @property
+    def over(self) -> bool:
+        return self.boss.up and self.boss.state.phase in OVER and not self.living
+
+    @property
+    def living(self) -> list[Agent]:
+        return [agent for agent in self.agents.values() if agent.alive]
+
+    # ---- nodes and faults -----------------------------------------------------------------------
+
+    def add_node(self, name: str = "") -> None:
+        name = name or f"node{len(self.agents)}"
+        self.agents[name] = Agent(self, name)
+        self.at(self.soon(0, 0.3), self.agents[name].start)
+
+    def inject(self, fault: Fault) -> None:
+        self.at(fault.at, lambda: self._inject(fault))
+
+    def _inject(self, fault: Fault) -> None:
+        if self.boss.state.phase in OVER:
+            return
+        self.faults.append(fault.kind)
+        self.say(f"FAULT {fault}")
+        if fault.kind.startswith("coordinator"):
+            self.boss.suffer(fault.kind, fault.seconds)
+            return
+        if fault.kind == "join":
+            self.add_node()
+        elif self.living:
+            agent = self.living[fault.node % len(self.living)]
+            self._hit(agent, fault)
+
+    def _hit(self, agent: Agent, fault: Fault) -> None:
+        match fault.kind:
+            case "kill" | "power" | "back":
+                agent.die(silent=fault.kind == "power")
+                if fault.kind == "back":
+                    self.at(fault.seconds, lambda: self.add_node(agent.name))
+            case "partition":
+                agent.cut_off(fault.seconds)
+            case "blip":
+                agent.blip()
+            case "drain":
+                self.boss.hear(None, job.DrainAsked(agent.name, fault.seconds))
+            case kind:
+                agent.hurt_worker(kind, self.rng)
+
+
+@dataclass
+class Boss:
+    """The coordinator's shell: queue, saved state, streams. Checks at each decision what must always hold."""
+
+    world: World
+    policy: Policy
+    state: JobState = field(init=False)
+    up: bool = True
+    die_at_save: float = 0.0
+    stalled_until: float = 0.0
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        self.state = self.saved = JobState(policy=self.policy)
+        self.sessions: dict[str, Link] = {}
+        self.backlog: list[tuple[Link | None, Any]] = []
+        self.assignments: dict[int, Assignment] = {}
+        self.dropped: dict[str, str] = {}
+        """Incarnations that were dropped, and why."""
+        self.finish: job.Finish | None = None
+        self.recovered: list[job.Recovered] = []
+        self.protected: Plan | None = None
+        """The newest plan whose state is whole at the peers."""
+        self.halts: list[tuple[int, bool, str]] = []
+        """(epoch, boundary, cause) of every change."""
+        self.samples: dict[JobPhase, list[JobState]] = {phase: [] for phase in JobPhase}
+        self.world.at(TICK_S, self._tick)
+
+    # ---- events ---------------------------------------------------------------------------------
+
+    def hear(self, link: Link | None, message: Any) -> None:
+        """A message arrived; while the process is stopped it waits in its queue."""
+        if not self.up:
+            return
+        if self.world.now < self.stalled_until:
+            self.backlog.append((link, message))
+            return
+        self._take(link, message)
+
+    def _tick(self) -> None:
+        self.world.at(TICK_S, self._tick)
+        if self.up and self.world.now >= self.stalled_until:
+            self._apply(job.Tick())
+
+    def _wake(self) -> None:
+        backlog, self.backlog = self.backlog, []
+        for link, message in backlog:
+            self.hear(link, message)
+
+    def _take(self, link: Link | None, message: Any) -> None:
+        """As `elastic.coordinator.service` does."""
+        match message:
+            case m.NodeReport():
+                assert link is not None
+                node = message.info.node
+                connected = self.sessions.get(node) is not link
+                self.sessions[node] = link
+                self._apply(job.Reported(message, connected))
+            case m.Heartbeat():
+                assert link is not None
+                self.sessions.setdefault(message.node, link)
+                self._apply(job.Beat(message.node, message.incarnation, message.step, message.microbatch))
+            case m.StepDone():
+                self._apply(job.Stepped(message.record))
+            case "closed":
+                for node in [n for n, s in self.sessions.items() if s is link]:
+                    del self.sessions[node]
+                    if node in self.state.members:
+                        self._apply(job.Closed(node, self.state.members[node].report.info.incarnation))
+            case _:
+                self._apply(message)
+
+    def _apply(self, event: Any) -> None:
+        before = self.state
+        self.state, actions, reason = transition(before, event, self.world.now)
+        if self.world.rng.random() < self.world.checks:
+            self._same_from_store(before, event)
+        self._check(before, event, actions)
+        if not isinstance(event, (job.Beat, job.Tick)) or actions:
+            self.saved = self.state
+        if actions and reason:
+            self.world.say(f"coordinator {type(event).__name__}: {reason}")
+        if self.die_at_save and any(isinstance(a, job.Send) for a in actions):
+            self._die(self.die_at_save)
+            return
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: job.Action) -> None:
+        match action:
+            case job.Send(node, message):
+                link = self.sessions.get(node)
+                if link is not None:
+                    link.down(message)
+                if isinstance(message, m.Fenced) and link is not None:
+                    del self.sessions[node]
+            case job.Finish():
+                self.finish = action
+            case job.Recovered():
+                self.recovered.append(action)
+
+    # ---- faults ---------------------------------------------------------------------------------
+
+    def suffer(self, kind: str, seconds: float) -> None:
+        if kind == "coordinator-stall":
+            self.stalled_until = self.world.now + seconds
+            self.world.at(seconds, self._wake)
+        elif kind == "coordinator-save":
+            self.die_at_save = seconds
+        elif self.up:
+            self._die(seconds)
+
+    def _die(self, seconds: float) -> None:
+        self.world.say("coordinator died")
+        self.up, self.die_at_save, self.stalled_until = False, 0.0, 0.0
+        self.sessions.clear()
+        self.backlog.clear()
+        self.generation += 1
+        for agent in self.world.living:
+            agent.disconnect()
+        self.world.at(seconds, self._return)
+
+    def _return(self) -> None:
+        self.up = True
+        self.state = codec.loads(JobState, codec.dumps(self.saved))
+        assert self.state == self.saved
+        self._apply(job.Adopted())
+
+    # ---- what must always be true ---------------------------------------------------------------
+
+    def _same_from_store(self, before: JobState, event: Any) -> None:
+        again = codec.loads(JobState, codec.dumps(before))
+        assert again == before
+        assert transition(again, event, self.world.now)[0] == self.state
+
+    def _check(self, before: JobState, event: Any, actions: tuple[job.Action, ...]) -> None:
+        state = self.state
+        assert state.epoch >= before.epoch, "epochs only grow"
+        if state.phase is not before.phase or state.epoch != before.epoch:
+            self.samples[state.phase].append(state)
+        phase = before.phase
+        for action in actions:
+            match action:
+                case job.Note("phase", {"phase": name}):
+                    assert JobPhase(name) in RULES[phase][1], f"{phase} -> {name} is not declared"
+                    phase = JobPhase(name)
+                case job.Note("halt", data):
+                    self.halts.append((data["epoch"], data["boundary"], data["cause"]))
+                case job.Send(node, m.Install(epoch, assignment)):
+                    self._check_install(epoch, assignment)
+                case job.Send(node, m.Fenced()):
+                    self._check_fence(before, node)
+        assert phase is state.phase
+        for node in before.members.keys() - state.members.keys():
+            self.dropped[before.members[node].report.info.incarnation] = node
+        for member in state.members.values():
+            fresh = member.report.phase is m.NodePhase.EMPTY or member.rank >= 0
+            assert member.report.info.incarnation not in self.dropped or fresh, "a fenced incarnation is back"
+        if state.trimmed > before.trimmed:
+            self.protected = state.plan
+        if state.phase is JobPhase.FAILED is not before.phase:
+            self._check_failure()
+
+    def _check_install(self, epoch: int, assignment: Assignment) -> None:
+        """One assignment an epoch, true to what the vaults contain, and nothing older runs on any member."""
+        if epoch in self.assignments:
+            assert self.assignments[epoch] == assignment, f"two plans for epoch {epoch}"
+            return
+        self.assignments[epoch] = assignment
+        validate_plan(assignment.plan)
+        for node, member in self.state.members.items():
+            agent = self.world.agents[node]
+            assert member.halted and member.report.epoch >= epoch, f"{node} has not halted for {epoch}"
+            running = [w for w in agent.workers if w.alive and not w.left and w.epoch < epoch]
+            if agent.alive and agent.state.info.incarnation == member.report.info.incarnation:
+                assert not running, f"{node} still runs epoch {running[0].epoch}"
+        if all(self.world.agents[node].alive for node in self.state.members):
+            check_assignment(assignment, self.world.spec, {n: a.vault for n, a in self.world.agents.items()})
+
+    def _check_fence(self, before: JobState, node: str) -> None:
+        """Only who is dead, was cut off for about a lease, or was dropped before is fenced."""
+        agent = self.world.agents[node]
+        member = before.members.get(node)
+        if (
+            member is None
+            or not agent.alive
+            or agent.state.info.incarnation != member.report.info.incarnation
+        ):
+            return
+        away = agent.away_s(before.policy.lease_s)
+        assert away > before.policy.grace_s, f"healthy {node} is fenced at {self.world.now}"
+        self.world.lose_vault(node)
+
+    def _check_failure(self) -> None:
+        """Only where the vaults of all members together do not suffice may a job be given up."""
+        state = self.state
+        assert state.spec is not None and self.world.vaults_lost, "failed although no vault was lost"
+        inventory = tuple(c for node in state.members for c in self.world.agents[node].inventory())
+        records = tuple(w.record for a in self.world.agents.values() for w in a.workers if w.record)
+        assert state.plan is not None
+        try:
+            solve(
+                plan=replace(state.plan, epoch=state.epoch),
+                spec=state.spec,
+                inventory=inventory,
+                records=records,
+                vaults=tuple((n, "") for n in state.members),
+                checkpoint=None,
+                initial_allowed=state.record is None,
+                live={},
+            )
+        except Unrecoverable:
+            return
+        raise AssertionError("given up although the vaults suffice")

@@ -1,0 +1,286 @@
+"""The command line: bad input is one message and exit code 2, with nothing started and nothing written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.domain.errors import FieldError, UsageError
+from elastic.launcher import cli
+from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN, run_parser
+from elastic.launcher.flags.request import Request, request
+from tests.launcher.flags.wrong_flags import WRONG_FLAGS
+from tests.patience import LONG_S
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with a script.py and a package `pack`."""
+    here = tmp_path / "here"
+    (here / "pack" / "inner").mkdir(parents=True)
+    (here / "script.py").write_text("")
+    (here / "pack" / "__init__.py").write_text("raise SystemExit('imported')")
+    (here / "pack" / "inner" / "tool.py").write_text("")
+    monkeypatch.chdir(here)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    return here
+
+
+def read(*words: str, **environ: str) -> Request:
+    return request(run_parser(environ).parse_args(list(words)), environ)
+
+
+@pytest.mark.parametrize(("flags", "field"), WRONG_FLAGS, ids=[" ".join(flags) for flags, _ in WRONG_FLAGS])
+def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list[str], field: str) -> None:
+    before = sorted(place.rglob("*"))
+    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    assert cli.main(["run", *flags, "script.py"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1 and err.startswith("elastic run: ")
+    assert field in err and "Traceback" not in err
+    assert sorted(place.rglob("*")) == before
+    mine = [name for name in set(os.listdir("/dev/shm")) - shared if name.startswith("elastic-job")]
+    assert mine == []
+
+
+def test_every_flag_with_a_value_is_in_the_table() -> None:
+    tested = {field.split()[0] for _, field in WRONG_FLAGS}
+    unconstrained = {"--module", "--standalone", "--virtual-local-rank"}
+    assert {flag.name for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {"--no-python"}
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "SCRIPT is missing"),
+        (["--nnodes"], "expected one argument"),
+        (["missing.py"], "no such file"),
+        (["pack/inner"], "without __main__.py"),
+        (["-m", "no_such_module"], "no module named no_such_module"),
+        (["-m", "pack.nothing"], "no module named pack.nothing"),
+        (["-m", "pack"], "without __main__"),
+        (["-m", "json.tool.deeper"], "is not a package"),
+        (["--no-python", "no-such-tool"], "executable"),
+        (["--run-path", "script.py"], "absolute path"),
+    ],
+)
+def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+    assert cli.main(["run", *words]) == 2
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["fly"], "is no command"),
+        ([], "is no command"),
+        (["status", "--watch", "--interval", "0"], "--interval"),
+        (["status", "--run-dir", "nowhere"], "no coordinator runs there"),
+        (["nodes", "--rdzv-endpoint", "x:y"], "--rdzv-endpoint"),
+        (["drain"], "NODE"),
+        (["drain", "node1", "--self"], "NODE"),
+        (["drain", "--self", "--run-dir", "nowhere"], "nothing runs in nowhere"),
+        (["drain", "node1", "--deadline", "x"], "--deadline"),
+        (["drain", "node1", "--deadline", "-2"], "--deadline"),
+        (["preflight", "--run-dir", "script.py"], "--run-dir"),
+        (["preflight", "--checkpoint-dir", ""], "--checkpoint-dir"),
+        (["preflight", "--node-memory", "lots"], "--node-memory"),
+        (["preflight", "--rdzv-endpoint", "x:y"], "--rdzv-endpoint"),
+        (["plan", "missing.txt"], "FILE"),
+        (["plan", "script.py"], "plan"),
+        (["export", "missing", "out"], "CHECKPOINT"),
+        (["export", "pack", "script.py"], "OUT"),
+        (["export", "pack", "no/such/out"], "OUT"),
+        (["coordinator", "script.py"], "--address"),
+        (["kubernetes", "apply"], "render"),
+        (["agent", "--coordinator", "h:0", "script.py"], "--coordinator"),
+        (["agent", "--coordinator", "h:1", "--node", "a/b", "--insecure", "script.py"], "--node"),
+        (["agent", "--coordinator", "10.0.0.1:1", "script.py"], "--certs"),
+        (["agent", "--coordinator", "127.0.0.1:1,10.0.0.1:1", "script.py"], "--certs"),
+        (["agent", "--coordinator", "10.0.0.1:1,127.0.0.1:1", "script.py"], "--certs"),
+        (["status", "--rdzv-endpoint", "h:1", "--certs", "nowhere"], "--certs"),
+        (["status", "--rdzv-endpoint", "h:1", "--join-token-file", "script.py"], "--join-token-file"),
+        (["certs"], "--out"),
+        (["certs", "--out", "script.py"], "--out"),
+        (["certs", "--out", "new", "--hosts", "a,,b"], "--hosts"),
+        (["certs", "--out", "new", "--days", "0"], "--days"),
+        (["certs", "--out", "new", "--ca-days", "x"], "--ca-days"),
+        (["coordinator", "--address", "h:1", "--standalone", "script.py"], "--standalone"),
+    ],
+)
+def test_wrong_other_commands(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
+    before = sorted(place.rglob("*"))
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert part in err and len(err.splitlines()) == 1 and out == ""
+    assert sorted(place.rglob("*")) == before
+
+
+def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "coordinator.json").write_text('{"address": "127.0.0.1:1"}')
+    (place / "exit.json").write_text('{"code": 3, "reason": "too much was lost"}')
+    assert cli.main(["status", "--run-dir", "."]) == 2
+    assert "is over: too much was lost (exit code 3)" in capsys.readouterr().err
+
+
+def test_preflight_of_a_sound_machine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["preflight", "--json", "--checkpoint-dir", "new"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] and told["score"] > 0 and told["seconds"] > 0
+    assert {"compute", "memory", "disk:run", "disk:memory", "disk:checkpoints"} <= {
+        c["check"] for c in told["checks"]
+    }
+    assert not (place / "new").exists()
+
+
+def test_preflight_says_what_is_wrong_and_ends_with_1(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["preflight", "--node-memory", "9000000TiB"]
+    assert cli.main(words) == 0, "a warning"
+    assert cli.main([*words, "--strict"]) == 1
+    assert "--node-memory" in capsys.readouterr().out
+
+
+# ---- right input ---------------------------------------------------------------------------------------
+
+
+def test_torchruns_meanings(place: Path) -> None:
+    config = read("script.py").config
+    assert config.standalone and (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 1, 1)
+    assert (config.max_restarts, config.monitor_interval_s, config.shutdown_timeout_s) == (0, 0.1, 30.0)
+    wanted = read(
+        "--standalone", "--nnodes=2:4", "--nproc_per_node=2", "--max_restarts=3", "-r", "0:1,1:3", "-t", "3",
+        "--role", "trainer", "--rdzv_id", "my job", "--monitor_interval", "1", "--local_ranks_filter", "0",
+        "--virtual-local-rank", "--shutdown_timeout", "5", "-m", "json.tool", "--nnodes", "9", "-r",
+    )  # fmt: skip
+    config = wanted.config
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 4, 2)
+    assert (config.redirects, config.tee, config.local_ranks_filter) == ((1, 3), (3,), (0,))
+    assert config.run_id == "my job" and config.job_id.startswith("my-job-")
+    assert (config.command.module, config.command.script) == (True, "json.tool")
+    assert config.command.args == ("--nnodes", "9", "-r")
+    assert wanted.nodes == ("node0", "node1", "node2", "node3") and wanted.hosts
+    assert config.command.argv("py") == ("py", "-u", "-m", "json.tool", "--nnodes", "9", "-r")
+
+
+def test_defaults_from_the_environment(place: Path) -> None:
+    config = read(
+        "script.py", PET_NNODES="3", PET_STANDALONE="1", PET_MAX_RESTARTS="2", PET_BACKUP="none"
+    ).config
+    assert (config.max_nodes, config.standalone, config.max_restarts, config.backup) == (
+        3, True, 2, "none+none",
+    )  # fmt: skip
+    assert read("--nnodes", "5", "--standalone", "script.py", PET_NNODES="3").config.max_nodes == 5
+    with pytest.raises(FieldError, match="PET_STANDALONE"):
+        read("script.py", PET_STANDALONE="yes")
+
+
+def test_who_starts_the_coordinator(place: Path) -> None:
+    static = ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234", "--insecure"]
+    first, second = read(*static, "script.py"), read(*static, "--node-rank", "1", "script.py")
+    assert (first.hosts, first.nodes, first.config.coordinator) == (True, ("node0",), "10.0.0.1:1234")
+    assert (second.hosts, second.nodes, second.config.coordinator) == (False, ("node1",), "10.0.0.1:1234")
+    there = ["--insecure", "--rdzv-endpoint", "10.0.0.1"]
+    dynamic = read("--nnodes", "2", "--rdzv-backend", "c10d", *there, "script.py")
+    assert (dynamic.hosts, dynamic.config.coordinator) == (None, "10.0.0.1:29400")
+    told = read(
+        "--nnodes",
+        "2",
+        "--insecure",
+        "--rdzv-endpoint",
+        "h:5",
+        "--rdzv-conf",
+        "is_host=1,timeout=9",
+        "script.py",
+    )
+    assert told.hosts is True and told.config.rdzv_conf == (("is_host", "1"), ("timeout", "9"))
+
+
+def test_modules_are_found_without_importing_them(place: Path) -> None:
+    assert read("-m", "pack.inner.tool").config.command.module
+    assert "pack" not in sys.modules
+
+
+def test_configuration_reads_back(place: Path) -> None:
+    from elastic.config import load_config
+
+    config = read(
+        "--standalone", "--nnodes", "4", "--fault", "kill node=2 step=3",
+        "--fault", "join step=4", "--node-memory", "1.5GiB", "--domain", "a,a,b,b",
+        "--run-dir", "out", "script.py", "--x", "y",
+    ).config  # fmt: skip
+    Path(config.run_dir).mkdir()
+    config.save()
+    assert load_config(config.run_dir) == config
+    assert config.node_memory_bytes(1) == config.node_memory_bytes(3) == 3 << 29
+    assert [config.domain(i) for i in range(4)] == ["a", "a", "b", "b"]
+    (place / "out" / "config.json").write_text('{"job_id": 1}')
+    with pytest.raises(FieldError, match="JobConfig"):
+        load_config(config.run_dir)
+    with pytest.raises(UsageError, match="directory of a run"):
+        load_config(place)
+
+
+def test_resume(place: Path) -> None:
+    assert read("--resume", "auto", "--run-dir", "new", "script.py").config.resume == ""
+    (place / "saved" / "step-00000004").mkdir(parents=True)
+    again = read("--resume", "auto", "--checkpoint-dir", "saved", "script.py").config
+    assert again.resume == str(place / "saved")
+    assert read("--resume", "saved/step-00000004", "script.py").config.resume.endswith("step-00000004")
+    config = read("--run-dir", "used", "script.py").config
+    (place / "used").mkdir()
+    config.save()
+    assert read("--run-dir", "used", "--resume", "auto", "script.py").in_place
+
+
+def test_torchrun_has_no_flag_that_ours_lacks() -> None:
+    run = pytest.importorskip("torch.distributed.run")
+    theirs = {
+        option
+        for action in run.get_args_parser()._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    internal = {"--logs-specs", "--logs_specs", "--help"}
+    internal |= {name for name in theirs if "duplicate" in name}
+    parser: argparse.ArgumentParser = run_parser({})
+    ours = {option for action in parser._actions for option in action.option_strings}
+    assert theirs - internal - ours == set()
+
+
+# ---- start-up ------------------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) -> None:
+    code = (
+        "import sys, json\nfrom elastic.launcher import cli\n"
+        "try: cli.main(['run', '--help'])\nexcept SystemExit: pass\n"
+        "import elastic.launcher.run.supervisor, elastic.launcher.commands.queries, elastic.launcher.commands.services\n"
+        "print(json.dumps([m for m in ('torch', 'numpy', 'megatron', 'grpc', 'tqdm') if m in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert "--nproc-per-node" in done.stdout and "--fault" in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("elastic ")

@@ -1,0 +1,69 @@
+"""Stand-ins for coordinator and agent that act out what the script's arguments say; for tests of the
+supervisor.
+
+`python -m tests.launcher.run.stand_in_agent` and `..._coordinator` call these. Arguments of the (unused) script:
+finish=CODE, serve, fail, and after=N: what is said happens at the N-th start of the coordinator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from elastic import lifeline
+from elastic.config import JobConfig, load_config
+
+
+def coordinator() -> None:
+    config, args = _begin("--address")
+    run_dir = Path(config.run_dir)
+    words = dict(word.partition("=")[::2] for word in config.command.args)
+    start = _append(run_dir / "starts", args.address)
+    if "fail" in words:
+        raise SystemExit("the stand-in cannot start")
+    host, _, port = args.address.rpartition(":")
+    listener = socket.create_server((host, int(port)))
+    (run_dir / "coordinator.json").write_text(json.dumps({"address": args.address, "pid": os.getpid()}))
+    _append(
+        run_dir / "progress.jsonl",
+        json.dumps({"step": start, "loss": 2.5, "phase": "running", "nodes": 2, "plan": "2", "steps": 9}),
+    )
+    if "finish" in words and start >= int(words.get("after", "1")):
+        (run_dir / "exit.json").write_text(json.dumps({"code": int(words["finish"]), "reason": "acted out"}))
+    signal.pause()
+    listener.close()
+
+
+def agent() -> None:
+    """An agent with one child, which ignores SIGTERM. `leaves`: told to leave, it ends."""
+    config, args = _begin("--node", "--coordinator", "--host", "--domain")
+    leaves = "leaves" in config.command.args
+    signal.signal(signal.SIGUSR1, (lambda *_: sys.exit(0)) if leaves else signal.SIG_IGN)
+    child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60 & wait; sleep 60"])
+    facts = {"node": args.node, "domain": args.domain, "pids": [os.getpid(), child.pid]}
+    _append(Path(config.run_dir) / "agents.jsonl", json.dumps(facts))
+    signal.pause()
+
+
+def _begin(*flags: str) -> tuple[JobConfig, Any]:
+    parser = argparse.ArgumentParser()
+    for flag in ("--run-dir", *flags):
+        parser.add_argument(flag)
+    parser.add_argument("--parent-pipe", type=int)
+    args = parser.parse_args()
+    lifeline.watch(args.parent_pipe)
+    return load_config(args.run_dir), args
+
+
+def _append(path: Path, line: str) -> int:
+    """Append a line; return how many there are."""
+    with path.open("a") as file:
+        file.write(line + "\n")
+    return len(path.read_text().splitlines())

@@ -1,0 +1,99 @@
+"""Progress, reports and the launcher's own faults, from entries as the coordinator writes them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic.config import JobConfig, claim_fault
+from elastic.core.protocol.fault_spec import parse_fault
+from elastic.launcher.run.event_tail import Follower, read_object
+from elastic.launcher.run.injected import LauncherFaults
+from elastic.launcher.run.progress import Lines
+from elastic.launcher.run.reports import as_text, event_line, recovery_line
+
+
+def entry(step: int, phase: str = "running", **more: object) -> dict[str, object]:
+    return {"step": step, "microbatch": 0, "steps": 9, "nodes": 3, "plan": "2+1", "phase": phase, **more}
+
+
+def test_lines() -> None:
+    text = io.StringIO()
+    view = Lines(text)
+    view.update(entry(0, "launched"))
+    view.update(entry(1, loss=2.5, tokens_per_s=12345.6, epoch=1))
+    view.update(entry(2, loss=2.25, epoch=1))
+    view.update(entry(1, loss=2.5, epoch=1))  # told again by a node
+    view.update(entry(2, "halting"))
+    view.update(entry(2, "halting"))
+    view.update(entry(1, loss=2.4, epoch=2))  # fell back to a checkpoint
+    view.close()
+    assert text.getvalue().splitlines() == [
+        "elastic: launched at step 0: 3 nodes, plan 2+1",
+        "elastic: step 1/9: loss 2.5000, 12,346 tokens/s, 3 nodes, plan 2+1",
+        "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1",
+        "elastic: halting at step 2: 3 nodes, plan 2+1",
+        "elastic: step 1/9: loss 2.4000, 3 nodes, plan 2+1",
+    ]
+
+
+def test_follower_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    follower = Follower(path)
+    assert follower.read() == []
+    path.write_text('{"a": 1}\nnot json\n[2]\n{"a"')
+    assert follower.read() == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert follower.read() == [{"a": 2}]
+    assert read_object(path) is None and read_object(tmp_path / "none") is None
+
+
+def test_reports() -> None:
+    event = json.loads(
+        '{"kind": "recovery", "step": 3, "microbatch": 5, "cause": "node2 lost", "nodes_before": 4,'
+        '"nodes_after": 3,'
+        '"detect_s": 0.01, "decide_s": 0.002, "transfer_s": 0.1, "rebuild_s": 0.05, "total_s": 0.2,'
+        '"microbatches_lost": 2}'
+    )
+    assert recovery_line(event) == (
+        "recovered at step 3, micro-batch 5 (node2 lost): 4 -> 3 nodes, 2 micro-batches lost; "
+        "seconds: detect 0.010, decide 0.002, transfer 0.100, rebuild 0.050, total 0.200"
+    )
+    assert event_line({"kind": "plan", "step": 1, "data": {}}) == "kind=plan step=1"
+    assert as_text(
+        {"phase": "running", "nodes": [{"node": "a", "on": True}], "plan": "x\ny\n", "no": None}
+    ) == ("phase: running\n\nnode  on\na     yes\n\nx\ny")
+
+
+def test_faults_by_progress(make_config: Callable[..., JobConfig]) -> None:
+    texts = (
+        "join",
+        "kill-coordinator phase=recovery after=1",
+        "drain node=0 step=4",
+        "kill node=1",
+        "join step=9",
+    )
+    config = make_config(
+        faults=tuple(parse_fault(text) for text in texts), standalone=True, local_nodes=3, max_nodes=3
+    )
+    faults = LauncherFaults(config)
+    assert faults and faults.joins
+
+    def due(step: int, phase: str) -> list[str]:
+        return [spec.text for spec in faults.observe(dict(entry(step, phase)))]
+
+    assert due(0, "waiting") == ["join"]
+    assert due(0, "installing") == []  # the first plan is no recovery
+    assert due(1, "running") == due(2, "halting") == due(2, "installing") == due(2, "running") == []
+    assert due(3, "halting") == ["kill-coordinator phase=recovery after=1"]
+    assert due(4, "running") == ["drain node=0 step=4"]
+    assert due(9, "finished") == [] and not faults
+
+
+def test_a_fault_is_claimed_once(tmp_path: Path) -> None:
+    assert claim_fault(tmp_path, 3)
+    assert not claim_fault(tmp_path, 3)
+    assert claim_fault(tmp_path, 4)

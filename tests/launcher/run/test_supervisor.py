@@ -1,0 +1,252 @@
+"""The supervisor: ends, signals, restarts, faults, nothing left behind. Acted-out services."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.launcher.flags.addresses import Owner, owner
+from elastic.launcher.run.rundir import free_port
+from tests.launcher.helpers import gone, wait_until
+from tests.patience import LONG_S
+
+LAUNCHER = """
+import os, sys
+from dataclasses import replace
+from elastic.launcher.flags import run_parser
+from elastic.launcher.run.supervisor import launch
+from elastic.launcher.flags.request import request
+from elastic.domain.errors import ElasticError
+services = ("tests.launcher.run.stand_in_coordinator", "tests.launcher.run.stand_in_agent")
+try:
+    sys.exit(launch(replace(request(run_parser({}).parse_args(sys.argv[1:]), os.environ), services=services)))
+except ElasticError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
+    """start(script arguments, flags...) starts a launcher with stand-in services in tmp_path/runs/a."""
+    (tmp_path / "script.py").write_text("")
+    launchers: list[subprocess.Popen[str]] = []
+
+    def begin(
+        words: str,
+        *flags: str,
+        run: str = "runs/a",
+        mode: tuple[str, ...] = ("--standalone", "--nnodes", "2"),
+    ) -> subprocess.Popen[str]:
+        given = [*mode, "--run-dir", run, "--shutdown-timeout", "0.3", *flags]
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, *given, "script.py", *words.split()],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        launchers.append(launcher)
+        return launcher
+
+    yield begin
+    for launcher in launchers:
+        launcher.kill()
+        launcher.communicate(timeout=LONG_S)
+
+
+def agents(run_dir: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in (run_dir / "agents.jsonl").read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+def up(run_dir: Path, count: int = 2) -> bool:
+    return len(agents(run_dir)) >= count and (run_dir / "coordinator.json").exists()
+
+
+def pids(run_dir: Path) -> list[int]:
+    coordinator = json.loads((run_dir / "coordinator.json").read_text())["pid"]
+    return [coordinator, *(pid for agent in agents(run_dir) for pid in agent["pids"])]
+
+
+def memory(run_dir: Path) -> Path:
+    return Path(json.loads((run_dir / "config.json").read_text())["memory_dir"])
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ends_with_the_jobs_exit_code(start: Start, tmp_path: Path, code: int) -> None:
+    launcher = start(f"finish={code}")
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == code
+    assert "acted out" in err and "step 1/9: loss 2.5000, 2 nodes, plan 2" in err
+    run = tmp_path / "runs" / "a"
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
+    assert not memory(run).exists()
+    assert (tmp_path / "runs" / "latest").resolve() == run
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signals_end_everything(start: Start, tmp_path: Path, number: int, code: int) -> None:
+    launcher, run = start("serve"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    launcher.send_signal(number)
+    assert launcher.wait(LONG_S) == code
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run))) and not memory(run).exists()
+
+
+def test_second_signal_does_not_wait(start: Start, tmp_path: Path) -> None:
+    launcher, run = start("serve", "--shutdown-timeout", "600"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    os.kill(agents(run)[0]["pids"][0], signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stderr is not None
+    assert any("SIGINT" in line for line in iter(launcher.stderr.readline, ""))
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(LONG_S) == 130
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
+
+
+def test_nothing_survives_a_killed_launcher(start: Start, tmp_path: Path) -> None:
+    launcher, run = start("serve"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    launcher.kill()
+    launcher.wait()
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
+    assert memory(run).exists()
+    start("finish=0", run="runs/b").communicate(timeout=LONG_S)
+    assert not memory(run).exists()  # the next run cleans up behind it
+
+
+def test_coordinator_is_started_again_at_its_address(start: Start, tmp_path: Path) -> None:
+    launcher, run = start("finish=0 after=2"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    os.kill(pids(run)[0], signal.SIGKILL)
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 0 and "the coordinator ended (SIGKILL)" in err
+    first, second = (run / "starts").read_text().split()
+    assert first == second
+
+
+def test_coordinator_that_cannot_start_is_given_up(start: Start, tmp_path: Path) -> None:
+    launcher = start("fail")
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 1
+    assert "the coordinator cannot run" in err and "the stand-in cannot start" in err
+
+
+def test_kill_coordinator_and_join_faults(start: Start, tmp_path: Path) -> None:
+    faults = ["--fault", "kill-coordinator step=1 down=100ms", "--fault", "join step=2"]
+    launcher, run = start("serve", *faults, "--domain", "east"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: len(agents(run)) == 3)
+    assert {agent["node"] for agent in agents(run)} == {"node0", "node1", "node2"}
+    assert {agent["domain"] for agent in agents(run)} == {"east"}
+    assert len((run / "starts").read_text().split()) == 2
+    assert sorted(path.name for path in (run / "faults").iterdir()) == ["0.fired", "1.fired"]
+    launcher.terminate()
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert "fault: kill-coordinator step=1 down=0.1" in err
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run)))
+
+
+def test_killed_agents_stay_dead_and_their_children_with_them(start: Start, tmp_path: Path) -> None:
+    launcher, run = start("serve", "--heartbeat", "0.05", "--lease", "0.2"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    for agent in agents(run):
+        os.kill(agent["pids"][0], signal.SIGKILL)
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 1
+    assert "node0 ended (SIGKILL)" in err and "every node ended before the job did" in err
+    assert len(agents(run)) == 2 and wait_until(lambda: all(gone(pid) for pid in pids(run)))
+
+
+def test_a_run_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> None:
+    first, run = start("serve"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    before = sorted(path.name for path in run.iterdir())
+    for flags in ([], ["--resume", "auto"]):
+        second = start("serve", *flags)
+        _, err = second.communicate(timeout=LONG_S)
+        assert second.returncode == 2 and "--run-dir" in err and len(err.splitlines()) == 1
+    assert sorted(path.name for path in run.iterdir()) == before
+    first.terminate()
+    assert first.wait(LONG_S) == 143
+
+
+def test_resume_moves_the_earlier_attempt_aside(start: Start, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    start("finish=3").communicate(timeout=LONG_S)
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    start("finish=0", "--resume", "auto").communicate(timeout=LONG_S)
+    assert json.loads((run / "exit.json").read_text())["code"] == 0
+    assert json.loads((run / "attempt-1" / "exit.json").read_text())["code"] == 3
+    assert json.loads((run / "config.json").read_text())["resume"] == str(run / "checkpoints")
+    assert (run / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_the_machine_that_owns_the_address_starts_the_coordinator(start: Start, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    assert owner(address) is Owner.FREE and owner("192.0.2.1:9999") is Owner.ELSEWHERE
+    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address]
+    first, second = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
+    host = start("serve", *flags, mode=())
+    assert wait_until(lambda: up(first, 1)) and owner(address) is Owner.TAKEN
+    joiner = start("serve", *flags, mode=(), run="runs/b")
+    assert wait_until(lambda: agents(second))
+    assert not (second / "coordinator.json").exists()
+    os.kill(agents(second)[0]["pids"][0], signal.SIGKILL)
+    assert joiner.wait(LONG_S) == 128 + signal.SIGKILL
+    os.kill(agents(first)[0]["pids"][0], signal.SIGKILL)
+    assert wait_until(lambda: all(gone(pid) for pid in pids(first)[1:]))
+    assert host.poll() is None  # the coordinator serves the other machines
+    host.terminate()
+    assert host.wait(LONG_S) == 143
+
+
+def hosts() -> tuple[str, ...]:
+    """One of two hosts, the one that owns the coordinator's address."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--notice", "none")
+
+
+def test_sigterm_with_grace_lets_the_node_leave(start: Start, tmp_path: Path) -> None:
+    launcher = start("serve leaves", "--grace", "60", mode=hosts())
+    assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 0 and "leaving within 60 s" in err
+
+
+@pytest.mark.parametrize(("grace", "twice"), [("60", True), ("0.3", False), ("0", False)])
+def test_a_second_sigterm_the_end_of_the_grace_or_none_ends_at_once(
+    start: Start, tmp_path: Path, grace: str, twice: bool
+) -> None:
+    launcher = start("serve", "--grace", grace, mode=hosts())
+    assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
+    launcher.send_signal(signal.SIGTERM)
+    if twice:
+        assert launcher.stderr is not None
+        assert any("leaving within 60 s" in line for line in launcher.stderr)
+        launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert wait_until(
+        lambda: all(gone(pid) for one in agents(tmp_path / "runs" / "a") for pid in one["pids"])
+    )
+
+
+def test_sigint_is_never_a_notice(start: Start, tmp_path: Path) -> None:
+    launcher = start("serve leaves", "--grace", "60", mode=hosts())
+    assert wait_until(lambda: up(tmp_path / "runs" / "a", 1))
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 128 + signal.SIGINT

@@ -1,0 +1,358 @@
+"""What is counted, and that docs/metrics.md tells of all of it."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import re
+import socket
+import ssl
+import urllib.request
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic.agent.metrics import AgentMetrics, Condition
+from elastic.coordinator.metrics.counters import CoordinatorMetrics
+from elastic.coordinator.metrics.gauges import JobCollector, Standing
+from elastic.core.health.diagnosis import Finding, Kind, Remedy
+from elastic.core.job import quarantine
+from elastic.core.job import state as job
+from elastic.core.job.causes import CAUSES, kind_of
+from elastic.core.job.figures import recovery_entry
+from elastic.core.job.goodput import USES, Usage
+from elastic.core.job.state import Change, JobPhase, JobState, Member, Policy
+from elastic.core.protocol import messages as m
+from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
+from elastic.launcher.flags.certs import make
+from elastic.metrics import Where, new_registry, serve
+from elastic.rpc.refusals import REFUSALS, Reason
+from elastic.rpc.security import CA, CERT, KEY
+from tests.observability.tools import DASHBOARD, ROOT, RULES
+from tests.patience import LONG_S
+
+PLAN = Plan(
+    1,
+    2,
+    4,
+    1,
+    (Pipeline((Stage(Unit("a"), 0, 1), Stage(Unit("b"), 1, 2)), (0, 1, 2, 3)),),
+    peers=(("a", "b"),),
+)
+CHANGE = Change(
+    2, "b lost", False, ("b",), 2, 10.0, PLAN, 3, 1, rerun=1, replayed=frozenset({1}), decided=10.2
+)
+
+
+def state(*nodes: str, **changes: Any) -> JobState:
+    members = {
+        node: Member(m.NodeReport(NodeInfo(node, f"{node}-1", ""), m.NodePhase.RUNNING, 1), seen=5.0)
+        for node in nodes
+    }
+    return JobState(policy=Policy(), members=members, epoch=1).of(**changes)
+
+
+RUNNING = state("a", "b", "c", phase=JobPhase.RUNNING, plan=PLAN)
+
+
+def values(registry: CollectorRegistry) -> dict[str, float]:
+    """Every sample, as its line without the value."""
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def coordinator(of: JobState, now: float = 10.0) -> CoordinatorMetrics:
+    metrics = CoordinatorMetrics(new_registry(), now)
+    collector = JobCollector("job", lambda: (of, Standing(True, 3, 7, 99)), metrics, lambda: now)
+    metrics.registry.register(collector)
+    return metrics
+
+
+def agent() -> AgentMetrics:
+    metrics = AgentMetrics(new_registry())
+    metrics.condition = lambda: Condition(5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3)
+    return metrics
+
+
+# ---- the page ----
+
+
+def names(registry: CollectorRegistry) -> dict[str, tuple[str, frozenset[str]]]:
+    """Metric: (type, labels)."""
+    found = {}
+    for family in registry.collect():
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        found[name] = (family.type, frozenset(labels))
+    return found
+
+
+def known() -> dict[str, tuple[str, frozenset[str]]]:
+    full = RUNNING.of(record=StepRecord(1, 1.0, 1.0, 2.0))
+    metrics = coordinator(full)
+    metrics.step_s[:] = [0.1, 0.2]
+    found = {**names(metrics.registry), **names(agent().registry)}
+    found["elastic_plan_predicted_step_seconds"] = ("gauge", frozenset())  # needs a profile
+    return {name: told for name, told in found.items() if name.startswith("elastic_")}
+
+
+def test_the_page_tells_of_every_metric() -> None:
+    rows = re.findall(
+        r"^\| `(elastic_\w+)` \| (\w+) \| ([^|]*) \| [^|]+ \|$",
+        (ROOT / "docs" / "metrics.md").read_text(),
+        re.M,
+    )
+    told = {name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    assert told == known()
+
+
+@pytest.mark.parametrize("page", [RULES, DASHBOARD], ids=lambda p: p.name)
+def test_rules_and_dashboard_name_metrics_that_exist(page: Path) -> None:
+    ends = ("_bucket", "_sum", "_count")
+    for name in set(re.findall(r"(?<![:\w])elastic_\w+", page.read_text())):
+        plain = next((name.removesuffix(end) for end in ends if name.endswith(end)), name)
+        assert {name, plain} & set(known()), name
+
+
+def test_names_follow_the_conventions() -> None:
+    for name, (kind, _) in known().items():
+        assert (kind == "counter") == name.endswith("_total"), name
+        assert not re.search(r"_(ms|milliseconds|minutes|mb|kb|percent)(_|$)", name), name
+
+
+def test_every_alert_has_its_entry() -> None:
+    alerts = re.findall(r"- alert: (\w+)", RULES.read_text())
+    titles = re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.M)
+    assert alerts == titles and len(alerts) > 20
+    links = re.findall(r"runbook_url: docs/alerts.md#(\w+)", RULES.read_text())
+    assert links == [name.lower() for name in alerts]
+
+
+def test_the_dashboard_is_current_and_of_grafanas_schema() -> None:
+    """Every field comes back through Grafana's own types."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    given = json.loads(DASHBOARD.read_text())
+    back = json.loads(JSONEncoder().encode(Dashboard.from_json(given)))
+    assert kept(given, back) == given
+    spec = importlib.util.spec_from_file_location("made", DASHBOARD.with_name("make_dashboard.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.text() == DASHBOARD.read_text(), "run: python deploy/grafana/make_dashboard.py"
+
+
+def kept(given: Any, back: Any) -> Any:
+    """`back` without what was added."""
+    if isinstance(given, dict) and isinstance(back, dict):
+        return {key: kept(value, back[key]) for key, value in given.items() if key in back}
+    if isinstance(given, list) and isinstance(back, list):
+        return [kept(a, b) for a, b in zip(given, back, strict=True)]
+    return back
+
+
+# ---- node time ----
+
+
+def test_every_node_second_has_one_use() -> None:
+    usage = Usage()
+    usage.advance(RUNNING, 1.0)
+    usage.advance(RUNNING, 3.0)
+    assert usage.pending == 4.0 and usage.totals["idle"] == 2.0
+    usage.step(0)
+    assert usage.totals["useful"] == 4.0
+    usage.advance(RUNNING, 5.0)
+    usage.fault(CHANGE, 0.5)
+    assert usage.totals["detect"] == 1.0 and usage.pending == 3.0
+    halting = RUNNING.of(phase=JobPhase.HALTING, change=CHANGE)
+    usage.advance(halting, 6.0)
+    usage.advance(halting.of(phase=JobPhase.INSTALLING), 8.0)
+    usage.resumed(CHANGE)
+    assert usage.totals["plan"] == 2.0 and usage.totals["transfer"] == 4.0
+    assert usage.totals["lost"] == pytest.approx(1.5), "one of the two micro-batches that were begun"
+    assert sum(usage.totals.values()) + usage.pending == pytest.approx(3 * 7.0)
+
+
+def test_a_step_that_is_made_again_was_lost() -> None:
+    usage = Usage()
+    for now, step in ((1.0, -1), (2.0, 0), (3.0, 1), (4.0, 1), (5.0, 2)):
+        usage.advance(RUNNING, now)
+        usage.step(step)
+    assert usage.totals["useful"] == 3 * 2.0 and usage.totals["lost"] == 2.0
+    assert set(usage.totals) == set(USES)
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "use"),
+    [
+        (JobPhase.WAITING, None, "plan"),
+        (JobPhase.PAUSED, CHANGE, "idle"),
+        (JobPhase.HALTING, replace(CHANGE, boundary=True), "useful"),
+        (JobPhase.RUNNING, CHANGE, "transfer"),
+    ],
+)
+def test_uses_by_phase(phase: JobPhase, change: Change | None, use: str) -> None:
+    usage, here = Usage(), RUNNING.of(phase=phase, change=change)
+    usage.advance(here, 1.0)
+    usage.advance(here, 2.0)
+    usage.step(0)
+    assert usage.totals[use] >= 2.0
+
+
+# ---- the coordinator ----
+
+
+def test_a_loss_and_its_recovery_are_counted() -> None:
+    after = RUNNING.of(epoch=2, phase=JobPhase.HALTING, change=CHANGE)
+    metrics = coordinator(after)
+    actions = (job.Note("lost", {"node": "b", "why": "silent for 3.1 s"}), job.Note("halt", {"epoch": 2}))
+    metrics.decided(RUNNING, after, actions, 10.0)
+    event = job.Recovered(CHANGE, 1, 0.1, 0.05, 10.5)
+    metrics.recovered(event, recovery_entry(event, None))
+    found = values(metrics.registry)
+    assert found["elastic_nodes_lost_total{reason=silent}"] == 1
+    assert found["elastic_epoch_changes_total{cause=lost}"] == 1
+    assert found["elastic_recovery_seconds_sum{cause=lost,phase=total}"] == pytest.approx(0.5)
+    assert found["elastic_microbatches_lost_total"] == found["elastic_microbatches_rerun_total"] == 1
+
+
+def test_steps_that_are_told_again_count_once() -> None:
+    metrics = coordinator(RUNNING)
+    done = m.StepDone(1, StepRecord(4, 1.0, 1.0, 2.0), 0.5, 0.1, tokens=100)
+    metrics.stepped(done, RUNNING.of(told=3))
+    metrics.stepped(done, RUNNING.of(told=4))
+    found = values(metrics.registry)
+    assert (found["elastic_steps_total"], found["elastic_tokens_total"]) == (1, 100)
+    assert metrics.tokens_per_s == 200
+
+
+def test_gauges_tell_the_state() -> None:
+    members = dict(RUNNING.members)
+    members["b"] = replace(members["b"], connected=False)
+    members["c"] = replace(members["c"], report=replace(members["c"].report, able=True))
+    found = values(coordinator(RUNNING.of(members=members, stepped_at=6.0, trimmed=0)).registry)
+    counts = {s: found[f"elastic_nodes{{state={s}}}"] for s in ("training", "spare", "disconnected")}
+    assert counts == {"training": 1, "spare": 1, "disconnected": 1}
+    assert found["elastic_job_phase{phase=running}"] == 1 and found["elastic_job_phase{phase=paused}"] == 0
+    assert found["elastic_node_silence_seconds{node=a}"] == 5.0
+    assert found["elastic_protection_pending_seconds"] == 4.0
+    assert (found["elastic_coordinator_term"], found["elastic_coordinator_queue_length"]) == (3, 7)
+
+
+def test_others_add_what_they_refused() -> None:
+    metrics = coordinator(RUNNING)
+    metrics.count_refused(lambda: {"token": 2})
+    metrics.count_refused(lambda: {"token": 1, "oversize": 4})
+    assert metrics.refused() == {"fenced": 0, "token": 3, "oversize": 4}
+
+
+def test_every_cause_that_the_core_gives_has_a_kind() -> None:
+    given = {
+        "start": "start", "node1 lost": "lost", "node1: hang: the process is stopped": "hang",
+        "node1: worker 0 ended with signal 9": "worker", "node1: workers were started anew": "worker",
+        "node2 lost, which kept the backups of node1": "lost", "contact lost with node1 node2": "contact",
+        "drain node1": "drain", "notice of node1 runs out": "notice", "join node4 node5": "join",
+        "node1 computes 2.0x slower than profiled": "slow", "node1 is as fast as before": "slow",
+        "backup stream+snapshot": "backup", "nodes came": "resume", "node1 lost; then node2 lost": "lost", "": "other",
+    }  # fmt: skip
+    assert {cause: kind_of(cause) for cause in given} == given
+    assert set(given.values()) == set(CAUSES)
+
+
+# ---- agents, and the endpoint ----
+
+
+def test_copies_are_counted_by_kind() -> None:
+    metrics = agent()
+    copy = Copy("gradient", 0, 0, 0, 1, "a", 1, 10, "")
+    metrics.sent([copy, copy], 0.2, True)
+    metrics.sent([copy], 0.2, False)
+    metrics.received([copy])
+    found = values(metrics.registry)
+    assert found["elastic_copies_sent_bytes_total{kind=gradient}"] == 20
+    assert found["elastic_copies_given_up_total{kind=gradient}"] == 1
+    assert found["elastic_copies_received_total{kind=gradient}"] == 1
+    assert found["elastic_copy_lag_seconds_count"] == 1
+    assert found["elastic_vault_limit_bytes"] == found["elastic_storage_size_bytes{for=memory}"] > 0
+    assert found["elastic_backup_exposure_seconds"] == 1.5
+
+
+def test_served_and_announced_until_it_is_closed(tmp_path: Path) -> None:
+    where = Where("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent")
+    served = serve(agent().registry, where)
+    assert served is not None
+    (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
+    assert target["targets"] == [served.address]
+    assert target["labels"] == {"job": "job", "instance": "node0", "role": "agent"}
+    with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S) as answer:
+        assert b"elastic_heartbeats_total 0.0" in answer.read()
+    taken = replace(where, port=int(served.address.rpartition(":")[2]))
+    assert serve(agent().registry, taken) is None, "nothing stops for its metrics"
+    served.close()
+    assert not (tmp_path / "metrics" / "node0.json").exists()
+    assert serve(agent().registry, replace(where, port=-1)) is None
+
+
+def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    make(certs, [["localhost"]])
+    make(tmp_path / "others", [["localhost"]])
+    ours = certs / "localhost"
+    where = Where("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent", str(ours))
+    served = serve(agent().registry, where)
+    assert served is not None
+    (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
+    assert target["labels"]["__scheme__"] == "https"
+
+    def read(known: Path, own: Path | None) -> tuple[bytes, bytes]:
+        """(page, the server's certificate)"""
+        context = ssl.create_default_context(cafile=str(known / CA))
+        if own is not None:
+            context.load_cert_chain(own / CERT, own / KEY)
+        with closing(
+            http.client.HTTPSConnection(served.address, context=context, timeout=LONG_S)
+        ) as connection:
+            connection.request("GET", "/metrics")
+            shown = connection.sock.getpeercert(True)
+            return connection.getresponse().read(), shown
+
+    page, first = read(ours, ours)
+    assert b"elastic_heartbeats_total 0.0" in page
+    for stranger in (None, tmp_path / "others" / "localhost"):
+        with pytest.raises(OSError):
+            read(ours, stranger)
+    with pytest.raises((OSError, http.client.HTTPException)):
+        urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S)
+    with closing(socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2])))):
+        make(certs, [["localhost"]])
+        assert read(ours, ours)[1] != first, (
+            "somebody who says nothing holds up nobody; the new certificate is used"
+        )
+    refused = {reason for (port, reason), number in REFUSALS.counts().items() if port == "metrics" and number}
+    assert {Reason.NO_CERTIFICATE, Reason.WRONG_CA, Reason.PLAIN_TEXT} <= refused
+    served.close()
+
+
+def test_a_node_that_is_put_aside_is_no_spare_and_is_counted() -> None:
+    able = replace(RUNNING.members["c"], report=replace(RUNNING.members["c"].report, able=True))
+    state = RUNNING.of(members={**RUNNING.members, "c": able})
+    assert values(coordinator(state).registry)["elastic_nodes{state=spare}"] == 1
+    aside, actions = quarantine.tell(
+        state, "c", Finding(Kind.PROCESS, Remedy.QUARANTINE, "it crashes", at=1.0)
+    )
+    metrics = coordinator(aside)
+    metrics.decided(state, aside, actions, 1.0)
+    found = values(metrics.registry)
+    assert (found["elastic_nodes{state=spare}"], found["elastic_nodes{state=quarantined}"]) == (0, 1)
+    assert found["elastic_events_total{kind=quarantine}"] == 1

@@ -1,0 +1,162 @@
+"""A real Prometheus scrapes a job in which a node is killed: names, rules, an alert, all queries of the dashboard."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elastic.core.job.causes import kind_of
+from tests.observability.tools import (
+    CONFIG,
+    DASHBOARD,
+    RULES,
+    Prometheus,
+    events,
+    job,
+    kill_node,
+    need,
+    prometheus,
+    scrape,
+    until,
+)
+
+LOST = "elastic_nodes_lost_total{job='%s', reason='closed'}"
+WINDOWS = {"$__rate_interval": "20s", "$__range": "60s"}
+
+
+def queries(name: str) -> list[tuple[str, str]]:
+    """(panel, PromQL) of the dashboard, with its variables filled in for the job `name`."""
+    found = []
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            text = str(target["expr"]).replace("$job", name)
+            for variable, value in WINDOWS.items():
+                text = text.replace(variable, value)
+            assert "$" not in text, text
+            found.append((panel["title"], text))
+    return found
+
+
+def test_promtool_accepts_rules_and_configuration() -> None:
+    need("promtool")
+    for words in (["rules", RULES], ["config", CONFIG]):
+        done = subprocess.run(
+            ["promtool", "check", *map(str, words)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_node_is_seen(tmp_path: Path) -> None:
+    need("prometheus", "promtool")
+    began = time.time()
+    with job(tmp_path / "job", "--nnodes", "2:4") as run_dir:
+        until(
+            lambda: len(list((run_dir / "metrics").glob("*.json"))) == 5, "five processes tell of themselves"
+        )
+        with prometheus(tmp_path / "prometheus", run_dir) as server:
+            names_are_conventional(run_dir)
+            rules_are_loaded(server)
+            (name,) = until(lambda: jobs(server), "the job is scraped")
+            assert name == json.loads((run_dir / "config.json").read_text())["job_id"]
+            until(
+                lambda: value(server, LOST % name) == 0,
+                "no loss is scraped: else the first would be no increase",
+            )
+            until(lambda: "node1[" in newest_plan(run_dir), "node1 trains")
+            killed = time.time()
+            kill_node(run_dir, "node1")
+            until(lambda: losses(run_dir, killed), "the kill is recovered from")
+            until(lambda: "NodeLost" in alerts(server), "the alert fires")
+            for panel, query in queries(name):
+                until(lambda q=query: server.finite(q, began), f"{panel} has data: {query}")
+            figures_are_right(server, name, run_dir, killed)
+
+
+def jobs(server: Prometheus) -> list[str]:
+    data = server.ask("label/job/values", **{"match[]": "elastic_job_info"})
+    return list(data or ())
+
+
+def alerts(server: Prometheus) -> set[str]:
+    """Names of the alerts that fire."""
+    data = server.ask("alerts") or {"alerts": ()}
+    return {
+        a["labels"]["alertname"].removeprefix("Elastic") for a in data["alerts"] if a["state"] == "firing"
+    }
+
+
+def names_are_conventional(run_dir: Path) -> None:
+    for name in ("coordinator", "node0"):
+        done = subprocess.run(
+            ["promtool", "check", "metrics"],
+            input=scrape(run_dir, name),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def rules_are_loaded(server: Prometheus) -> None:
+    wanted = {
+        rule.get("alert") or rule["record"]
+        for group in yaml.safe_load(RULES.read_text())["groups"]
+        for rule in group["rules"]
+    }
+
+    def evaluated() -> bool:
+        groups = (server.ask("rules") or {"groups": ()})["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        bad = [rule for rule in rules if rule["health"] == "err"]
+        assert not bad, bad
+        return {rule["name"] for rule in rules if rule["health"] == "ok"} == wanted
+
+    until(evaluated, "every rule is evaluated without an error")
+
+
+def value(server: Prometheus, query: str) -> float:
+    """What was scraped last; -1: nothing was."""
+    result = (server.ask("query", query=query) or {"result": ()})["result"]
+    return float(result[0]["value"][1]) if result else -1.0
+
+
+def newest_plan(run_dir: Path) -> str:
+    return "".join(str(entry["text"]) for entry in events(run_dir, "plan")[-1:])
+
+
+def losses(run_dir: Path, killed: float) -> list[dict[str, Any]]:
+    """Recoveries from what happened to node1 then."""
+    return [r for r in events(run_dir, "recovery") if "node1" in r["cause"] and r["at"] > killed]
+
+
+def figures_are_right(server: Prometheus, name: str, run_dir: Path, killed: float) -> None:
+    """What is scraped comes to be what the event log says."""
+
+    def comes_to_be(query: str, wanted: Callable[[], float]) -> None:
+        until(lambda: value(server, query) == pytest.approx(wanted()), f"{query} is as in the event log")
+
+    selector = f'{{job="{name}"}}'
+    comes_to_be(LOST % name, lambda: 1)
+    kind = kind_of(losses(run_dir, killed)[0]["cause"])
+    comes_to_be(
+        f"elastic_recovery_seconds_sum{selector[:-1]}, phase='total', cause='{kind}'}}",
+        lambda: sum(r["total_s"] for r in events(run_dir, "recovery") if kind_of(r["cause"]) == kind),
+    )
+    comes_to_be(
+        f"elastic_microbatches_lost_total{selector}",
+        lambda: sum(r["microbatches_lost"] for r in events(run_dir, "recovery")),
+    )
+    used = f"sum(elastic_node_seconds_total{selector})"
+    useful = f"elastic_node_seconds_total{selector[:-1]}, use='useful'}}"
+    until(lambda: 0 < value(server, useful) < value(server, used), "some of the nodes' time was useful")
+    for figure in ("predicted", "measured"):  # not in the first steps of a plan
+        query = f"elastic_plan_{figure}_step_seconds{selector}"
+        until(lambda q=query: value(server, q) > 0, f"the plan's steps are {figure}")

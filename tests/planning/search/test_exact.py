@@ -1,0 +1,93 @@
+"""Small clusters: plans are exactly as fast as the best that trying everything finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from elastic.domain.errors import InfeasiblePlan
+from elastic.planning.cost.cost_model import CostModel, Kind
+from elastic.planning.plan.plan import format_plan, parse_plan, validate_plan
+from elastic.planning.search import column_search as scale
+from elastic.planning.search import exact
+from elastic.planning.search.problem import Problem
+from elastic.planning.search.search import make_plan
+from tests.planning.search.brute_force import Brute
+from tests.planning.search.clusters import Case, random_case
+
+CHUNK = 100
+
+
+def check(case: Case, schedule: str) -> None:
+    """The planner's plan, priced by the brute force's formulas, against the brute force's best."""
+    brute = Brute(case.profile, case.nodes, case.microbatches, (schedule,), case.stream)
+    best = brute.best()
+    if best == inf:
+        with pytest.raises(InfeasiblePlan):
+            make_plan(case.request(schedule))
+        return
+    plan = make_plan(case.request(schedule))
+    validate_plan(plan)
+    assert parse_plan(format_plan(plan)) == plan
+    assert brute.cost_of(plan, case.named()) == pytest.approx(best, rel=1e-9), format_plan(plan)
+
+
+@pytest.mark.parametrize(
+    "chunk", [*range(8), *(pytest.param(i, marks=pytest.mark.chaos) for i in range(8, 16))]
+)
+def test_as_fast_as_brute_force(chunk: int) -> None:
+    """Up to 7 nodes of 2 device types, 9 layers, 8 micro-batches; half of the cases with tight memory."""
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        check(random_case(seed), "1f1b")
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_as_fast_as_brute_force_with_zero_bubbles(chunk: int) -> None:
+    for seed in range(10_000 + chunk * CHUNK, 10_000 + (chunk + 1) * CHUNK):
+        check(random_case(seed, nodes=5, layers=7), "zero-bubble")
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_as_fast_as_brute_force_with_several_devices_a_node(chunk: int) -> None:
+    for seed in range(20_000 + chunk * CHUNK, 20_000 + (chunk + 1) * CHUNK):
+        check(random_case(seed, nodes=4, layers=7, microbatches=6, units=3), "1f1b")
+
+
+def test_as_fast_as_brute_force_with_a_schedule_for_each_pipeline() -> None:
+    schedules = ("1f1b", "zero-bubble")
+    for seed in range(30_000, 30_000 + CHUNK):
+        case = random_case(seed, nodes=5, layers=7)
+        best = Brute(case.profile, case.nodes, case.microbatches, schedules, case.stream).best()
+        solution, _ = exact.solve(problem_of(case, schedules))
+        assert (solution.seconds if solution else inf) == pytest.approx(best, rel=1e-9)
+
+
+def test_the_number_of_pipelines_can_be_asked_for() -> None:
+    for seed in range(40_000, 40_000 + CHUNK):
+        case = random_case(seed, nodes=5, layers=6)
+        brute = Brute(case.profile, case.nodes, case.microbatches, ("1f1b",), case.stream)
+        for k in (1, 2, 3):
+            solution, _ = exact.solve(replace(problem_of(case), pipelines=(k,)))
+            assert (solution.seconds if solution else inf) == pytest.approx(brute.best(k), rel=1e-9)
+
+
+def test_what_large_clusters_are_planned_with_is_never_better_and_seldom_worse() -> None:
+    """The method for large clusters, used on small ones, where it is weakest."""
+    ratios = []
+    for seed in range(50_000, 50_000 + CHUNK):
+        problem = problem_of(random_case(seed))
+        solution, near = exact.solve(problem)[0], scale.solve(problem)
+        assert (solution is None) == (near is None)
+        if solution is not None and near is not None:
+            assert near.seconds >= solution.seconds * (1 - 1e-9)
+            ratios.append(near.seconds / solution.seconds)
+    ratios.sort()
+    assert ratios[len(ratios) // 2] == pytest.approx(1.0) and ratios[len(ratios) * 9 // 10] < 1.1
+
+
+def problem_of(case: Case, schedules: tuple[str, ...] = ("1f1b",)) -> Problem:
+    kinds = tuple(Kind(device, slow, memory, units) for device, slow, memory, units in case.kinds)
+    model = CostModel(case.profile, kinds, stream=case.stream)
+    return Problem(model=model, counts=case.counts, microbatches=case.microbatches, schedules=schedules)

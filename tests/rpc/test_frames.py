@@ -1,0 +1,150 @@
+"""Frames and channels over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.core.protocol import messages as m
+from elastic.domain.errors import ChannelClosed, FieldError
+from elastic.rpc.frames import KINDS, MAX_HEADER_BYTES, Channel, Stream, connect_unix
+from tests.patience import LONG_S
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    a, b = socket.socketpair()
+    yield a, b
+    a.close()
+    b.close()
+
+
+def in_thread(work: object) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)  # type: ignore[arg-type]
+    thread.start()
+    return thread
+
+
+def test_payload_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket]) -> None:
+    data = bytes(range(256)) * 20000
+    parts = (memoryview(data)[:7], memoryview(b""), memoryview(data)[7:])
+    sender = in_thread(lambda: Stream(pair[0]).send({"n": 1}, parts))
+    stream, seen = Stream(pair[1]), bytearray()
+    header, nbytes = stream.receive()
+    out = bytearray(nbytes)
+    stream.read_into(memoryview(out), on_chunk=seen.extend)
+    sender.join(LONG_S)
+    assert (header, bytes(out), bytes(seen)) == ({"n": 1}, data, data)
+
+
+def test_drain_keeps_frames_in_step(pair: tuple[socket.socket, socket.socket]) -> None:
+    sender = in_thread(lambda: [Stream(pair[0]).send(i, (memoryview(bytes(1 << 20)),)) for i in range(3)])
+    stream = Stream(pair[1])
+    for i in range(3):
+        header, nbytes = stream.receive()
+        assert header == i
+        stream.drain(nbytes)
+    sender.join(LONG_S)
+
+
+def test_limits_and_garbage_are_field_errors(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].sendall(struct.pack("<I", MAX_HEADER_BYTES + 1))
+    with pytest.raises(FieldError, match="header bytes"):
+        Stream(pair[1]).receive()
+    pair[0].sendall(struct.pack("<I", 3) + b"{{{" + struct.pack("<Q", 0))
+    with pytest.raises(FieldError, match="not JSON"):
+        Stream(pair[1]).receive()
+    pair[0].sendall(struct.pack("<I", 2) + b"{}" + struct.pack("<Q", 1 << 60))
+    with pytest.raises(FieldError, match="payload bytes"):
+        Stream(pair[1]).receive()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x05", struct.pack("<I", 4) + b"{}"])
+def test_end_of_file_anywhere_is_channel_closed(
+    pair: tuple[socket.socket, socket.socket], sent: bytes
+) -> None:
+    pair[0].sendall(sent)
+    pair[0].close()
+    with pytest.raises(ChannelClosed):
+        Stream(pair[1]).receive()
+
+
+def test_timeout_without_progress(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(TimeoutError):
+        Stream(pair[1], timeout_s=0.05).receive()
+    with pytest.raises(TimeoutError):
+        Stream(pair[0], timeout_s=0.05).send({}, (memoryview(bytes(64 << 20)),))
+
+
+def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket]) -> None:
+    channel, started, errors = Channel(pair[1]), threading.Event(), []
+
+    def read() -> None:
+        started.set()
+        try:
+            channel.receive()
+        except ChannelClosed as error:
+            errors.append(error)
+
+    reader = in_thread(read)
+    started.wait(LONG_S)
+    channel.close()
+    reader.join(LONG_S)
+    assert len(errors) == 1
+    with pytest.raises(ChannelClosed):
+        channel.send(m.Acked(1))
+
+
+def test_messages_travel_whole(pair: tuple[socket.socket, socket.socket]) -> None:
+    a, b = Channel(pair[0]), Channel(pair[1])
+    sent = [m.Acked(3), m.Halted(2, 5, frozenset({1, 2})), m.CommFailed(1, ("n1",), "gone")]
+    for message in sent:
+        a.send(message)
+    assert [b.receive() for _ in sent] == sent
+
+
+def test_every_message_is_known_and_nothing_else() -> None:
+    assert {"Attach", "Published", "Install", "Acked", "Stop"} <= KINDS.keys()
+    assert "Copy" not in KINDS and "Assignment" not in KINDS
+
+
+def test_bad_messages_leave_the_channel_usable(pair: tuple[socket.socket, socket.socket]) -> None:
+    stream, channel = Stream(pair[0]), Channel(pair[1])
+    for bad in (
+        {"kind": "Evil", "body": {}},
+        [],
+        {"kind": "Acked", "body": {"bundle": "x"}},
+        {"kind": "Acked"},
+    ):
+        stream.send(bad)
+        with pytest.raises(FieldError):
+            channel.receive()
+    stream.send({"kind": "Acked", "body": {"bundle": 1}})
+    assert channel.receive() == m.Acked(1)
+    with pytest.raises(FieldError):
+        channel.send("a string")
+
+
+def test_many_threads_send_whole_frames(pair: tuple[socket.socket, socket.socket]) -> None:
+    a, b = Channel(pair[0]), Channel(pair[1])
+
+    def send(first: int) -> None:
+        for i in range(50):
+            a.send(m.Progress(first + i, "compute", 0, 0))
+
+    threads = [in_thread(lambda first=first: send(first)) for first in (0, 1000, 2000)]
+    got = [b.receive().counter for _ in range(150)]
+    for thread in threads:
+        thread.join(LONG_S)
+    for first in (0, 1000, 2000):
+        assert [c for c in got if first <= c < first + 50] == list(range(first, first + 50))
+
+
+def test_connecting_to_nobody(tmp_path: Path) -> None:
+    with pytest.raises(ChannelClosed, match="no agent"):
+        connect_unix(str(tmp_path / "none.sock"))

@@ -1,0 +1,76 @@
+"""The step level and the micro-batch level agree: both run the real decisions, with what things take from one place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from elastic_sim.microbatches.physics import Physics as Fine
+from elastic_sim.microbatches.world import Job, simulate
+from elastic_sim.replay.replay import run_one
+from elastic_sim.steps.clusters import node_type_of, training_of
+from elastic_sim.steps.physics import Physics
+from elastic_sim.steps.time_accounting import Use
+from elastic_sim.steps.world import World
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+
+COARSE = Physics(
+    boot_s=0.0, noise=0.0, decide_s=0.4, groups_base_s=0.2, group_s=0.0, contention=0.2, copy_exposed=0.1
+)
+FINE = Fine(
+    closed_s=3.0,
+    plan_s=0.3,
+    replan_s=0.3,
+    leave_s=0.05,
+    group_s=0.2,
+    install_s=0.0,
+    start_s=0.0,
+    spawn_s=0.0,
+    jitter=0.0,
+)
+"""A silent node is known to be lost after its lease; here its connections close that late."""
+
+
+def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
+    there = [Event(0.0, ADD, f"n{i}") for i in range(6)]
+    more = [Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0) for at, kind, node in events]
+    return check([*there, *more], 900.0)
+
+
+@pytest.mark.parametrize("pair", ["log+replica", "stream:4+snapshot"])
+@pytest.mark.parametrize(
+    "of",
+    [
+        trace(),
+        trace((200.3, REMOVE, "n2"), (300.0, ADD, "n7"), (650.0, REMOVE, "n1"), (655.0, ADD, "n8")),
+        trace((400.0, REMOVE, "n3"), notice_s=60.0),
+        trace(
+            *(
+                (start + 140.0 * i, kind, f"{name}{i}")
+                for i in range(6)
+                for start, kind, name in ((60.3, REMOVE, "n"), (100.0, ADD, "m"))
+            )
+        ),
+    ],
+    ids=["calm", "losses and joins", "notice", "every node lost"],
+)
+def test_levels_agree(of: Trace, pair: str) -> None:
+    training = training_of("bert-large")
+    world = World(replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE)
+    coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
+    job = Job(
+        steps=10_000,
+        microbatches=32,
+        backup=pair,
+        min_nodes=6,
+        max_nodes=32,
+    )
+    fine = simulate(of, world.profile, job, FINE)
+    assert coarse is not None
+    made = coarse.samples / training.microbatch
+    assert fine.samples == pytest.approx(made, rel=0.05), "micro-batches"
+    uses = (Use.DETECT, Use.PLAN, Use.TRANSFER, Use.LOST)
+    a, b = ([found.account.totals()[use] / 1000 for use in uses] for found in (coarse, fine))
+    assert sum(a) == pytest.approx(sum(b), rel=0.7, abs=8.0), "node-seconds of recoveries"
+    for use, x, y in zip(uses, a, b, strict=True):
+        assert x / 4 - 5 <= y <= 4 * x + 5, f"node-seconds of {use}"

@@ -1,0 +1,356 @@
+"""Policies: whatever happens nothing is counted twice, and each follows the rules that it is a model of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from elastic_sim.replay.replay import Run, replay, run_one
+from elastic_sim.steps.clusters import JOBS, Training, node_type_of, training_of
+from elastic_sim.steps.engine import Outcome
+from elastic_sim.steps.physics import Physics, of_settings, prepared, spread
+from elastic_sim.steps.policies import abouts, maker_of, makers
+from elastic_sim.steps.time_accounting import Use
+from elastic_sim.steps.world import World
+from elastic_sim.traces.generate import Market, generate
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.domain.errors import FieldError
+from tests.simulator.microbatches.runs import node_ms
+
+QUIET = Physics(boot_s=0.0, noise=0.0)
+RANDOM = ("ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo", "oobleck", "parcae",
+          "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle", "ceiling")  # fmt: skip
+
+
+@cache
+def world(model: str = "bert-large", kind: str = "a40", physics: Physics = QUIET) -> World:
+    """Few micro-batches, so that plans are found quickly."""
+    training = training_of(model)
+    return World(replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics)
+
+
+def trace(n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice_s: float = 0.0) -> Trace:
+    """`n` nodes from the start."""
+    there = [Event(0.0, ADD, f"n{i}") for i in range(n)]
+    return check(
+        [
+            *there,
+            *(
+                Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0)
+                for at, kind, node in events
+            ),
+        ],
+        end_s,
+    )
+
+
+def run(policy: str, of: Trace, **kwargs: object) -> Run:
+    return run_one(world(**kwargs), of, policy, 0, keep=True)  # type: ignore[arg-type]
+
+
+def outcome(run: Run) -> Outcome:
+    assert run.outcome is not None
+    return run.outcome
+
+
+@pytest.mark.parametrize("policy", RANDOM)
+@settings(max_examples=4)
+@given(
+    seed=st.integers(0, 10**6),
+    mtbf_s=st.floats(60, 3000),
+    repair_s=st.sampled_from([0.0, 300.0]),
+    notice_s=st.sampled_from([0.0, 30.0, 120.0]),
+    slow=st.sampled_from([0.0, 2.0]),
+)
+def test_nothing_is_counted_twice(
+    policy: str, seed: int, mtbf_s: float, repair_s: float, notice_s: float, slow: float
+) -> None:
+    physics = Physics(stragglers_per_node_h=slow, spread_s=30.0)
+    market = Market(
+        nodes=6, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (2, 2), (4, 1))
+    )
+    there = world(physics=physics)
+    made = generate(market, 1800.0, seed)
+    first, again = (run_one(there, made, policy, seed, keep=True) for _ in range(2))
+    found = outcome(first)
+    totals = found.account.totals()
+    assert sum(totals.values()) == found.account.node_ms == node_ms(prepared(made, physics, seed))
+    paid = node_ms(spread(made, physics, seed))
+    assert round(1000 * sum(first.time.values())) == paid >= found.account.node_ms
+    assert all(amount >= 0 for amount in totals.values())
+    assert found.account.spans == outcome(again).account.spans
+    assert (found.samples, found.decisions) == (outcome(again).samples, outcome(again).decisions)
+    full = there.samples
+    shares = {d.change.setup.samples for d in found.decisions if d.change.setup is not None}
+    assert found.samples % full == 0 or policy == "torchft"
+    assert all(0 < share <= full for share in shares)
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 10**6), mtbf_s=st.floats(200, 3000))
+def test_nobody_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float) -> None:
+    market = Market(nodes=6, mtbf_s=mtbf_s, repair_s=200.0, bulk=((1, 3), (2, 1)))
+    made = generate(market, 1800.0, seed)
+    best = run("oracle", made).samples
+    for policy in makers():
+        if policy != "ceiling":
+            assert run(policy, made).samples <= best * 1.005 + world().samples, policy
+    assert run("ceiling", made).samples >= best - world().samples
+
+
+def test_slow_nodes_do_not_slow_the_oracle() -> None:
+    slow = replace(QUIET, stragglers_per_node_h=3.0)
+    there = trace(6, (1000.0, REMOVE, "n2"), (2000.0, REMOVE, "n3"))
+    assert run("oracle", there, physics=slow).samples == run("oracle", there).samples
+    assert run("varuna", there, physics=slow).samples < run("varuna", there).samples
+
+
+def test_without_losses_ours_is_the_oracle() -> None:
+    calm = trace(6)
+    ours, oracle = run("ours:recompute+replica", calm), run("oracle", calm)
+    assert ours.samples >= 0.93 * oracle.samples, "copies of the state to host memory alone"
+    assert outcome(ours).account.totals()[Use.LOST] == 0
+
+
+LOSS = trace(6, (1000.0, REMOVE, "n2"))
+
+
+def test_a_loss_costs_ours_its_lease_and_less_than_a_step() -> None:
+    found = outcome(run("ours", LOSS))
+    totals = found.account.totals()
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    assert totals[Use.DETECT] == 5 * 3000
+    assert loss.change.setup is not None and loss.change.back_to == -1
+    assert 0 < totals[Use.LOST] < 6 * loss.change.setup.step_ms
+
+
+def test_a_noticed_loss_costs_ours_no_work() -> None:
+    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
+    totals = outcome(run("ours", told)).account.totals()
+    assert totals[Use.LOST] == totals[Use.DETECT] == 0
+    assert totals[Use.PLAN] > 0
+
+
+def test_a_notice_that_is_too_short_is_a_loss_that_is_known() -> None:
+    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=2.1)
+    found = outcome(run("ours", told, model="gpt3-2.7b"))
+    assert found.account.totals()[Use.DETECT] == 0
+    assert any("notice runs out" in d.change.reason for d in found.decisions)
+
+
+def test_a_node_that_comes_enters_at_the_end_of_a_step() -> None:
+    came = trace(5, (1000.0, ADD, "n9"))
+    found = outcome(run("ours", came))
+    assert found.account.totals()[Use.LOST] == 0
+    (entered,) = [d for d in found.decisions if "join" in d.change.reason]
+    assert entered.at > 1_000_000 and entered.change.setup is not None and entered.change.setup.nodes == 6
+
+
+def test_ours_goes_back_to_the_checkpoint_only_when_all_copies_are_gone() -> None:
+    """One pipeline: a node and the one that keeps its copies."""
+    whole = outcome(run("ours:log+snapshot", trace(4, (2000.0, REMOVE, "n0")), model="gpt2"))
+    assert not any("checkpoint" in d.change.reason for d in whole.decisions)
+    many = trace(6, *((2000.0, REMOVE, f"n{i}") for i in range(4)))
+    lost = outcome(run("ours:log+snapshot", many, model="gpt3-2.7b"))
+    assert any("back to the checkpoint" in d.change.reason for d in lost.decisions)
+    assert lost.account.totals()[Use.LOST] > 0
+
+
+def test_ours_gives_a_slow_node_less() -> None:
+    physics = replace(QUIET, stragglers_per_node_h=3.0, straggler_factor=3.0, straggler_s=3000.0)
+    found = outcome(run_one(world("gpt3-2.7b", physics=physics), trace(6), "ours", 2, keep=True))
+    assert any("slow nodes" in d.change.reason for d in found.decisions)
+    waiting = run_one(world("gpt3-2.7b", physics=physics), trace(6), "oobleck", 2)
+    assert found.samples > 1.1 * waiting.samples
+
+
+def test_oobleck_redoes_the_iteration_and_lets_who_came_enter_after_a_step() -> None:
+    there = trace(6, (1000.0, ADD, "n9"), (2000.0, REMOVE, "n2"))
+    found = outcome(run("oobleck", there))
+    _, entered, lost = found.decisions
+    assert entered.at > 1_000_000 and not entered.change.lost_ms and "came" in entered.change.reason
+    assert lost.at == 2_000_000 and lost.change.lost_ms >= 2_000_000, "all that was done of the step"
+    assert found.account.totals()[Use.DETECT] == 6 * 5000
+
+
+def test_systems_with_fixed_grids_grow_where_it_pays() -> None:
+    """They began with two nodes; eight more came."""
+    there = trace(2, *((60.0, ADD, f"m{i}") for i in range(8)), end_s=7200.0)
+    for policy in ("torchft", "recycle", "bamboo", "oobleck", "spares", "gemini", "checkpoint", "varuna"):
+        assert run(policy, there).samples > 0.5 * run("oracle", there).samples, policy
+
+
+def test_a_loss_during_a_recovery_finds_what_was_there_before_it() -> None:
+    """The second node was to have what the first one lost: moves that were under way came to nothing."""
+    both = trace(6, (2000.0, REMOVE, "n0"), (2000.5, REMOVE, "n3"))
+    found = outcome(run("ours:recompute+replica", both, model="gpt3-2.7b"))
+    first, second = [d for d in found.decisions if d.at >= 2_000_000][:2]
+    assert (first.at, second.at) == (2_000_000, 2_000_500)
+    assert sum(length for _, length in second.change.pauses) > 3000
+
+
+def test_varuna_goes_back_to_the_tenth_step() -> None:
+    found = outcome(run("varuna", LOSS))
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    assert loss.change.back_to >= 0 and loss.change.back_to % 10 == 0
+    kept = outcome(run("varuna-no-rollback", LOSS))
+    assert kept.account.totals()[Use.LOST] < found.account.totals()[Use.LOST]
+    assert kept.samples > found.samples
+
+
+def test_varuna_writes_a_checkpoint_when_it_is_told() -> None:
+    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
+    found = outcome(run("varuna", told))
+    assert any(d.change.reason.startswith("told") for d in found.decisions)
+    assert found.samples > run("varuna", LOSS).samples
+
+
+def test_bamboo_takes_over_one_loss_and_restarts_after_adjacent_ones() -> None:
+    found = outcome(run("bamboo", LOSS))
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    assert "take over" in loss.change.reason
+    assert found.account.totals()[Use.REDUNDANT] > 0
+    many = trace(6, *((1000.0, REMOVE, f"n{i}") for i in range(4)))
+    fatal = outcome(run("bamboo", many))
+    assert any("adjacent" in d.change.reason or "few" in d.change.reason for d in fatal.decisions)
+
+
+def test_bamboo_s_losses_one_after_the_other_are_adjacent_until_it_is_rebalanced() -> None:
+    """The second hits who had taken over for the first, in the same step; a step later it would be one more."""
+    at_once = trace(8, (1000.0, REMOVE, "n1"), (1000.2, REMOVE, "n2"))
+    fatal = outcome(run("bamboo", at_once, model="bert-large"))
+    assert any("adjacent" in d.change.reason for d in fatal.decisions)
+    apart = trace(8, (1000.0, REMOVE, "n1"), (2000.0, REMOVE, "n2"))
+    found = outcome(run("bamboo", apart, model="bert-large"))
+    assert not any("adjacent" in d.change.reason for d in found.decisions)
+
+
+def test_recycle_keeps_its_grid() -> None:
+    found = outcome(run("recycle", LOSS))
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    assert loss.change.setup is not None and loss.change.back_to == -1
+    first = found.decisions[0].change.setup
+    assert first is not None and loss.change.setup.step_ms > first.step_ms
+
+
+def test_torchft_discards_the_step_and_shrinks_the_batch() -> None:
+    found = outcome(run("torchft", LOSS))
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    assert loss.change.setup is not None and loss.change.setup.samples < world().samples
+    assert found.account.totals()[Use.DETECT] == 5 * 4900
+
+
+def test_gemini_loses_the_running_step_alone() -> None:
+    found = outcome(run("gemini", LOSS))
+    (loss,) = [d for d in found.decisions if d.at == 1_000_000]
+    steps = 1_000_000 // found.decisions[0].change.setup.step_ms  # type: ignore[union-attr]
+    assert loss.change.back_to == steps
+
+
+def test_gemini_reads_the_checkpoint_when_a_node_and_its_keeper_are_lost() -> None:
+    pair, others = (
+        outcome(run("gemini", trace(8, (2000.0, REMOVE, "n2"), (2000.5, REMOVE, second))))
+        for second in ("n3", "n4")
+    )
+    assert any("none has the state" in d.change.reason for d in pair.decisions)
+    assert not any("none has the state" in d.change.reason for d in others.decisions)
+    assert pair.account.totals()[Use.LOST] > others.account.totals()[Use.LOST]
+    assert pair.samples < others.samples
+
+
+@pytest.mark.parametrize("policy", RANDOM[:-2])
+def test_nobody_s_state_outlives_everybody(policy: str) -> None:
+    """All nodes go at once, others come later: what counts then is in durable storage, or (Parcae) with servers."""
+    went = [(2000.0, REMOVE, f"n{i}") for i in range(6)]
+    came = [(2600.0, ADD, f"m{i}") for i in range(6)]
+    found = outcome(run(policy, trace(6, *went, *came)))
+    totals, read_s = found.account.totals(), world().checkpoint_s(6)
+    assert totals[Use.TRANSFER] >= 6 * 1000 * read_s - 6
+    assert totals[Use.LOST] > 0 or policy.startswith(("parcae", "varuna-no-rollback"))
+
+
+def test_spares_replace_who_is_lost() -> None:
+    found = outcome(run("spares", trace(10, (1000.0, REMOVE, "n2"), (2000.0, REMOVE, "n3"))))
+    assert found.account.totals()[Use.IDLE] > 0
+    assert found.decisions[-1].change.setup is None or found.steps > 0
+
+
+def test_parcae_with_a_perfect_forecast_loses_no_step() -> None:
+    found = outcome(run("parcae", LOSS))
+    assert found.account.totals()[Use.LOST] == 0
+    assert outcome(run("parcae-fitted", LOSS)).account.totals()[Use.LOST] >= 0
+
+
+def test_replay_measures_against_the_oracle() -> None:
+    found = replay(world(), lambda seed: LOSS, ("ours", "varuna", "oracle"), (0, 1, 2))
+    values = {one.policy: one.goodput.value for one in found}
+    assert values["oracle"] == 1.0 and 0 < values["varuna"] < values["ours"] <= 1.005
+    assert all(len(one.runs) == 3 and sum(one.time.values()) == pytest.approx(1.0) for one in found)
+
+
+def test_cost_is_that_of_all_nodes_booting_included() -> None:
+    there = trace(2, (1800.0, REMOVE, "n0"), (1800.0, ADD, "n5"))
+    found = run("ours", there)
+    assert found.cost == pytest.approx(node_type_of("a40").spot * 2)
+
+
+def test_every_policy_says_where_it_is_from() -> None:
+    names = [about.name for about in abouts()]
+    assert names == list(makers()) and len(set(names)) == len(names)
+    assert all(len(about.source) > 20 and about.what for about in abouts())
+
+
+@pytest.mark.parametrize("name", ["nobody", "ours:", "ours:stream", "ours:stream+nothing", ""])
+def test_unknown_policies_are_refused(name: str) -> None:
+    with pytest.raises(FieldError):
+        maker_of(name)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
+def test_every_job_has_a_plan_on_large_nodes(job: Training) -> None:
+    there = World(job, (node_type_of("p5.48xlarge"),), QUIET)
+    found = there.varuna(32)
+    assert found is not None and 0 < found.step_s < 24 * 3600
+    assert there.compute_s / 32 <= found.step_s, "nobody is faster than all nodes computing all the time"
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        ["boot_s"],
+        ["boot_s=x"],
+        ["nothing=1"],
+        ["boot_s=-1"],
+        ["straggler_factor=0.5"],
+        ["noise=nan"],
+        ["noise=1000"],
+    ],
+)
+def test_unusable_physics_are_refused(settings_: list[str]) -> None:
+    with pytest.raises(FieldError):
+        of_settings(settings_)
+
+
+def test_nodes_are_of_use_once_booted() -> None:
+    found = prepared(trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), Physics(), 0)
+    assert [(e.seconds, e.node) for e in found.events if e.seconds > 0] == [(245.0, "b")]
+
+
+def test_nodes_that_boot_are_idle() -> None:
+    came = trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b"))
+    booting, ready = (run_one(world(physics=Physics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0))
+    assert sum(booting.values()) == pytest.approx(sum(ready.values()), abs=1e-6) == node_ms(came) / 1000
+    assert booting["idle"] >= 20.0 + 45.0
+
+
+def test_mixed_clusters_need_like_nodes() -> None:
+    with pytest.raises(FieldError, match="number of devices"):
+        World(training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET)
+    training = replace(training_of("bert-large"), samples=256)
+    mixed = World(training, (node_type_of("a40"), node_type_of("p3.2xlarge")), QUIET)
+    there = check([Event(0.0, ADD, f"n{i}", type=("V100" if i % 2 else "a40")) for i in range(4)], 3600.0)
+    assert run_one(mixed, there, "ours", 0).samples > 0

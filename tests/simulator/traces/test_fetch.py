@@ -1,0 +1,112 @@
+"""Downloads, from a real HTTP server on this machine: right bytes are kept, others are not."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from elastic_sim.traces import fetch as module
+from elastic_sim.traces.fetch import ORIGINALS, Original, fetch
+from elastic_sim.traces.importers import FORMATS
+
+from elastic.domain.errors import FieldError
+
+DATA = b"0,add,node1\n60000,remove,node1\n"
+GOOD = Original("t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo")
+
+
+BROKEN = {
+    "status": b"gibberish\r\n\r\n",
+    "short": b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n" + DATA,
+    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n" + DATA,
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if "broken" in self.path:
+            self.wfile.write(BROKEN[self.path.rpartition("/")[2]])
+            return
+        self.send_response(200 if self.path.endswith("t.csv") else 404)
+        self.end_headers()
+        if self.path.endswith("t.csv"):
+            self.wfile.write(DATA)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    Handler.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_right_is_kept_and_not_fetched_again(host: str, tmp_path: Path) -> None:
+    path = fetch(GOOD, tmp_path / "traces", host)
+    assert path.read_bytes() == DATA and Handler.asked == [f"/{GOOD.path}"]
+    assert fetch(GOOD, tmp_path / "traces", host) == path and len(Handler.asked) == 1
+    path.write_bytes(b"torn")
+    assert fetch(GOOD, tmp_path / "traces", host).read_bytes() == DATA
+
+
+def test_other_bytes_are_refused_and_nothing_is_written(host: str, tmp_path: Path) -> None:
+    other = Original("t", GOOD.path, "0" * 64, "bamboo")
+    with pytest.raises(FieldError, match="it is another file now"):
+        fetch(other, tmp_path, host)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_had_is_said(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FieldError, match="must be reachable"):
+        fetch(Original("x", "owner/x", "0" * 64, "bamboo"), tmp_path, host)
+    with pytest.raises(FieldError, match="must be reachable"):
+        fetch(GOOD, tmp_path, "http://127.0.0.1:1")
+    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    with pytest.raises(FieldError, match="a trace is smaller"):
+        fetch(GOOD, tmp_path, host)
+
+
+@pytest.mark.parametrize("how", sorted(BROKEN))
+def test_broken_answers_are_said(how: str, host: str, tmp_path: Path) -> None:
+    """Nonsense for a status line, and bodies that end too early."""
+    with pytest.raises(FieldError, match="must be reachable"):
+        fetch(replace(GOOD, path=f"owner/broken/{how}"), tmp_path, host)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for target in (file, file / "below"):
+        with pytest.raises(FieldError, match="--to"):
+            fetch(GOOD, target, host)
+    (tmp_path / "t.csv").mkdir()
+    with pytest.raises(FieldError, match="--to"):
+        fetch(GOOD, tmp_path, host)
+    assert file.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {"file", "t.csv"}
+
+
+def test_an_impossible_host_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FieldError, match="--host"):
+        fetch(GOOD, tmp_path, "http://a b")
+
+
+def test_originals_are_pinned() -> None:
+    assert len({original.path for original in ORIGINALS.values()}) == len(ORIGINALS) >= 16
+    for original in ORIGINALS.values():
+        commit = original.path.split("/")[2]
+        assert len(commit) == 40 and len(original.sha256) == 64 and original.format in FORMATS

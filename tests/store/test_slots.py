@@ -1,0 +1,173 @@
+"""Slots and their pool."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from elastic.domain.errors import VaultError, VaultFull
+from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, fallback_of, remove_fallbacks
+from tests.patience import LONG_S
+
+
+def test_a_slot_shows_its_copy_only_when_finished(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "s", 100)
+    reader = SlotReader(str(slot.path))
+    assert reader.sequence == 0
+    slot.view(5)[:] = b"hello"
+    slot.finish(7, 5, 3)
+    assert (reader.sequence, reader.epoch, bytes(reader.view(5))) == (7, 3, b"hello")
+    slot.begin()
+    assert reader.sequence == 0
+    slot.finish(8, 5, 3)
+    reader.release()
+    assert slot.sequence == 0
+
+
+def test_readers_refuse_what_is_no_slot(tmp_path: Path) -> None:
+    for name, data in (("empty", b""), ("short", b"x"), ("foreign", bytes(4096))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(VaultError):
+            SlotReader(str(tmp_path / name))
+    with pytest.raises(VaultError):
+        SlotReader(str(tmp_path / "absent"))
+    with pytest.raises(VaultError, match="bytes in a slot"):
+        SlotReader(str(Slot(tmp_path / "s", 10).path)).view(1 << 20)
+
+
+def test_readers_cannot_change_a_copy(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "s", 10)
+    with pytest.raises(TypeError):
+        SlotReader(str(slot.path)).view(4)[0] = 1
+
+
+def _overwrite_and_hang(path: str, began: object) -> None:
+    """Rewrite a slot, half of it, and then wait to be killed."""
+    descriptor = os.open(path, os.O_RDWR)
+    os.pwrite(descriptor, bytes(8), 8)
+    os.pwrite(descriptor, b"B" * 500, DATA_OFFSET)
+    began.set()  # type: ignore[attr-defined]
+    signal.pause()
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_copy(tmp_path: Path) -> None:
+    slot = Slot(tmp_path / "s", 1000)
+    slot.view(1000)[:] = b"A" * 1000
+    slot.finish(1, 1000, 1)
+    context = multiprocessing.get_context("spawn")
+    began = context.Event()
+    writer = context.Process(target=_overwrite_and_hang, args=(str(slot.path), began))
+    writer.start()
+    assert began.wait(LONG_S)
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join(LONG_S)
+    assert SlotReader(str(slot.path)).sequence == 0
+
+
+def test_pool_reuses_what_fits_and_replaces_what_does_not(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "p-")
+    small, big = pool.take(10_000), pool.take(10_000_000)
+    pool.give(small)
+    pool.give(big)
+    assert pool.take(9_000) is small
+    pool.give(small)
+    grown = pool.take(20_000)
+    assert grown is not small and grown is not big and not small.path.exists()
+    assert pool.take(9_999_999) is big
+    assert pool.allocated_bytes == grown.capacity + big.capacity
+
+
+def test_pool_gives_empty_slots(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, "p-")
+    slot = pool.take(10)
+    slot.finish(4, 10, 1)
+    reader = SlotReader(str(slot.path))
+    pool.give(slot)
+    assert reader.sequence == 0 and pool.take(10) is slot
+    pool.give(slot)
+    pool.close()
+    assert list(tmp_path.iterdir()) == [] and pool.allocated_bytes == 0
+
+
+def test_pool_falls_back_and_then_says_what_is_short(tmp_path: Path) -> None:
+    full, spare = tmp_path / "full", tmp_path / "spare"
+    pool = SlotPool(full, "p-", spare)
+    full.rmdir()
+    full.write_text("not a directory, as a full one refuses files")
+    slot = pool.take(100)
+    assert slot.path.parent == spare
+    with pytest.raises(VaultError, match=r"for a copy of 4611686018427387904 bytes .*spare"):
+        pool.take(1 << 62)
+
+
+@pytest.mark.parametrize(
+    ("number", "full"),
+    [
+        (errno.ENOSPC, True),
+        (errno.ENOMEM, True),
+        (errno.EDQUOT, True),
+        (errno.EMFILE, False),
+        (errno.EIO, False),
+        (errno.EACCES, False),
+    ],
+    ids=lambda value: errno.errorcode.get(value, str(value)),
+)
+def test_only_what_says_so_is_full(
+    number: int, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    pool = SlotPool(tmp_path / "slots", "x-", tmp_path / "spare")
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(VaultError, match=os.strerror(number)) as found:
+        pool.take(100)
+    assert isinstance(found.value, VaultFull) is full
+    assert list(tmp_path.rglob("*.slot")) == [] and pool.allocated_bytes == 0
+    monkeypatch.undo()
+    assert pool.take(100).path.exists(), "a passing fault leaves the pool usable"
+
+
+def test_a_full_memory_and_a_broken_disk_are_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter((errno.ENOSPC, errno.EIO))
+
+    def refuse(*_: object) -> None:
+        raise OSError(next(numbers), "no")
+
+    pool = SlotPool(tmp_path / "slots", "x-", tmp_path / "spare")
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(VaultFull):
+        pool.take(100)
+
+
+def test_jobs_do_not_share_their_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    jobs = [tmp_path / "shm" / f"elastic-{job}" for job in ("1", "1-1", "2")]
+    vaults = [job / "node0" / "vault" for job in jobs]
+    places = [fallback_of(vault) for vault in vaults]
+    assert len(set(places)) == 3 and {place.parent for place in places} == {tmp_path / "tmp"}
+    for vault in vaults:
+        pool = SlotPool(vault, "x-")
+        vault.rmdir()
+        vault.write_text("full")
+        assert pool.take(100).path.parent == fallback_of(vault)
+    remove_fallbacks(jobs[0])
+    assert [place.exists() for place in places] == [False, True, True]
+
+
+def test_a_limit_holds_and_free_slots_make_room(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path / "slots", "x-", limit=100_000)
+    first, second = pool.take(40_000), pool.take(40_000)
+    with pytest.raises(VaultFull, match=r"no room for a copy of 40000 bytes: .*--vault-memory"):
+        pool.take(40_000)
+    pool.give(first)
+    pool.give(second)
+    large = pool.take(90_000)
+    assert pool.allocated_bytes <= 100_000 and large.capacity >= 90_000
+    with pytest.raises(VaultFull):
+        pool.take(100_001)

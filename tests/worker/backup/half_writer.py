@@ -1,0 +1,44 @@
+"""A worker process that publishes two gradients and is then caught in the middle of copying the third."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+from elastic.rpc.frames import connect_unix
+from elastic.worker.backup.publisher import Publisher
+from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.transport.cancellation import Abandon
+from tests.worker.model.toys import replicas, run
+
+
+def main(address: str, directory: str) -> None:
+    layers = replicas()
+    publisher = Publisher(connect_unix(address), directory, "a")
+    publisher.publish_states(layers, 1, "")
+    for index in range(2):
+        run(layers, 0, index)
+        publisher.publish_gradients(layers, 0, 1, "", Abandon())
+        publisher.on_acked(99)
+    sys.stdin.readline()  # the agent has acknowledged all of these
+    run(layers, 0, 2)
+    whole = LayerReplica.write_gradient
+
+    def half(replica: LayerReplica, out: torch.Tensor) -> None:
+        whole(replica, out)
+        if replica.index == 1:
+            out[out.numel() // 2 :] = 255
+            print("in the middle", flush=True)
+            signal.pause()
+
+    LayerReplica.write_gradient = half  # type: ignore[method-assign]
+    publisher.publish_gradients(layers, 0, 1, "", Abandon())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,209 @@
+"""Logged messages: written by their sender, kept for the running step, found after a trim, gone after the update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.agent.vault.vault import Vault
+from elastic.domain.errors import VaultFull
+from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, LOGS, STATE, Copy
+from elastic.worker.backup.activation_log import BoundaryLog, Logged, read
+from elastic.worker.backup.publisher import Publisher
+from elastic.worker.recovery.fetch import Fetcher
+from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
+from tests.agent.vault.copies import LocalWriter, content, make
+from tests.agent.vault.nodes import MiniNode, nodes
+from tests.patience import LONG_S
+from tests.worker.model.toys import replicas, run
+
+M = 4
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[MiniNode]:
+    with nodes(tmp_path, "a") as made:
+        yield made[0]
+
+
+def publisher_of(node: MiniNode) -> Publisher:
+    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name)
+    node.on_acked = publisher.on_acked
+    return publisher
+
+
+def message(kind: str, step: int, index: int) -> Logged:
+    tensor = torch.full((3, 2, 5), float(100 * step + index), dtype=torch.bfloat16)
+    return Logged(kind, 2 if kind == ACTIVATION else 1, step, index, tensor)
+
+
+def log_step(log: BoundaryLog, step: int, abandon: Abandon) -> None:
+    for index in range(M):
+        log.keep(message(ACTIVATION, step, index))
+        log.keep(message(COTANGENT, step, index))
+        log.flush(abandon)
+
+
+def settle(node: MiniNode, bundles: int) -> None:
+    for _ in range(bundles):
+        node.acked.get(timeout=LONG_S)
+
+
+def found(vault: Vault) -> set[tuple[str, int, int]]:
+    return {(c.kind, c.step, *c.microbatches) for c in vault.inventory() if c.kind in LOGS}
+
+
+def everything(step: int) -> set[tuple[str, int, int]]:
+    return {(kind, step, m) for kind, m in itertools.product(LOGS, range(M))}
+
+
+def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
+    publisher, abandon = publisher_of(node), Abandon()
+    log = BoundaryLog(publisher, 1)
+    log_step(log, 0, abandon)
+    settle(node, M)
+    assert found(node.vault) == everything(0)
+    fetcher = Fetcher("a", {"a": node.server.address})
+    for copy in node.vault.inventory():
+        tensor = read(fetcher.fetch(copy).data)
+        assert torch.equal(tensor, message(copy.kind, 0, *copy.microbatches).tensor)
+    fetcher.close()
+    for step in (1, 2, 3):
+        log_step(log, step, abandon)
+        settle(node, M)
+        assert found(node.vault) == everything(step - 1) | everything(step)
+    assert publisher.allocated_bytes == sum(
+        p.stat().st_size - 64 for p in (node.directory / "slots").iterdir()
+    )
+    assert len(list((node.directory / "slots").iterdir())) == 2 * 2 * M
+
+
+def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
+    log, abandon = BoundaryLog(publisher_of(node), 1), Abandon()
+    log_step(log, 0, abandon)
+    settle(node, M)
+    abandon.set("told")
+    log.keep(message(ACTIVATION, 1, 0))
+    log.flush(None)
+    log.flush(None)
+    settle(node, 1)
+    assert (ACTIVATION, 1, 0) in found(node.vault)
+
+
+def test_in_host_memory_two_steps_are_held_and_written_when_the_epoch_ends(node: MiniNode) -> None:
+    log, abandon = BoundaryLog(publisher_of(node), 1, held=True), Abandon()
+    for step in range(4):
+        log_step(log, step, abandon)
+    assert not found(node.vault) and node.acked.empty()
+    log.flush(None)
+    settle(node, 2)
+    assert found(node.vault) == everything(2) | everything(3)
+
+
+def test_what_could_not_be_written_in_time_is_when_the_epoch_ends(tmp_path: Path) -> None:
+    """The slots are not acknowledged: a flush waits for them until the epoch is left, and nothing is forgotten."""
+
+    class Silent:
+        def __init__(self) -> None:
+            self.sent: list[Copy] = []
+
+        def send(self, published: object) -> None:
+            self.sent += [local.copy for local in published.copies]  # type: ignore[attr-defined]
+
+    channel, abandon = Silent(), Abandon()
+    log = BoundaryLog(Publisher(channel, tmp_path / "slots", "a"), 1)
+    log_step(log, 0, abandon)
+    log_step(log, 1, abandon)
+    abandon.set("told")
+    log.keep(message(ACTIVATION, 2, 0))
+    log.keep(message(ACTIVATION, 2, 1))
+    with pytest.raises(EpochAbandoned):
+        log.flush(abandon)
+    log.flush(None)
+    assert [(c.step, *c.microbatches) for c in channel.sent[4 * M :]] == [(2, 0), (2, 1)]
+
+
+def test_short_memory_ends_the_log_not_the_training(
+    node: MiniNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, abandon = publisher_of(node), Abandon()
+    log = BoundaryLog(publisher, 1)
+
+    def full(nbytes: int) -> None:
+        raise VaultFull("no room")
+
+    monkeypatch.setattr(publisher._pool, "take", full)
+    log_step(log, 0, abandon)
+    assert not found(node.vault) and caplog.text.count("not logged any more") == 1
+
+
+def test_logged_messages_make_room_for_what_is_not_optional(
+    node: MiniNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have filled what there is; a gradient finds room all the same, the vault drops them, and no more come."""
+    publisher, abandon, layers = publisher_of(node), Abandon(), replicas()
+    log = BoundaryLog(publisher, 1)
+    log_step(log, 0, abandon)
+    settle(node, M)
+    assert found(node.vault)
+    run(layers, 0, 0)
+    publisher._pool.limit = publisher.allocated_bytes + layers[0].gradient_nbytes - 1
+    publisher.wait_acked(publisher.publish_gradients(layers[:1], 0, 1, "", abandon), abandon)
+    assert not found(node.vault)
+    assert [copy.kind for copy in node.vault.inventory()] == [GRADIENT]
+    node.vault.check_integrity()
+    log_step(log, 1, abandon)
+    assert not found(node.vault) and caplog.text.count("not logged any more") == 1
+
+
+def messages_of(writer: LocalWriter, vault: Vault, step: int, epoch: int) -> None:
+    for number, index in enumerate(range(M)):
+        data = content(10 * step + index)
+        copy = make(data, kind=ACTIVATION, layer=2, step=step, epoch=epoch, microbatches=frozenset({index}))
+        vault.publish(writer.write(100 * epoch + number, copy, data))
+
+
+def state_of(writer: LocalWriter, vault: Vault, step: int, epoch: int) -> None:
+    data = content(step)
+    vault.publish(writer.write(1000 + epoch, make(data, kind=STATE, step=step, epoch=epoch), data))
+
+
+def test_messages_of_the_running_step_outlive_the_trim_until_its_update(tmp_path: Path) -> None:
+    vault, writer = Vault("b", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
+    messages_of(writer, vault, 7, 1)
+    state_of(writer, vault, 7, 1)
+    state_of(writer, vault, 7, 2)
+    vault.trim(2, 7)
+    assert {(c.step, c.epoch) for c in vault.inventory()} == {(7, 1), (7, 2)}
+    assert len(found(vault)) == M and vault.check_integrity() == ()
+    messages_of(writer, vault, 7, 2)
+    vault.trim(3, 7)
+    assert len(found(vault)) == M and len(vault.inventory()) == 2 * M
+    state_of(writer, vault, 7, 3)
+    assert len(found(vault)) == M, "its own copy of the same version"
+    state_of(writer, vault, 8, 3)
+    assert not found(vault)
+    released = [writer.slots[100 * epoch + i].sequence for epoch in (1, 2) for i in range(M)]
+    assert not any(released), "their writer may have the slots back"
+    messages_of(writer, vault, 8, 3)
+    assert len(found(vault)) == M and vault.check_integrity() == ()
+
+
+@pytest.mark.parametrize("step", [6, 8, -1])
+def test_messages_of_other_steps_go_with_their_epoch(step: int, tmp_path: Path) -> None:
+    vault, writer = Vault("b", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
+    messages_of(writer, vault, 7, 1)
+    vault.trim(2, step)
+    assert not vault.inventory() and not any(slot.sequence for slot in writer.slots.values())
+
+
+def test_a_trim_that_comes_after_the_update_leaves_nothing(tmp_path: Path) -> None:
+    vault, writer = Vault("b", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
+    messages_of(writer, vault, 7, 1)
+    state_of(writer, vault, 8, 2)
+    vault.trim(2, 7)
+    assert not found(vault) and len(vault.inventory()) == 1

@@ -1,0 +1,140 @@
+"""What a worker publishes in an epoch, and when it says that its layers are protected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.core.protocol import messages as m
+from elastic.domain.types import UPDATE, Pipeline, Plan, Stage, Unit
+from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.publisher import Publisher
+from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
+from tests.worker.model.toys import replicas
+
+PLAN = Plan(3, 3, 2, 1, (Pipeline((Stage(Unit("a"), 0, 3),), (0, 1)),), spares=("b",), peers=(("a", "b"),))
+
+
+class Agent:
+    """Hears what the worker says; acknowledges when told to."""
+
+    def __init__(self, directory: Path, state: str = "snapshot") -> None:
+        self.said: list[object] = []
+        self.publisher = Publisher(self, directory, "a")
+        self.layers = replicas()
+        plan = replace(PLAN, state=state)
+        self.protection = Protection(self.publisher, plan, "a", self.layers, Abandon(), self.send, ())
+
+    def send(self, message: object) -> None:
+        self.said.append(message)
+
+    def ack(self, *, kept: bool = True) -> None:
+        bundle = max(message.bundle for message in self.said if isinstance(message, m.Published))
+        self.publisher.on_acked(bundle)
+        self.protection.on_acked(bundle, kept)
+
+    @property
+    def protected(self) -> bool:
+        return m.Protected(PLAN.epoch) in self.said
+
+
+def test_layers_are_protected_when_the_first_copies_are_whole(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.protection.enter()
+    assert not agent.protected
+    agent.ack()
+    assert agent.protected
+    agent.protection.after_update()
+    assert agent.said.count(m.Protected(PLAN.epoch)) == 1
+
+
+def test_older_copies_are_given_away_only_when_useless_if_the_new_ones_found_no_room(tmp_path: Path) -> None:
+    """Survivors keep two versions: after two updates the old copies lead nowhere, and may make room."""
+    agent = Agent(tmp_path)
+    agent.protection.enter()
+    agent.ack(kept=False)
+    assert not agent.protected
+    for done in (1, 2):
+        for layer in agent.layers:
+            layer.version = done
+        agent.protection.after_update()
+        agent.ack()
+        assert agent.protected == (done == 2)
+
+
+def test_a_later_copy_without_room_changes_nothing(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    agent.protection.enter()
+    agent.ack()
+    for layer in agent.layers:
+        layer.version = 1
+    agent.protection.after_update()
+    agent.ack(kept=False)
+    assert agent.protected
+
+
+def step(agent: Agent, *, room: bool = True) -> tuple[set[int], set[int]]:
+    """One update; returns the layers of which updates and of which whole states went to the peer."""
+    heard = len(agent.said)
+    reduced = {layer.index: layer.gradient for layer in agent.layers}
+    agent.protection.before_update(reduced, 1.0)
+    agent.ack(kept=room)
+    for layer in agent.layers:
+        layer.version += 1
+    agent.protection.after_update()
+    agent.ack()
+    away = [msg for msg in agent.said[heard:] if isinstance(msg, m.Published) and msg.peer]
+    copies = [local.copy for message in away for local in message.copies]
+    updates = {c.layer for c in copies if c.kind == UPDATE}
+    return updates, {c.layer for c in copies if c.kind != UPDATE}
+
+
+def test_replay_sends_every_update_and_whole_states_in_turn(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, "replay:4")
+    agent.protection.enter()
+    first = [msg for msg in agent.said if isinstance(msg, m.Published)]
+    assert [(msg.peer, len(msg.copies)) for msg in first] == [("b", 3)], "an epoch begins with whole states"
+    agent.ack()
+    assert agent.protected
+    found = [step(agent) for _ in range(8)]
+    assert all(updates == {0, 1, 2} for updates, _ in found)
+    assert [whole for _, whole in found] == 2 * [set(), {2}, {1}, {0}]
+
+
+def test_local_states_are_whole_after_every_update(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, "replay")
+    agent.protection.enter()
+    agent.ack()
+    for version in range(1, 5):
+        step(agent)
+        published = [msg for msg in agent.said if isinstance(msg, m.Published)]
+        states = {c.copy.layer for msg in published for c in msg.copies if c.copy.step == version}
+        assert states == {0, 1, 2}
+
+
+def test_a_refused_update_is_followed_by_whole_states(tmp_path: Path) -> None:
+    """Nothing leads across a gap: the chain begins anew, once."""
+    agent = Agent(tmp_path, "replay:8")
+    agent.protection.enter()
+    agent.ack()
+    step(agent)
+    assert step(agent, room=False)[1] == {0, 1, 2}
+    assert step(agent)[1] == set()
+
+
+def test_a_commit_waits_for_the_updates_of_the_step_before(tmp_path: Path) -> None:
+    agent = Agent(tmp_path, "replay:8")
+    agent.protection.enter()
+    agent.ack()
+    agent.protection.before_update({layer.index: layer.gradient for layer in agent.layers}, 1.0)
+    for layer in agent.layers:
+        layer.version += 1
+    agent.protection.after_update()
+    abandon = agent.protection._abandon
+    abandon.set("epoch 4")
+    with pytest.raises(EpochAbandoned):
+        agent.protection.before_commit(1, {})
+    agent.ack()
+    agent.protection.before_commit(1, {})

@@ -1,0 +1,107 @@
+"""Small GPTs for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from elastic.domain.types import Accumulate
+from elastic.worker.contrib.gpt import GPTConfig
+from elastic.worker.contrib.megatron import GPTStack
+from elastic.worker.model.layers import Microbatch, TensorParallel
+from elastic.worker.model.optimizer import OptimizerSpec, adamw
+from elastic.worker.model.split_backward import backward_input
+from elastic.worker.replica.build import build_replica
+from elastic.worker.replica.replica import LayerReplica
+from tests.worker.model.toys import CPU
+
+MICROBATCHES = 3
+
+
+def config(**changes: object) -> GPTConfig:
+    small: dict[str, object] = {"layers": 2, "hidden": 32, "heads": 4, "seq_len": 16, "vocab": 64, "seed": 11}
+    return GPTConfig(**{**small, **changes})  # type: ignore[arg-type]
+
+
+def microbatch(step: int, index: int, vocab: int = 64) -> Microbatch:
+    seeded = torch.Generator().manual_seed(100 * step + index)
+    rows = torch.randint(vocab, (2, 17), generator=seeded)
+    return Microbatch(step, index, {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+
+
+def build(
+    gpt: GPTConfig, tp: TensorParallel, optimizer: OptimizerSpec | None = None, *, empty: bool = False
+) -> list[LayerReplica]:
+    stack = GPTStack(gpt)
+    return [
+        build_replica(stack, i, tp, optimizer or adamw(0.01), Accumulate.EXACT, gpt.seed, CPU, empty=empty)
+        for i in range(stack.n_layers)
+    ]
+
+
+def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
+    hidden: Tensor | None = None
+    for replica in layers:
+        hidden = replica.forward(hidden, microbatch(step, index))
+    assert hidden is not None
+    (hidden / MICROBATCHES).backward()
+    for replica in layers:
+        replica.collect(index, skip=False)
+    return hidden.item()
+
+
+def parts_and_whole(
+    layers: Sequence[LayerReplica], which: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the input and of all parameters of some layers in a row: in one go, and in two parts."""
+    held, found = [layers[i] for i in which], []
+    parameters = [p for replica in held for p in replica.module.parameters()]
+    gpt_width = layers[0].module.get_parameter("embedding.position_embeddings.weight")
+    shape, dtype = (16, 2, gpt_width.shape[1]), gpt_width.dtype
+    for split in (False, True):
+        hidden = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).sin().to(dtype).requires_grad_()
+        output = hidden
+        for replica in held:
+            output = replica.forward(output, microbatch(0, 1))
+        gradient = torch.full_like(output, 0.25)
+        if split:
+            backward_input(output, gradient, hidden, parameters).run()
+        else:
+            torch.autograd.backward(output, gradient)
+        assert hidden.grad is not None
+        found.append([hidden.grad, *(p.grad for p in parameters if p.grad is not None)])
+        for parameter in parameters:
+            parameter.grad = None
+    return found[0], found[1]
+
+
+def tie(layers: Sequence[LayerReplica], group: Sequence[tuple[int, str]]) -> list[Tensor]:
+    """Reduced gradients with those of a tied tensor summed, as the engine does it."""
+    reduced = [replica.gradient.clone() for replica in layers]
+    places = [(reduced[layer], layers[layer].gradient_slice(name)) for layer, name in group]
+    total = sum(flat[place] for flat, place in places)
+    for flat, place in places:
+        flat[place] = total
+    return reduced
+
+
+def train(
+    layers: Sequence[LayerReplica], steps: int, tied: Sequence[Sequence[tuple[int, str]]] = ()
+) -> list[float]:
+    losses = []
+    for step in range(steps):
+        for replica in layers:
+            replica.clear()
+        losses.append(sum(run(layers, step, index) for index in range(MICROBATCHES)) / MICROBATCHES)
+        reduced = tie(layers, tied[0]) if tied else [replica.gradient for replica in layers]
+        for replica, gradient in zip(layers, reduced, strict=True):
+            replica.update(gradient, 1.0, 0.01)
+    return losses
+
+
+def state_of(replica: LayerReplica) -> Tensor:
+    out = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
+    replica.write_state(out)
+    return out

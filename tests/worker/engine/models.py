@@ -1,0 +1,134 @@
+"""A small model of real layer replicas, and what a whole step of it gives on one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from elastic.domain.types import Accumulate
+from elastic.planning.schedule.schedule import Action, one_f_one_b
+from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage_runner import StageRunner
+from elastic.worker.model.layers import LayerStack, ListStack, Microbatch, TensorParallel
+from elastic.worker.model.optimizer import OptimizerSpec
+from elastic.worker.replica.build import build_replica
+from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.links import Links
+from tests.worker.engine.ranks import Rank
+
+WIDTH, BATCH = 16, 3
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        assert hidden is None
+        return microbatch.fields["x"] @ self.weight
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        return hidden + nn.functional.dropout(torch.tanh(self.linear(hidden)), 0.1)
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        return (hidden @ self.weight - microbatch.fields["y"]).square().mean()
+
+
+def stack(n_layers: int, tied: bool = False) -> ListStack:
+    builders: list[Callable[[], nn.Module]] = [First, *[Middle] * (n_layers - 2), Last]
+    groups = (((0, "weight"), (n_layers - 1, "weight")),) if tied else ()
+    return ListStack(builders, seed=5, tied=groups)
+
+
+def data(step: int, index: int) -> Microbatch:
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    fields = {name: torch.randn(BATCH, WIDTH, generator=generator) for name in ("x", "y")}
+    return Microbatch(step, index, fields)
+
+
+def replicas(model: LayerStack, layers: Sequence[int], accumulate: Accumulate) -> list[LayerReplica]:
+    optimizer = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1)
+    device = torch.device("cpu")
+    return [build_replica(model, i, TensorParallel(), optimizer, accumulate, 5, device) for i in layers]
+
+
+class Quiet:
+    """Hooks that only remember."""
+
+    def __init__(self) -> None:
+        self.finished: list[int] = []
+        self.actions: list[Action] = []
+
+    def before(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def on_backward(self, index: int) -> None:
+        self.finished.append(index)
+
+
+def runner(
+    layers: Sequence[LayerReplica],
+    links: Links,
+    n_microbatches: int,
+    chunks: Sequence[Chunk] | None = None,
+    tp_sync: Callable[[bool], bool] | None = None,
+    data: Callable[[int, int], Microbatch] = data,
+) -> StageRunner:
+    return StageRunner(
+        chunks or [Chunk(layers)],
+        links,
+        n_microbatches=n_microbatches,
+        data=data,
+        abandon=links.abandon,
+        tp_sync=tp_sync,
+    )
+
+
+def lonely_links(abandon: Abandon | None = None) -> Links:
+    return Links.open(
+        epoch=1,
+        rank=0,
+        world_size=1,
+        store_address="",
+        device=torch.device("cpu"),
+        timeout_s=1.0,
+        abandon=abandon or Abandon(),
+    )
+
+
+def on_one_worker(model: ListStack, n_microbatches: int, accumulate: Accumulate) -> list[LayerReplica]:
+    """All layers after one step's micro-batches: what every other arrangement must give too."""
+    layers = replicas(model, range(model.n_layers), accumulate)
+    everything = tuple(range(n_microbatches))
+    runner(layers, lonely_links(), n_microbatches).run(0, one_f_one_b(0, 1, everything), {}, Quiet())
+    return layers
+
+
+class TellAt(Quiet):
+    """Reports and waits for the parent before one action."""
+
+    def __init__(self, rank: Rank, at: str) -> None:
+        super().__init__()
+        self._rank, self._at = rank, at
+
+    def before(self, action: Action) -> None:
+        super().before(action)
+        if str(action) == self._at:
+            self._rank.report("there")
+            self._rank.await_word()

@@ -1,0 +1,151 @@
+"""The commit: words of a row, and what follows from all rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.domain.errors import LedgerError
+from elastic.planning.plan.rank_map import Roster
+from elastic.worker.engine.commit import (
+    Commit,
+    Contribution,
+    LayerShare,
+    commit,
+    decide,
+    pack,
+    row_length,
+    unpack,
+)
+from tests.worker.engine.plans import roster_of
+from tests.worker.engine.ranks import Rank, run_ranks
+
+ROSTER = roster_of([[0, 2], [0, 1]], 3, [(0, 1), (2, 3)])
+SINGLE = roster_of([[0]], 1, [tuple(range(130))])
+
+
+def contributions(roster: Roster, norm: float = 2.0) -> list[Contribution]:
+    """What the workers of a step without faults bring: each pipeline its share of the micro-batches."""
+    per = roster.n_microbatches // (1 + max(m.pipeline for m in roster.members))
+    found = []
+    for member in roster.members:
+        ledger = frozenset(range(member.pipeline * per, member.pipeline * per + per))
+        losses = {m: 1.0 + m for m in ledger} if member.layers[-1] == roster.n_layers - 1 else {}
+        shares = tuple(LayerShare(ledger, norm * (layer + 1)) for layer in member.layers)
+        found.append(Contribution(7, 1, -1, shares, losses))
+    return found
+
+
+def test_a_whole_step_commits() -> None:
+    agreed = decide(contributions(ROSTER), ROSTER)
+    assert agreed == Commit(
+        step=7,
+        ledgers=((0b0011, 0b1100),) * 3,
+        norm=math.sqrt(2.0 + 4.0 + 6.0),
+        losses=(1.0, 2.0, 3.0, 4.0),
+        loss=2.5,
+        halt_epoch=-1,
+    )
+
+
+def common(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
+    """Contributions of workers whose pipelines have these common ledgers."""
+    rows = []
+    for member, row in zip(roster.members, contributions(roster), strict=True):
+        ledger = frozenset(ledgers[member.pipeline])
+        shares = tuple(replace(share, ledger=ledger) for share in row.layers)
+        losses = {m: 1.0 + m for m in ledger} if row.losses else {}
+        rows.append(replace(row, layers=shares, losses=losses, common=True))
+    return rows
+
+
+def test_sums_that_all_holders_have_count_once() -> None:
+    rows, everything = contributions(ROSTER), set(range(4))
+    agreed = decide(common(ROSTER, everything, everything), ROSTER)
+    assert agreed == replace(decide(rows, ROSTER), ledgers=((0b1111,),) * 3)
+    with pytest.raises(LedgerError, match=r"layer 0 .* common sums differ"):
+        decide(common(ROSTER, everything, {0, 1, 2}), ROSTER)
+    with pytest.raises(LedgerError, match=r"layer 0 .* missing: \[3\]"):
+        decide(common(ROSTER, {0, 1, 2}, {0, 1, 2}), ROSTER)
+    with pytest.raises(LedgerError, match="common sums, others their own"):
+        decide([*common(ROSTER, everything, everything)[:2], *rows[2:]], ROSTER)
+
+
+def test_tensor_parallel_shards_add_to_the_norm() -> None:
+    both = roster_of([[0]], 2, [(0, 1)], tp=2)
+    assert decide(contributions(both), both).norm == math.sqrt(2.0 + 2.0 + 4.0 + 4.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ledger", "message"),
+    [
+        (0, {0}, r"layer 0 \(TP rank 0\): micro-batches missing: \[1\]"),
+        (3, {1, 2, 3}, r"layer 1 .* doubled: \[1\]"),
+        (1, {0, 1, 4}, r"layer 2 .* beyond the step: \[4\]"),
+        (2, set(), r"layer 0 .* missing: \[2, 3\]"),
+    ],
+)
+def test_a_wrong_ledger_is_named(rank: int, ledger: set[int], message: str) -> None:
+    rows = contributions(ROSTER)
+    shares = tuple(replace(share, ledger=frozenset(ledger)) for share in rows[rank].layers)
+    rows[rank] = replace(rows[rank], layers=shares)
+    with pytest.raises(LedgerError, match=message):
+        decide(rows, ROSTER)
+
+
+def test_workers_at_different_steps_do_not_commit() -> None:
+    rows = contributions(ROSTER)
+    rows[2] = replace(rows[2], step=8)
+    with pytest.raises(LedgerError, match=r"\(8, 1\)"):
+        decide(rows, ROSTER)
+
+
+def test_one_request_halts_all() -> None:
+    rows = contributions(ROSTER)
+    rows[1] = replace(rows[1], halt_epoch=5)
+    assert decide(rows, ROSTER).halt_epoch == 5
+
+
+@given(
+    ledger=st.frozensets(st.integers(0, 129)),
+    norm=st.floats(allow_nan=False),
+    step=st.integers(0, 2**40),
+    halt=st.integers(-1, 2**40),
+    common=st.booleans(),
+)
+def test_rows_round_trip(ledger: frozenset[int], norm: float, step: int, halt: int, common: bool) -> None:
+    losses = {m: m / 3 for m in ledger}
+    before = Contribution(step, 3, halt, (LayerShare(ledger, norm),), losses, common)
+    words = pack(before, SINGLE)
+    assert len(words) == row_length(SINGLE)
+    assert all(-(2**63) <= word < 2**63 for word in words)
+    assert unpack(words, SINGLE.members[0], SINGLE) == before
+
+
+def test_an_empty_ledger_round_trips_on_the_last_stage() -> None:
+    before = Contribution(0, 1, -1, (LayerShare(frozenset(), 0.0),), {})
+    assert unpack(pack(before, SINGLE), SINGLE.members[0], SINGLE) == before
+
+
+class Held:
+    """A layer as the commit sees it."""
+
+    def __init__(self, index: int, share: LayerShare, losses: dict[int, float]) -> None:
+        self.index, self.ledger, self.losses = index, set(share.ledger), losses
+
+
+def gather_and_decide(rank: Rank) -> Commit:
+    mine = contributions(ROSTER, norm=0.1)[rank.rank]
+    layers = zip(ROSTER.members[rank.rank].layers, mine.layers, strict=True)
+    held = [Held(index, share, dict(mine.losses)) for index, share in layers]
+    norms = {index: s.norm_sq for index, s in zip(ROSTER.members[rank.rank].layers, mine.layers, strict=True)}
+    return commit(rank.open(), ROSTER, held, norms, step=7, halt_epoch=2 if rank.rank == 3 else -1)
+
+
+def test_all_ranks_decide_the_same() -> None:
+    found = run_ranks(gather_and_decide, ROSTER.size)
+    assert found == [replace(decide(contributions(ROSTER, norm=0.1), ROSTER), halt_epoch=2)] * ROSTER.size

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.domain.types import Accumulate
+from elastic.worker.model.gradients import (
+    LIMIT,
+    SCALE,
+    Accumulator,
+    FlatLayout,
+    GradientError,
+    norm_sq,
+    to_float,
+)
+from tests.worker.model.toys import CPU
+
+SHAPES = [("a", (3, 5)), ("b", (1,)), ("empty", (0, 4)), ("c", (2, 3, 4)), ("scalar", ())]
+LAYOUT = FlatLayout.of((name, torch.empty(shape)) for name, shape in SHAPES)
+finite = st.floats(-100, 100, width=32)
+
+
+def accumulator(accumulate: Accumulate = Accumulate.EXACT) -> Accumulator:
+    return Accumulator(LAYOUT, accumulate, CPU, "layer 3")
+
+
+def gradients(seed: int, size: float = 1.0) -> list[torch.Tensor]:
+    seeded = torch.Generator().manual_seed(seed)
+    return [size * torch.randn(shape, generator=seeded) for _, shape in SHAPES]
+
+
+def test_layout_aligns_every_parameter_in_both_formats() -> None:
+    for item in (4, 8):
+        assert all(slot.start * item % 64 == 0 for slot in LAYOUT.slots)
+    assert LAYOUT.numel * 4 % 64 == 0
+    assert LAYOUT.by_name["c"].shape == (2, 3, 4)
+    views = LAYOUT.views(torch.arange(LAYOUT.numel))
+    assert [tuple(view.shape) for view in views] == [shape for _, shape in SHAPES]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 9), st.randoms(use_true_random=False), st.sampled_from([1e-12, 1e-6, 1.0, 300.0]))
+def test_exact_sums_do_not_depend_on_order_or_grouping(n: int, shuffler: random.Random, size: float) -> None:
+    terms = [gradients(i, size) for i in range(n)]
+    straight = accumulator()
+    for term in terms:
+        straight.add(term)
+    order = list(range(n))
+    shuffler.shuffle(order)
+    cut = shuffler.randrange(n + 1)
+    left, right = accumulator(), accumulator()
+    for i in order[:cut]:
+        left.add(terms[i])
+    for i in order[cut:]:
+        right.add(terms[i])
+    left.merge(right.flat)
+    assert torch.equal(left.flat, straight.flat)
+
+
+def test_fast_sums_do_depend_on_order() -> None:
+    """The reason for exact mode; should this fail, the test above proves little."""
+    terms = [gradients(i, 10.0 ** (i % 7)) for i in range(20)]
+    one, other = accumulator(Accumulate.FAST), accumulator(Accumulate.FAST)
+    for term in terms:
+        one.add(term)
+    for term in reversed(terms):
+        other.add(term)
+    assert not torch.equal(one.flat, other.flat)
+    torch.testing.assert_close(one.flat, other.flat, rtol=1e-4, atol=1e-1)
+
+
+@given(st.lists(finite, min_size=15, max_size=15))
+def test_one_gradient_comes_back_within_half_a_unit(numbers: list[float]) -> None:
+    term = [torch.tensor(numbers).view(3, 5), None, None, None, None]
+    sums = accumulator()
+    sums.add(term)
+    back = to_float(sums.flat, LAYOUT)[0]
+    assert ((back.double() - term[0].double()).abs() <= 0.5 / SCALE).all()
+    large = term[0].abs() >= 2.0**-20
+    assert torch.equal(back[large], term[0][large])
+
+
+@pytest.mark.parametrize("accumulate", list(Accumulate))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_matches_float64(accumulate: Accumulate, dtype: torch.dtype) -> None:
+    sums = accumulator(accumulate)
+    expected = [torch.zeros(shape, dtype=torch.float64) for _, shape in SHAPES]
+    for i in range(6):
+        term = [g.to(dtype) for g in gradients(i)]
+        sums.add(term)
+        expected = [e + g.double() for e, g in zip(expected, term, strict=True)]
+    for value, wanted in zip(to_float(sums.flat, LAYOUT, 0.5), expected, strict=True):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), wanted / 2, rtol=1e-5, atol=1e-6)
+    norm = math.sqrt(norm_sq(sums.flat, LAYOUT.slots))
+    assert norm == pytest.approx(math.sqrt(sum(float(e.square().sum()) for e in expected)), rel=1e-6)
+
+
+def test_chunked_work_equals_whole_work() -> None:
+    layout = FlatLayout.of([("big", torch.empty(100_001))])
+    gradient = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
+    sums = Accumulator(layout, Accumulate.EXACT, CPU, "layer 0")
+    sums.add([gradient])
+    assert torch.equal(sums.flat[:100_001], (gradient.double() * SCALE).round().long())
+    assert not sums.flat[100_001:].any()
+
+
+def test_norm_counts_only_the_slots_given() -> None:
+    sums = accumulator()
+    sums.add([torch.ones(shape) for _, shape in SHAPES])
+    assert norm_sq(sums.flat, LAYOUT.slots) == 15 + 1 + 0 + 24 + 1
+    assert norm_sq(sums.flat, [LAYOUT.by_name["a"], LAYOUT.by_name["scalar"]]) == 16
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, LIMIT, -2 * LIMIT])
+def test_unusable_gradient_names_layer_and_parameter(bad: float) -> None:
+    sums = accumulator()
+    term = gradients(0)
+    term[3][1, 2, 3] = bad
+    with pytest.raises(GradientError, match=r"layer 3: gradient of c reaches"):
+        sums.add(term)
+
+
+def test_range_is_used_up_by_the_sum_too_and_by_merging() -> None:
+    term = [torch.full(shape, LIMIT * 0.375) for _, shape in SHAPES]
+    sums, other = accumulator(), accumulator()
+    for part in (sums, other):
+        part.add(term)
+        part.add(term)
+    with pytest.raises(GradientError, match="layer 3"):
+        sums.merge(other.flat)
+    other.clear()
+    other.add(term)
+    assert other.flat[0] == LIMIT * 0.375 * SCALE
+
+
+def test_sixty_four_full_accumulators_do_not_overflow() -> None:
+    full = torch.tensor([int((LIMIT - 1) * SCALE)])
+    assert int((full * 64).item()) == 64 * int(full.item()) < 1 << 63
+
+
+def test_no_gradients_at_all() -> None:
+    for accumulate in Accumulate:
+        sums = accumulator(accumulate)
+        sums.add([None] * len(SHAPES))
+        assert not sums.flat.any()

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from elastic.domain.errors import FieldError
+from elastic.worker.model.optimizer import (
+    LayerOptimizer,
+    OptimizerSpec,
+    adamw,
+    constant,
+    cosine,
+    decay_matrices,
+)
+
+FACTORIES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.0),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.0),
+    "adamw-fused": lambda groups: torch.optim.AdamW(groups, lr=0.0, fused=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.0),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.0),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.0, centered=True),
+}
+EACH = pytest.mark.parametrize("name", sorted(FACTORIES))
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[tuple[str, Parameter]]:
+    seeded = torch.Generator().manual_seed(0)
+    shapes = {"weight": (4, 3), "bias": (4,)}
+    return [(n, Parameter(torch.randn(s, generator=seeded).to(dtype))) for n, s in shapes.items()]
+
+
+def steps(optimizer: LayerOptimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        seeded = torch.Generator().manual_seed(step)
+        optimizer.step(
+            [torch.randn(4, 3, generator=seeded), torch.randn(4, generator=seeded)], 0.01 * (step + 1)
+        )
+
+
+def spec(name: str, **options: object) -> OptimizerSpec:
+    return OptimizerSpec(factory=FACTORIES[name], lr=constant(0.1), **options)  # type: ignore[arg-type]
+
+
+@EACH
+def test_same_as_torch_alone(name: str) -> None:
+    ours, theirs = parameters(), parameters()
+    steps(LayerOptimizer(ours, spec(name)), 0, 3)
+    plain = FACTORIES[name]([{"params": [p for _, p in theirs]}])
+    for step in range(3):
+        seeded = torch.Generator().manual_seed(step)
+        for _, parameter in theirs:
+            parameter.grad = torch.randn(parameter.shape, generator=seeded)
+        plain.param_groups[0]["lr"] = 0.01 * (step + 1)
+        plain.step()
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+    assert all(parameter.grad is None for _, parameter in ours)
+
+
+@EACH
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_state_moves_to_another_instance_bit_for_bit(name: str, at: int) -> None:
+    ours, theirs = parameters(), parameters()
+    one, other = LayerOptimizer(ours, spec(name)), LayerOptimizer(theirs, spec(name))
+    steps(one, 0, at)
+    steps(other, 7, 9)
+    for (_, a), (_, b) in zip(ours, theirs, strict=True):
+        b.data.copy_(a)
+    other.load({(n, k): t.clone() for n, k, t in one.tensors()}, one.extra())
+    steps(one, at, at + 2)
+    steps(other, at, at + 2)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps plain numbers in its state and in its group, as some published optimizers do."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {"lr": 0.0, "k": 0})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["n"] = state.get("n", 0) + 1
+                parameter.data -= group["lr"] * parameter.grad * state["n"] / group["k"]
+
+
+def test_state_that_is_no_tensor_travels_as_text() -> None:
+    counting = OptimizerSpec(factory=Counting, lr=constant(0.1))
+    one, other = LayerOptimizer(parameters(), counting), LayerOptimizer(parameters(), counting)
+    assert one.extra() == {}
+    steps(one, 0, 3)
+    assert one.extra() == {"optim/weight/n": "3", "optim/bias/n": "3", "group/0/k": "3"}
+    other.load({}, one.extra())
+    assert other.extra() == one.extra() and other.optimizer.param_groups[0]["k"] == 3
+
+
+def test_masters_collect_updates_that_bf16_alone_would_lose() -> None:
+    masters, bare = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    one = LayerOptimizer(masters, spec("sgd", master_weights=True))
+    other = LayerOptimizer(bare, spec("sgd"))
+    start = masters[0][1].detach().clone()
+    for _ in range(64):
+        for optimizer in (one, other):
+            optimizer.step([torch.full((4, 3), 1e-4), torch.zeros(4)], 1.0)
+    assert not torch.equal(masters[0][1], start)
+    wanted = (start.float() - 64e-4).to(torch.bfloat16)
+    torch.testing.assert_close(masters[0][1].detach(), wanted)
+    big = start.abs() > 0.5
+    assert torch.equal(bare[0][1][big], start[big])
+    assert masters[0][1].dtype == torch.bfloat16 and one.masters["weight"].dtype == torch.float32
+
+
+def test_groups_decay_matrices_and_scale_rates() -> None:
+    def groups(named: list[tuple[str, Parameter]]) -> list[dict]:
+        split = decay_matrices(0.5)(named)
+        split[1]["lr_scale"] = 0.0
+        return split
+
+    named = parameters()
+    before = [p.detach().clone() for _, p in named]
+    optimizer = LayerOptimizer(
+        named, OptimizerSpec(factory=lambda g: torch.optim.SGD(g, lr=0.0), groups=groups, lr=constant(0.1))
+    )
+    optimizer.step([torch.zeros(4, 3), torch.ones(4)], 0.1)
+    torch.testing.assert_close(named[0][1].detach(), before[0] * 0.95)
+    assert torch.equal(named[1][1], before[1])
+
+
+def test_parameters_left_out_or_doubled_are_refused() -> None:
+    for groups in (lambda n: [{"params": [n[0][1]]}], lambda n: [{"params": []}]):
+        with pytest.raises((FieldError, ValueError)):
+            LayerOptimizer(parameters(), spec("sgd", groups=groups))
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), float("inf")])
+def test_clip_norm_must_be_positive(clip: float) -> None:
+    with pytest.raises(FieldError, match="clip_norm"):
+        adamw(1e-3, clip_norm=clip)
+
+
+def test_bytes_of_the_state() -> None:
+    low = torch.bfloat16
+    assert spec("sgd").state_bytes_per_element(torch.float32) == 0
+    assert spec("momentum").state_bytes_per_element(torch.float32) == 4
+    assert adamw(1e-3).state_bytes_per_element(torch.float32) == 8
+    assert adamw(1e-3).state_bytes_per_element(low) == 4
+    assert adamw(1e-3, master_weights=True).state_bytes_per_element(low) == 12
+
+
+def test_cosine_warms_up_and_comes_down() -> None:
+    rate = cosine(1.0, warmup=4, steps=20, floor=0.1)
+    assert [rate(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    falling = [rate(s) for s in range(4, 21)]
+    assert falling == sorted(falling, reverse=True) and falling[0] == 1.0
+    assert rate(20) == pytest.approx(0.1) and rate(999) == pytest.approx(0.1)
+    assert cosine(1.0, warmup=0, steps=0)(0) == pytest.approx(1.0)
+    assert adamw(0.5).lr(3) == 0.5

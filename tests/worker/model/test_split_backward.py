@@ -1,0 +1,170 @@
+"""A backward pass in two parts gives the bits of a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic.worker.contrib.linear import linear
+from elastic.worker.model import rng as randomness
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.split_backward import backward_input
+from tests.worker.contrib.gpts import build, config, microbatch, parts_and_whole
+from tests.worker.model.toys import CPU
+
+Pass = Callable[[Tensor], Tensor]
+
+
+def both_ways(
+    forward: Pass, source: Tensor, parameters: list[nn.Parameter]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients of input and parameters: in one go, and in two parts."""
+    found = []
+    for split in (False, True):
+        hidden = source.clone().requires_grad_()
+        output = forward(hidden)
+        gradient = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+        if split:
+            rest = backward_input(output, gradient, hidden, parameters)
+            assert all(p.grad is None for p in parameters)
+            rest.run()
+        else:
+            torch.autograd.backward(output, gradient)
+        found.append([hidden.grad, *(p.grad for p in parameters)])
+        for parameter in parameters:
+            parameter.grad = None
+    return found[0], found[1]
+
+
+def same(whole: list[Tensor | None], parts: list[Tensor | None]) -> bool:
+    return all(
+        a is b is None or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(whole, parts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layers", [(1, 2), (2, 3), (1, 2, 3)])
+def test_megatron_layers(layers: tuple[int, ...], dtype: str, alone: TensorParallel) -> None:
+    """Transformer layers with dropout, and the head."""
+    whole, parts = parts_and_whole(build(config(dropout=0.2, dtype=dtype), alone), layers)
+    assert len(whole) == len(parts) > 12
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+class Shared(nn.Module):
+    """One matrix used three times, and one parameter that is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 8) / 3)
+        self.bias = nn.Parameter(torch.randn(8))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        turned = self.matrix.t() * 0.5
+        hidden = torch.tanh(hidden @ self.matrix) @ turned + self.bias
+        return hidden * torch.sigmoid(hidden @ self.matrix)
+
+
+def test_a_parameter_that_enters_several_times_is_summed_in_one_order() -> None:
+    torch.manual_seed(0)
+    module = Shared()
+    whole, parts = both_ways(module, torch.randn(5, 8), list(module.parameters()))
+    assert same(whole, parts)
+    assert whole[1] is not None and whole[3] is None
+
+
+class Convolved(nn.Module):
+    """Normalisation, branches, a parameter behind an operation of its own, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(3, 6, 3, padding=1), nn.GroupNorm(2, 6)
+        self.second, self.scale = nn.Conv1d(6, 3, 1, bias=False), nn.Parameter(torch.randn(3, 1))
+        self.frozen = nn.Parameter(torch.randn(3, 1), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        branch = self.second(nn.functional.gelu(self.norm(self.first(hidden))))
+        return hidden * self.frozen + branch * torch.exp(self.scale)
+
+
+def test_branches_and_parameters_behind_operations() -> None:
+    torch.manual_seed(0)
+    module = Convolved()
+    whole, parts = both_ways(module, torch.randn(2, 3, 9), list(module.parameters()))
+    assert same(whole, parts)
+    assert sum(gradient is not None for gradient in whole) == 7
+
+
+class Counting(torch.autograd.Function):
+    """hidden * weight, counting which gradients are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, calls: list[str]) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.calls = calls
+        return hidden * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        hidden, weight = ctx.saved_tensors
+        ctx.calls.append("both")
+        return gradients[0] * weight, gradients[0] * hidden, None
+
+
+def test_functions_that_know_only_whole_passes_are_run_in_each_part() -> None:
+    weight, calls = nn.Parameter(torch.randn(4)), list[str]()
+    whole, parts = both_ways(lambda h: Counting.apply(h, weight, calls), torch.randn(4), [weight])
+    assert same(whole, parts)
+    assert calls == ["both"] * 3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_matrix_product_is_that_of_megatron(bias: bool) -> None:
+    from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(12, 8))
+    offset = nn.Parameter(torch.randn(12)) if bias else None
+    parameters = [weight] + ([offset] if offset is not None else [])
+
+    def theirs(hidden: Tensor) -> Tensor:
+        out: Tensor = LinearWithGradAccumulationAndAsyncCommunication.apply(
+            hidden, weight, offset, False, False, False, None, None, None
+        )
+        return out
+
+    source = torch.randn(5, 3, 8)
+    expected, _ = both_ways(theirs, source, parameters)
+    whole, parts = both_ways(lambda hidden: linear(hidden, weight, offset), source, parameters)
+    assert same(expected, whole) and same(expected, parts)
+    assert torch.equal(theirs(source), linear(source, weight, offset))
+
+
+def test_the_matrix_product_finds_only_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part does one product; a whole pass both."""
+    products: list[tuple[int, ...]] = []
+    real = Tensor.matmul
+    monkeypatch.setattr(Tensor, "matmul", lambda a, b: (products.append(tuple(b.shape)), real(a, b))[1])
+    weight = nn.Parameter(torch.randn(12, 8))
+    hidden = torch.randn(5, 8, requires_grad=True)
+    output = linear(hidden, weight)
+    products.clear()
+    rest = backward_input(output, torch.ones_like(output), hidden, [weight])
+    assert products == [(12, 8)]
+    rest.run()
+    assert products == [(12, 8), (5, 8)]
+
+
+def test_random_numbers_are_keyed_when_a_pass_runs_again(alone: TensorParallel) -> None:
+    """What a recomputing stage relies on: a layer's second pass draws the same dropout, whatever ran between."""
+    replica = build(config(dropout=0.5), alone)[1]
+    source = torch.randn(16, 2, 32)
+    one = replica.forward(source, microbatch(3, 1))
+    randomness.begin(9, 9, 9, 9, CPU)
+    assert torch.equal(one, replica.forward(source, microbatch(3, 1)))

@@ -1,0 +1,112 @@
+"""TP 2 against TP 1: two real processes, gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.worker.contrib.megatron import GPTStack
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.state_codec import merge_shards, read_state, reshard
+from tests.worker.contrib.gpts import build, config, run, state_of, train
+
+SIZE = 2
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.worker.model.tp_worker"]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], cwd=ROOT) for rank in range(SIZE)
+    ]
+    try:
+        assert [worker.wait(120) for worker in workers] == [0] * SIZE
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(SIZE)]
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    left, right = read_state(one)[1], read_state(other)[1]
+    for a, b in zip(left, right, strict=True):
+        assert a.name == b.name
+        torch.testing.assert_close(a.tensor, b.tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_initial_values_are_slices_of_the_same_model(
+    ranks: list[dict[str, Any]], alone: TensorParallel
+) -> None:
+    for index, replica in enumerate(build(config(), alone)):
+        parts = [rank["initial"][index] for rank in ranks]
+        names = {n.name: n.shard_dim for n in read_state(parts[0])[1]}
+        merged = read_state(merge_shards(parts))[1]
+        for theirs, ours in zip(merged, read_state(state_of(replica))[1], strict=True):
+            assert theirs.name == ours.name and torch.equal(theirs.tensor, ours.tensor)
+        assert any(dim >= 0 for dim in names.values())
+    block = {n.name: n.shard_dim for n in read_state(ranks[0]["initial"][1])[1]}
+    assert {name.removeprefix("param/layer."): dim for name, dim in block.items() if dim >= 0} == {
+        "self_attention.linear_qkv.weight": 0,
+        "self_attention.linear_qkv.bias": 0,
+        "self_attention.linear_proj.weight": 1,
+        "mlp.linear_fc1.weight": 0,
+        "mlp.linear_fc1.bias": 0,
+        "mlp.linear_fc2.weight": 1,
+    }
+
+
+def test_loss_norm_and_update_are_those_of_one_rank(
+    ranks: list[dict[str, Any]], alone: TensorParallel
+) -> None:
+    layers = build(config(), alone)
+    losses = [run(layers, 0, index) for index in range(3)]
+    assert ranks[0]["losses"] == ranks[1]["losses"] == pytest.approx(losses, abs=1e-5)
+    for index, replica in enumerate(layers):
+        norm = sum(rank["norms"][index] for rank in ranks)
+        assert norm == pytest.approx(replica.norm_sq(replica.gradient), rel=1e-4)
+        replica.update(replica.gradient, 1.0, 0.01)
+        close(merge_shards([rank["updated"][index] for rank in ranks]), state_of(replica))
+
+
+def test_what_both_ranks_hold_whole_stays_bit_equal_even_with_dropout(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["dropout losses"] == ranks[1]["dropout losses"]
+    compared = 0
+    for one, other in zip(*(rank["dropout states"] for rank in ranks), strict=True):
+        for a, b in zip(read_state(one)[1], read_state(other)[1], strict=True):
+            if a.shard_dim < 0:
+                compared += 1
+                assert torch.equal(a.tensor, b.tensor), a.name
+    assert compared > 20
+
+
+def test_tied_embeddings_learn_as_on_one_rank(ranks: list[dict[str, Any]], alone: TensorParallel) -> None:
+    gpt = config(tie_embeddings=True)
+    losses = train(build(gpt, alone), 2, GPTStack(gpt).tied)
+    assert ranks[0]["tied losses"] == ranks[1]["tied losses"] == pytest.approx(losses, abs=1e-4)
+
+
+def test_checkpoint_of_two_ranks_loads_on_one_and_back(
+    ranks: list[dict[str, Any]], alone: TensorParallel
+) -> None:
+    layers = build(config(), alone, empty=True)
+    for index, replica in enumerate(layers):
+        parts = [rank["updated"][index] for rank in ranks]
+        replica.read_state(reshard(parts, 0, 1))
+        assert replica.version == 1
+        back = [reshard([state_of(replica)], rank, SIZE) for rank in range(SIZE)]
+        assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
+    run(layers, 1, 0)
+
+
+def test_a_backward_pass_in_two_parts_gives_the_same_bits(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert len(rank["whole"]) == len(rank["parts"]) > 12
+        assert all(torch.equal(a, b) for a, b in zip(rank["whole"], rank["parts"], strict=True))

@@ -1,0 +1,40 @@
+"""One rank of a tensor-parallel GPT, run as a process by test_tensor_parallel; leaves a file of results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+from elastic.worker.contrib.megatron import GPTStack, init_tensor_parallel
+from tests.worker.contrib.gpts import build, config, parts_and_whole, run, state_of, train
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    tp = init_tensor_parallel(rank, size, str(folder / "store"))
+    gpt = config(tp=size)
+    results: dict[str, object] = {}
+    layers = build(gpt, tp)
+    results["initial"] = [state_of(replica) for replica in layers]
+    results["losses"] = [run(layers, 0, index) for index in range(3)]
+    results["gradients"] = [replica.gradient.clone() for replica in layers]
+    results["norms"] = [replica.norm_sq(replica.gradient) for replica in layers]
+    for replica in layers:
+        replica.update(replica.gradient, 1.0, 0.01)
+    results["updated"] = [state_of(replica) for replica in layers]
+    dropped = build(config(tp=size, dropout=0.3), tp)
+    results["dropout losses"] = train(dropped, 2)
+    results["dropout states"] = [state_of(replica) for replica in dropped]
+    results["whole"], results["parts"] = parts_and_whole(dropped, (1, 2, 3))
+    tied = config(tp=size, tie_embeddings=True)
+    tied_layers = build(tied, tp)
+    results["tied losses"] = train(tied_layers, 2, GPTStack(tied).tied)
+    torch.save(results, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,99 @@
+"""Reading copies back, from here and from peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.domain.errors import VaultError
+from elastic.domain.types import Copy
+from elastic.worker.recovery.fetch import Fetcher, fetch
+from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
+from tests.agent.vault.copies import LocalWriter, content, make, put
+from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
+from tests.patience import LONG_S
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[MiniNode]]:
+    with nodes(tmp_path, "a", "b") as made:
+        yield made
+
+
+def book(made: list[MiniNode]) -> dict[str, str]:
+    return {node.name: node.server.address for node in made}
+
+
+def test_own_copies_come_through_shared_memory(pair: list[MiniNode], tmp_path: Path) -> None:
+    a, _ = pair
+    data = content(1, 100_000)
+    arrived = put(a.vault, make(data), data)
+    a.vault.publish(LocalWriter(tmp_path / "w").write(0, make(data, layer=1, owner="a"), data))
+    for copy in a.vault.inventory():
+        got = fetch(copy, book(pair), "a", nbytes=len(data))
+        assert got.source == "shared-memory" and bytes(got.data.numpy()) == data
+        assert got.data.data_ptr() % 64 == 0
+    assert arrived in a.vault.inventory()
+
+
+def test_peers_copies_come_over_the_network(pair: list[MiniNode]) -> None:
+    _, b = pair
+    data = content(2, 3_000_000)
+    got = fetch(put(b.vault, make(data), data), book(pair), "a")
+    assert got.source == "peer:b" and bytes(got.data.numpy()) == data and got.data.data_ptr() % 64 == 0
+
+
+def test_several_in_order_from_several_vaults(pair: list[MiniNode]) -> None:
+    copies = [put(pair[n % 2].vault, make(content(n), layer=n), content(n)) for n in range(7)]
+    fetcher = Fetcher("a", book(pair))
+    got = fetcher.fetch_all(copies)
+    assert [bytes(f.data.numpy()) for f in got] == [content(n) for n in range(7)]
+    assert [f.source for f in got] == ["shared-memory" if n % 2 == 0 else "peer:b" for n in range(7)]
+    assert fetcher.fetch_all([]) == []
+    fetcher.close()
+
+
+def test_what_is_gone_corrupt_or_unknown(pair: list[MiniNode], tmp_path: Path) -> None:
+    a, b = pair
+    vaults = book(pair)
+    copy = put(b.vault, make(content(1)), content(1))
+    with pytest.raises(VaultError, match="1000 bytes; 7 are wanted"):
+        fetch(copy, vaults, "a", nbytes=7)
+    with pytest.raises(VaultError, match="no vault of z"):
+        fetch(dataclasses.replace(copy, node="z"), vaults, "a")
+    b.vault.trim(9)
+    with pytest.raises(VaultError, match="not in the vault of b"):
+        fetch(copy, vaults, "a")
+    writer = LocalWriter(tmp_path / "w")
+    a.vault.publish(writer.write(0, make(content(1), owner="a"), content(1)))
+    (torn,) = a.vault.inventory()
+    writer.slots[0].view(10)[5] ^= 4
+    with pytest.raises(VaultError, match="torn"):
+        fetch(torn, vaults, "a")
+    assert a.vault.inventory() == (), "the vault has looked at it again"
+    b.server.close()
+    with pytest.raises(VaultError):
+        fetch(copy, vaults, "a")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_abandoned_transfers_end_at_once(tmp_path: Path, when: str) -> None:
+    peer = ProcessVault("p", tmp_path / "p")
+    try:
+        peer.signal(signal.SIGSTOP)
+        abandon = Abandon()
+        if when == "before":
+            abandon.set("epoch 2")
+        fetcher = Fetcher("a", {"p": peer.address}, abandon, timeout_s=LONG_S)
+        threading.Timer(0.1, abandon.set, ("epoch 2",)).start()
+        copy: Copy = dataclasses.replace(make(content(1)), node="p")
+        with pytest.raises(EpochAbandoned, match="epoch 2"):
+            fetcher.fetch_all([copy, copy])
+        fetcher.close()
+    finally:
+        peer.close()

@@ -1,0 +1,131 @@
+"""Layers that no vault has any more: the installer makes them of a parity and the others that are in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic.domain.errors import VaultError
+from elastic.domain.types import (
+    GRADIENT,
+    PARITY,
+    STATE,
+    Assignment,
+    Copy,
+    Part,
+    Pipeline,
+    Plan,
+    Recipe,
+    Stage,
+    StepRecord,
+    Unit,
+)
+from elastic.planning.plan.rank_map import roster
+from elastic.store.slots import checksum
+from elastic.worker.model.optimizer import adamw
+from elastic.worker.recovery.fetch import Fetched, Fetcher
+from elastic.worker.recovery.state_loader import Installed, Installer
+from elastic.worker.replica.replica import LayerReplica
+from tests.worker.model.toys import replicas, run, same, state_of, values
+
+SPEC = adamw(0.01)
+PLAN = Plan(1, 3, 4, 1, (Pipeline((Stage(Unit("x"), 0, 3),), (0, 1, 2, 3)),))
+
+
+class Shelf(Fetcher):
+    """Copies and their bytes, without vaults."""
+
+    def __init__(self) -> None:
+        super().__init__("x", {})
+        self.held: dict[str, Tensor] = {}
+        self.read: list[str] = []
+        self.disowned: list[Copy] = []
+
+    def put(self, kind: str, replica: LayerReplica, data: Tensor, **more: object) -> Copy:
+        digest = checksum(memoryview(data.numpy().data))
+        copy = Copy(
+            kind, replica.index, 0, replica.version, 1, f"n{replica.index}", 1, len(data), digest, node="k"
+        )
+        copy = replace(copy, **more)  # type: ignore[arg-type]
+        self.held[copy.key] = data
+        return copy
+
+    def fetch(self, copy: Copy) -> Fetched:
+        self.read.append(copy.key)
+        return Fetched(self.held[copy.key], "peer:k")
+
+    def disown(self, copy: Copy) -> None:
+        self.disowned.append(copy)
+
+
+def parity_of(shelf: Shelf, layers: list[LayerReplica]) -> tuple[Copy, list[Copy]]:
+    runs = [state_of(layer) for layer in layers]
+    out = torch.zeros(max(map(len, runs)), dtype=torch.uint8)
+    for data in runs:
+        out[: len(data)] ^= data
+    states = [shelf.put(STATE, layer, data) for layer, data in zip(layers, runs, strict=True)]
+    parts = tuple(Part(c.owner, c.layer, 0, c.nbytes, c.checksum) for c in states)
+    return shelf.put(PARITY, layers[0], out, owner="n0+n1+n2", parts=parts), states
+
+
+def install(shelf: Shelf, recipe: Recipe, record: StepRecord | None = None) -> Installed:
+    installer = Installer(
+        lambda layer, empty, portion: replicas(optimizer=SPEC, empty=empty)[layer],
+        shelf, SPEC.lr, lambda: None, lambda: None, (),
+    )  # fmt: skip
+    return installer.install(
+        Assignment(PLAN, 1, (("x", recipe),), record=record), roster(PLAN).members[0], {}
+    )
+
+
+@pytest.fixture
+def trained() -> list[LayerReplica]:
+    layers = replicas(optimizer=SPEC)
+    for index in range(4):
+        run(layers, 0, index)
+    for layer in layers:
+        layer.update(layer.gradient.clone(), 1.0, SPEC.lr(0))
+        layer.clear()
+    return layers
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_a_lost_layer_is_bit_for_bit_what_it_was(trained: list[LayerReplica], lost: int) -> None:
+    shelf = Shelf()
+    parity, states = parity_of(shelf, trained)
+    others = [state for state in states if state.layer != lost]
+    recipe = Recipe(lost, 0, 1, replace(states[lost], node=""), rebuild=(parity, *others))
+    installed = install(shelf, recipe)
+    assert installed.sources[lost] == "peer:k" and installed.replicas[lost].version == 1
+    assert same(values([installed.replicas[lost]]), values([trained[lost]]))
+    assert bytes(state_of(installed.replicas[lost]).numpy()) == bytes(state_of(trained[lost]).numpy())
+    assert states[lost].key not in shelf.read
+
+
+def test_it_is_rebuilt_and_then_updated() -> None:
+    layers, shelf = replicas(optimizer=SPEC), Shelf()
+    parity, states = parity_of(shelf, layers)
+    for index in range(4):
+        run(layers, 0, index)
+    lost = layers[1]
+    data = torch.empty(lost.gradient_nbytes, dtype=torch.uint8)
+    lost.write_gradient(data)
+    final = shelf.put(GRADIENT, lost, data, microbatches=frozenset(range(4)))
+    lost.update(lost.gradient.clone(), 0.5, SPEC.lr(0))
+    recipe = Recipe(1, 0, 1, replace(states[1], node=""), (final,), rebuild=(parity, states[0], states[2]))
+    installed = install(shelf, recipe, StepRecord(0, 0.5, 2.0, 1.0))
+    assert same(values([installed.replicas[1]]), values([lost]))
+
+
+def test_a_parity_that_does_not_fit_is_never_read_and_is_disowned(trained: list[LayerReplica]) -> None:
+    shelf = Shelf()
+    parity, states = parity_of(shelf, trained)
+    shelf.held[states[2].key] = shelf.held[states[2].key].clone()
+    shelf.held[states[2].key][7] ^= 1
+    recipe = Recipe(1, 0, 1, replace(states[1], node=""), rebuild=(parity, states[0], states[2]))
+    with pytest.raises(VaultError, match="layer 1"):
+        install(shelf, recipe)
+    assert shelf.disowned == [parity]

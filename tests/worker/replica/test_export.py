@@ -1,0 +1,127 @@
+"""From checkpoints back into replicas of any TP size, into hashes, and into plain files."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from elastic.domain.errors import FieldError
+from elastic.store import durable
+from elastic.worker.model.state_codec import reshard, slice_shard
+from elastic.worker.replica.checkpoint import load_layer, read_layer
+from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, params_sha256
+from elastic.worker.replica.replica import LayerReplica
+from tests.agent.vault.checkpoints import N_LAYERS, floats, layer_run, whole
+from tests.patience import LONG_S
+from tests.worker.model.toys import replicas, state_of, train
+
+
+def split_replicas(*, empty: bool = False) -> list[LayerReplica]:
+    """Toy layers whose weights count as split along their rows."""
+    layers = replicas(empty=empty)
+    for replica in layers:
+        for name, parameter in replica.module.named_parameters():
+            if name.startswith("inner."):
+                parameter.partition_dim = 0  # type: ignore[attr-defined]
+    return layers
+
+
+def save(directory: Path, layers: list[LayerReplica], tp: int) -> Path:
+    step = layers[0].version
+    for replica in layers:
+        run = state_of(replica)
+        for shard in range(tp):
+            part = slice_shard(run, shard, tp) if tp > 1 else run
+            view = memoryview(part.numpy().data)
+            durable.write_part(directory, step, replica.index, shard, len(layers), tp, view)
+    return durable.commit(directory, step)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_a_checkpoint_of_any_tp_loads_at_one(tmp_path: Path, tp: int) -> None:
+    layers = split_replicas()
+    train(layers, 2)
+    path = save(tmp_path, layers, tp)
+    for replica, fresh in zip(layers, split_replicas(empty=True), strict=True):
+        load_layer(path, fresh)
+        assert fresh.version == 2 and torch.equal(state_of(fresh), state_of(replica))
+
+
+def test_a_checkpoint_of_one_is_cut_for_two(tmp_path: Path) -> None:
+    layers = split_replicas()
+    train(layers, 1)
+    one, two = save(tmp_path / "one", layers, 1), save(tmp_path / "two", layers, 2)
+    for layer in range(3):
+        for rank in range(2):
+            cut = reshard(read_layer(one, layer), rank, 2)
+            assert torch.equal(cut, read_layer(two, layer)[rank])
+
+
+def test_training_goes_on_the_same_from_a_checkpoint(tmp_path: Path) -> None:
+    layers = split_replicas()
+    train(layers, 2)
+    path = save(tmp_path, layers, 2)
+    again = split_replicas(empty=True)
+    for replica in again:
+        load_layer(path, replica)
+    train(layers, 2)
+    train(again, 2)
+    assert all(torch.equal(state_of(a), state_of(b)) for a, b in zip(layers, again, strict=True))
+
+
+def test_the_hash_is_what_it_says() -> None:
+    """Layers in order, parameters in name order, little-endian, shards joined."""
+    expected = hashlib.sha256()
+    for layer in range(N_LAYERS):
+        expected.update(floats(layer))  # a_norm
+        expected.update(bytes(b for row in range(4) for b in (row, 0x40 + layer)))  # bias
+        expected.update(
+            floats(*(100 * layer + 10 * row + column + 6 for row in range(2) for column in range(4)))
+        )
+    for tp in (1, 2, 4):
+        runs = ([memoryview(layer_run(n, 6, s, tp)) for s in range(tp)] for n in range(N_LAYERS))
+        assert params_sha256(runs) == expected.hexdigest()
+
+
+def test_export_merges_shards(tmp_path: Path) -> None:
+    found = []
+    for tp in (1, 2):
+        path = whole(tmp_path / str(tp), 6, tp)
+        out = tmp_path / f"{tp}.safetensors"
+        told = export_checkpoint(path if tp == 1 else path.parent, out)
+        assert told["step"] == 6 and told["tensors"] == 9
+        assert told["params_sha256"] == params_sha256(checkpoint_runs(path))
+        tensors = load_file(out)
+        assert tensors["layers.2.weight"].tolist() == [[206, 207, 208, 209], [216, 217, 218, 219]]
+        assert tensors["layers.1.bias"].dtype == torch.bfloat16 and len(tensors) == 9
+        found.append(out.read_bytes())
+    assert found[0] == found[1]
+
+
+def test_export_overwrites_nothing_unless_forced(tmp_path: Path) -> None:
+    path, out = whole(tmp_path / "c", 6), tmp_path / "out.safetensors"
+    out.write_text("precious")
+    with pytest.raises(FieldError, match="exists"):
+        export_checkpoint(path, out)
+    assert out.read_text() == "precious"
+    with pytest.raises(FieldError, match="directory must exist"):
+        export_checkpoint(path, tmp_path / "no" / "where")
+    with pytest.raises(FieldError, match="checkpoint"):
+        export_checkpoint(tmp_path / "nothing", out, force=True)
+    with pytest.raises(FieldError):
+        export_checkpoint(path, tmp_path, force=True)
+    assert out.read_text() == "precious"
+    export_checkpoint(path, out, force=True)
+    assert len(load_file(out)) == 9
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "out.safetensors"]
+
+
+def test_export_starts_without_torch(tmp_path: Path) -> None:
+    code = "import sys, elastic.worker.replica.export; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S, cwd=Path.cwd()).returncode == 0

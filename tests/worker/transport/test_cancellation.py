@@ -1,0 +1,184 @@
+"""Leaving an epoch: flags, dead peers, hung peers, peers that never come.
+
+The transport itself would wait ten times as long as reports are waited for: that they come is what these tests show.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+
+from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed, abandonable
+from elastic.worker.transport.links import Links
+from tests.patience import LONG_S
+from tests.worker.engine.ranks import Rank, Ranks
+
+
+def test_the_first_reason_stays_and_callbacks_run_once() -> None:
+    abandon, calls = Abandon(), []
+    abandon.subscribe(lambda: calls.append("early"))
+    abandon.check()
+    abandon.set("a fault")
+    abandon.set("another")
+    abandon.subscribe(lambda: calls.append("late"))
+    assert (abandon.reason, calls, abandon.wait(0)) == ("a fault", ["early", "late"], True)
+    with pytest.raises(EpochAbandoned, match="a fault"):
+        abandon.check()
+
+
+def test_work_that_is_left_behind_is_discarded() -> None:
+    abandon, release, discarded = Abandon(), threading.Event(), threading.Event()
+
+    def work() -> int:
+        abandon.set("changed plans")
+        release.wait()
+        return 1
+
+    with pytest.raises(EpochAbandoned):
+        abandonable(work, abandon, "work", lambda result: discarded.set())
+    assert not discarded.is_set()
+    release.set()
+    assert discarded.wait(LONG_S)
+
+
+def test_work_returns_or_raises() -> None:
+    assert abandonable(lambda: 3, Abandon(), "work") == 3
+    with pytest.raises(ZeroDivisionError):
+        abandonable(lambda: 1 // 0, Abandon(), "work")
+
+
+def wait_recv(links: Links, rank: int) -> None:
+    """A pipeline: everybody waits for the rank before it, the last rank is the victim."""
+    links.recv((rank - 1) % links.world_size).wait()
+
+
+def wait_send(links: Links, rank: int) -> None:
+    links.send(torch.zeros(4_000_000), (rank - 1) % links.world_size)
+    links.flush()
+
+
+def wait_gather(links: Links, rank: int) -> None:
+    links.gather(torch.zeros(1))
+
+
+def wait_reduce(links: Links, rank: int) -> None:
+    links.all_reduce(torch.zeros(100_000), tuple(range(links.world_size)))()
+
+
+WAITS: list[Callable[[Links, int], None]] = [wait_recv, wait_send, wait_gather, wait_reduce]
+
+
+def wait_then_reopen(rank: Rank, wait: Callable[[Links, int], None]) -> tuple[str, str, list[float]]:
+    """Wait in epoch 1 until it breaks, then meet the other survivors in epoch 2."""
+    abandon = Abandon()
+    links = rank.open(abandon)
+    rank.report("open")
+    if rank.rank == rank.size - 1:
+        rank.await_word()
+    threading.Thread(target=lambda: abandon.set(rank.await_word()), daemon=True).start()
+    try:
+        wait(links, rank.rank)
+        kind, detail = "done", ""
+    except EpochAbandoned as reason:
+        kind, detail = "abandoned", str(reason)
+    except LinkFailed as failure:
+        kind, detail = "failed", str(failure.ranks)
+    again = rank.open(epoch=2, world_size=rank.size - 1)
+    sums = torch.tensor([1.0 + rank.rank])
+    again.all_reduce(sums, tuple(range(rank.size - 1)))()
+    return kind, detail, sums.tolist()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_killed_rank_wakes_everybody(wait: Callable[[Links, int], None]) -> None:
+    """Also those who are not its neighbours, and all suspect the right one."""
+    with Ranks(wait_then_reopen, 4, wait) as ranks:
+        ranks.reports()
+        ranks.signal(3, signal.SIGKILL)
+        for kind, detail, sums in ranks.reports(0, 1, 2):
+            assert (kind, detail) == ("failed", "(3,)")
+            assert sums == [6.0]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_hung_rank_is_left_when_told(wait: Callable[[Links, int], None]) -> None:
+    with Ranks(wait_then_reopen, 4, wait) as ranks:
+        ranks.reports()
+        ranks.signal(3, signal.SIGSTOP)
+        ranks.tell("node3 hangs", 0, 1, 2)
+        for kind, detail, sums in ranks.reports(0, 1, 2):
+            assert kind in ("abandoned", "failed")
+            assert kind == "failed" or detail == "node3 hangs"
+            assert sums == [6.0]
+
+
+def open_in_vain(rank: Rank) -> list[float]:
+    """Rank 2 never comes to epoch 1; the others leave it and meet in epoch 2."""
+    if rank.rank == 2:
+        rank.report("absent")
+        rank.await_word()
+    abandon = Abandon()
+    threading.Thread(target=lambda: abandon.set(rank.await_word()), daemon=True).start()
+    rank.report("opening")
+    with pytest.raises(EpochAbandoned):
+        rank.open(abandon)
+    links = rank.open(epoch=2, world_size=2)
+    return [t.item() for t in links.gather(torch.tensor([float(rank.rank)]))]
+
+
+def test_opening_can_be_abandoned() -> None:
+    with Ranks(open_in_vain, 3) as ranks:
+        ranks.reports()
+        ranks.tell("rank 2 is gone", 0, 1)
+        assert ranks.reports(0, 1) == [[0.0, 1.0]] * 2
+
+
+def set_in_vain(rank: Rank) -> str:
+    """The holder set (0, 2) never opens, because rank 2 does not ask for it."""
+    abandon = Abandon()
+    links = rank.open(abandon, holder_sets=((0, 2),) if rank.rank == 0 else ())
+    rank.report("open")
+    if rank.rank != 0:
+        return "idle"
+    threading.Thread(target=lambda: abandon.set(rank.await_word()), daemon=True).start()
+    try:
+        links.all_reduce(torch.zeros(3), (0, 2))()
+    except EpochAbandoned as reason:
+        return str(reason)
+    return "reduced"
+
+
+def test_a_holder_set_that_never_opens_can_be_abandoned() -> None:
+    with Ranks(set_in_vain, 3) as ranks:
+        ranks.reports()
+        ranks.tell("over", 0)
+        assert ranks.reports(0) == ["over"]
+
+
+def many_epochs(rank: Rank) -> list[float]:
+    """Nine epochs are left in the middle of a message; the tenth must not see anything of them."""
+    for epoch in range(1, 10):
+        abandon = Abandon()
+        left = pytest.raises(
+            (EpochAbandoned, LinkFailed)
+        )  # the other rank may have left before this one is in
+        with left, closing(rank.open(abandon, epoch=epoch)) as links:
+            links.send(torch.full((1000,), -1.0), 1 - rank.rank)
+            expected = links.recv(1 - rank.rank)
+            abandon.set(f"end of {epoch}")
+            expected.wait()
+    links = rank.open(epoch=10)
+    links.send(torch.full((1000,), float(rank.rank)), 1 - rank.rank)
+    got = links.recv(1 - rank.rank).wait()
+    links.flush()
+    return sorted(set(got.tolist()))
+
+
+def test_epochs_do_not_mix() -> None:
+    with Ranks(many_epochs, 2) as ranks:
+        assert ranks.reports() == [[1.0], [0.0]]

@@ -1,0 +1,68 @@
+"""Which errors are a device's, and how a worker ends of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.transport.devicefault import broke, broke_here
+from elastic.worker.transport.links import Links, _Guard
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+accelerator: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError(ECC), True),
+        (accelerator(ECC), True),
+        (RuntimeError("NCCL error in: x.cpp:1, unhandled system error"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), False),
+        (torch.OutOfMemoryError("CUDA error: whatever"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError(ECC), False),
+    ],
+)
+def test_broke(error: Exception, expected: bool) -> None:
+    assert broke(error) is expected
+    assert broke_here(error) is (expected and "NCCL" not in str(error))
+
+
+def test_a_device_that_breaks_in_a_wait_is_no_broken_link() -> None:
+    """Else its peer would be suspected; who has left the epoch looks at no error any more."""
+    links = Links(1, 0, 1, torch.device("cpu"), Abandon())
+    with pytest.raises(RuntimeError, match="uncorrectable ECC"), _Guard(links, 1):
+        raise RuntimeError(ECC)
+    links.abandon.set("epoch 2")
+    with pytest.raises(EpochAbandoned), _Guard(links, 1):
+        raise RuntimeError(ECC)
+    assert not issubclass(RuntimeError, LinkFailed)
+
+
+SCRIPT = """
+import sys
+from elastic.worker.transport.devicefault import crashing
+try:
+    with crashing(print, 3):
+        raise {error}
+finally:
+    print("tidied up")
+"""
+
+
+@pytest.mark.parametrize("error", [f'RuntimeError("{ECC}\\nCompile with ...")', 'RuntimeError("mine")'])
+def test_the_process_ends_at_once_with_its_last_words(error: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(error=error)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    if "ECC" in error:
+        assert done.stdout == f"Crashed(message='RuntimeError: {ECC}', local_rank=3)\n"
+    else:
+        assert done.stdout == "tidied up\n"

@@ -1,0 +1,210 @@
+"""Links between healthy ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.domain.errors import FieldError
+from elastic.planning.cost.profile import Link
+from elastic.rpc.shaping import Shaper
+from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.transport.flows import DTYPES, pack_form, unpack_form
+from elastic.worker.transport.links import MAX_UNRECEIVED, Links
+from tests.worker.engine.ranks import Rank, run_ranks
+
+
+def alone() -> Links:
+    abandon = Abandon()
+    return Links.open(
+        epoch=1,
+        rank=0,
+        world_size=1,
+        store_address="",
+        device=torch.device("cpu"),
+        timeout_s=1.0,
+        abandon=abandon,
+    )
+
+
+def exchange(rank: Rank) -> list[list[float]]:
+    links, other = rank.open(), 1 - rank.rank
+    ahead = [links.recv(other, tag) for tag in (0, 1, 0)]
+    for i, tag in enumerate((0, 0, 1)):
+        links.send(torch.full((2, i // 2 + 1), 10.0 * rank.rank + i), other, tag)
+    got = [receive.wait().flatten().tolist() for receive in ahead]
+    links.flush()
+    return got
+
+
+def test_flows_keep_their_order_and_form() -> None:
+    first, second = run_ranks(exchange, 2)
+    assert first == [[10.0] * 2, [12.0] * 4, [11.0] * 2]
+    assert second == [[0.0] * 2, [2.0] * 4, [1.0] * 2]
+
+
+def send_many(rank: Rank) -> list[float]:
+    links = rank.open()
+    n = 3 * MAX_UNRECEIVED
+    if rank.rank == 0:
+        for i in range(n):
+            links.send(torch.full((40_000,), float(i)), 1)
+        links.flush()
+        return []
+    return [float(links.recv(0).wait()[-1]) for _ in range(n)]
+
+
+def test_many_messages_without_receives_posted_ahead() -> None:
+    assert run_ranks(send_many, 2)[1] == [float(i) for i in range(3 * MAX_UNRECEIVED)]
+
+
+def change_shape(rank: Rank) -> str:
+    links = rank.open()
+    if rank.rank == 1:
+        return str(links.recv(0).wait().dtype)
+    links.send(torch.zeros(3, dtype=torch.bfloat16), 1)
+    with pytest.raises(FieldError) as caught:
+        links.send(torch.zeros(4, dtype=torch.bfloat16), 1)
+    links.flush()
+    return str(caught.value)
+
+
+def test_a_flow_has_one_shape() -> None:
+    told, dtype = run_ranks(change_shape, 2)
+    assert "rank 1" in told and "(3,)" in told and "(4,)" in told
+    assert dtype == "torch.bfloat16"
+
+
+SETS = ((0, 1), (0, 1, 2), (1, 2))
+
+
+def reduce_and_gather(rank: Rank) -> list[torch.Tensor]:
+    links = rank.open(holder_sets=SETS)
+    found = []
+    for dtype in (torch.int64, torch.float32):
+        for ranks in SETS:
+            if rank.rank in ranks:
+                generator = torch.Generator().manual_seed(rank.rank)
+                tensor = (torch.rand(1001, generator=generator) * 2**20).to(dtype)
+                links.all_reduce(tensor, ranks)()
+                found.append(tensor)
+    found += links.gather(torch.tensor([rank.rank, 5]))
+    return found
+
+
+def test_subsets_reduce_to_the_same_bits() -> None:
+    first, second, third = run_ranks(reduce_and_gather, 3)
+    for offset in (0, 1):
+        assert torch.equal(first[0 + 2 * offset], second[0 + 3 * offset])
+        assert torch.equal(first[1 + 2 * offset], second[1 + 3 * offset])
+        assert torch.equal(first[1 + 2 * offset], third[0 + 2 * offset])
+        assert torch.equal(second[2 + 3 * offset], third[1 + 2 * offset])
+    terms = [
+        (torch.rand(1001, generator=torch.Generator().manual_seed(r)) * 2**20).to(torch.int64)
+        for r in range(3)
+    ]
+    assert torch.equal(first[1], terms[0] + terms[1] + terms[2])
+    assert [t.tolist() for t in first[-3:]] == [[0, 5], [1, 5], [2, 5]]
+
+
+def test_one_rank_needs_no_store() -> None:
+    links = alone()
+    tensor = torch.ones(2)
+    links.all_reduce(tensor, (0,))()
+    assert links.gather(tensor)[0].tolist() == [1.0, 1.0]
+    links.flush()
+    links.abandon.set("enough")
+    with pytest.raises(EpochAbandoned, match="enough"):
+        links.gather(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forms_round_trip(dtype: torch.dtype) -> None:
+    assert unpack_form(pack_form((dtype, (4, 0, 7))), 0) == (dtype, (4, 0, 7))
+
+
+def test_malformed_headers_are_refused() -> None:
+    for words in ([99, 1], [0, 9], [0, 1, -1], [-1, 0]):
+        header = torch.tensor(words + [0] * (10 - len(words)))
+        with pytest.raises(LinkFailed, match="rank 3"):
+            unpack_form(header, 3)
+    with pytest.raises(FieldError):
+        pack_form((torch.complex64, (1,)))
+
+
+def test_a_store_that_is_not_there() -> None:
+    with pytest.raises(LinkFailed, match="could not be opened"):
+        Links.open(
+            epoch=1,
+            rank=0,
+            world_size=2,
+            store_address="127.0.0.1:1",
+            device=torch.device("cpu"),
+            timeout_s=0.5,
+            abandon=Abandon(),
+        )
+    with pytest.raises(FieldError, match="host:port"):
+        Links.open(
+            epoch=1,
+            rank=0,
+            world_size=2,
+            store_address="nonsense",
+            device=torch.device("cpu"),
+            timeout_s=0.5,
+            abandon=Abandon(),
+        )
+
+
+def exchange_slowly(rank: Rank, path: str) -> tuple[float, float, torch.Tensor]:
+    """A message of 100 kB and a sum of as much, at 1 MB/s; rank 2 is on rank 0's node. (seconds of either, sum)"""
+    remote = {0: (1,), 1: (0, 2), 2: (1,)}[rank.rank]
+    shaper = Shaper(Path(path) / str(rank.rank % 2), Link(1e6))
+    links = rank.open(holder_sets=((0, 1),), shaper=shaper, remote=remote)
+    links.gather(torch.zeros(1))
+    began = time.monotonic()
+    tensor = torch.full((25_000,), float(rank.rank + 1))
+    if rank.rank == 0:
+        links.send(tensor, 2)
+        links.send(tensor, 1)
+    else:
+        assert torch.equal(links.recv(0).wait(), torch.full((25_000,), 1.0))
+    links.flush()
+    sent = time.monotonic() - began
+    if rank.rank < 2:
+        links.all_reduce(tensor, (0, 1))()
+    return sent, time.monotonic() - began - sent, tensor
+
+
+def test_shaped_links_take_their_time_and_carry_the_same(tmp_path: Path) -> None:
+    first, second, _ = run_ranks(exchange_slowly, 3, str(tmp_path))
+    assert first[0] >= 0.1, "100 kB at 1 MB/s"
+    assert first[1] >= 0.1 and second[1] >= 0.1, "a ring of two sends as much as it sums"
+    assert first[2].tolist() == second[2].tolist() == [3.0] * 25_000
+
+
+def leave_while_sending(rank: Rank, path: str) -> str:
+    """What is queued on a slow link holds nobody when the epoch is left."""
+    abandon = Abandon()
+    shaper = Shaper(Path(path) / str(rank.rank), Link(1e3))
+    links = rank.open(abandon, shaper=shaper, remote=(1 - rank.rank,))
+    if rank.rank == 0:
+        links.send(torch.zeros(250_000), 1)
+    threading.Timer(0.2, abandon.set, ("enough",)).start()
+    try:
+        if rank.rank == 0:
+            links.flush()
+        else:
+            links.recv(0).wait()
+    except (EpochAbandoned, LinkFailed) as error:
+        return type(error).__name__
+    return "finished"
+
+
+def test_a_slow_link_can_be_left(tmp_path: Path) -> None:
+    """The message would take 1000 s."""
+    for told in run_ranks(leave_while_sending, 2, str(tmp_path)):
+        assert told in ("EpochAbandoned", "LinkFailed")
