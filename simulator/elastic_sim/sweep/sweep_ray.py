@@ -18,6 +18,7 @@ from pathlib import Path
 import ray
 from ray import exceptions
 
+import elastic
 from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import (

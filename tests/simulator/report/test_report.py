@@ -223,7 +223,7 @@ def test_the_oracle_alone(tmp_path: Path) -> None:
 
 
 def test_templates_are_part_of_the_package() -> None:
-    folder = files("simulator") / "templates"
+    folder = files("elastic_sim") / "report" / "templates"
     assert {"base.html", "replay.html", "sweep.html", "style.css"} <= {one.name for one in folder.iterdir()}
     assert "<!doctype html>" in (folder / "base.html").read_text()
 
