@@ -41,7 +41,7 @@ WEIGHED = 80
 PAIRS = {
     1: (
         "stream+snapshot", "stream:4+snapshot", "log+snapshot", "recompute+snapshot",
-        "stream+replay", "log+replay", "stream+parity",
+        "stream+replay", "log+replay",
     ),
     2: ("stream+replica", "log+replica", "recompute+replica"),
 }  # fmt: skip

@@ -25,7 +25,7 @@ from benchmarks.emulated import equal_layers, run, shaped
 from benchmarks.results import DIRECTORY, Row, save
 
 PAIRS = {
-    1: ("stream+snapshot", "log+snapshot", "recompute+snapshot", "stream+replay", "stream+parity"),
+    1: ("stream+snapshot", "log+snapshot", "recompute+snapshot", "stream+replay"),
     2: ("stream+replica", "reduce+replica"),
 }
 """Pipelines: pairs."""

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-STATE, GRADIENT, REDUCED, UPDATE, PARITY = "state", "gradient", "reduced", "update", "parity"
+STATE, GRADIENT, REDUCED, UPDATE = "state", "gradient", "reduced", "update"
 """Kinds of copies. A reduced gradient is that of a layer with shared tensors after the sum over all of their
 owners: what its update takes, whatever becomes of the other owners' gradients. An update is what the optimizer takes
-at last: reduced, clipped, float32; it makes version v+1 of state v without any record. A parity is the XOR of several
-nodes' states."""
+at last: reduced, clipped, float32; it makes version v+1 of state v without any record."""
 Portion = tuple[int, int]
 """(index, of how many): which elements of every tensor of a layer's state, where holders share it (`span`)."""
 WHOLE: Portion = (0, 1)
@@ -103,15 +102,12 @@ class Plan:
     """Nodes that hold no stage; they keep backups and wait."""
     peers: tuple[tuple[str, str], ...] = ()
     """(node, node that keeps its backups); nodes without a peer are absent."""
-    groups: tuple[tuple[str, ...], ...] = ()
-    """With the state scheme parity: nodes whose common peer keeps the XOR of their states. Those of nodes in no group
-    are kept one by one."""
     gradients: str = "stream"
     """Gradient backup scheme: stream | stream:K | reduce | reduce:K | log | recompute | none
     (`elastic.planning.plan.schemes`)."""
     state: str = "snapshot"
-    """State backup scheme: snapshot | replica | replay | replay:N | parity | parity:K | none; with /sharded after it
-    the pipelines share the optimizer state."""
+    """State backup scheme: snapshot | replica | replay | replay:N | none; with /sharded after it the pipelines share
+    the optimizer state."""
     reason: str = ""
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
@@ -187,36 +183,6 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """Where a state goes into a parity: lane i has the i-th layer of every member that has so many."""
-
-    index: int
-    members: tuple[str, ...]
-    """Nodes that put a layer into it, of their TP rank."""
-
-    @property
-    def owner(self) -> str:
-        """Who made the parity, as one name."""
-        return "+".join(self.members)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One state that is in a parity; its version is the parity's step."""
-
-    owner: str
-    layer: int
-    shard: int
-    nbytes: int
-    checksum: str
-    portion: Portion = WHOLE
-
-    @property
-    def slot(self) -> Slot:
-        return slot_of(self.layer, self.shard, self.portion)
-
-
-@dataclass(frozen=True, slots=True)
 class Copy:
     """One whole copy of a layer's state or accumulated gradient, or of a message, as it lies in a vault.
 
@@ -243,10 +209,6 @@ class Copy:
     """(micro-batch, loss) for those in `microbatches`; only on the last layer."""
     node: str = ""
     """Where this copy lies."""
-    lane: Lane | None = None
-    """Only on the way to a keeper: this state is not kept but put into the parity of that lane."""
-    parts: tuple[Part, ...] = ()
-    """Of a parity, whose layer is its lane's index: what it is the XOR of, each padded with zeros to its length."""
     portion: Portion = WHOLE
     """Of a state or update."""
 
@@ -281,9 +243,6 @@ class Recipe:
        step version-1) and apply the update with the step's record.
     4. The accumulator of step `version` becomes the sum of `gradients` (disjoint); its ledger their union.
 
-    If `rebuild` is not empty, `state` lies nowhere: it is the beginning of the XOR of those, the first of which is a
-    parity, and has to have the checksum that `state` says.
-
     If `portions` is not empty, there is no `state` and there are no `updates`: the state is put together of what these
     recipes bring, in their order, one for each portion, all of one version.
     """
@@ -296,7 +255,6 @@ class Recipe:
     gradients: tuple[Copy, ...] = ()
     checkpoint: str = ""
     updates: tuple[Copy, ...] = ()
-    rebuild: tuple[Copy, ...] = ()
     portions: tuple[Recipe, ...] = ()
 
     @property

@@ -10,7 +10,7 @@ answered by a `Reply`, whose `error` is empty when all went well.
     Get(key)              the copy's bytes
     Locate(key, node)     where the copy lies in shared memory; only for requesters on the vault's own node
     Inventory()           all whole copies
-    Verify(key, wrong)    compare a copy with its checksum again; a corrupt or `wrong` one is dropped
+    Verify(key)           compare a copy with its checksum again; a corrupt one is dropped
     Probe() + bytes       nothing: what a link carries can be seen from how long it takes
 
 Where a join token is set, a connection begins with `elastic.rpc.greeting`; with certificates all of it is TLS.
@@ -70,8 +70,6 @@ class Inventory:
 @dataclass(frozen=True, slots=True)
 class Verify:
     key: str
-    wrong: bool = False
-    """What it led to was not what it should be: it is dropped whatever its checksum says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +194,10 @@ class VaultClient:
             _ask(stream, Inventory())
             return _reply(stream)[0].copies
 
-    def verify(self, copy: Copy, wrong: bool = False) -> bool:
-        """Let the vault look at the copy again; False (and dropped there) if it is not whole, or `wrong`."""
+    def verify(self, copy: Copy) -> bool:
+        """Let the vault look at the copy again; False (and dropped there) if it is not whole."""
         with self._calling, self._connected() as stream:
-            _ask(stream, Verify(copy.key, wrong))
+            _ask(stream, Verify(copy.key))
             return bool(_reply(stream)[0].copies)
 
     def probe(self, nbytes: int) -> float:

@@ -25,23 +25,18 @@ PAIRS = (
     ("stream:2+replay", "1"),
     ("recompute+replay:4", "1"),
     ("stream+replay:2", "2"),
-    ("stream+parity", "1"),
-    ("recompute+parity:2", "1"),
     ("log+snapshot", "1"),
     ("log+replica", "2"),
     ("log+replay:4", "1"),
-    ("log+parity", "1"),
     ("reduce+replica", "2"),
     ("reduce:2+replica", "2"),
     ("reduce+snapshot", "2"),
     ("reduce:2+replay:4", "2"),
-    ("reduce+parity", "2"),
     ("stream+snapshot/sharded", "2"),
     ("stream:2+replay:2/sharded", "2"),
     ("recompute+snapshot/sharded", "4"),
     ("reduce+snapshot/sharded", "2"),
     ("log+snapshot/sharded", "2"),
-    ("stream+parity/sharded", "2"),
 )
 """(schemes, pipelines)"""
 FAULTS = {
@@ -52,7 +47,7 @@ FAULTS = {
     "drain": "drain node=1 step=2 deadline=60",
 }
 SMALL = {
-    ("stream+parity", "kill-in-update"),
+    ("stream+snapshot", "kill-in-update"),
     ("stream+snapshot/sharded", "kill-in-update"),
 }
 
@@ -104,35 +99,6 @@ def test_what_is_lost_is_what_the_scheme_promises(gradients: str, most: int, tmp
     assert 1 <= replayed <= most
     if gradients == "recompute":
         assert replayed == 6
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize(
-    ("lost", "source"),
-    [pytest.param((0, 2), "checkpoint", id="of-one-group"), pytest.param((1, 2), "peer", id="of-two-groups")],
-)
-def test_parity_survives_one_loss_a_group(lost: tuple[int, ...], source: str, tmp_path: Path) -> None:
-    """Groups are nodes 0 and 2, kept by 3, and nodes 1 and 3, kept by 0. Both nodes are lost at once."""
-    kills = [f"kill node={node} step=3 phase=reduce" for node in lost]
-    run = run_with(tmp_path, "stream+parity", "1", *faults(*kills), script=["--checkpoint-every", "1"])
-    assert run.code == 0, run.output
-    plans = [event["text"] for event in run.events if event["kind"] == "plan"]
-    assert "peers node0>node3 node1>node0 node2>node3 node3>node0\ngroups node0,node2 node1,node3" in plans[0]
-    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
-    assert source in [recovery["state_source"] for recovery in run.summary["recoveries"]], run.summary[
-        "recoveries"
-    ]
-
-
-@pytest.mark.chaos
-def test_a_parity_with_flipped_bytes_is_dropped_and_the_checkpoint_read(tmp_path: Path) -> None:
-    injected = faults("corrupt node=0 step=3 microbatch=5", "kill node=1 step=3 phase=reduce")
-    run = run_with(tmp_path, "stream+parity", "1", *injected, script=["--checkpoint-every", "1"])
-    assert run.code == 0, run.output
-    assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
-    assert "checkpoint" in [recovery["state_source"] for recovery in run.summary["recoveries"]]
-    found = [event["detail"] for event in run.events if event["kind"] == "copy-corrupt"]
-    assert any("parity" in detail and "dropped" in detail for detail in found)
 
 
 @pytest.mark.parametrize(

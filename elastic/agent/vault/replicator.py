@@ -14,14 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Published
 from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain.errors import ElasticError, FieldError, StaleError, VaultError, VaultFull
-from elastic.domain.types import STATE, Assignment, Copy, Lane
-from elastic.planning.parity import lanes_of
+from elastic.domain.types import Assignment, Copy
 from elastic.rpc.bulk import VaultClient
 from elastic.rpc.compressing import Compressing
 
@@ -30,8 +29,6 @@ REPORT_S = 5.0
 """Between two reports of the same outage: the first may cross an epoch change and go unheard."""
 
 log = logging.getLogger(__name__)
-
-Sending = tuple[Copy, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,6 @@ class Replicator:
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._vaults: dict[str, str] = {}
-        self._lanes: dict[int, Lane] = {}
         self._clients: dict[str, VaultClient] = {}
         self._round, self._epoch, self._closed = 0, 0, False
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
@@ -99,7 +95,6 @@ class Replicator:
         """Serve the epoch of this assignment: what is left of older ones is dropped."""
         self.reset(epoch)
         self.vaults = dict(assignment.vaults)
-        self._lanes = lanes_of(assignment.plan, self._vault.node)
 
     def submit(self, worker: int, published: Published) -> None:
         """Queue a bundle that the vault has indexed; dropped if it is for a peer and of a past epoch."""
@@ -184,19 +179,13 @@ class Replicator:
         if not peer or not copies:
             return None
         try:
-            bundle = [(self._addressed(local.copy), self._vault.view(local)) for local in copies]
-            for portion in portions(bundle):
-                began = time.perf_counter()
-                self._client(job).put(portion)
-                self._sent(peer, sum(data.nbytes for _, data in portion), time.perf_counter() - began)
+            bundle = [(local.copy, self._vault.view(local)) for local in copies]
+            began = time.perf_counter()
+            self._client(job).put(bundle)
+            self._sent(peer, sum(data.nbytes for _, data in bundle), time.perf_counter() - began)
         except (VaultError, StaleError, FieldError) as error:
             return error
         return None
-
-    def _addressed(self, copy: Copy) -> Copy:
-        """The copy as the peer has to take it: states may go into its parities."""
-        lane = self._lanes.get(copy.layer) if copy.kind == STATE else None
-        return replace(copy, lane=lane) if lane else copy
 
     def _client(self, job: _Job) -> VaultClient:
         peer = job.published.peer
@@ -247,10 +236,3 @@ class Replicator:
             self._changed.wait_for(
                 lambda: self._closed or job.round != self._round or book is not self._vaults, pause_s
             )
-
-
-def portions(bundle: list[Sending]) -> list[list[Sending]]:
-    """What is sent at a time: what goes into parities one by one, since its room at the peer is given back at once;
-    the rest together, all or nothing."""
-    together = [item for item in bundle if item[0].lane is None]
-    return [*([together] if together else []), *([item] for item in bundle if item[0].lane is not None)]

@@ -238,9 +238,6 @@ class VaultServer:
         if isinstance(request, Inventory):
             return Reply(copies=self._vault.inventory())
         if isinstance(request, Verify):
-            if request.wrong:
-                log.warning("%s led to wrong bytes, and is dropped", request.key)
-                self._vault.drop(request.key)
             good = self._vault.verify(request.key)
             return Reply(copies=(self._vault.copy(request.key),) if good else ())
         if request.node != self._vault.node:

@@ -7,8 +7,6 @@ of the index. So the last whole copy is never overwritten by one that is not.
 Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
-A state that comes with a lane goes into that lane's parity (`elastic.agent.vault.parity`), which is added when it is whole.
-
 What is kept and what makes room is in `elastic.agent.vault.retention`. Whole epochs go by `trim`.
 """
 
@@ -21,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.agent.vault.incoming import Incoming
-from elastic.agent.vault.parity import Parities, filed
 from elastic.agent.vault.retention import Group, abandoned, group_of, spare, superseded
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
@@ -72,7 +69,6 @@ class Vault:
         self._fence = self._trimmed = 0
         self._running = -1
         """Step whose logged messages outlive the trim of their epoch."""
-        self._parities = Parities(node, self._give, self._file, self.drop, on_corrupt)
 
     # ---- copies come in ----
 
@@ -198,7 +194,6 @@ class Vault:
 
         Logged messages of `step`, in which the epoch began, stay until a worker here publishes another version.
         """
-        self._parities.trim(epoch)
         with self._lock:
             copies = [entry.copy for entry in self._entries.values()]
             over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
@@ -243,12 +238,6 @@ class Vault:
         with self._lock:
             self.fence(epoch)
             self._drop_all(abandoned([entry.copy for entry in self._entries.values()], epoch, step))
-
-    def drop(self, key: str, newer: str = "") -> None:
-        """Drop a copy that is of no use; with `newer` only if that one is here."""
-        with self._lock:
-            if key in self._entries and (not newer or newer in self._entries):
-                self._drop(self._entries[key])
 
     def verify(self, key: str) -> bool:
         """Compare a copy with its checksum; drop it and return False if it does not match."""
@@ -297,7 +286,6 @@ class Vault:
 
     def close(self) -> None:
         """Drop everything and remove the vault's files."""
-        self._parities.trim(None)
         with self._lock:
             for entry in list(self._entries.values()):
                 self._drop(entry)
@@ -318,13 +306,6 @@ class Vault:
     def _add(self, copy: Copy, slot: Slot, trusted: bool) -> None:
         with self._lock:
             self._refuse_stale(copy, trusted)
-            if copy.lane is None:
-                self._file(copy, slot)
-        if copy.lane is not None:
-            self._parities.add(copy, slot)  # takes its time, and its own lock
-
-    def _file(self, copy: Copy, slot: Slot) -> None:
-        with self._lock:
             self._insert(_Entry(replace(copy, node=self.node), str(slot.path), slot))
 
     def _give(self, slot: Slot) -> None:
@@ -333,7 +314,7 @@ class Vault:
 
     def _make_room(self, copy: Copy) -> bool:
         """Drop what is most dispensable of what came from elsewhere; whether there was any."""
-        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, Slot)], filed(copy))
+        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, Slot)], copy)
         self._drop_all(found)
         return bool(found)
 

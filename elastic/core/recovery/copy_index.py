@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elastic.core.parity import rebuildable
 from elastic.domain.ledger import to_mask
-from elastic.domain.types import LOGS, PARITY, REDUCED, STATE, UPDATE, Copy, Plan, Slot
+from elastic.domain.types import LOGS, REDUCED, STATE, UPDATE, Copy, Plan, Slot
 
 Line = tuple[str, int]
 """(owner, epoch) of copies."""
@@ -29,10 +28,6 @@ class Shelf:
 
     updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = field(default_factory=dict)
     """Slot: (owner, epoch): step: what that update took."""
-    rebuilds: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
-    """(slot, version): the parity and the other states that it is rebuilt from, where no copy of it is
-    left. `states` then has what comes out, a copy that lies nowhere (`node` is "")."""
-    parities: tuple[Copy, ...] = ()
     logs: dict[tuple[str, int, int, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
     """(kind, layer, step, micro-batch): TP rank: copies of one message, newest epoch first."""
     divisions: dict[Slot, tuple[int, ...]] = field(default_factory=dict)
@@ -47,7 +42,6 @@ class Shelf:
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}
         reduced: dict[tuple[Slot, int], list[Copy]] = {}
         updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = {}
-        parities: list[Copy] = []
         logs: dict[tuple[str, int, int, int], dict[int, list[Copy]]] = {}
         for copy in dict.fromkeys(inventory):
             if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
@@ -62,8 +56,6 @@ class Shelf:
             elif copy.kind == UPDATE:
                 line = updates.setdefault(copy.slot, {}).setdefault((copy.owner, copy.epoch), {})
                 line[copy.step] = (*line.get(copy.step, ()), copy)
-            elif copy.kind == PARITY:
-                parities.append(copy)
             elif copy.kind in LOGS:
                 for index in copy.microbatches:
                     of = logs.setdefault((copy.kind, copy.layer, copy.step, index), {})
@@ -74,16 +66,12 @@ class Shelf:
                 and _has_losses(copy, plan)
             ):
                 gradients.setdefault(at, {}).setdefault(mask, []).append(copy)
-        rebuilds = rebuildable(parities, states, plan)
-        states |= {at: [state] for at, (state, *_) in rebuilds.items()}
         sorted_states = {at: _newest_first(copies) for at, copies in states.items()}
         return cls(
             sorted_states,
             {at: {m: _newest_first(c) for m, c in by.items()} for at, by in gradients.items()},
             {at: _newest_first(copies) for at, copies in reduced.items()},
             updates,
-            {at: tuple(sources) for at, (_, *sources) in rebuilds.items()},
-            tuple(parities),
             {at: {s: _newest_first(c) for s, c in by.items()} for at, by in logs.items()},
             _divisions(states),
             {at: _homes(copies) for at, copies in sorted_states.items()},
@@ -95,8 +83,6 @@ class Shelf:
 
     def equals(self, copy: Copy) -> tuple[Copy, ...]:
         """Copies of the same content, `copy` included."""
-        if copy.kind == PARITY:
-            return (copy,)
         at = (copy.layer, copy.shard), copy.step
         if copy.kind == STATE:
             return self.states[copy.slot, copy.step]

@@ -3,8 +3,7 @@ recovery.
 
 A (layer, TP rank) can be brought to version v if
 
-- a copy of its state of version v exists in a living vault, or a parity that it is in, of version v, with all else that
-  is in that (`elastic.core.parity`); or
+- a copy of its state of version v exists in a living vault; or
 - a copy of an older version s and what the updates of steps s to v-1 took, all made by one owner in one epoch
   (`elastic.core.recovery.replay_chains`); or
 - version v-1, had in one of these ways, gradients of step v-1 that together hold every micro-batch exactly
@@ -119,8 +118,8 @@ class Outcome:
     """Layers that got a holder which did not hold them before."""
     state_source: str
     """memory: every holder has its state on its own node | shared memory: so it is, and some of it was left by workers
-    that are gone | peer: some state is a copy that a peer kept, or rebuilt | checkpoint: some state is read from the
-    checkpoint | initial: layers are initialised."""
+    that are gone | peer: some state is a copy that a peer kept | checkpoint: some state is read from the checkpoint |
+    initial: layers are initialised."""
     replays: int
     """(layer, TP rank)s that make the last update again."""
     todo: frozenset[int]
@@ -149,11 +148,9 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     gone = sorted(
         {layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers}
     )
-    built = sorted({r.layer for _, r in recipes if any(part.rebuild for part in (r, *r.portions))})
-    source_text = f"{source} (layers {format_indices(built)} rebuilt from parity)" if built else source
     text = (
         f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
-        f"step {assignment.step}, state from {source_text}{made}, {len(moved)} of {plan.n_layers} layers move, "
+        f"step {assignment.step}, state from {source}{made}, {len(moved)} of {plan.n_layers} layers move, "
         f"{network} bytes over the network, {len(todo)} of {plan.n_microbatches} micro-batches to run"
         f"{f'; in part: {partial.describe(assignment.partial)}' if assignment.partial else ''}"
     )

@@ -85,11 +85,11 @@ class Solver:
         layer, shard = slot
         base = self.base(node, slot, version)
         if base is not None and not self.nbytes(base, node):
-            return self.recipe(slot, version, base, node)
+            return self.recipe(slot, version, base)
         options = [way for way in (base, self.replay(node, slot, version)) if way is not None]
         if options:
             best = min(options, key=lambda way: self.nbytes(way, node))
-            return self.recipe(slot, version, best, node)
+            return self.recipe(slot, version, best)
         durable = self.checkpoint is not None and self.checkpoint[1] == version
         return Recipe(
             layer, shard, version, checkpoint=self.checkpoint[0] if durable and self.checkpoint else ""
@@ -136,25 +136,15 @@ class Solver:
             copies += [self.nearest(by_mask[mask], node) for mask in masks]
         return Way(base.lines, tuple(copies))
 
-    def sources(self, state: Copy, node: str) -> tuple[Copy, ...]:
-        """What `node` has to XOR to have `state`, a parity first; () if it lies somewhere as it is."""
-        if state.node:
-            return ()
-        parity, *others = self.shelf.rebuilds[state.slot, state.step]
-        return (parity, *(self.nearest(same_bytes(self.shelf, copy), node) for copy in others))
-
     def nbytes(self, way: Way, node: str) -> int:
         """Bytes over the network for `node` to have all that."""
-        read = [c for line in way.lines for c in (*(self.sources(line[0], node) or line[:1]), *line[1:])]
-        return fetched([*read, *way.gradients], node)
+        return fetched([*(copy for line in way.lines for copy in line), *way.gradients], node)
 
-    def recipe(self, slot: Slot, version: int, way: Way, node: str) -> Recipe:
+    def recipe(self, slot: Slot, version: int, way: Way) -> Recipe:
         """The recipe that takes these."""
         layer, shard, *_ = slot
         base = version - 1 if way.gradients else version
-        lines = [
-            replace(recipe_of(slot, base, line), rebuild=self.sources(line[0], node)) for line in way.lines
-        ]
+        lines = [recipe_of(slot, base, line) for line in way.lines]
         if len(lines) == 1:
             return replace(lines[0], version=version, replay=way.gradients)
         return Recipe(layer, shard, version, replay=way.gradients, portions=tuple(lines))
@@ -227,7 +217,7 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
     """Let every copy that goes over the network be sent by one of the vaults that have its equal, so that the vault
     which sends most sends as little as possible (`elastic.planning.placement.balance`)."""
     items = [
-        {c.node: float(c.nbytes) for c in _senders(shelf, part, copy)}
+        {c.node: float(c.nbytes) for c in alike(shelf, part, copy)}
         for node, recipe in recipes
         for part in (*recipe.portions, recipe)
         for copy in _read(part)
@@ -239,39 +229,20 @@ def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[s
         if copy.node == node:
             return copy
         sender = next(senders)
-        return next(c for c in _senders(shelf, recipe, copy) if c.node == sender)
+        return next(c for c in alike(shelf, recipe, copy) if c.node == sender)
 
     def sources(node: str, recipe: Recipe) -> Recipe:
         portions = tuple(sources(node, portion) for portion in recipe.portions)
-        rebuild = tuple(sent(node, recipe, copy) for copy in recipe.rebuild)
-        state = sent(node, recipe, recipe.state) if recipe.state and not rebuild else recipe.state
+        state = sent(node, recipe, recipe.state) if recipe.state else None
         updates, replay, gradients = (
             tuple(sent(node, recipe, copy) for copy in copies)
             for copies in (recipe.updates, recipe.replay, recipe.gradients)
         )
         return replace(
-            recipe,
-            state=state,
-            updates=updates,
-            replay=replay,
-            gradients=gradients,
-            rebuild=rebuild,
-            portions=portions,
+            recipe, state=state, updates=updates, replay=replay, gradients=gradients, portions=portions
         )
 
     return tuple((node, sources(node, recipe)) for node, recipe in recipes)
-
-
-def _senders(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:
-    """Copies that do as well as `copy`, which the recipe names."""
-    if copy in recipe.rebuild:
-        return same_bytes(shelf, copy)
-    return alike(shelf, recipe, copy)
-
-
-def same_bytes(shelf: Shelf, copy: Copy) -> list[Copy]:
-    """Copies whose every byte is that of `copy`: what is XORed must be what was."""
-    return [c for c in shelf.equals(copy) if (c.nbytes, c.checksum) == (copy.nbytes, copy.checksum)]
 
 
 def copies_of(recipe: Recipe) -> Iterator[Copy]:
@@ -283,8 +254,7 @@ def copies_of(recipe: Recipe) -> Iterator[Copy]:
 
 def _read(recipe: Recipe) -> Iterator[Copy]:
     """What it reads beside its portions."""
-    yield from recipe.rebuild
-    if recipe.state and not recipe.rebuild:
+    if recipe.state:
         yield recipe.state
     yield from recipe.updates
     yield from recipe.replay

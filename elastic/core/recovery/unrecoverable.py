@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic.core.parity import missing_parts
 from elastic.core.recovery.replay_chains import gap
 from elastic.core.recovery.set_packing import best_packing
 from elastic.core.recovery.solver import Solver, union_of
@@ -61,9 +60,7 @@ def _why(solver: Solver, slot: Slot, version: int) -> str:
         others = ", ".join(map(str, solver.shelf.versions(slot)))
         wanted = f"{before} or {version}" if before >= 0 else f"{version}"
         text = f"no copy of state {wanted} is left" + (f" (only {others})" if others else "")
-        text += _portions(solver, slot, version)
-        lacks = missing_parts(solver.shelf.parities, solver.shelf.states, slot, (version, before))
-        return f"{text}, and its parity lacks layers {format_indices(lacks)} too" if lacks else text
+        return text + _portions(solver, slot, version)
     if before not in solver.records:
         return f"no copy of state {version} is left, nor the record of step {before}"
     for layer in (slot[0], *sorted(solver.tied.get(slot[0], ()))):

@@ -80,7 +80,7 @@ OURS = (
         "--backup",
         "auto",
         "auto, none, or GRADIENTS+STATE: stream, stream:K, reduce, reduce:K, log or recompute, "
-        "+ snapshot, replica, replay:N or parity:K, with /sharded after it where pipelines share optimizer state",
+        "+ snapshot, replica or replay:N, with /sharded after it where pipelines share optimizer state",
     ),
     Flag("--accumulate", "fast", "fast, or exact: bit-identical whatever fails"),
     Flag("--pipelines", "auto", "auto, a number of pipelines, or their depths as 2+2"),

@@ -299,7 +299,7 @@ def _lost_s(
     """Seconds that the loss of this node costs: bytes to fetch, and what is run again."""
     per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
     state, gradient, m = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, load.microbatches
-    fetched = (max(1, kept.group) * load.state + kept.every / 2 * _update_bytes(load, kept)) * per_byte
+    fetched = (load.state + kept.every / 2 * _update_bytes(load, kept)) * per_byte
     if scheme.every:
         under_way = min(UNACKED, gradient / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0)
         again = min(m / 2, scheme.every * (0.5 + under_way))
@@ -315,8 +315,7 @@ def _lost_s(
 
 
 def _memory(load: _Load, scheme: Gradients, kept: State) -> float:
-    """Bytes kept for this node elsewhere: two copies and the one that arrives, of a parity its share; and updates since
-    the older state."""
+    """Bytes kept for this node elsewhere: two copies and the one that arrives, and updates since the older state."""
     updates = 2 * kept.every * _update_bytes(load, kept)
-    state = 2 * load.state / kept.group if kept.group else 3 * load.state
-    return (state if kept.away else 0.0) + updates + (5 * load.gradient if scheme.every else 0.0)
+    state = 3 * load.state if kept.away else 0.0
+    return state + updates + (5 * load.gradient if scheme.every else 0.0)

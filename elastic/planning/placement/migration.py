@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from elastic.domain.types import LayerSpec, NodeInfo, Plan
 from elastic.planning.backup.peer_assignment import domain_of
 from elastic.planning.cost.profile import Link, Profile
-from elastic.planning.parity import kept_whole, rebuildable
 from elastic.planning.placement.balance import balance
 from elastic.planning.placement.placement import Holdings
+from elastic.planning.plan.schemes import state_of
 
 HELD, KEPT, LOCAL, CHECKPOINT, FRESH = "held", "kept", "local", "checkpoint", "fresh"
 """Kinds of moves: from a node that holds the layer | that keeps a peer's copy | from the target's own vault | nobody
@@ -102,7 +102,6 @@ def transition(
         if stage.unit.node in dead or layer not in held.live.get(stage.unit.node, ())
     }
     holders, keepers = _sources(held, {layer for _, layer in wanted}, dead, old)
-    rebuilt = rebuildable(old, dead) if old is not None and held.live else {}
     moves: list[Move] = []
     requests: list[tuple[str, int]] = []
     for target, layer in wanted:
@@ -110,9 +109,6 @@ def transition(
             moves.append(Move(layer, target, target, sizes[layer], LOCAL))
         elif layer in holders or layer in keepers:
             requests.append((target, layer))
-        elif layer in rebuilt:
-            keeper, n_parts = rebuilt[layer]
-            moves.append(Move(layer, keeper, target, n_parts * sizes[layer], KEPT))
         else:
             moves.append(Move(layer, "", target, sizes[layer], FRESH if old is None else CHECKPOINT))
     costs = []
@@ -137,18 +133,14 @@ def _sources(
     """Living nodes that hold, and others that keep, a whole copy of each needed layer."""
     holders: dict[int, list[str]] = {}
     keepers: dict[int, list[str]] = {}
-    whole: dict[str, set[int]] = {}
-    if old is not None:
-        alone = kept_whole(old)
-        for node, peer in old.peers:
-            whole.setdefault(peer, set()).update(held.live.get(node, ()) if node in alone else ())
+    whole = old is not None and state_of(old.state).away
     for node, live in held.live.items():
         if node not in dead:
             for layer in live.intersection(needed):
                 holders.setdefault(layer, []).append(node)
-    for node, kept in held.kept.items():
+    for node, kept in held.kept.items() if whole else ():
         if node not in dead:
-            for layer in sorted(kept.keys() & needed & whole.get(node, set())):
+            for layer in sorted(kept.keys() & needed):
                 if layer not in held.live.get(node, ()):
                     keepers.setdefault(layer, []).append(node)
     return holders, keepers

@@ -34,9 +34,9 @@ from itertools import accumulate
 from typing import TypeVar
 
 from elastic.domain.types import LayerSpec, Plan
-from elastic.planning.parity import kept_whole
 from elastic.planning.placement.assignment import Sort, cheapest
 from elastic.planning.placement.exchange import Host, Slot, deal
+from elastic.planning.plan.schemes import state_of
 
 T = TypeVar("T")
 
@@ -63,19 +63,14 @@ class Holdings:
         for p, _, stage in current.stages():
             team[stage.unit.node] = p
             live[stage.unit.node] = live.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
-        saved = {
-            state: [
-                (la.param_bytes + la.state_bytes if state else 0) + (la.gradient_bytes if gradients else 0)
-                for la in layers
-            ]
-            for state in (False, True)
-        }
+        state = state_of(current.state).away
+        saved = [
+            (la.param_bytes + la.state_bytes if state else 0) + (la.gradient_bytes if gradients else 0)
+            for la in layers
+        ]
         kept: dict[str, dict[int, int]] = {}
-        whole = kept_whole(current)
-        for node, peer in current.peers:
-            state = node in whole
-            if state or gradients:
-                kept.setdefault(peer, {}).update((layer, saved[state][layer]) for layer in live.get(node, ()))
+        for node, peer in current.peers if state or gradients else ():
+            kept.setdefault(peer, {}).update((layer, saved[layer]) for layer in live.get(node, ()))
         return cls(live, kept, team)
 
     def holds(self, node: str, layers: range) -> bool:

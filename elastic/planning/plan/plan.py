@@ -8,10 +8,9 @@
     reason 2 pipelines of depths 3+1
 
 A unit prints as NODE or, when the node has several TP groups or it is not the first, as NODE/GROUP. A schedule that
-is not named is 1f1b; under the interleaved one stages are listed in model order, and so their units repeat. Parity
-groups print as `groups node0,node1 node3,node4`, after the peers. Lines without content are left out; blank lines and
-lines that begin with # are skipped when read. In a reason, backslash, newline and carriage return are written \\\\,
-\\n and \\r. `parse_plan(format_plan(p)) == p` for every plan.
+is not named is 1f1b; under the interleaved one stages are listed in model order, and so their units repeat. Lines
+without content are left out; blank lines and lines that begin with # are skipped when read. In a reason, backslash,
+newline and carriage return are written \\\\, \\n and \\r. `parse_plan(format_plan(p)) == p` for every plan.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"pipeline {number} microbatches={indices}{schedule}:{stages}")
     if plan.peers:
         lines.append("peers " + " ".join(f"{node}>{peer}" for node, peer in plan.peers))
-    if plan.groups:
-        lines.append("groups " + " ".join(map(",".join, plan.groups)))
     if plan.spares:
         lines.append("spares " + " ".join(plan.spares))
     if plan.reason:
@@ -73,12 +70,10 @@ def parse_plan(text: str) -> Plan:
         word = line.split(" ", 1)[0]
         if word == "pipeline":
             pipelines.append(_parse_pipeline(line.rstrip(), len(pipelines)))
-        elif word in ("peers", "groups", "spares", "reason") and word not in rest:
+        elif word in ("peers", "spares", "reason") and word not in rest:
             rest[word] = line[len(word) + 1 :]
         else:
-            raise FieldError(
-                "plan", line, "lines are pipeline N ..., and once each peers, groups, spares, reason"
-            )
+            raise FieldError("plan", line, "lines are pipeline N ..., and once each peers, spares, reason")
     return Plan(
         epoch=epoch,
         n_layers=layers,
@@ -87,7 +82,6 @@ def parse_plan(text: str) -> Plan:
         pipelines=tuple(pipelines),
         spares=tuple(rest.get("spares", "").split()),
         peers=tuple(_parse_peer(item) for item in rest.get("peers", "").split()),
-        groups=tuple(tuple(item.split(",")) for item in rest.get("groups", "").split()),
         gradients=header[5],
         state=header[6],
         reason=re.sub(r"\\[\\nr]", lambda m: _UNESCAPES[m[0]], rest.get("reason", "")),
@@ -153,7 +147,7 @@ def _parse_peer(item: str) -> tuple[str, str]:
 
 
 def _check_names(plan: Plan) -> None:
-    names = [*plan.nodes(), *plan.spares, *(name for row in (*plan.peers, *plan.groups) for name in row)]
+    names = [*plan.nodes(), *plan.spares, *(name for pair in plan.peers for name in pair)]
     for name in names:
         if not re.fullmatch(_NODE, name):
             raise FieldError("plan.node", name, "use letters, digits, and . : _ - only")
@@ -240,13 +234,3 @@ def _check_peers(plan: Plan) -> None:
         if peer not in known:
             raise FieldError("plan.peers", pair, f"{peer} is not in this plan")
         seen.add(node)
-    _check_groups(plan)
-
-
-def _check_groups(plan: Plan) -> None:
-    peers, seen = dict(plan.peers), Counter(name for group in plan.groups for name in group)
-    for group in plan.groups:
-        keepers = {peers.get(node) for node in group}
-        if len(group) < 2 or len(keepers) > 1 or None in keepers or any(seen[node] > 1 for node in group):
-            remedy = "a group is two or more nodes with one and the same peer, each in one group only"
-            raise FieldError("plan.groups", ",".join(group), remedy)

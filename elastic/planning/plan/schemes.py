@@ -8,18 +8,16 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import WHOLE, Plan, Portion
 
 STREAM, REDUCE, LOG, RECOMPUTE, NONE = "stream", "reduce", "log", "recompute", "none"
-SNAPSHOT, REPLICA, REPLAY, PARITY = "snapshot", "replica", "replay", "parity"
+SNAPSHOT, REPLICA, REPLAY = "snapshot", "replica", "replay"
 GRADIENT_SCHEMES = (STREAM, REDUCE, LOG, RECOMPUTE, NONE)
-STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, PARITY, NONE)
+STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, NONE)
 SHARDED = "/sharded"
 MOST_EVERY = 1 << 20
 REPLAY_EVERY, MOST_REPLAY = 8, 64
 """Updates between two whole states at the peer: of `replay`, and at most."""
-GROUP, MOST_GROUP = 3, 256
-"""Nodes of a parity group, unless said otherwise, and at most."""
 REMEDY = (
     "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), reduce, reduce:K, log or recompute, "
-    "+ snapshot, replica, replay or replay:N (whole states every N updates), parity or parity:K (groups of K nodes), "
+    "+ snapshot, replica, replay or replay:N (whole states every N updates), "
     "with /sharded after it (not replica) where pipelines share the optimizer state"
 )
 
@@ -71,15 +69,13 @@ class State:
     name: str
     every: int = 0
     """Updates between two whole copies of a layer at the peer; 0: none goes there."""
-    group: int = 0
-    """Most nodes whose states the peer keeps as one parity; 0: it keeps each as it is."""
     sharded: bool = False
     """Each of k holders of a layer has 1 / k of its optimizer state, makes that part of the update, and gets the other
     parameters from the others."""
 
     @property
     def away(self) -> bool:
-        """The peer can make the state of every layer; of a parity group with the help of the others."""
+        """The peer can make the state of every layer."""
         return self.every > 0
 
     @property
@@ -89,28 +85,25 @@ class State:
 
 
 def state_of(text: str, field: str = "state") -> State:
-    """Read snapshot, replica, replay, replay:N, parity, parity:K or none. Raises FieldError naming `field`."""
+    """Read snapshot, replica, replay, replay:N or none. Raises FieldError naming `field`."""
     scheme, slash, _ = text.partition("/")
     if slash and text != scheme + SHARDED:
         raise FieldError(field, text, f"write {scheme}{SHARDED} where pipelines share the optimizer state")
     name, colon, number = scheme.partition(":")
     if name not in STATE_SCHEMES:
-        numbers = "replay:N sends whole states every N updates, parity:K has groups of K nodes"
-        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}; {numbers}")
+        number = "replay:N sends whole states every N updates"
+        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}; {number}")
     if slash and name in (REPLICA, NONE):
         why = "no other node has this one's part of the optimizer state"
-        raise FieldError(field, text, f"{why}: take snapshot{SHARDED}, replay{SHARDED} or parity{SHARDED}")
-    if name not in (REPLAY, PARITY):
+        raise FieldError(field, text, f"{why}: take snapshot{SHARDED} or replay{SHARDED}")
+    if name != REPLAY:
         if colon:
-            raise FieldError(field, text, f"{name} takes no number; replay:N and parity:K do")
+            raise FieldError(field, text, f"{name} takes no number; replay:N does")
         return State(name, int(name == SNAPSHOT), sharded=bool(slash))
-    letter, most = ("N", MOST_REPLAY) if name == REPLAY else ("K", MOST_GROUP)
-    if colon and (not number.isascii() or not number.isdigit() or not 2 <= int(number) <= most):
-        remedy = f"{name}:{letter} with {letter} from 2 to {most}; for whole states after every update take snapshot"
+    if colon and (not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_REPLAY):
+        remedy = f"{name}:N with N from 2 to {MOST_REPLAY}; for whole states after every update take snapshot"
         raise FieldError(field, text, remedy)
-    if name == REPLAY:
-        return State(name, int(number or REPLAY_EVERY), sharded=bool(slash))
-    return State(name, 1, int(number or GROUP), bool(slash))
+    return State(name, int(number or REPLAY_EVERY), sharded=bool(slash))
 
 
 def portion_of(plan: Plan, node: str, layer: int) -> Portion:

@@ -15,10 +15,9 @@ from elastic.planning.backup.backup_cost import Weighing, choose, estimates, is_
 from elastic.planning.backup.peer_assignment import choose_peers
 from elastic.planning.cost.cost_model import CostModel
 from elastic.planning.cost.node_kinds import Kinds
-from elastic.planning.parity import choose_groups, describe
 from elastic.planning.placement.exchange import Host, Slot
 from elastic.planning.placement.placement import Holdings, assign, recut
-from elastic.planning.plan.schemes import PARITY, REDUCE, REPLICA, SNAPSHOT, gradients_of, state_of, streamed
+from elastic.planning.plan.schemes import REDUCE, REPLICA, SNAPSHOT, gradients_of, streamed
 from elastic.planning.schedule.microbatch_split import deal
 from elastic.planning.search.evaluate import largest_tail
 from elastic.planning.search.layer_partition import Cutter
@@ -145,7 +144,6 @@ def protect(
     for _, _, stage in plan.stages():
         layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
     peers = choose_peers(nodes, layers, plan.spares)
-    plan = replace(plan, groups=())
     if not peers:
         gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
         alone = replace(plan, gradients=streamed(gradients), state=state)
@@ -163,8 +161,4 @@ def protect(
         if unfit:
             reason = f"{reason}, so {' and '.join(unfit)} would not do"
         gradients, state = streamed(gradients), SNAPSHOT if state == REPLICA else state
-    if state_of(state).name == PARITY:
-        groups, peers = choose_groups(nodes, layers, plan.spares, state_of(state).group)
-        plan = replace(plan, peers=peers, groups=groups, gradients=gradients, state=state)
-        return plan, f"backup {gradients}+{state}: {describe(plan)}"
     return replace(plan, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"

@@ -2,10 +2,10 @@
 
 The scheme comes from the plan. Gradients: `stream:k` go to the peer's vault after every k micro-batches, and when the
 last one is done; of `recompute` nothing goes anywhere, nor of `log`, which keeps the messages between stages on its own
-node, nor of `reduce`: other holders of the layer have the sums (`elastic.worker.engine.incremental_allreduce`). State: `snapshot` and
-`parity` go to the peer after every update (what that makes of them: `elastic.agent.vault.parity`), `replica` stays in the
-local vault (another pipeline holds the layer); with `replay` the peer gets what every update takes, and whole states
-now and then (`rebase`). What was not published is when the epoch ends, for those who will need it.
+node, nor of `reduce`: other holders of the layer have the sums (`elastic.worker.engine.incremental_allreduce`). State: `snapshot` goes to
+the peer after every update, `replica` stays in the local vault (another pipeline holds the layer); with `replay` the
+peer gets what every update takes, and whole states now and then (`rebase`). What was not published is when the epoch
+ends, for those who will need it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -83,13 +82,6 @@ class Fetcher:
             }
             found = {node: iter(part.result()) for node, part in parts.items()}
         return [next(found[copy.node]) for copy in copies]
-
-    def disown(self, copy: Copy) -> None:
-        """`copy` is whole and yet led to wrong bytes: its vault drops it, if it can be reached."""
-        client = self._clients.get(copy.node)
-        if client is not None:
-            with contextlib.suppress(VaultError):
-                client.verify(copy, wrong=True)
 
     def close(self) -> None:
         """End transfers in progress and all connections."""

@@ -20,7 +20,6 @@ from elastic.worker.engine.partial import wanted
 from elastic.worker.model.layers import Tied
 from elastic.worker.model.state_codec import join_portions
 from elastic.worker.recovery.fetch import Fetched, Fetcher
-from elastic.worker.recovery.rebuild import WrongParity, rebuilt
 from elastic.worker.replica.checkpoint import load_layer
 from elastic.worker.replica.replica import LayerReplica
 
@@ -189,15 +188,9 @@ class Installer:
         replica.clear()
 
     def _fetched(self, recipe: Recipe, fetches: Fetches) -> Fetched:
-        """The recipe's state; where it lies nowhere, what its parity and the others in that come to."""
+        """The recipe's state."""
         assert recipe.state is not None
-        if not recipe.rebuild:
-            return fetches[recipe.state.key].result()
-        try:
-            return rebuilt(recipe.state, recipe.rebuild, [fetches[c.key].result() for c in recipe.rebuild])
-        except WrongParity:
-            self._fetcher.disown(recipe.rebuild[0])
-            raise
+        return fetches[recipe.state.key].result()
 
     def _replay(
         self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None, fetches: Fetches
@@ -259,10 +252,10 @@ def _wanted(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterato
         if have != recipe.version:
             leads = replica is not None and replica.portion == WHOLE and _leads_on(recipe, replica)
             for part in recipe.portions:
-                yield from part.rebuild or part.states
+                yield from part.states
                 gradients.update((c.key, c) for c in part.updates)
             if recipe.state is not None and not leads:
-                yield from recipe.rebuild or (recipe.state,)
+                yield recipe.state
             gradients.update((c.key, c) for c in recipe.updates if not (leads and c.step < have))
             gradients.update((c.key, c) for c in recipe.replay)
         kept = have == recipe.version

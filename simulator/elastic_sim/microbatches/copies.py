@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from elastic.core.protocol import messages as m
 from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, STATE, UPDATE, Assignment, Copy, Portion
-from elastic.planning.parity import lanes_of
 from elastic.planning.plan.schemes import LOG, NONE, gradients_of, portion_of, state_of
 from elastic.planning.schedule.schedule import Action, Kind
 
@@ -33,7 +32,6 @@ class Copies:
         self._every, self._rounds = gradients.every * chunks, gradients.rounds
         self._logs = gradients.name == LOG
         self._peer = plan.peer_of(node) or ""
-        self._lanes = lanes_of(plan, node) if self._state.group else {}
         self._keeps_finals = not self._every and (self._state.sharded or self._logs)
         self._fresh, self._entered, self._told, self.settled = 0, False, False, not self._rounds
         self._unacked = {GRADIENT: 0, STATE: 0}
@@ -175,8 +173,7 @@ class Copies:
             self._keep(copy)
         if copies and self._peer:
             self._unacked[kind] += 1
-            laned = [replace(c, lane=self._lanes.get(c.layer) if c.kind == STATE else None) for c in copies]
-            self._worker.agent.replicate(laned, self._peer, lambda: self._arrived(kind))
+            self._worker.agent.replicate(copies, self._peer, lambda: self._arrived(kind))
         return self._seconds(copies)
 
     def _seconds(self, copies: list[Copy]) -> float:

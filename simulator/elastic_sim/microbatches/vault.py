@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from elastic.domain.types import GRADIENT, LOGS, PARITY, STATE, UPDATE, Copy, Part
+from elastic.domain.types import GRADIENT, LOGS, STATE, UPDATE, Copy
 
 KEPT_STEPS, KEPT_GRADIENTS = 2, 2
 Group = tuple[str, int, str, int, frozenset[int]]
@@ -15,14 +15,9 @@ class Vault:
     def __init__(self, node: str) -> None:
         self.node = node
         self._groups: dict[Group, list[Copy]] = {}
-        self._lanes: dict[tuple[int, str, int, int], dict[str, Copy]] = {}
-        """(epoch, owners, lane, version): what has arrived of a parity that is not whole yet, by owner."""
 
     def add(self, copy: Copy) -> None:
-        """Keep a copy, or put it into its parity, and give up what it makes useless."""
-        if copy.lane is not None:
-            self._into_parity(copy)
-            return
+        """Keep a copy, and give up what it makes useless."""
         copy = replace(copy, node=self.node)
         group = self._groups.setdefault(_group(copy), [])
         if any(held.key == copy.key for held in group):
@@ -49,31 +44,6 @@ class Vault:
             )
             kept += mine[-most:]
         return kept
-
-    def _into_parity(self, copy: Copy) -> None:
-        lane = copy.lane
-        assert lane is not None
-        at = copy.epoch, lane.owner, lane.index, copy.step
-        arrived = self._lanes.setdefault(at, {})
-        arrived[copy.owner] = copy
-        if set(arrived) != set(lane.members):
-            return
-        del self._lanes[at]
-        parts = tuple(
-            Part(c.owner, c.layer, c.shard, c.nbytes, c.checksum, c.portion)
-            for c in (arrived[member] for member in lane.members)
-        )
-        whole = replace(
-            copy,
-            kind=PARITY,
-            layer=lane.index,
-            owner=lane.owner,
-            nbytes=max(part.nbytes for part in parts),
-            portion=(0, 1),
-            lane=None,
-            parts=parts,
-        )
-        self.add(whole)
 
     def trim(self, epoch: int, step: int) -> None:
         """Copies of epochs below `epoch` are not needed any more, but for logged messages of `step`."""

@@ -239,10 +239,10 @@ class Worker:
             whole = live and recipe.state is not None and self._portions.get(recipe.layer) == WHOLE
             leads = whole and recipe.state is not None and recipe.state.step == self.version
             for part in recipe.portions:
-                yield from part.rebuild or part.states
+                yield from part.states
                 yield from part.updates
             if recipe.state is not None and not leads:
-                yield from recipe.rebuild or (recipe.state,)
+                yield recipe.state
             yield from recipe.updates
             yield from recipe.replay
         for copy in recipe.gradients:

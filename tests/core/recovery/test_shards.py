@@ -10,7 +10,7 @@ import pytest
 
 from elastic.core.recovery.recovery import explain
 from elastic.domain.errors import Unrecoverable
-from elastic.domain.types import PARITY, STATE, UPDATE, Copy, Part, whole_slots
+from elastic.domain.types import STATE, UPDATE, Copy, whole_slots
 from tests.core.recovery.copies import RECORD, M, gradient, pipeline, plan_of, recipes, run, state, update
 
 FULL = set(range(M))
@@ -101,20 +101,6 @@ def test_a_portion_is_made_of_its_own_chain() -> None:
     foreign = [replace(step, portion=(0, 2)) for step in steps]
     with pytest.raises(Unrecoverable):
         run(TWO, part(0, 2, 7, "a"), base, *foreign, nodes="abc")
-
-
-def test_a_portion_is_rebuilt_from_a_parity() -> None:
-    mine = part(0, 2, 7, "a")
-    parts = tuple(Part("ab"[i], 0, 0, 100, f"{i}.2.7", (i, 2)) for i in range(2))
-    parity = replace(state(0, 7, "c", "a+b"), kind=PARITY, parts=parts)
-    result = run(ONE, mine, parity, nodes="ac")
-    first, second = recipes(result)["a", 0, 0].portions
-    assert first.state == mine and second.rebuild == (parity, mine)
-    assert second.state is not None and second.state.portion == (1, 2)
-    outcome = explain(result, TWO, ("b",))
-    assert outcome.state_source == "peer" and "layers 0 rebuilt from parity" in outcome.text
-    with pytest.raises(Unrecoverable):
-        run(ONE, parity, nodes="c")  # two lost
 
 
 def test_of_a_whole_state_and_portions_what_takes_fewer_bytes() -> None:

@@ -210,13 +210,6 @@ def test_slow_nodes_and_interleaved_stages_are_priced() -> None:
     assert estimate(here, "recompute+replica", by, NODES).exposed_s == 0
 
 
-def test_a_parity_takes_less_memory_than_a_snapshot_and_more_to_recover() -> None:
-    by = Weighing(profile=profile(link=100.0 * MB))
-    whole, xor = (estimate(plan(1), f"recompute+{state}", by, NODES) for state in ("snapshot", "parity:2"))
-    assert (whole.memory_bytes, xor.memory_bytes) == (48 * MB, 16 * MB)
-    assert whole.sent_bytes == xor.sent_bytes and whole.lost_s < xor.lost_s
-
-
 def test_replicas_have_to_lie_in_other_domains_where_there_are_such() -> None:
     """The choice while training and the plan's own are one and the same rule."""
     apart = tuple(replace(info, domain="ab"[i % 2]) for i, info in enumerate(NODES))

@@ -55,8 +55,7 @@ plans = st.builds(
     spares=st.lists(names, max_size=3).map(tuple),
     peers=st.lists(st.tuples(names, names), max_size=3).map(tuple),
     gradients=st.sampled_from(["stream", "stream:4", "recompute", "none"]),
-    groups=st.lists(st.lists(names, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
-    state=st.sampled_from(["snapshot", "replica", "replay", "replay:12", "parity", "parity:4", "none"]),
+    state=st.sampled_from(["snapshot", "replica", "replay", "replay:12", "none"]),
     reason=st.text(max_size=40),
 )
 
@@ -157,9 +156,6 @@ def _stages(*spans: tuple[str, int, int]) -> tuple[Stage, ...]:
         (_with_pipeline(0, microbatches=tuple(range(8))), "plan.microbatches", "twice"),
         (replace(PLAN, spares=("node0",)), "plan.spares", "node0"),
         (replace(PLAN, peers=(("node0", "node0"),)), "plan.peers", "its own backup"),
-        (replace(PLAN, groups=(("node0",),)), "plan.groups", "two or more"),
-        (replace(PLAN, groups=(("node0", "node3"),)), "plan.groups", "one and the same peer"),
-        (replace(PLAN, groups=(("node8", "node9"),)), "plan.groups", "one and the same peer"),
         (replace(PLAN, peers=(("node0", "node9"),)), "plan.peers", "node9 is not"),
         (replace(PLAN, peers=(("node5", "node0"),)), "plan.peers", "must hold a stage"),
         (replace(PLAN, peers=(("node0", "node3"), ("node0", "node4"))), "plan.peers", "one peer"),

@@ -23,8 +23,8 @@ JOB = Job(
     microbatches=8, steps=20, min_nodes=3, max_nodes=8, backup="stream+snapshot", tokens_per_microbatch=4
 )
 GRADIENTS = ("stream", "stream:4", "reduce", "reduce:2", "log", "recompute")
-STATES = ("snapshot", "replica", "replay", "replay:3", "parity", "parity:3")
-SHARDED = ("snapshot/sharded", "replay:2/sharded", "parity/sharded")
+STATES = ("snapshot", "replica", "replay", "replay:3")
+SHARDED = ("snapshot/sharded", "replay:2/sharded")
 PAIRS = tuple(f"{g}+{s}" for g in GRADIENTS for s in (*STATES, *SHARDED))
 
 

@@ -15,19 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
-from elastic.domain.types import (
-    ACTIVATION,
-    GRADIENT,
-    PARITY,
-    STATE,
-    UPDATE,
-    Copy,
-    Lane,
-    Pipeline,
-    Plan,
-    Stage,
-    Unit,
-)
+from elastic.domain.types import ACTIVATION, GRADIENT, STATE, UPDATE, Copy, Pipeline, Plan, Stage, Unit
 from elastic.planning.plan.plan import format_plan
 
 
@@ -93,16 +81,6 @@ def test_a_vault_keeps_updates_since_the_older_state() -> None:
     vault.add(copy(STATE, 4, 1))
     vault.add(copy(STATE, 5, 2))
     assert sorted(c.step for c in vault if c.kind == UPDATE) == [4, 5]
-
-
-def test_a_parity_is_whole_when_all_of_its_lane_have_come() -> None:
-    vault, lane = Vault("k"), Lane(0, ("a", "b"))
-    vault.add(copy(STATE, 5, lane=lane))
-    assert not list(vault)
-    vault.add(copy(STATE, 5, lane=lane, owner="b", layer=7, nbytes=9))
-    (parity,) = vault
-    assert (parity.kind, parity.owner, parity.nbytes) == (PARITY, "a+b", 9)
-    assert [(part.owner, part.layer) for part in parity.parts] == [("a", 3), ("b", 7)]
 
 
 def test_a_trim_leaves_messages_of_the_running_step() -> None:

@@ -14,7 +14,6 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.recovery.recovery import solve
 from elastic.domain.errors import Unrecoverable, VaultError, VaultFull
 from elastic.domain.types import (
-    PARITY,
     REDUCED,
     STATE,
     UPDATE,
@@ -323,7 +322,7 @@ def test_a_full_vault_leaves_a_gap_that_nobody_steps_over(tmp_path: Path) -> Non
             assigned(b)
 
 
-@pytest.mark.parametrize("kind", [STATE, REDUCED, PARITY])
+@pytest.mark.parametrize("kind", [STATE, REDUCED])
 def test_after_training_went_back_the_newest_is_of_the_newest_epoch(kind: str) -> None:
     """Version 20 of an abandoned epoch makes room, not version 10 of the running one."""
     old = [make(content(v), kind=kind, step=v, epoch=3) for v in (19, 20)]

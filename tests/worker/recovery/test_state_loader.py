@@ -1,4 +1,4 @@
-"""Layers that no vault has any more: the installer makes them of a parity and the others that are in it."""
+"""Layers that the installer makes of copies in vaults."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic.domain.errors import VaultError
 from elastic.domain.types import (
     GRADIENT,
-    PARITY,
     STATE,
     Assignment,
     Copy,
-    Part,
     Pipeline,
     Plan,
     Recipe,
@@ -42,7 +39,6 @@ class Shelf(Fetcher):
         super().__init__("x", {})
         self.held: dict[str, Tensor] = {}
         self.read: list[str] = []
-        self.disowned: list[Copy] = []
 
     def put(self, kind: str, replica: LayerReplica, data: Tensor, **more: object) -> Copy:
         digest = checksum(memoryview(data.numpy().data))
@@ -56,19 +52,6 @@ class Shelf(Fetcher):
     def fetch(self, copy: Copy) -> Fetched:
         self.read.append(copy.key)
         return Fetched(self.held[copy.key], "peer:k")
-
-    def disown(self, copy: Copy) -> None:
-        self.disowned.append(copy)
-
-
-def parity_of(shelf: Shelf, layers: list[LayerReplica]) -> tuple[Copy, list[Copy]]:
-    runs = [state_of(layer) for layer in layers]
-    out = torch.zeros(max(map(len, runs)), dtype=torch.uint8)
-    for data in runs:
-        out[: len(data)] ^= data
-    states = [shelf.put(STATE, layer, data) for layer, data in zip(layers, runs, strict=True)]
-    parts = tuple(Part(c.owner, c.layer, 0, c.nbytes, c.checksum) for c in states)
-    return shelf.put(PARITY, layers[0], out, owner="n0+n1+n2", parts=parts), states
 
 
 def install(shelf: Shelf, recipe: Recipe, record: StepRecord | None = None) -> Installed:
@@ -95,19 +78,15 @@ def trained() -> list[LayerReplica]:
 @pytest.mark.parametrize("lost", range(3))
 def test_a_lost_layer_is_bit_for_bit_what_it_was(trained: list[LayerReplica], lost: int) -> None:
     shelf = Shelf()
-    parity, states = parity_of(shelf, trained)
-    others = [state for state in states if state.layer != lost]
-    recipe = Recipe(lost, 0, 1, replace(states[lost], node=""), rebuild=(parity, *others))
-    installed = install(shelf, recipe)
+    installed = install(shelf, Recipe(lost, 0, 1, shelf.put(STATE, trained[lost], state_of(trained[lost]))))
     assert installed.sources[lost] == "peer:k" and installed.replicas[lost].version == 1
     assert same(values([installed.replicas[lost]]), values([trained[lost]]))
     assert bytes(state_of(installed.replicas[lost]).numpy()) == bytes(state_of(trained[lost]).numpy())
-    assert states[lost].key not in shelf.read
 
 
-def test_it_is_rebuilt_and_then_updated() -> None:
+def test_a_lost_layer_is_read_and_then_updated() -> None:
     layers, shelf = replicas(optimizer=SPEC), Shelf()
-    parity, states = parity_of(shelf, layers)
+    state = shelf.put(STATE, layers[1], state_of(layers[1]))
     for index in range(4):
         run(layers, 0, index)
     lost = layers[1]
@@ -115,17 +94,5 @@ def test_it_is_rebuilt_and_then_updated() -> None:
     lost.write_gradient(data)
     final = shelf.put(GRADIENT, lost, data, microbatches=frozenset(range(4)))
     lost.update(lost.gradient.clone(), 0.5, SPEC.lr(0))
-    recipe = Recipe(1, 0, 1, replace(states[1], node=""), (final,), rebuild=(parity, states[0], states[2]))
-    installed = install(shelf, recipe, StepRecord(0, 0.5, 2.0, 1.0))
+    installed = install(shelf, Recipe(1, 0, 1, state, (final,)), StepRecord(0, 0.5, 2.0, 1.0))
     assert same(values([installed.replicas[1]]), values([lost]))
-
-
-def test_a_parity_that_does_not_fit_is_never_read_and_is_disowned(trained: list[LayerReplica]) -> None:
-    shelf = Shelf()
-    parity, states = parity_of(shelf, trained)
-    shelf.held[states[2].key] = shelf.held[states[2].key].clone()
-    shelf.held[states[2].key][7] ^= 1
-    recipe = Recipe(1, 0, 1, replace(states[1], node=""), rebuild=(parity, states[0], states[2]))
-    with pytest.raises(VaultError, match="layer 1"):
-        install(shelf, recipe)
-    assert shelf.disowned == [parity]
