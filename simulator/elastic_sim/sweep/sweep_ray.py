@@ -18,7 +18,7 @@ from pathlib import Path
 import ray
 from ray import exceptions
 
-import elastic
+from elastic.domain import version
 from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import (
@@ -49,7 +49,7 @@ def on_ray(address: str) -> Backend:
 def _connected(cells: Sequence[Cell], address: str) -> Generator[tuple[Cell, Result]]:
     """Raises FieldError where there is no cluster, CellFailed."""
     ours = Path(__file__).resolve().parents[2]
-    runtime = Path(elastic.__file__).resolve().parents[1]
+    runtime = Path(version.__file__).resolve().parents[2]
     sources = dict.fromkeys((str(ours), str(runtime)))
     path = os.pathsep.join(filter(None, (*sources, os.environ.get("PYTHONPATH", ""))))
     more = {"include_dashboard": False} if address == LOCAL else {}
