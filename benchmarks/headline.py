@@ -6,7 +6,7 @@ Two sweeps (`elastic-sim sweep`) for each type of node: AWS p3 and g4dn as recor
 minute of their record; and 30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h, replaced within 20
 minutes. Oobleck's five models run on A40s as in its artifact, Llama-3 on nodes of today that it fits on.
 Ours alone also on p3 with AWS's two minutes' notice of each loss, which most rivals' models do not use.
-docs/headline.md has the tables; goodput is a share of the feasible oracle's samples. Ours and the best rival are
+docs/simulator/headline.md has the tables; goodput is a share of the feasible oracle's samples. Ours and the best rival are
 compared seed by seed.
 `--quick`: one model, short, no recorded traces; writes nothing.
 """
@@ -30,7 +30,7 @@ from elastic_sim.steps.policies import ORACLES, RIVALS
 from benchmarks.results import Row, save
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/headline.md"
+PAGE = ROOT / "docs/simulator/headline.md"
 BEGIN, END = "<!-- tables -->", "<!-- /tables -->"
 MODELS = {
     "a40": ("bert-large", "gpt2", "gpt3-medium", "gpt3-2.7b", "gpt3-6.7b"),

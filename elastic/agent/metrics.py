@@ -1,4 +1,4 @@
-"""What an agent counts, and what it tells of its vault and workers. Listed in docs/metrics.md.
+"""What an agent counts, and what it tells of its vault and workers. Listed in docs/operate/metrics.md.
 
 Counters are moved by the agent's threads as things happen; gauges are read from the agent's parts when somebody asks.
 """

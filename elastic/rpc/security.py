@@ -25,7 +25,7 @@ TOKEN_FILE = "join.token"
 LEAST_TOKEN_CHARS = 16
 WORKERS = (
     "what workers send each other (gloo or NCCL, and their rendezvous store) is not encrypted: this torch has no TLS "
-    "for it; keep those ports in a private network (docs/security.md)"
+    "for it; keep those ports in a private network (docs/operate/security.md)"
 )
 """Said at the start of every job that uses certificates."""
 Stamp = tuple[tuple[int, int, int], ...]

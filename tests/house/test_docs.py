@@ -25,7 +25,7 @@ PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 
 
 def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, DOCS / "generate" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -38,7 +38,7 @@ def _python(page: Path) -> str:
     return str(blocks[0])
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "custom-model.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "guide" / "custom-model.md"], ids=lambda p: p.name)
 def test_the_example_trains(page: Path, tmp_path: Path) -> None:
     script, run_dir = tmp_path / "mine.py", tmp_path / "run"
     script.write_text(_python(page))
@@ -63,13 +63,13 @@ def test_readme_is_short() -> None:
 
 @pytest.mark.parametrize("name", ["states", "cli", "timeouts"])
 def test_generated_page_is_current(name: str) -> None:
-    current = _script(f"make_{name}").text()
-    assert (DOCS / f"{name}.md").read_text() == current, f"run: python docs/make_{name}.py"
+    generator = _script(f"make_{name}")
+    assert generator.OUT.read_text() == generator.text(), f"run: python docs/make_{name}.py"
 
 
 def test_every_constant_in_seconds_is_of_a_known_kind() -> None:
     page = _script("make_timeouts")
-    assert set(page.found()) == set(page.CONSTANTS), "say in docs/make_timeouts.py of which kind it is"
+    assert set(page.found()) == set(page.CONSTANTS), "say in docs/generate/make_timeouts.py of which kind it is"
     assert set(page.CONSTANTS.values()) == set(page.KINDS)
 
 
@@ -114,7 +114,7 @@ def test_faults_in_the_docs_can_be_given() -> None:
 
 
 def test_summary_page_names_every_field_and_kind() -> None:
-    named = set(re.findall(r"`([\w-]+)`", (DOCS / "summary.md").read_text()))
+    named = set(re.findall(r"`([\w-]+)`", (DOCS / "guide" / "summary.md").read_text()))
     change = Change(1, "", False, (), 1, 0.0, None, 0, 0)
     fields = {*summarize([]), *recovery_entry(Recovered(change, 1, 0.0, 0.0, 0.0), None)}
     assert fields - named == set()

@@ -1,4 +1,4 @@
-"""`elastic.core.node.node.MOVES`, from which docs/states.md is drawn, is what the transition really does."""
+"""`elastic.core.node.node.MOVES`, from which docs/design/states.md is drawn, is what the transition really does."""
 
 from __future__ import annotations
 

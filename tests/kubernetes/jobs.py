@@ -35,7 +35,7 @@ def render(*words: str) -> list[Object]:
 
 
 def secrets(name: str, folder: Path) -> list[Object]:
-    """What the user makes before: certificates (as docs/kubernetes.md makes them) and the join token."""
+    """What the user makes before: certificates (as docs/operate/kubernetes.md makes them) and the join token."""
     content = {"certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""}, "token": {"token": "5e" * 32 + "\n"}}
     if ENCRYPTED:
         hosts = f"{name}/{name}-etcd/*.{name}-etcd"

@@ -1,4 +1,4 @@
-"""What is counted, and that docs/metrics.md tells of all of it."""
+"""What is counted, and that docs/operate/metrics.md tells of all of it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def known() -> dict[str, tuple[str, frozenset[str]]]:
 def test_the_page_tells_of_every_metric() -> None:
     rows = re.findall(
         r"^\| `(elastic_\w+)` \| (\w+) \| ([^|]*) \| [^|]+ \|$",
-        (ROOT / "docs" / "metrics.md").read_text(),
+        (ROOT / "docs" / "operate" / "metrics.md").read_text(),
         re.M,
     )
     told = {name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
@@ -132,9 +132,9 @@ def test_names_follow_the_conventions() -> None:
 
 def test_every_alert_has_its_entry() -> None:
     alerts = re.findall(r"- alert: (\w+)", RULES.read_text())
-    titles = re.findall(r"^## (\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.M)
+    titles = re.findall(r"^## (\w+)$", (ROOT / "docs" / "operate" / "alerts.md").read_text(), re.M)
     assert alerts == titles and len(alerts) > 20
-    links = re.findall(r"runbook_url: docs/alerts.md#(\w+)", RULES.read_text())
+    links = re.findall(r"runbook_url: docs/operate/alerts.md#(\w+)", RULES.read_text())
     assert links == [name.lower() for name in alerts]
 
 

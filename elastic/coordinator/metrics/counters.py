@@ -1,4 +1,4 @@
-"""What the coordinator counts while it decides. Listed in docs/metrics.md; what the state itself tells, in `gauges`.
+"""What the coordinator counts while it decides. Listed in docs/operate/metrics.md; what the state itself tells, in `gauges`.
 
 Fed with transitions, their actions and the messages that records are made of, never with logs. All counting is done by
 the coordinator's own thread and takes microseconds; gauges are worked out when somebody asks, by whoever asks.

@@ -1,6 +1,6 @@
 """What the job's state tells, worked out whenever somebody reads the metrics.
 
-A state is never changed in place, so it may be read from any thread. Listed in docs/metrics.md.
+A state is never changed in place, so it may be read from any thread. Listed in docs/operate/metrics.md.
 """
 
 from __future__ import annotations

@@ -382,4 +382,4 @@ RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
     JobPhase.FINISHED: ((_nothing,), ()),
     JobPhase.FAILED: ((_nothing,), ()),
 }
-"""Per phase: its rules in order, and the phases that may follow. docs/states.md is drawn from this table."""
+"""Per phase: its rules in order, and the phases that may follow. docs/design/states.md is drawn from this table."""

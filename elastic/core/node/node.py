@@ -66,7 +66,7 @@ MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.STARTING,), "script failed", Phase.FAILED),
     ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
 )
-"""(from, why, to): every change of phase that `transition` makes. docs/states.md is drawn from this table."""
+"""(from, why, to): every change of phase that `transition` makes. docs/design/states.md is drawn from this table."""
 
 
 def transition(state: NodeState, event: Any, now: float) -> Result:

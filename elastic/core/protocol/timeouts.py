@@ -1,6 +1,6 @@
 """One budget for time: how long a silent peer is tolerated. Every other limit follows from it and from measured times.
 
-`budget` is a pure function; docs/timeouts.md is drawn from this file. What is no limit on waiting for somebody (how
+`budget` is a pure function; docs/operate/timeouts.md is drawn from this file. What is no limit on waiting for somebody (how
 often something is looked at, how long a program may take to start) is a constant where it is used, and stands in the
 same page with the reason.
 

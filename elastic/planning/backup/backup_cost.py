@@ -11,7 +11,7 @@ in seconds. A copy of n bytes takes a worker n / r, and its transfer slows compu
     lost      what a loss costs beyond the schemes' common part: bytes to fetch over B, micro-batches to run again
     expected  step (1 + losses a second * (pause + lost))
 
-Formulas and what was measured: docs/backup.md.
+Formulas and what was measured: docs/design/backup.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
     inside = { bandwidth = "300GB/s" }
     link = { bandwidth = "100Gbit", latency = "10us" }
 
-Every key and its default: `Cluster`, `Group`, and docs/capacity.md. Text in, values out: files are read elsewhere,
+Every key and its default: `Cluster`, `Group`, and docs/guide/capacity.md. Text in, values out: files are read elsewhere,
 and `elastic.planning.capacity.capacity` makes requests of it.
 """
 

@@ -1,4 +1,4 @@
-"""The cost model: seconds and bytes of stages, pipelines and steps. Formulas with sources: docs/planner.md.
+"""The cost model: seconds and bytes of stages, pipelines and steps. Formulas with sources: docs/design/planner.md.
 
 Layers are numbered 0..L-1; a stage holds layers [i, j). Everything per layer is kept as NumPy prefix sums of
 length L + 1, so that the figure of a stage is a difference, and all stages at once are a broadcast. Nodes that

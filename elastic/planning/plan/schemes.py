@@ -1,4 +1,4 @@
-"""Backup schemes by name: GRADIENTS+STATE, as stream:4+snapshot. What they do and cost: docs/backup.md."""
+"""Backup schemes by name: GRADIENTS+STATE, as stream:4+snapshot. What they do and cost: docs/design/backup.md."""
 
 from __future__ import annotations
 

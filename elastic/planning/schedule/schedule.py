@@ -9,7 +9,7 @@ were sent.
     I3  its part that finds the gradient of the stage's input
     W3  its part that finds the parameters' gradients; I3 and W3 together are B3
 
-Where a unit has several stages the stage comes first: 2F3 is F3 of stage 2. `docs/schedules.md` draws them.
+Where a unit has several stages the stage comes first: 2F3 is F3 of stage 2. `docs/design/schedules.md` draws them.
 """
 
 from __future__ import annotations

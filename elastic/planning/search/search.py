@@ -1,4 +1,4 @@
-"""The planner: for any set of nodes the plan with the shortest step. Formulas and proofs: docs/planner.md.
+"""The planner: for any set of nodes the plan with the shortest step. Formulas and proofs: docs/design/planner.md.
 
 Nodes are sorted into kinds. Small clusters are searched exactly (`exact`), larger ones by a linear programme
 and a knapsack over all pipelines that could be made (`scale`); either says which kinds of nodes make which

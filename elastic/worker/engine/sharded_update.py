@@ -4,7 +4,7 @@ that the others updated.
 Each of k holders has 1 / k of a layer's optimizer state, and updates that portion of its parameters
 (`elastic.worker.model.optimizer`). A gather over the holders then completes the layer: (k - 1) / k of the parameters' bytes
 for each. Until it is over the layer is not `complete`: its portion of the state is whole all the same, and published
-before, so that a fault in between costs nothing (docs/backup.md).
+before, so that a fault in between costs nothing (docs/design/backup.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One optimizer step on one worker: run the schedule, reduce, commit, update.
 
-Order of things that makes every later recovery possible (docs/design.md, "Versions"): gradients are published after
+Order of things that makes every later recovery possible (docs/design/design.md, "Versions"): gradients are published after
 each micro-batch; the commit is entered only when the final gradients and the current state (or what makes it) are
 whole at the peer; what the update takes is published before it, states right after it. Where holders shared the update,
 they exchange what they updated then.

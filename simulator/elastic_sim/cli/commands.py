@@ -56,7 +56,7 @@ _OPTIONS = {
     "first": click.option("--from", "first", type=SECONDS, default=0.0, help="of a trace: begin here"),
     "last": click.option("--to", "last", type=SECONDS, default=0.0, help="of a trace: end here"),
     "physics": click.option(
-        "--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator.md"
+        "--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator/simulator.md"
     ),
 }
 

@@ -1,7 +1,7 @@
 """A whole job as a model: nodes, vaults, workers, commits and kills, in any order that the rules allow.
 
 Gradients are multisets of micro-batches, so whatever is added twice shows. The rules are those of
-docs/design.md: two slots, commit gates, retention, fences, trims. Every choice is made by the
+docs/design/design.md: two slots, commit gates, retention, fences, trims. Every choice is made by the
 `random.Random` that is given.
 """
 

@@ -225,7 +225,7 @@ def test_nothing_is_written_when_there_is_no_plan(place: Path, capsys: pytest.Ca
     assert (place / "old.svg").read_text() == "old"
 
 
-PAGE = CLUSTERS.parents[1] / "docs" / "capacity.md"
+PAGE = CLUSTERS.parents[1] / "docs" / "guide" / "capacity.md"
 
 
 @pytest.mark.parametrize("words", re.findall(r"<!-- output: elastic (plan .*?) -->", PAGE.read_text()))

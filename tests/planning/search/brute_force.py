@@ -1,4 +1,4 @@
-"""The best plan by trying everything: written from the formulas of docs/planner.md, sharing no code with the
+"""The best plan by trying everything: written from the formulas of docs/design/planner.md, sharing no code with the
 planner."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a loss truly costs our runtime in work that is done again, by backup scheme (docs/backup.md).
+"""What a loss truly costs our runtime in work that is done again, by backup scheme (docs/design/backup.md).
 
 At the fault every pipeline has done the same share of its micro-batches. Those under way, in all pipelines, are
 abandoned: the pipelines fill anew. Of those finished, the lost stage's gradients are gone where they were not saved:

@@ -1,5 +1,5 @@
 """Bring docs/results.md, and the few rows of it that README shows, up to date from benchmarks/results/*.json:
-python docs/make_results.py"""
+python docs/generate/make_results.py"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 SHOWN = (
     ("recovery", "total, median"),
@@ -58,7 +58,7 @@ def updated(readme: str, results: list[Result]) -> str:
 
 def page(results: list[Result]) -> str:
     """Everything that was measured, targets missed included."""
-    head = "Written by `python docs/make_results.py` from `benchmarks/results/`; `make bench` measures all again."
+    head = "Written by `python docs/generate/make_results.py` from `benchmarks/results/`; `make bench` measures all again."
     return f"# Results\n\n{head}\n\n" + table(results, lambda name, row: True)
 
 

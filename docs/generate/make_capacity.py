@@ -1,4 +1,4 @@
-"""Bring the outputs in docs/capacity.md up to date: python docs/make_capacity.py
+"""Bring the outputs in docs/guide/capacity.md up to date: python docs/generate/make_capacity.py
 
 What stands between `<!-- output: X -->` and `<!-- /output -->` is replaced by the output of the command X, by the
 file X, or by the table that X names.
@@ -22,8 +22,8 @@ from elastic.launcher.cli import main
 from elastic.planning.cost.catalogue import HARDWARE, MODELS
 from elastic.planning.cost.published_profiles import parameters
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / "docs" / "capacity.md"
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs" / "guide" / "capacity.md"
 BLOCK = re.compile(r"(<!-- output: (.*?) -->\n).*?(<!-- /output -->)", re.S)
 SHOWN = (4, 8, 16, 32, 64)
 """Nodes in the table of rivals."""

@@ -1,4 +1,4 @@
-"""Write docs/cli.md from the parsers of the command line: python docs/make_cli.py"""
+"""Write docs/guide/cli.md from the parsers of the command line: python docs/generate/make_cli.py"""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from elastic.launcher.flags import certs
 from elastic.launcher.flags.flags import Parser, run_parser
 from elastic.launcher.kubernetes import render as kubernetes
 
-OUT = Path(__file__).with_name("cli.md")
+OUT = Path(__file__).parents[1] / "guide" / "cli.md"
 HEAD = """# Command line
 
-Written by `python docs/make_cli.py` from the parsers themselves. Do not edit.
+Written by `python docs/generate/make_cli.py` from the parsers themselves. Do not edit.
 
 Every flag may be written `--a-b` or `--a_b`. For `run`, `coordinator` and `agent` an environment variable
 `PET_A_B` replaces the default of `--a-b`, as for torchrun. Wrong flags, values and files end with exit code 2
 and one line on standard error, before anything is started or written.
 
 Several machines: run the same `elastic run` on each of them with the same `--rdzv-endpoint HOST:PORT` and
-`--rdzv-backend c10d`, and with `--certs` and `--join-token-file` ([security](security.md)); the machine that owns the
+`--rdzv-backend c10d`, and with `--certs` and `--join-token-file` ([security](../operate/security.md)); the machine that owns the
 address starts the coordinator. `elastic coordinator` and `elastic agent` start the two services by themselves instead.
 """
 EXITS = """

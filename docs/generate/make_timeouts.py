@@ -1,4 +1,4 @@
-"""Write docs/timeouts.md from the code: python docs/make_timeouts.py
+"""Write docs/operate/timeouts.md from the code: python docs/generate/make_timeouts.py
 
 Limits come from `elastic/core/protocol/timeouts.py`; every other constant in seconds is found in the source, and has to be of
 one of the KINDS below.
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from elastic.core.protocol.timeouts import budget
 
-ROOT = Path(__file__).resolve().parents[1]
-OUT = Path(__file__).with_name("timeouts.md")
+ROOT = Path(__file__).resolve().parents[2]
+OUT = Path(__file__).parents[1] / "operate" / "timeouts.md"
 BUDGET = ROOT / "elastic" / "core" / "protocol" / "timeouts.py"
 SHOWN = (1.0, 3.0, 30.0)
 
@@ -136,12 +136,12 @@ CONSTANTS = {
 
 HEAD = """# Timeouts
 
-Written by `python docs/make_timeouts.py` from the code. Do not edit.
+Written by `python docs/generate/make_timeouts.py` from the code. Do not edit.
 
 The user gives at most one number: `--silence`, how long a silent peer is tolerated (3 s; `--lease` is the same flag).
 Every other limit on waiting for somebody follows from it, and some from what was measured. `elastic status` shows the
 limits of a running job; the event log tells them at the start, and those that change with the measurements that changed
-them (`timeouts`, see [summary](summary.md#eventsjsonl)). Measurements are rounded up to 1, 2 or 5 times a power of ten,
+them (`timeouts`, see [summary](../guide/summary.md#eventsjsonl)). Measurements are rounded up to 1, 2 or 5 times a power of ten,
 and only lengthen limits. Agents stretch theirs by what their own workers measured.
 
 More silence is worth tolerating where networks or hypervisors pause (live migration: 1 to 10 s); less where seconds

@@ -1,4 +1,4 @@
-"""Draw docs/states.md from the tables in the code: python docs/make_states.py"""
+"""Draw docs/design/states.md from the tables in the code: python docs/generate/make_states.py"""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from elastic.core.job import state as job
 from elastic.core.node import node
 from elastic.core.protocol import messages
 
-OUT = Path(__file__).with_name("states.md")
+OUT = Path(__file__).parents[1] / "design" / "states.md"
 HEAD = """# State machines
 
-Drawn by `python docs/make_states.py` from `elastic.core.coordinator.transitions.RULES` and
+Drawn by `python docs/generate/make_states.py` from `elastic.core.coordinator.transitions.RULES` and
 `elastic.core.node.node.MOVES`. Do not edit.
 
 Both machines are pure functions (state, event, time) -> (state, actions, reason). The shells around them
