@@ -1,8 +1,9 @@
 # Every target works in a fresh clone with python >= 3.11, make and a package index.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
@@ -14,12 +15,12 @@ help: ## this list
 
 setup: $(STAMP) ## environment in .venv with everything installed
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "python >= 3.11 is needed; give it as: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev,docs]'
 	@touch $@
 
 demo: setup ## train a GPT, kill a node in the middle of a step, compare with a failure-free run

@@ -10,9 +10,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import yaml
+from elastic.domain.errors import FieldError, needs_extra
 
-from elastic.domain.errors import FieldError
+with needs_extra("kubernetes", "`elastic kubernetes`"):
+    import yaml
 
 Object = dict[str, Any]
 FILE = "kustomization.yaml"

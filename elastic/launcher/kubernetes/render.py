@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from elastic.domain.errors import EXIT_OK, FieldError, UsageError
+from elastic.domain.errors import EXIT_OK, FieldError, UsageError, needs_extra
 from elastic.launcher.flags.flags import OURS, TORCHRUN, Parser
 from elastic.launcher.flags.values import choice, size, whole
 from elastic.launcher.kubernetes.controllers import COMPONENT, KINDS, convert, coordinators, pod_template
 from elastic.launcher.kubernetes.kustomize import FILE, Object, build
+
+with needs_extra("kubernetes", "`elastic kubernetes`"):
+    import yaml
 
 PLACEHOLDER = "elastic"
 """The job's name in deploy/, and how the names of all its objects begin."""

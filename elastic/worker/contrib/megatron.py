@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic.domain.errors import FieldError, needs_extra
 from elastic.worker.contrib.uncompiled import uncompiled
 
-with uncompiled(), warnings.catch_warnings():
+with needs_extra("megatron", "A GPT from megatron-core layers"), uncompiled(), warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401 - imported by layers
@@ -40,7 +41,6 @@ with uncompiled(), warnings.catch_warnings():
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.contrib.gpt import GPTConfig
 from elastic.worker.contrib.linear import linear
