@@ -35,7 +35,8 @@ from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import Abandon
-from elastic.worker.transport.links import Links, host_store
+from elastic.worker.transport.links import Links
+from elastic.worker.transport.rendezvous import host_store
 
 VOCAB, SEQ = 256, 128
 CPU = torch.device("cpu")

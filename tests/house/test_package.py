@@ -42,9 +42,7 @@ def test_make_targets(name: str) -> None:
     assert name == "setup" or "setup" in rule.group(1).split()
 
 
-def test_files_and_functions_stay_small() -> None:
-    large_files = [path for path in SOURCES if len(path.read_text().splitlines()) > 400]
-    assert not names(large_files)
+def test_functions_stay_small() -> None:
     large_functions = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in SOURCES

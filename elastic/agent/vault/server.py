@@ -15,8 +15,7 @@ from typing import Any
 
 import xxhash
 
-from elastic.agent.vault.incoming import Incoming
-from elastic.agent.vault.vault import Vault
+from elastic.agent.vault.vault import Incoming, Vault
 from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull

@@ -16,9 +16,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from elastic.agent.vault.incoming import Incoming
 from elastic.agent.vault.retention import Group, abandoned, group_of, spare, superseded
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
@@ -41,6 +41,50 @@ class _Entry:
     @property
     def data(self) -> memoryview:
         return self.slot.view(self.copy.nbytes)
+
+
+class Incoming:
+    """A copy on its way into a vault: fill `buffer`, then `commit` or `abort`.
+
+    The bytes lie in a slot of the vault's own and belong to the vault only after `commit`.
+    """
+
+    def __init__(
+        self,
+        copy: Copy,
+        slot: Slot,
+        add: Callable[[Slot], None],
+        give_back: Callable[[Slot], None],
+    ) -> None:
+        """`add` makes a whole copy part of the vault; `give_back` frees the slot."""
+        self._copy, self._add, self._give_back = copy, add, give_back
+        self._slot: Slot | None = slot
+        self.buffer = slot.view(copy.nbytes)
+
+    def verify(self, digest: str | None = None) -> None:
+        """Raise VaultError unless the bytes match. `digest`: their checksum, if it is known."""
+        found = checksum(self.buffer) if digest is None else digest
+        if found != self._copy.checksum:
+            text = f"arrived corrupt: checksum {found}, not {self._copy.checksum}"
+            raise VaultError(f"{self._copy.key} {text}")
+
+    def commit(self, digest: str | None = None) -> None:
+        """Verify the bytes and add the copy to the vault; VaultError or StaleError keep nothing."""
+        if self._slot is None:
+            raise VaultError(f"{self._copy.key} was aborted")
+        try:
+            self.verify(digest)
+            self._slot.finish(self._copy.sequence, self._copy.nbytes, self._copy.epoch)
+            self._add(self._slot)
+            self._slot = None
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Give the slot back unless the copy was committed."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._give_back(slot)
 
 
 class Vault:
@@ -100,7 +144,8 @@ class Vault:
                 if not self._make_room(copy):
                     raise
                 slot = self._pool.take(copy.nbytes)
-            return Incoming(self, copy, slot, trusted)
+            add = partial(self._add, copy, trusted=trusted)
+            return Incoming(copy, slot, add, self._give)
 
     def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
         """`store` for all or none. Never waits for room, and one bundle after the other takes its: two that come at
@@ -303,7 +348,7 @@ class Vault:
                 f"{copy.key} is of epoch {copy.epoch}; {self.node} refuses those below {self._fence}"
             )
 
-    def _add(self, copy: Copy, slot: Slot, trusted: bool) -> None:
+    def _add(self, copy: Copy, slot: Slot, *, trusted: bool) -> None:
         with self._lock:
             self._refuse_stale(copy, trusted)
             self._insert(_Entry(replace(copy, node=self.node), str(slot.path), slot))

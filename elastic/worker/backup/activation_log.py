@@ -1,7 +1,7 @@
 """Messages between stages as copies: what the `log` scheme keeps on the sender's node.
 
-A copy is a header (int64 words, as on the wire: `elastic.worker.transport.flows`) padded to DATA_OFFSET bytes, and the tensor's
-bytes.
+A copy is a header (int64 words, as on the wire: `elastic.worker.transport.tensor_header`) padded to
+DATA_OFFSET bytes, and the tensor's bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic.domain.errors import ElasticError, VaultError, VaultFull
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
-from elastic.worker.transport.flows import MAX_DIMS, form_of, pack_form, unpack_form
+from elastic.worker.transport.tensor_header import MAX_DIMS, form_of, pack_form, unpack_form
 
 HEADER_BYTES = 8 * (2 + MAX_DIMS)
 DATA_OFFSET = 128

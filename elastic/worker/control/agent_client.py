@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from elastic.core.protocol import messages as m
@@ -22,14 +23,14 @@ from elastic.domain.errors import ChannelClosed, UsageError
 from elastic.planning.cost.profile import Link
 from elastic.rpc import security
 from elastic.rpc.frames import Channel
-from elastic.worker.transport.links import Abandon
+from elastic.worker.transport.cancellation import Abandon
 
 HEARTBEAT_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerContext:
-    """Who this worker is, as its agent told it at its start."""
+class WorkerSettings:
+    """Settings that the agent gives this worker at its start, through the environment."""
 
     agent: str
     """Path of the agent's Unix socket."""
@@ -55,7 +56,7 @@ class WorkerContext:
     """Limits on waiting for others."""
 
     @staticmethod
-    def from_environment() -> WorkerContext:
+    def from_environment() -> WorkerSettings:
         """Read what `elastic run` put into the environment. Raises UsageError outside of it."""
         if "ELASTIC_AGENT" not in os.environ:
             raise UsageError(
@@ -67,7 +68,7 @@ class WorkerContext:
                 env["ELASTIC_RUN_DIR"], env.get("ELASTIC_CERTS", ""), env.get("ELASTIC_CERTS_NAME", "")
             )
         )
-        return WorkerContext(
+        return WorkerSettings(
             agent=env["ELASTIC_AGENT"],
             node=env["ELASTIC_NODE"],
             local_rank=int(env["ELASTIC_LOCAL_RANK"]),
@@ -102,13 +103,12 @@ class Position:
 
 
 class Control:
-    """Orders from the agent. `on_acked` is called from the reading thread."""
+    """Connection to the agent, at the Unix socket `path`."""
 
-    def __init__(self, path: str, on_acked: Callable[[m.Acked], None]) -> None:
+    def __init__(self, path: str) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(path)
         self._channel = Channel(sock)
-        self._on_acked = on_acked
         self._orders: queue.Queue[Any] = queue.Queue()
         self._lock = threading.Lock()
         self._abandon = Abandon()
@@ -119,9 +119,13 @@ class Control:
         self._closing = threading.Event()
         self.position = Position()
 
-    def start(self) -> None:
-        """Begin to listen and to send heartbeats (after Attach was sent)."""
-        threading.Thread(target=self._listen, name="elastic-orders", daemon=True).start()
+    def start(self, on_acked: Callable[[m.Acked], None]) -> None:
+        """Begin to listen and to send heartbeats, after Attach was sent.
+
+        The listening thread calls `on_acked` for every acknowledgement.
+        """
+        listen = partial(self._listen, on_acked)
+        threading.Thread(target=listen, name="elastic-orders", daemon=True).start()
         threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -153,17 +157,19 @@ class Control:
             self._halt.wait_for(lambda: self._stopping or self._newest.epoch > epoch)
             return None if self._stopping else self._newest.epoch
 
-    def _listen(self) -> None:
+    def _listen(self, on_acked: Callable[[m.Acked], None]) -> None:
         try:
             while True:
-                self._receive(self._channel.receive())
+                message = self._channel.receive()
+                if isinstance(message, m.Acked):
+                    on_acked(message)
+                else:
+                    self._receive(message)
         except (ChannelClosed, OSError):
             os._exit(70)  # the agent is gone: a worker never outlives its node
 
     def _receive(self, message: Any) -> None:
         match message:
-            case m.Acked():
-                self._on_acked(message)
             case m.Halt():
                 with self._halt:
                     self._newest = message

@@ -12,16 +12,16 @@ from elastic.config import claim_fault
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase, due, format_fault
 from elastic.rpc.shaping import shaper_of
-from elastic.worker.control.agent_client import WorkerContext
+from elastic.worker.control.agent_client import WorkerSettings
 
 
 class Injector:
     """Asks at every point of a step whether a fault is due here, and carries it out once."""
 
-    def __init__(self, context: WorkerContext, send: Callable[[object], None]) -> None:
-        self._context, self._send = context, send
+    def __init__(self, settings: WorkerSettings, send: Callable[[object], None]) -> None:
+        self._settings, self._send = settings, send
         self._pending = [
-            (i, spec) for i, spec in enumerate(context.faults) if spec.node == context.node and _local(spec)
+            (i, spec) for i, spec in enumerate(settings.faults) if spec.node == settings.node and _local(spec)
         ]
         self.recoveries = 0
         """Recoveries that this worker has installed."""
@@ -33,8 +33,8 @@ class Injector:
         for number, spec in list(self._pending):
             here = due(
                 spec,
-                node=self._context.node,
-                worker=self._context.local_rank,
+                node=self._settings.node,
+                worker=self._settings.local_rank,
                 step=step,
                 phase=phase,
                 microbatch=microbatch,
@@ -42,7 +42,7 @@ class Injector:
             )
             if here:
                 self._pending.remove((number, spec))
-                if claim_fault(self._context.run_dir, number):
+                if claim_fault(self._settings.run_dir, number):
                     self._carry_out(spec)
 
     def stretch(self, seconds: float) -> None:
@@ -61,8 +61,8 @@ class Injector:
             case FaultKind.SLOW:
                 self.slow = spec.factor
             case FaultKind.SLOW_LINK:
-                folder = Path(self._context.memory_dir) / self._context.node
-                shaper = shaper_of(folder, self._context.link)
+                folder = Path(self._settings.memory_dir) / self._settings.node
+                shaper = shaper_of(folder, self._settings.link)
                 if shaper is not None:
                     shaper.slow_down(spec.factor)
             case FaultKind.CORRUPT:

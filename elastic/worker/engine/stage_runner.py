@@ -20,8 +20,8 @@ from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import Logged
 from elastic.worker.engine.stage import Chunk
 from elastic.worker.model.layers import Microbatch
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
-from elastic.worker.transport.links import LinkFailed, Links, Receive
+from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.transport.links import Links, Receive
 
 AHEAD = 2
 """Receives posted in advance, per neighbour."""

@@ -6,27 +6,27 @@ from elastic.config import load_config
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec
 from elastic.planning.cost.profile import Profile
-from elastic.worker.control.agent_client import WorkerContext
+from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.model.layers import LayerStack
 from elastic.worker.profiling.emulated import EmulatedStack
 
 EMULATE = "emulate"
 
 
-def stack_of(context: WorkerContext, stack: LayerStack) -> LayerStack:
+def stack_of(settings: WorkerSettings, stack: LayerStack) -> LayerStack:
     """The layers to run: the script's own, or under --emulate the profile's."""
-    profile = _profile(context)
-    if context.profile != EMULATE or profile is None:
+    profile = _profile(settings)
+    if settings.profile != EMULATE or profile is None:
         return stack
-    return EmulatedStack(profile, context.device, stack.seed)
+    return EmulatedStack(profile, settings.device, stack.seed)
 
 
-def check_fit(context: WorkerContext, spec: JobSpec) -> None:
+def check_fit(settings: WorkerSettings, spec: JobSpec) -> None:
     """Raise FieldError when the job is planned by a profile of another model."""
-    profile = _profile(context)
+    profile = _profile(settings)
     if profile is None:
         return
-    if context.profile == EMULATE:
+    if settings.profile == EMULATE:
         if spec.tp != 1:
             raise FieldError(
                 "--emulate", f"tp {spec.tp}", "one worker stands for a whole layer: run with tp 1"
@@ -43,5 +43,5 @@ def check_fit(context: WorkerContext, spec: JobSpec) -> None:
             raise FieldError(f"--profile {name}", theirs, remedy)
 
 
-def _profile(context: WorkerContext) -> Profile | None:
-    return load_config(context.run_dir).profile if context.profile else None
+def _profile(settings: WorkerSettings) -> Profile | None:
+    return load_config(settings.run_dir).profile if settings.profile else None

@@ -20,44 +20,41 @@ from torch import Tensor
 
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
-from elastic.domain.types import Accumulate, JobSpec, LayerSpec
+from elastic.domain.types import JobSpec, LayerSpec
 from elastic.planning.cost.measurement import Measurement, Order
 from elastic.planning.cost.profile import Device, LayerTimes
-from elastic.worker.control.agent_client import WorkerContext
+from elastic.worker.context import TrainingJob
+from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.model.device import choose_device
-from elastic.worker.model.layers import LayerStack, Microbatch, TensorParallel
+from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.memory import activation_bytes
-from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.model.split_backward import WeightPart, backward_input
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 
 
-def measure_job(
-    context: WorkerContext,
-    stack: LayerStack,
-    spec: JobSpec,
-    optimizer: OptimizerSpec,
-    data: Callable[[int, int], Microbatch],
-    accumulate: Accumulate,
-) -> None:
-    """Measure all layers and write the answer (by TP rank 0). Raises SystemExit with code 2 when `tp` does not fit."""
-    order = codec.loads(Order, Path(context.measure).read_bytes())
-    if context.local_world_size != spec.tp:
+def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
+    """Measure all layers; TP rank 0 writes the result to the file that `settings.measure` names.
+
+    Raises SystemExit with code 2 if the number of workers per node is not `tp`.
+    """
+    order = codec.loads(Order, Path(settings.measure).read_bytes())
+    if settings.local_world_size != job.spec.tp:
         error = FieldError(
-            "--nproc-per-node", context.local_world_size, f"the script's layers run on tp {spec.tp}"
+            "--nproc-per-node",
+            settings.local_world_size,
+            f"the script's layers run on tp {job.spec.tp}",
         )
         print(f"elastic profile: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code)
-    device = choose_device(context.local_rank)
-    tp = stack.tensor_parallel(context.local_rank, spec.tp, context.tp_store, device)
-    microbatch = data(0, 0)
+    device = choose_device(settings.local_rank)
+    tp = job.stack.tensor_parallel(settings.local_rank, job.spec.tp, settings.tp_store, device)
+    microbatch = job.data(0, 0)
     fields = {name: tensor.to(device) for name, tensor in microbatch.fields.items()}
-    layers = _Layers(stack, spec, optimizer, accumulate, device, tp, order)
-    found = layers.run(Microbatch(0, 0, fields))
+    found = _Layers(job, device, tp, order).run(Microbatch(0, 0, fields))
     if tp.rank == 0:
-        _answer(order, spec, device, found)
-    stack.release()
+        _answer(order, job.spec, device, found)
+    job.stack.release()
 
 
 def _answer(order: Order, spec: JobSpec, device: torch.device, found: list[tuple[LayerSpec, int]]) -> None:
@@ -83,16 +80,12 @@ class _Layers:
 
     def __init__(
         self,
-        stack: LayerStack,
-        spec: JobSpec,
-        optimizer: OptimizerSpec,
-        accumulate: Accumulate,
+        job: TrainingJob,
         device: torch.device,
         tp: TensorParallel,
         order: Order,
     ) -> None:
-        self._stack, self._spec, self._optimizer, self._accumulate = stack, spec, optimizer, accumulate
-        self._device, self._tp, self._order = device, tp, order
+        self._job, self._spec, self._device, self._tp = job, job.spec, device, tp
         self._clock = _Clock(device, order.warmup, order.repeat)
 
     def run(self, microbatch: Microbatch) -> list[tuple[LayerSpec, int]]:
@@ -110,8 +103,9 @@ class _Layers:
         return found
 
     def _build(self, index: int) -> LayerReplica:
+        job = self._job
         return build_replica(
-            self._stack, index, self._tp, self._optimizer, self._accumulate, self._spec.seed, self._device
+            job.stack, index, self._tp, job.optimizer, job.accumulate, job.spec.seed, self._device
         )
 
     def _measure(

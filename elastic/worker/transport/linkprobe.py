@@ -24,7 +24,8 @@ import torch
 from elastic.planning.cost.profile import Link
 from elastic.store.slots import SlotPool, checksum
 from elastic.worker.transport.cancellation import Abandon
-from elastic.worker.transport.links import MAX_UNRECEIVED, Links, host_store
+from elastic.worker.transport.links import MAX_UNRECEIVED, Links
+from elastic.worker.transport.rendezvous import host_store
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the messages."""

@@ -24,12 +24,10 @@ from elastic.rpc.shaping import Shaper
 from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed, abandonable
 from elastic.worker.transport.devicefault import broke_here
-from elastic.worker.transport.flows import Form, Peer, Receive, data_tag, form_of, header_tag, pack_form
 from elastic.worker.transport.gloo import GlooTransport, Operation, Transport, sets_of
-from elastic.worker.transport.rendezvous import blame, connect, host_store
+from elastic.worker.transport.rendezvous import blame, connect
 from elastic.worker.transport.shaped import ShapedTransport
-
-__all__ = ["MAX_UNRECEIVED", "Abandon", "EpochAbandoned", "LinkFailed", "Links", "Receive", "host_store"]
+from elastic.worker.transport.tensor_header import MAX_DIMS, Form, form_of, pack_form, unpack_form
 
 MAX_UNRECEIVED = 32
 """Messages under way from one rank before a send waits for the oldest of them, unless more are allowed for."""
@@ -292,3 +290,82 @@ class Links:
         self.abandon.unsubscribe(self.close)
         for transport in {id(t): t for t in (self._control, self._data) if t is not None}.values():
             threads.start(f"close-epoch{self.epoch}", transport.close)
+
+
+class Receive:
+    """An expected message: requested early, waited for late."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.inbox = inbox
+        self._work: Operation | None = None
+        self._buffer: torch.Tensor | None = None
+
+    def post(self, form: Form) -> None:
+        links = self.inbox.peer.links
+        self._buffer = torch.empty(form[1], dtype=form[0], device=links.data_device)
+        self._work = links.data.recv(self._buffer, self.inbox.peer.src, data_tag(self.inbox.tag))
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, on the epoch's device. Raises EpochAbandoned or LinkFailed."""
+        peer = self.inbox.peer
+        with peer.links.guard(peer.src):
+            while self._work is None:
+                peer.read_header()
+            assert self._buffer is not None
+            peer.links.data.wait(self._work)
+        return self._buffer.to(peer.links.device)
+
+
+class Peer:
+    """All messages from one rank, in the order in which that rank sends them.
+
+    NCCL knows no tags, so receives of all flows are posted in the order of `expect`. A receive is
+    posted as soon as the header of its flow is known, so that the sender need not wait for it.
+    """
+
+    def __init__(self, links: Links, src: int) -> None:
+        self.links, self.src = links, src
+        self._inboxes: dict[int, Inbox] = {}
+        self._unposted: deque[Receive] = deque()
+
+    def expect(self, tag: int) -> Receive:
+        inbox = self._inboxes.get(tag)
+        if inbox is None:
+            inbox = self._inboxes[tag] = Inbox(self, tag)
+        receive = Receive(inbox)
+        self._unposted.append(receive)
+        self._post()
+        return receive
+
+    def read_header(self) -> None:
+        """Wait for the header that the next receive needs, then post all that can be."""
+        self._unposted[0].inbox.read_header()
+        self._post()
+
+    def _post(self) -> None:
+        while self._unposted and (form := self._unposted[0].inbox.form) is not None:
+            self._unposted.popleft().post(form)
+
+
+class Inbox:
+    """The receiving end of one flow: all messages from one rank with one tag."""
+
+    def __init__(self, peer: Peer, tag: int) -> None:
+        self.peer, self.tag = peer, tag
+        self.form: Form | None = None
+        self._header = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
+        self._header_work = peer.links.control.recv(self._header, peer.src, header_tag(tag))
+
+    def read_header(self) -> None:
+        self.peer.links.control.wait(self._header_work)
+        self.form = unpack_form(self._header, self.peer.src)
+
+
+def data_tag(tag: int) -> int:
+    """Transport tag of a flow's messages."""
+    return 2 * tag
+
+
+def header_tag(tag: int) -> int:
+    """Transport tag of a flow's header."""
+    return 2 * tag + 1

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Copy, NodeInfo
 from elastic_sim.microbatches.clock import Wire
+from elastic_sim.microbatches.coordinator import CoordinatorModel
+from elastic_sim.microbatches.environment import Environment
+from elastic_sim.microbatches.training import Run
 from elastic_sim.microbatches.vault import Vault
 from elastic_sim.microbatches.worker import Worker
-
-if TYPE_CHECKING:
-    from elastic_sim.microbatches.world import World
 
 LOOK_S = 0.2
 """Between two looks at the worker."""
@@ -29,15 +29,15 @@ RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase
 class Link:
     """One stream to the coordinator: in order both ways; what is under way when it breaks is lost."""
 
-    def __init__(self, world: World, agent: Agent) -> None:
-        self._world, self._agent, self.open = world, agent, True
-        self._at = [0.0, 0.0]
+    def __init__(self, world: Environment, coordinator: CoordinatorModel, agent: Agent) -> None:
+        self._world, self._coordinator, self._agent = world, coordinator, agent
+        self.open, self._at = True, [0.0, 0.0]
 
     def up(self, message: Any) -> None:
-        self._later(0, lambda: self._world.boss.hear(self, message))
+        self._later(0, lambda: self._coordinator.hear(self, message))
 
     def down(self, message: Any) -> None:
-        self._later(1, lambda: self._agent.hear_boss(message))
+        self._later(1, lambda: self._agent.hear_coordinator(message))
 
     def _later(self, way: int, action: Callable[[], None]) -> None:
         clock = self._world.clock
@@ -46,9 +46,21 @@ class Link:
 
 
 class Agent:
-    def __init__(self, world: World, info: NodeInfo, start_s: float) -> None:
-        """`start_s`: of its first worker; later ones take as long as `Physics` says."""
+    def __init__(
+        self,
+        world: Environment,
+        coordinator: CoordinatorModel,
+        agents: Mapping[str, Agent],
+        runs: dict[int, Run],
+        info: NodeInfo,
+        start_s: float,
+    ) -> None:
+        """`agents` and `runs`: those of the cluster, by name and epoch.
+
+        `start_s`: start-up time of its first worker; later ones take `Physics.spawn_s`.
+        """
         self.world, self.name, self._first_s = world, info.node, start_s
+        self._coordinator, self._agents, self._runs = coordinator, agents, runs
         self.info = info
         profile, physics = world.profile, world.physics
         rate = physics.bytes_per_s or world.link_bytes_per_s
@@ -81,7 +93,7 @@ class Agent:
 
     def connect(self) -> None:
         if self.alive and self.link is None:
-            self.link = Link(self.world, self)
+            self.link = Link(self.world, self._coordinator, self)
             self.report()
 
     def disconnect(self, seconds: float) -> None:
@@ -89,13 +101,13 @@ class Agent:
         if self.link is not None:
             link, self.link = self.link, None
             link.open = False
-            self.world.clock.about(seconds, lambda: self.world.boss.hear(link, "closed"))
+            self.world.clock.about(seconds, lambda: self._coordinator.hear(link, "closed"))
 
     def _send(self, message: Any) -> None:
         if self.link is not None:
             self.link.up(message)
 
-    def hear_boss(self, message: Any) -> None:
+    def hear_coordinator(self, message: Any) -> None:
         if not self.alive:
             return
         match message:
@@ -119,12 +131,12 @@ class Agent:
         def done() -> None:
             if self.alive and self.info.incarnation == incarnation:
                 for copy in copies:
-                    if copy.node in self.world.agents and self.world.agents[copy.node].reachable:
+                    if copy.node in self._agents and self._agents[copy.node].reachable:
                         self.vault.add(copy)
                 self.apply(core.PrefetchDone(order.epoch))
 
         for layer, _, node in order.sources:
-            source = self.world.agents.get(node)
+            source = self._agents.get(node)
             if source is not None and source.reachable:
                 mine = [copy for copy in source.vault.newest_state(layer) if copy.owner == node]
                 copies += mine
@@ -135,11 +147,11 @@ class Agent:
 
     # ---- events ---------------------------------------------------------------------------------
 
-    def hear_worker(self, worker: Worker, message: Any) -> None:
-        """In the order in which it was said, and only from the present worker."""
+    def hear_worker(self, generation: int, message: Any) -> None:
+        """Take messages in the order in which they were sent, and only from the present worker."""
         clock = self.world.clock
         self._speak = max(self._speak, clock.now + clock.vary(self.world.physics.local_s))
-        clock.after(self._speak - clock.now, lambda: self._hear(worker.generation, message))
+        clock.after(self._speak - clock.now, lambda: self._hear(generation, message))
 
     def _hear(self, generation: int, message: Any) -> None:
         if not self.alive or generation != self._generation:
@@ -170,7 +182,7 @@ class Agent:
 
     def _beat(self) -> None:
         if self.alive:
-            self.world.clock.after(self.world.boss.state.policy.heartbeat_s, self._beat)
+            self.world.clock.after(self._coordinator.state.policy.heartbeat_s, self._beat)
             self._send(core.heartbeat(self.state))
 
     def apply(self, event: Any) -> None:
@@ -187,7 +199,8 @@ class Agent:
                     self.worker.order(message)
             case core.Spawn():
                 self._generation += 1
-                self.worker = Worker(self, self._generation, self._start_s())
+                start_s = self._start_s()
+                self.worker = Worker(self.world, self, self._runs, self._generation, start_s)
             case core.KillWorkers():
                 if self.worker is not None:
                     self.worker.crash()
@@ -235,7 +248,7 @@ class Agent:
                 self._outgoing.remove(job)
             if not self.alive or self.fence > epoch:
                 return
-            target = self.world.agents.get(peer)
+            target = self._agents.get(peer)
             if target is None or not target.alive:
                 self.held(peer)
             elif target.fence <= epoch:
@@ -261,6 +274,6 @@ class Agent:
             self.alive = False
             if self.worker is not None:
                 self.worker.die()
-            for other in self.world.agents.values():
+            for other in self._agents.values():
                 self.world.clock.about(self.world.physics.closed_s, partial(other.peer_gone, self.name))
             self.disconnect(self.world.physics.closed_s)

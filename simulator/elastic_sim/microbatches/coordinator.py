@@ -1,35 +1,39 @@
-"""The coordinator: the real transition, its streams, and its own time: while it plans it hears nothing."""
+"""The coordinator: the real transition, and its streams. While it plans it hears nothing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Policy
+from elastic.core.job.state import JobPhase, JobState
 from elastic.core.protocol import messages as m
-
-if TYPE_CHECKING:
-    from elastic_sim.microbatches.agent import Link
-    from elastic_sim.microbatches.world import World
+from elastic_sim.microbatches.environment import Environment
+from elastic_sim.microbatches.meter import Meter
 
 TICK_S = 0.05
 OVER = (JobPhase.FINISHED, JobPhase.FAILED)
 
 
-class Boss:
-    def __init__(self, world: World, policy: Policy) -> None:
-        self._world = world
-        self.state = JobState(policy=policy)
+class Stream(Protocol):
+    """The coordinator's end of its stream to an agent."""
+
+    def down(self, message: Any) -> None:
+        """Send a message to the agent."""
+
+
+class CoordinatorModel:
+    """Applies the real transition to what it hears, and tells `meter` about every decision."""
+
+    def __init__(self, world: Environment, state: JobState, meter: Meter) -> None:
+        self._world, self._meter, self.state = world, meter, state
         self.finish: job.Finish | None = None
-        self._sessions: dict[str, Link] = {}
-        self._backlog: list[tuple[Link | None, Any]] = []
+        self._sessions: dict[str, Stream] = {}
+        self._backlog: list[tuple[Stream | None, Any]] = []
         self._busy_until = 0.0
-        self.sent_at = 0.0
-        """When the last plan went out, or will."""
         world.clock.after(TICK_S, self._tick)
 
-    def hear(self, link: Link | None, message: Any) -> None:
+    def hear(self, link: Stream | None, message: Any) -> None:
         """A message arrived; while a plan is made it waits in the queue."""
         if self._world.clock.now < self._busy_until or self._backlog:
             self._backlog.append((link, message))
@@ -45,7 +49,7 @@ class Boss:
         while self._backlog and self._world.clock.now >= self._busy_until:
             self._take(*self._backlog.pop(0))
 
-    def _take(self, link: Link | None, message: Any) -> None:
+    def _take(self, link: Stream | None, message: Any) -> None:
         """As `elastic.coordinator.service` does; but what came while a plan was made is learned as of its end."""
         match message:
             case m.NodeReport():
@@ -76,11 +80,12 @@ class Boss:
         clock = self._world.clock
         before = self.state
         self.state, actions, reason = transition(before, event, clock.now)
+        self._meter.state = self.state
         if reason and (actions or self.state.phase is not before.phase):
-            self._world.meter.decided(reason)
+            self._meter.decided(reason)
         if any(isinstance(a, job.Send) and isinstance(a.message, m.Install) for a in actions):
             planning_s = clock.vary(self._planning_s())
-            self._busy_until = self.sent_at = clock.now + planning_s
+            self._busy_until = self._meter.sent_at = clock.now + planning_s
             clock.after(planning_s, lambda: self._act(actions))
             clock.after(planning_s, self._wake)
         else:
@@ -103,11 +108,11 @@ class Boss:
                 case job.Finish():
                     self.finish = action
                 case job.Recovered() if action.change.cause != "start":
-                    self._world.meter.recovered(action)
+                    self._meter.recovered(action)
                 case job.Note(kind, data):
-                    self._world.meter.noted(kind, data)
+                    self._meter.noted(kind, data)
         if actions:
-            self._world.meter.look()
+            self._meter.look()
 
     @property
     def over(self) -> bool:

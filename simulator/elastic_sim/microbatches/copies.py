@@ -8,26 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from elastic.core.protocol import messages as m
 from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, STATE, UPDATE, Assignment, Copy, Portion
 from elastic.planning.plan.schemes import LOG, NONE, gradients_of, portion_of, state_of
 from elastic.planning.schedule.schedule import Action, Kind
-
-if TYPE_CHECKING:
-    from elastic_sim.microbatches.worker import Worker
+from elastic_sim.microbatches.environment import Environment, Host
+from elastic_sim.microbatches.held_layers import HeldLayers, Ledger
 
 MOST_UNACKED = 2
-Ledger = frozenset[int]
 
 
 class Copies:
-    def __init__(self, worker: Worker, assignment: Assignment, chunks: int) -> None:
-        """`chunks`: stages of this worker, which each pass every micro-batch."""
-        plan, node = assignment.plan, worker.agent.name
-        self._worker, self._plan, self._node = worker, plan, node
-        self._layers = worker.world.profile.layers
+    def __init__(
+        self,
+        world: Environment,
+        host: Host,
+        held: HeldLayers,
+        say: Callable[[Any], None],
+        assignment: Assignment,
+        chunks: int,
+    ) -> None:
+        """`say` sends a message to the agent. `chunks`: stages of this worker."""
+        plan, node = assignment.plan, host.name
+        self._world, self._host, self._held, self._say = world, host, held, say
+        self._plan, self._node = plan, node
+        self._layers = world.profile.layers
         gradients, self._state = gradients_of(plan.gradients), state_of(plan.state)
         self._every, self._rounds = gradients.every * chunks, gradients.rounds
         self._logs = gradients.name == LOG
@@ -52,7 +59,7 @@ class Copies:
         self._entered = True
         if self._state.name != NONE:
             self._publish_states()
-        if self._every and any(self._worker.parts.values()):
+        if self._every and any(self._held.parts.values()):
             self._publish_gradients()
         self._install = sum(self._unacked.values())
         self.tell()
@@ -60,7 +67,7 @@ class Copies:
     def tell(self) -> None:
         if self._entered and not self._told and self._install <= 0 and self.settled and not self.over:
             self._told = True
-            self._worker.say(m.Protected(self._plan.epoch))
+            self._say(m.Protected(self._plan.epoch))
 
     def after_microbatch(self) -> float:
         """Return the seconds that the worker copies."""
@@ -77,11 +84,11 @@ class Copies:
 
     def before_update(self, updated: Collection[int]) -> None:
         """The commit of the step was made; its gradients are not needed any more, or kept."""
-        worker = self._worker
+        held = self._held
         if self._keeps_finals:
-            self._finals = {la: (worker.version, worker.ledger(la)) for la in updated}
+            self._finals = {la: (held.version, held.ledger(la)) for la in updated}
         if self._state.updates:
-            copies = [self._copy(UPDATE, layer, worker.version) for layer in updated]
+            copies = [self._copy(UPDATE, layer, held.version) for layer in updated]
             self._publish(copies, STATE)
 
     def after_update(self) -> float:
@@ -89,8 +96,8 @@ class Copies:
         if self._state.name == NONE:
             return 0.0
         every = max(self._state.every, 1)
-        version = self._worker.version
-        return self._publish_states([la for la in self._worker.parts if (version + la) % every == 0])
+        version = self._held.version
+        return self._publish_states([la for la in self._held.parts if (version + la) % every == 0])
 
     def sent(self, action: Action, first: int, last: int) -> None:
         """A message to another stage was handed on."""
@@ -98,21 +105,21 @@ class Copies:
             forward = action.kind is Kind.SEND_F
             kind, layer = (ACTIVATION, last) if forward else (COTANGENT, first)
             nbytes = self._layers[layer - 1].output_bytes
-            copy = self._copy(kind, layer, self._worker.version, frozenset({action.microbatch}))
-            self._worker.agent.vault.add(replace(copy, nbytes=nbytes))
+            copy = self._copy(kind, layer, self._held.version, frozenset({action.microbatch}))
+            self._host.vault.add(replace(copy, nbytes=nbytes))
 
     def flush(self) -> None:
         """Everything that is in no vault yet goes into the own one: the epoch is over."""
-        worker = self._worker
-        for layer in worker.parts:
-            if self._versions.get(layer) != worker.version:
-                self._keep(self._copy(STATE, layer, worker.version))
+        held = self._held
+        for layer in held.parts:
+            if self._versions.get(layer) != held.version:
+                self._keep(self._copy(STATE, layer, held.version))
             step, final = self._finals.get(layer, (-1, frozenset[int]()))
-            if final and step == worker.version - 1:
+            if final and step == held.version - 1:
                 self._keep(self._copy(GRADIENT, layer, step, final))
-            for part in worker.parts[layer]:
-                if part and (worker.version, part) not in self._published.get(layer, ()):
-                    self._keep(self._copy(GRADIENT, layer, worker.version, part))
+            for part in held.parts[layer]:
+                if part and (held.version, part) not in self._published.get(layer, ()):
+                    self._keep(self._copy(GRADIENT, layer, held.version, part))
 
     # ---- waiting ----
 
@@ -145,22 +152,22 @@ class Copies:
     # ---- copies ----
 
     def _publish_gradients(self) -> float:
-        worker = self._worker
+        held = self._held
         copies = [
-            self._copy(GRADIENT, layer, worker.version, part)
-            for layer, parts in worker.parts.items()
+            self._copy(GRADIENT, layer, held.version, part)
+            for layer, parts in held.parts.items()
             for part in parts
-            if part and (worker.version, part) not in self._published.get(layer, ())
+            if part and (held.version, part) not in self._published.get(layer, ())
         ]
-        for layer, parts in worker.parts.items():
-            self._published[layer] = {(worker.version, part) for part in parts}
+        for layer, parts in held.parts.items():
+            self._published[layer] = {(held.version, part) for part in parts}
         self._fresh = 0
         return self._publish(copies, GRADIENT)
 
     def _publish_states(self, away: Collection[int] | None = None) -> float:
-        worker = self._worker
-        copies = [self._copy(STATE, layer, worker.version) for layer in worker.parts]
-        self._versions = dict.fromkeys(worker.parts, worker.version)
+        held = self._held
+        copies = [self._copy(STATE, layer, held.version) for layer in held.parts]
+        self._versions = dict.fromkeys(held.parts, held.version)
         sent = [c for c in copies if self._state.away and (away is None or c.layer in away)]
         for copy in copies:
             if copy not in sent:
@@ -173,15 +180,15 @@ class Copies:
             self._keep(copy)
         if copies and self._peer:
             self._unacked[kind] += 1
-            self._worker.agent.replicate(copies, self._peer, lambda: self._arrived(kind))
+            self._host.replicate(copies, self._peer, lambda: self._arrived(kind))
         return self._seconds(copies)
 
     def _seconds(self, copies: list[Copy]) -> float:
-        rate = self._worker.world.copy_bytes_per_s
+        rate = self._world.copy_bytes_per_s
         return sum(copy.nbytes for copy in copies) / rate if rate > 0 else 0.0
 
     def _keep(self, copy: Copy) -> None:
-        self._worker.agent.vault.add(copy)
+        self._host.vault.add(copy)
 
     def _copy(self, kind: str, layer: int, step: int, indices: Ledger = frozenset()) -> Copy:
         spec, last = self._layers[layer] if layer < len(self._layers) else None, len(self._layers) - 1
@@ -202,7 +209,7 @@ class Copies:
             step=step,
             epoch=self._plan.epoch,
             owner=self._node,
-            sequence=self._worker.world.number(),
+            sequence=self._world.number(),
             nbytes=nbytes // portion[1],
             checksum="",
             microbatches=indices,

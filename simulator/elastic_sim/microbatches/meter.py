@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.core.job.figures import recovery_entry
-from elastic.core.job.state import JobPhase, Recovered
+from elastic.core.job.state import JobPhase, JobState, Recovered
 from elastic.planning.plan.plan import format_plan
 from elastic_sim.microbatches.clock import BEGIN_S
+from elastic_sim.microbatches.environment import Environment
+from elastic_sim.microbatches.training import Run
 from elastic_sim.steps.time_accounting import Account, Use
-
-if TYPE_CHECKING:
-    from elastic_sim.microbatches.world import World
 
 IDLE = (JobPhase.WAITING, JobPhase.PAUSED, JobPhase.FINISHED, JobPhase.FAILED)
 
@@ -57,8 +57,15 @@ class Outcome:
 
 
 class Meter:
-    def __init__(self, world: World) -> None:
-        self._world, self.account = world, Account()
+    """Keeps the account. The coordinator tells it each new state, decision and recovery."""
+
+    def __init__(self, world: Environment, runs: Mapping[int, Run], state: JobState) -> None:
+        """`runs`: those of the cluster, by epoch. `state`: the job's first."""
+        self._world, self._runs, self.account = world, runs, Account()
+        self.state = state
+        """Newest state of the job."""
+        self.sent_at = 0.0
+        """When the newest plan goes out, or went out."""
         self._now = 0, 0, Use.IDLE
         """(nodes there, nodes used, use) since the account's last span."""
         self.steps: list[Step] = []
@@ -90,7 +97,7 @@ class Meter:
 
     def noted(self, kind: str, data: dict[str, Any]) -> None:
         if kind != "step":  # steps are counted where they are made, told or not
-            plan = self._world.boss.state.plan
+            plan = self.state.plan
             text = {"text": format_plan(plan)} if kind == "plan" and plan is not None else {}
             self._log(kind, {**data, **text})
         if kind == "plan":
@@ -106,7 +113,7 @@ class Meter:
     def _lose_microbatches(self) -> None:
         """Of the useful time of the running step, the share of micro-batches that are run again."""
         self.look()
-        state, started = self._world.boss.state, set[int]()
+        state, started = self.state, set[int]()
         assert state.change is not None
         for member in state.members.values():
             for halted in member.report.halted:
@@ -143,21 +150,21 @@ class Meter:
         self._now = self._use()
 
     def _use(self) -> tuple[int, int, Use]:
-        world, state = self._world, self._world.boss.state
+        world, state, runs = self._world, self.state, self._runs
         there = len(world.present)
         if state.phase in IDLE:
             return there, 0, Use.IDLE
         nodes = state.plan.nodes() if state.plan is not None else tuple(state.members)
-        used = sum(node in world.present and world.agents[node].alive for node in nodes)
-        change, run = state.change, world.runs.get(state.epoch)
+        living = {node for node in nodes if (known := world.node(node)) and known.alive}
+        used = sum(node in world.present for node in living)
+        change, run = state.change, runs.get(state.epoch)
         if state.phase is JobPhase.RUNNING:
-            lost = any(not world.agents[node].alive for node in nodes)
-            return there, used, Use.DETECT if lost else Use.USEFUL
+            return there, used, Use.USEFUL if living.issuperset(nodes) else Use.DETECT
         if state.phase is JobPhase.HALTING and change is not None and change.boundary:
-            old = world.runs.get(state.plan.epoch) if state.plan is not None else None
+            old = runs.get(state.plan.epoch) if state.plan is not None else None
             going = old is not None and any(w.here and w.training is not None for w in old.present.values())
             return there, used, Use.USEFUL if going else Use.PLAN
-        if state.phase is JobPhase.INSTALLING and world.clock.now >= world.boss.sent_at:
+        if state.phase is JobPhase.INSTALLING and world.clock.now >= self.sent_at:
             met = run is not None and set(run.present) >= set(nodes)
             return there, used, Use.PLAN if met else Use.TRANSFER
         return there, used, Use.PLAN

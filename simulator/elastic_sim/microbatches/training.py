@@ -1,10 +1,14 @@
-"""One worker in one epoch: its action lists against the clock, messages to neighbours, the end of a step."""
+"""One worker in one epoch: its action lists against the clock, messages, and the end of a step.
+
+`Run` is what the workers of an epoch have in common, `Training` is one worker's part in it. A
+training uses its worker process only through `Process`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
@@ -17,23 +21,70 @@ from elastic.planning.schedule.reduction_rounds import Rounds, rounds_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, message_of, units_of
 from elastic.planning.schedule.timeline import StageTimes
 from elastic_sim.microbatches.copies import Copies
-
-if TYPE_CHECKING:
-    from elastic_sim.microbatches.worker import Worker
-    from elastic_sim.microbatches.world import World
+from elastic_sim.microbatches.environment import Environment, Host
+from elastic_sim.microbatches.held_layers import HeldLayers
 
 Span = tuple[int, int]
 POINTS = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.INPUT: Phase.BACKWARD}
 """Where injected faults strike: right before these."""
 
 
+class Process(Protocol):
+    """A worker process as its training, and the trainings of other workers, see it."""
+
+    agent: Host
+    held: HeldLayers
+    training: Training | None
+    """Its part in the epoch that it is in."""
+    newest: m.Halt
+    record: StepRecord | None
+    alive: bool
+    stopped: bool
+    slowness: float
+    activity: str
+    counter: int
+    microbatch: int
+    busy_until: float
+
+    @property
+    def reachable(self) -> bool: ...
+
+    @property
+    def here(self) -> bool:
+        """Whether it takes part in its epoch."""
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Act after `seconds`, unless the worker has left its epoch, is dead or stopped then."""
+
+    def interrupted(self) -> bool:
+        """Do what came up during the last action; return whether anything did."""
+
+    def say(self, message: Any) -> None:
+        """Send a message to the agent."""
+
+    def ready_for(self, run: Run) -> Callable[[], None]:
+        """The action that begins `run` once all workers are connected."""
+
+    def lost_contact(self, run: Run, node: str) -> Callable[[], None]:
+        """The action that shows it, in `run`, that the connections of `node` ended."""
+
+    def link_failed(self, node: str) -> None:
+        """Report that the connections of `node` ended, and leave the epoch."""
+
+    def leave(self, *, planned: bool = False) -> None:
+        """Leave the epoch."""
+
+    def finished(self, first: bool) -> None:
+        """Report that all steps are done; `first`: for all workers."""
+
+
 @dataclass
 class Run:
     """The workers of one epoch, and what they have in common."""
 
-    world: World
+    world: Environment
     assignment: Assignment
-    present: dict[str, Worker] = field(default_factory=dict)
+    present: dict[str, Process] = field(default_factory=dict)
     connected: bool = False
     met_at: float = 0.0
     """When those that are here will all have been at the store."""
@@ -42,7 +93,7 @@ class Run:
     def __post_init__(self) -> None:
         plan = self.assignment.plan
         self.roster: Roster = roster(plan)
-        infos = tuple(self.world.agents[node].info for node in plan.nodes())
+        infos = tuple(known.info for node in plan.nodes() if (known := self.world.node(node)))
         self.predicted: Prediction = predict(replace(plan, gradients="none"), self.world.profile, infos)
         self.joined: dict[tuple[int, int, int], dict[str, frozenset[int]]] = {}
         """(layer, version, round): what holders brought to a common sum, by node."""
@@ -56,7 +107,7 @@ class Run:
         """Everybody of the plan is there and can be reached."""
         return set(self.plan.nodes()) == self.present.keys() and all(w.here for w in self.present.values())
 
-    def connect(self, worker: Worker) -> None:
+    def connect(self, worker: Process) -> None:
         """It has what it needs, and goes to the store; if everybody has: meet."""
         clock, physics = self.world.clock, self.world.physics
         self.met_at = max(self.met_at, clock.now) + physics.pair_s * (len(self.plan.nodes()) - 1) / 2
@@ -84,13 +135,13 @@ class Run:
         for worker in workers:
             assert worker.training is not None
             worker.training.committed(halt)
-        self.world.meter.look()
+        self.world.look()
 
-    def check_ledgers(self, workers: Sequence[Worker]) -> None:
+    def check_ledgers(self, workers: Sequence[Process]) -> None:
         """Every layer has every micro-batch exactly once."""
         every, common = set(range(self.plan.n_microbatches)), gradients_of(self.plan.gradients).rounds
         for layer in range(self.plan.n_layers):
-            held = [w.ledger(layer) for w in workers if layer in w.parts]
+            held = [w.held.ledger(layer) for w in workers if layer in w.held.parts]
             total = held[0] if common else frozenset(i for ledger in held for i in ledger)
             once = sum(map(len, held)) == len(total) or bool(common)
             assert once and total == every, f"layer {layer}: {held}"
@@ -99,8 +150,8 @@ class Run:
 class Training:
     """From the meeting to the end of the epoch."""
 
-    def __init__(self, worker: Worker, run: Run) -> None:
-        self._worker, self._world, self._run = worker, worker.world, run
+    def __init__(self, worker: Process, run: Run) -> None:
+        self._worker, self._world, self._run = worker, run.world, run
         plan = run.plan
         node = worker.agent.name
         self._rank = next(r for r, mb in enumerate(run.roster.members) if mb.unit.node == node)
@@ -108,7 +159,9 @@ class Training:
         self._pipeline = plan.pipelines[self._me.pipeline]
         self._units = units_of(self._pipeline)
         self._places = run.roster.places(self._rank)
-        self.copies = Copies(worker, run.assignment, len(self._places))
+        self.copies = Copies(
+            run.world, worker.agent, worker.held, worker.say, run.assignment, len(self._places)
+        )
         self._lists: list[tuple[Span, tuple[Action, ...]]] = []
         self._at, self._inbox = 0, set[tuple[Span, Action]]()
         self.arrived, self._stuck, self._resumed, self.over = False, False, False, False
@@ -137,7 +190,7 @@ class Training:
                 lists.append((span, excerpt(self._pipeline, *span, indices)[self._me.stage]))
         lists.append((everything, actions_of(self._pipeline, todo[p])[self._me.stage]))
         self._lists, self._at, self._began = lists, 0, self._world.clock.now
-        self.step = self._worker.version
+        self.step = self._worker.held.version
         self.arrived, self.started, self.sent, self._finished = False, set(), set(), {}
         self._covered = dict(run.assignment.covered) if first else {}
         often = gradients_of(run.plan.gradients).rounds
@@ -226,7 +279,8 @@ class Training:
     def _computed_action(self, span: Span, action: Action, stage: int) -> None:
         if action.kind.finishes:
             layers = self._pipeline.stages[stage].layers
-            self._worker.add(action.microbatch, [i for i in layers if span[0] <= i < span[1]], self._covered)
+            inside = [i for i in layers if span[0] <= i < span[1]]
+            self._worker.held.add(action.microbatch, inside, self._covered)
             self._finished[stage] = self._finished.get(stage, 0) + 1
             self._resume()
             if self._rounds is not None:
@@ -300,11 +354,12 @@ class Training:
             self._round += 1
 
     def _join(self, number: int) -> None:
-        run, node, version = self._run, self._worker.agent.name, self._worker.version
+        run, node, mine = self._run, self._worker.agent.name, self._worker.held
+        version = mine.version
         nbytes, rate = 0, self._world.link_bytes_per_s
-        for layer in self._worker.parts:
+        for layer in mine.parts:
             held = run.joined.setdefault((layer, version, number), {})
-            held[node] = self._worker.own(layer)
+            held[node] = mine.own(layer)
             nbytes += self._world.profile.layers[layer].gradient_bytes
             holders = [unit.node for unit in run.plan.holders(layer)]
             if set(held) == set(holders):
@@ -318,12 +373,12 @@ class Training:
             training = worker.training
             if training is None or training.run is not self._run or training.over or not worker.alive:
                 continue
-            if layer in worker.parts and worker.version == version:
-                worker.common(layer, union)
+            if layer in worker.held.parts and worker.held.version == version:
+                worker.held.share(layer, union)
                 training.settle()
 
     def settle(self) -> None:
-        if not self.copies.settled and all(not self._worker.brought(la) for la in self._worker.parts):
+        if not self.copies.settled and not self._worker.held.unshared():
             self.copies.settled = True
             self.copies.tell()
         if self._rounds is not None and not self._lists and not self.arrived:
@@ -339,7 +394,8 @@ class Training:
                 self._join(self._round)
                 self._round += 1
             everything = frozenset(range(self._run.plan.n_microbatches))
-            if any(worker.shared(layer) != everything for layer in worker.parts):
+            held = worker.held
+            if any(held.shared(layer) != everything for layer in held.parts):
                 return
         self.copies.after_microbatches()
         self._gate()
@@ -358,11 +414,10 @@ class Training:
 
     def committed(self, halt: int) -> None:
         """The step counts: a new version, published; on with the next step, or out."""
-        worker, step = self._worker, self._worker.version
+        worker, held, step = self._worker, self._worker.held, self._worker.held.version
         worker.record = StepRecord(step, 1.0, 1.0, 0.0)
-        self.copies.before_update(list(worker.parts))
-        worker.version += 1
-        worker.empty()
+        self.copies.before_update(list(held.parts))
+        held.update()
         seconds = self.copies.after_update()
         self._resume()
         self.arrived = False
@@ -370,7 +425,7 @@ class Training:
             took, tokens = self._world.clock.now - self._began, self._world.tokens
             worker.say(m.StepDone(self._run.plan.epoch, worker.record, took, 0.0, tokens))
             self._world.stepped(step, took)
-        if worker.version >= self._world.spec.n_steps:
+        if held.version >= self._world.spec.n_steps:
             self._finish()
         elif halt > self._run.plan.epoch:
             worker.leave(planned=True)
@@ -384,3 +439,16 @@ class Training:
             self.copies.wait(self._finish)
             return
         self._worker.finished(self._rank == 0)
+
+
+def run_of(runs: dict[int, Run], world: Environment, assignment: Assignment) -> Run:
+    """The run of the assignment's epoch; begun, and added to `runs`, if it is new.
+
+    Runs that are more than two epochs older are forgotten.
+    """
+    epoch = assignment.plan.epoch
+    if epoch not in runs:
+        for old in [e for e in runs if e < epoch - 2]:
+            del runs[old]
+        runs[epoch] = Run(world, assignment)
+    return runs[epoch]

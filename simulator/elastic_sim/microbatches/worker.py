@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.domain.types import WHOLE, Assignment, Copy, Portion, Recipe, StepRecord
 from elastic.planning.plan.schemes import portion_of
-from elastic_sim.microbatches.training import Run, Training
-
-if TYPE_CHECKING:
-    from elastic_sim.microbatches.agent import Agent
-
-Ledger = frozenset[int]
-NOTHING: Ledger = frozenset()
+from elastic_sim.microbatches.clock import Wire
+from elastic_sim.microbatches.environment import Environment, Host
+from elastic_sim.microbatches.held_layers import NOTHING, HeldLayers
+from elastic_sim.microbatches.training import Run, Training, run_of
 
 
 class Worker:
-    def __init__(self, agent: Agent, generation: int, seconds: float) -> None:
-        """Attaches after about so many seconds."""
-        self.agent, self.world, self.generation = agent, agent.world, generation
+    def __init__(
+        self,
+        world: Environment,
+        agent: Host,
+        runs: dict[int, Run],
+        generation: int,
+        seconds: float,
+    ) -> None:
+        """Attaches after about `seconds`. `runs`: those of the cluster, by epoch."""
+        self.agent, self.world, self._generation, self._runs = agent, world, generation, runs
         self.alive, self.attached, self.stopped, self.slowness = True, False, False, 1.0
         self.epoch = self.left_epoch = 0
         self.left, self._awaits_halt = True, False
         self.newest = m.Halt(0)
-        self.version = -1
-        self.parts: dict[int, tuple[Ledger, Ledger]] = {}
-        """Layer: micro-batches in its own gradient, and in the sum that all holders have."""
-        self._given: dict[int, Ledger] = {}
-        """Of these, what the recovery gave to this holder alone."""
+        self.held = HeldLayers()
         self._portions: dict[int, Portion] = {}
         self.record: StepRecord | None = None
         self.training: Training | None = None
         self.activity, self.counter, self.microbatch = "idle", 0, 0
         self.busy_until = 0.0
         """When the action that it computes ends."""
-        self._sources: tuple[str, ...] = ()
-        """Nodes that it fetches from."""
+        self._sources: tuple[Wire, ...] = ()
+        """Wires over which it fetches."""
         self._pending: Callable[[], None] | None = None
         self._token = 0
         self.world.clock.about(seconds, self._attach)
@@ -78,10 +78,10 @@ class Worker:
 
     def say(self, message: Any) -> None:
         if self.alive and not self.stopped:
-            self.agent.hear_worker(self, message)
+            self.agent.hear_worker(self._generation, message)
 
     def progress(self) -> m.Progress:
-        return m.Progress(self.counter, self.activity, max(self.version, 0), self.microbatch)
+        return m.Progress(self.counter, self.activity, max(self.held.version, 0), self.microbatch)
 
     def _attach(self) -> None:
         if self.alive:
@@ -147,8 +147,8 @@ class Worker:
         """Leave all communication; report once a newer epoch is known."""
         self._token += 1
         self._pending = None
-        for node in self._sources:
-            self.world.agents[node].wire.drop(self.agent.name)
+        for wire in self._sources:
+            wire.drop(self.agent.name)
         if self.training is not None:
             self.training.over = self.training.copies.over = True
         self.left, self.left_epoch, self._awaits_halt, self.activity = True, self.epoch, True, "wait"
@@ -169,10 +169,10 @@ class Worker:
         training, started, sent = self.training, NOTHING, NOTHING
         if training is not None:
             training.copies.flush()
-        if training is not None and training.step == self.version:
+        if training is not None and training.step == self.held.version:
             started, sent = frozenset(training.started), frozenset(training.sent)
         self.activity = "idle"
-        self.say(m.Halted(self.newest.epoch, self.version, started, sent, self.record))
+        self.say(m.Halted(self.newest.epoch, self.held.version, started, sent, self.record))
 
     # ---- installing -----------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Worker:
         layers = [la for _, _, st in plan.stages() if st.unit.node == node for la in st.layers]
         recipes = {r.layer: r for n, r in assignment.recipes if n == node}
         portions = {la: portion_of(plan, node, la) for la in layers}
-        live = {la for la in self.parts if portions.get(la) == self._portions.get(la)}
+        live = {la for la in self.held.parts if portions.get(la) == self._portions.get(la)}
         wanted = [c for la in layers if la in recipes for c in self._wanted(recipes[la], la in live)]
         messages = [
             c for run in assignment.partial for c in self._messages(run.inputs, run.gradients, layers)
@@ -210,14 +210,11 @@ class Worker:
             if not all(self._has(copy) for copy in sources):
                 self._source_gone()
                 return
-            self._given = {
-                la: frozenset(i for c in recipes[la].gradients for i in c.microbatches)
-                if la in recipes
-                else NOTHING
-                for la in layers
-            }
-            self.parts = {la: (given, NOTHING) for la, given in self._given.items()}
-            self.version, self._portions = assignment.step, portions
+            recovered = dict.fromkeys(layers, NOTHING)
+            for la in set(layers) & set(recipes):
+                recovered[la] = frozenset(i for c in recipes[la].gradients for i in c.microbatches)
+            self.held.install(assignment.step, recovered)
+            self._portions = portions
             self._meet(assignment)
 
         self._fetch(list(sources), lambda: self.later(seconds, done))
@@ -234,10 +231,10 @@ class Worker:
 
     def _wanted(self, recipe: Recipe, live: bool) -> Iterator[Copy]:
         """Copies to read, states first."""
-        kept = live and self.version == recipe.version
+        kept = live and self.held.version == recipe.version
         if not kept:
             whole = live and recipe.state is not None and self._portions.get(recipe.layer) == WHOLE
-            leads = whole and recipe.state is not None and recipe.state.step == self.version
+            leads = whole and recipe.state is not None and recipe.state.step == self.held.version
             for part in recipe.portions:
                 yield from part.states
                 yield from part.updates
@@ -247,21 +244,21 @@ class Worker:
             yield from recipe.replay
         for copy in recipe.gradients:
             mine = copy.owner == copy.node == self.agent.name
-            if not (kept and mine and copy.microbatches in self.parts.get(recipe.layer, ())):
+            if not (kept and mine and copy.microbatches in self.held.parts.get(recipe.layer, ())):
                 yield copy
 
     def _has(self, copy: Copy) -> bool:
-        agent = self.world.agents.get(copy.node)
-        return agent is not None and copy in agent.vault and (agent is self.agent or agent.reachable)
+        node = self.world.node(copy.node)
+        return node is not None and copy in node.vault and (node is self.agent or node.reachable)
 
     def _fetch(self, copies: list[Copy], done: Callable[[], None]) -> None:
-        """From every node over its own wire, all at once; from this one as fast as memory is copied."""
-        elsewhere: dict[str, int] = {}
+        """Fetch over each node's own wire at once, and from this node as fast as memory copies."""
+        nbytes: dict[str, int] = {}
         for copy in copies:
-            if copy.node != self.agent.name:
-                elsewhere[copy.node] = elsewhere.get(copy.node, 0) + copy.nbytes
-        here = sum(copy.nbytes for copy in copies if copy.node == self.agent.name)
-        rate, left, token = self.world.copy_bytes_per_s, 1 + len(elsewhere), self._token
+            nbytes[copy.node] = nbytes.get(copy.node, 0) + copy.nbytes
+        here = nbytes.pop(self.agent.name, 0)
+        wires = {name: node.wire for name in nbytes if (node := self.world.node(name))}
+        rate, left, token = self.world.copy_bytes_per_s, 1 + len(wires), self._token
 
         def arrived() -> None:
             nonlocal left
@@ -269,9 +266,9 @@ class Worker:
             if not left and token == self._token:
                 done()
 
-        self._sources = tuple(elsewhere)
-        for node, nbytes in elsewhere.items():
-            self.world.agents[node].wire.send(self.agent.name, nbytes, arrived)
+        self._sources = tuple(wires.values())
+        for name, wire in wires.items():
+            wire.send(self.agent.name, nbytes[name], arrived)
         self.later(here / rate if rate > 0 else 0.0, arrived)
 
     def _source_gone(self) -> None:
@@ -281,10 +278,10 @@ class Worker:
     def _meet(self, assignment: Assignment) -> None:
         self._sources = ()
         self._transferred = self.world.clock.now
-        run = self.world.run_of(assignment)
+        run = run_of(self._runs, self.world, assignment)
         run.present[self.agent.name] = self
         self.training = Training(self, run)
-        self.world.meter.look()
+        self.world.look()
         run.connect(self)
 
     def ready_for(self, run: Run) -> Callable[[], None]:
@@ -292,43 +289,12 @@ class Worker:
             if self.here and self.training is not None and self.training.run is run:
                 transfer_s = self._transferred - self._began
                 self.say(m.Ready(self.epoch, transfer_s, self.world.clock.now - self._transferred))
-                if self.version >= self.world.spec.n_steps:
+                if self.held.version >= self.world.spec.n_steps:
                     self.finished(self.training.first)
                 else:
                     self.training.begin(first=True)
 
         return act
-
-    # ---- gradients ------------------------------------------------------------------------------
-
-    def own(self, layer: int) -> Ledger:
-        return self.parts[layer][0]
-
-    def shared(self, layer: int) -> Ledger:
-        return self.parts[layer][1]
-
-    def ledger(self, layer: int) -> Ledger:
-        own, common = self.parts[layer]
-        return own | common
-
-    def brought(self, layer: int) -> Ledger:
-        """What the recovery gave to this holder, and is in no common sum yet."""
-        return self._given.get(layer, NOTHING) & self.own(layer)
-
-    def add(self, microbatch: int, layers: Sequence[int], covered: Mapping[int, Ledger]) -> None:
-        for layer in layers:
-            own, common = self.parts[layer]
-            if microbatch not in covered.get(layer, NOTHING):
-                assert microbatch not in own | common, f"micro-batch {microbatch} twice in layer {layer}"
-                self.parts[layer] = own | {microbatch}, common
-
-    def common(self, layer: int, union: Ledger) -> None:
-        own, common = self.parts[layer]
-        self.parts[layer] = own - union, common | union
-
-    def empty(self) -> None:
-        self.parts = dict.fromkeys(self.parts, (NOTHING, NOTHING))
-        self._given = {}
 
     # ---- the end --------------------------------------------------------------------------------
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.core.job.state import CheckpointCommitted, DrainAsked, JobPhase, Policy
+from elastic.core.job.state import CheckpointCommitted, DrainAsked, JobPhase, JobState, Policy
 from elastic.core.protocol.fault_spec import FaultSpec, Phase, due
 from elastic.domain.errors import FieldError
-from elastic.domain.types import Assignment, JobSpec, NodeInfo
+from elastic.domain.types import JobSpec, NodeInfo
 from elastic.planning.cost.profile import Profile, check_profile
 from elastic.planning.plan.schemes import refuse_useless
 from elastic_sim.microbatches.agent import Agent
-from elastic_sim.microbatches.clock import Clock
-from elastic_sim.microbatches.coordinator import Boss
+from elastic_sim.microbatches.coordinator import CoordinatorModel
+from elastic_sim.microbatches.environment import Environment
 from elastic_sim.microbatches.meter import Meter, Outcome
 from elastic_sim.microbatches.physics import Physics, check
 from elastic_sim.microbatches.training import Run
@@ -67,13 +67,13 @@ class Anchored:
     """Of a node that goes: the point of its own work at which it does; the time is not looked at then."""
 
 
-class World:
+class World(Environment):
+    """The cluster: creates its parts, and carries out the trace on them."""
+
     def __init__(self, job: Job, profile: Profile, physics: Physics, seed: int) -> None:
         check_profile(profile)
         check(physics)
-        self.profile, self.physics = profile, physics
-        self.clock = Clock(seed, physics.jitter)
-        self.spec = JobSpec(
+        spec = JobSpec(
             layers=profile.layers,
             n_microbatches=job.microbatches,
             n_steps=job.steps,
@@ -81,15 +81,14 @@ class World:
             tied=job.tied,
             checkpoint_every=job.checkpoint_every,
         )
-        self.tokens = job.microbatches * job.tokens_per_microbatch
+        super().__init__(spec, profile, physics, seed)
         self.agents: dict[str, Agent] = {}
         """Also of nodes that are gone."""
-        self.present: dict[str, Event] = {}
-        """Nodes that the trace says are there, whatever runs on them."""
         self.runs: dict[int, Run] = {}
+        """By epoch; old ones are forgotten."""
         self._anchored: dict[int, list[Anchored]] = {}
         self._faults: list[tuple[FaultSpec, Event]] = []
-        self._numbers, self._reached = 0, -1
+        self._reached = -1
         policy = Policy(
             min_nodes=job.min_nodes,
             max_nodes=job.max_nodes,
@@ -100,26 +99,15 @@ class World:
             lease_s=job.lease_s,
             profile=profile,
         )
-        self.boss = Boss(self, policy)
-        self.meter = Meter(self)
+        state = JobState(policy=policy)
+        self.meter = Meter(self, self.runs, state)
+        self.coordinator = CoordinatorModel(self, state, self.meter)
 
-    def number(self) -> int:
-        """A new one at every call."""
-        self._numbers += 1
-        return self._numbers
+    def node(self, name: str) -> Agent | None:
+        return self.agents.get(name)
 
-    def state_bytes(self, layer: int) -> int:
-        return self.profile.layers[layer].param_bytes + self.profile.layers[layer].state_bytes
-
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Of a node, all its workers together; 0: unknown."""
-        return self.profile.link.bytes_per_s * self.profile.tp
-
-    @property
-    def copy_bytes_per_s(self) -> float:
-        """The same, of copies to shared memory."""
-        return self.profile.copy_bytes_per_s * self.profile.tp
+    def look(self) -> None:
+        self.meter.look()
 
     # ---- what comes from outside ----------------------------------------------------------------
 
@@ -149,12 +137,13 @@ class World:
         device = event.type if event.type in known else ""
         info = NodeInfo(event.node, "", "", domain=event.zone, device=device)
         self.present[event.node] = event
-        self.agents[event.node] = Agent(self, info, start_s)
+        agent = Agent(self, self.coordinator, self.agents, self.runs, info, start_s)
+        self.agents[event.node] = agent
         self.meter.look()
 
     def _tell(self, event: Event, deadline_s: float) -> None:
         if event.node in self.present:
-            self.boss.hear(None, DrainAsked(event.node, deadline_s))
+            self.coordinator.hear(None, DrainAsked(event.node, deadline_s))
 
     def _remove(self, event: Event) -> None:
         agent = self.agents.get(event.node)
@@ -167,13 +156,6 @@ class World:
 
     # ---- what happens inside --------------------------------------------------------------------
 
-    def run_of(self, assignment: Assignment) -> Run:
-        epoch = assignment.plan.epoch
-        if epoch not in self.runs:
-            self.runs = {e: run for e, run in self.runs.items() if e >= epoch - 2}
-            self.runs[epoch] = Run(self, assignment)
-        return self.runs[epoch]
-
     def stepped(self, step: int, seconds: float) -> None:
         """A step is done: what was to come in the next one comes in its time."""
         self.meter.stepped(step, seconds)
@@ -183,7 +165,8 @@ class World:
             rate, n = self.physics.disk_bytes_per_s, len(self.present) or 1
             nbytes = sum(map(self.state_bytes, range(self.spec.n_layers))) / n
             done = CheckpointCommitted("checkpoint", step + 1)
-            self.clock.after(nbytes / rate if rate > 0 else 0.0, lambda: self.boss.hear(None, done))
+            write_s = nbytes / rate if rate > 0 else 0.0
+            self.clock.after(write_s, lambda: self.coordinator.hear(None, done))
 
     def strikes(self, node: str, step: int, phase: Phase, microbatch: int | None = None) -> bool:
         """Whether a fault is due where the worker of `node` stands; if so it is gone."""
@@ -202,7 +185,7 @@ class World:
 
     def outcome(self, end_s: float) -> Outcome:
         self.meter.look()
-        meter, state, finish = self.meter, self.boss.state, self.boss.finish
+        meter, state, finish = self.meter, self.coordinator.state, self.coordinator.finish
         ended_s = min(end_s, self.clock.ms / 1000)
         return Outcome(
             ended_s=ended_s,
@@ -230,7 +213,7 @@ def simulate(
     world = World(job, profile, physics or Physics(), seed)
     world.expect(trace, anchored)
     world.reach(0)
-    world.clock.run(trace.end_s, lambda: world.boss.over)
+    world.clock.run(trace.end_s, lambda: world.coordinator.over)
     return world.outcome(trace.end_s)
 
 

@@ -1,6 +1,6 @@
 """A simulated worker: attach, install, train with backups and commit gate, leave, halt, finish.
 
-Its order of things is that of `elastic.worker.trainer` and `elastic.worker.engine.step`; computing is a delay.
+Its order of things is that of `elastic.worker.epoch_session` and `elastic.worker.engine.step`; computing is a delay.
 In a pipeline stages really wait for each other; here only the commit makes them meet, which is what
 decisions depend on.
 """

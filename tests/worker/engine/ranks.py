@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from elastic.worker.transport.links import Abandon, Links, host_store
+from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.links import Links
+from elastic.worker.transport.rendezvous import host_store
 from tests.launcher.helpers import send
 from tests.patience import LONG_S
 

@@ -18,8 +18,7 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes, simulate
 from elastic.worker.engine.step import chunks_of
-from elastic.worker.transport.flows import Receive
-from elastic.worker.transport.links import Links
+from elastic.worker.transport.links import Links, Receive
 from tests.worker.engine.models import Quiet, replicas, runner, stack
 from tests.worker.engine.ranks import Rank, run_ranks
 

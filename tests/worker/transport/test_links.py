@@ -13,8 +13,8 @@ from elastic.domain.errors import FieldError
 from elastic.planning.cost.profile import Link
 from elastic.rpc.shaping import Shaper
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
-from elastic.worker.transport.flows import DTYPES, pack_form, unpack_form
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
+from elastic.worker.transport.tensor_header import DTYPES, pack_form, unpack_form
 from tests.worker.engine.ranks import Rank, run_ranks
 
 

@@ -18,9 +18,9 @@ import torch
 from elastic.worker.transport import gloo as transport
 from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
-from elastic.worker.transport.flows import MAX_DIMS, data_tag, header_tag
 from elastic.worker.transport.gloo import Operation
-from elastic.worker.transport.links import Links
+from elastic.worker.transport.links import Links, data_tag, header_tag
+from elastic.worker.transport.tensor_header import MAX_DIMS
 from tests.patience import LONG_S
 from tests.worker.engine.ranks import Rank, Ranks
 

@@ -1,0 +1,308 @@
+"""One worker in one epoch: install, connect, train, leave, and report what it holds.
+
+The session begins with an `Install` order and ends when the worker has sent `Halted`, or when the
+job is over. It owns the links to the other workers and the step runner, which end with it. It
+borrows everything else from the `WorkerContext`, where it leaves the layers and their backup for
+the next session.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.fault_spec import Phase
+from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError
+from elastic.planning.plan.rank_map import Roster, roster
+from elastic.planning.plan.schemes import state_of
+from elastic.rpc.shaping import shaper_of
+from elastic.worker.backup.policy import Protection
+from elastic.worker.context import WorkerContext
+from elastic.worker.engine.partial import PartialRunner
+from elastic.worker.engine.step import Outcome, StepRunner
+from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.tensor_parallel import tp_sync
+from elastic.worker.profiling.profiled import EMULATE
+from elastic.worker.recovery.fetch import Fetcher
+from elastic.worker.recovery.final_hash import job_sha256
+from elastic.worker.recovery.state_loader import Installed, Installer
+from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
+from elastic.worker.transport.devicefault import broke, broke_here
+from elastic.worker.transport.links import Links
+
+
+class EpochSession:
+    """One worker in the epoch that `order` begins. Call `run` once."""
+
+    def __init__(self, context: WorkerContext, order: m.Install) -> None:
+        self._context, self._order = context, order
+        self._abandon = context.agent.enter(order.epoch)
+        self._assignment = order.assignment
+        self._plan = order.assignment.plan
+        self._roster: Roster = roster(self._plan)
+        self._rank = -1
+        """Rank in this epoch; -1: the plan does not use this worker."""
+        if context.unit in self._plan.units():
+            self._rank = self._roster.rank(context.unit, context.tp.rank)
+        self._links: Links | None = None
+        self._steps: StepRunner | None = None
+        self._resumed = False
+
+    def run(self) -> None:
+        """Train until the job is done, a newer epoch is announced or something breaks.
+
+        A broken link or a missing copy is reported to the agent; the session then waits for the
+        next epoch. Returns once this worker has reported what it holds, or when the job is over.
+        Raises SystemExit, or the error itself, if the job cannot go on.
+        """
+        try:
+            self._train()
+        except EpochAbandoned:
+            pass
+        except LinkFailed as error:
+            nodes = tuple(dict.fromkeys(self._roster.members[r].unit.node for r in error.ranks))
+            self._send(m.CommFailed(self._order.epoch, nodes, str(error)))
+        except VaultError as error:
+            self._send(m.CommFailed(self._order.epoch, (), str(error)))
+        except ElasticError as error:
+            self._fail(error)
+        except RuntimeError as error:
+            self._on_runtime_error(error)
+        except Exception as error:  # noqa: BLE001 - an error of the user's model, data or optimizer
+            self._fail(error)
+        finally:
+            if self._links is not None:
+                self._links.close()
+        self._await_halt()
+
+    def _on_runtime_error(self, error: RuntimeError) -> None:
+        """Return if a sibling's end explains the error. Else the script or the device caused it.
+
+        A collective of a tensor-parallel group fails when another rank of the group dies. The
+        agent knows of that death: it ends this worker too, or a new epoch is announced.
+        """
+        alone = self._context.tp.size == 1 or broke_here(error)
+        if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
+            if broke(error):
+                raise error
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Report that the job failed. Exit with the code of our own errors; raise any other."""
+        code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
+        text = f"{type(error).__name__}: {error}"
+        self._send(m.Failed(text, code, self._context.settings.local_rank))
+        if isinstance(error, ElasticError):
+            raise SystemExit(code)
+        raise error
+
+    def _send(self, message: object) -> None:
+        self._context.agent.send(message)
+
+    # ---- installing ----
+
+    def _train(self) -> None:
+        """Install and train until the last step is done or the workers agree to stop."""
+        context = self._context
+        if self._rank < 0:
+            context.replicas.clear()
+            context.protection = None
+            self._send(m.Ready(self._order.epoch, 0.0, 0.0))
+            self._send(m.Protected(self._order.epoch))
+            return
+        steps = self._steps = self._install()
+        n_steps = context.job.spec.n_steps
+        todo, covered = self._assignment.todo, dict(self._assignment.covered)
+        for step in range(self._assignment.step, n_steps):
+            outcome = steps.run(step, todo, covered)
+            self._record_timing(steps, step)
+            self._report_step(outcome)
+            if outcome.halt_epoch > self._order.epoch:
+                break
+            todo, covered = tuple(p.microbatches for p in self._plan.pipelines), {}
+        # A tensor-parallel rank that failed in the last commit waits here for the others.
+        steps.runner.agreement.check()
+        if all(replica.version == n_steps for replica in context.replicas.values()):
+            self._finish()
+
+    def _install(self) -> StepRunner:
+        """Bring the layers to the assigned version, connect, and report `Ready`."""
+        context = self._context
+        context.agent.position.at("install", self._assignment.step)
+        began = time.perf_counter()
+        context.job.optimizer.check(shared=state_of(self._plan.state).sharded)
+        recipes = [recipe for _, recipe in self._assignment.recipes]
+        recovering = any(recipe.states or recipe.checkpoint for recipe in recipes)
+        installed = self._load_layers(recovering)
+        transferred = time.perf_counter()
+        self._links = self._open_links()
+        protection = context.protection = self._protect(installed)
+        steps = self._runner(installed, self._links, protection)
+        if recovering:
+            context.injector.recoveries += 1
+        transfer_s, rebuild_s = transferred - began, time.perf_counter() - transferred
+        self._send(m.Ready(self._order.epoch, transfer_s, rebuild_s, tuple(installed.sources)))
+        return steps
+
+    def _load_layers(self, recovering: bool) -> Installed:
+        """Keep the usable live layers, read the missing ones; `context.replicas` holds all."""
+        context = self._context
+        member = self._roster.members[self._rank]
+
+        def reached() -> None:
+            if recovering:
+                context.injector.reach(self._assignment.step, Phase.RECOVERY)
+
+        fetcher = Fetcher(
+            context.settings.node,
+            dict(self._assignment.vaults),
+            self._abandon,
+            timeout_s=context.settings.timeouts.bulk_s,
+        )
+        installer = Installer(
+            context.build_replica,
+            fetcher,
+            context.job.optimizer.lr,
+            reached,
+            self._abandon.check,
+            context.job.stack.tied,
+        )
+        try:
+            context.replicas = installer.usable(self._assignment, member, context.replicas)
+            if context.protection is not None:
+                context.protection.release(context.replicas)
+            installed = installer.install(self._assignment, member, context.replicas)
+        finally:
+            fetcher.close()
+        context.replicas = {replica.index: replica for replica in installed.replicas}
+        return installed
+
+    def _open_links(self) -> Links:
+        """Meet the other workers of the epoch."""
+        context, settings, members = self._context, self._context.settings, self._roster.members
+        node = settings.node
+        return Links.open(
+            epoch=self._order.epoch,
+            rank=self._rank,
+            world_size=self._roster.size,
+            store_address=self._assignment.store,
+            device=context.device,
+            timeout_s=settings.timeouts.link_s,
+            abandon=self._abandon,
+            host=settings.host,
+            holder_sets=self._roster.holder_sets(),
+            pairs=self._roster.pairs(),
+            shaper=shaper_of(Path(settings.memory_dir) / node, settings.link),
+            remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
+        )
+
+    def _protect(self, installed: Installed) -> Protection:
+        """The backup of the installed layers by the scheme of the plan."""
+        return Protection(
+            self._context.publisher,
+            self._plan,
+            self._context.settings.node,
+            installed.replicas,
+            self._abandon,
+            self._send,
+            self._context.job.stack.tied,
+            chunks=len(self._roster.places(self._rank)),
+        )
+
+    def _runner(self, installed: Installed, links: Links, protection: Protection) -> StepRunner:
+        """The runner of the epoch's steps on the installed layers."""
+        context, job, replicas = self._context, self._context.job, installed.replicas
+        assignment, messages = self._assignment, installed.messages
+        return StepRunner(
+            plan=self._plan,
+            roster=self._roster,
+            rank=self._rank,
+            replicas=replicas,
+            links=links,
+            stack=job.stack,
+            optimizer=job.optimizer,
+            data=self._data,
+            abandon=self._abandon,
+            tp_sync=tp_sync(context.tp),
+            protection=protection,
+            injector=context.injector,
+            position=context.agent.position,
+            boundary_requested=context.agent.boundary_requested,
+            on_microbatch=self._report_resumed,
+            partial=PartialRunner(assignment, self._roster, self._rank, replicas, messages),
+        )
+
+    # ---- training ----
+
+    def _data(self, step: int, index: int) -> Microbatch:
+        """The user's micro-batch on this device; an emulated job reads no data."""
+        if self._context.settings.profile == EMULATE:
+            return Microbatch(step, index, {})
+        microbatch, device = self._context.job.data(step, index), self._context.device
+        fields = {name: tensor.to(device) for name, tensor in microbatch.fields.items()}
+        return Microbatch(step, index, fields)
+
+    def _report_resumed(self) -> None:
+        """Report, once, that training goes on."""
+        if not self._resumed:
+            self._resumed = True
+            self._send(m.Resumed(self._order.epoch, time.time()))
+
+    def _report_step(self, outcome: Outcome) -> None:
+        self._report_resumed()
+        if self._rank == 0:
+            spec = self._context.job.spec
+            tokens = spec.n_microbatches * spec.tokens_per_microbatch
+            epoch = self._order.epoch
+            self._send(m.StepDone(epoch, outcome.record, outcome.seconds, outcome.lr, tokens))
+
+    def _record_timing(self, steps: StepRunner, step: int) -> None:
+        """Let the heartbeat carry how long the computing of `step` took."""
+        context = self._context
+        traffic = context.publisher.traffic.take()
+        local_rank = context.settings.local_rank
+        measured = steps.meter.take(self._order.epoch, step, local_rank, traffic)
+        if measured:
+            context.agent.position.measured = measured
+
+    def _finish(self) -> None:
+        """Wait for the last states of all workers to reach vaults. Rank 0 hashes the result."""
+        context, spec = self._context, self._context.job.spec
+        assert context.protection is not None and self._links is not None
+        context.agent.position.at("wait", spec.n_steps)
+        self._report_resumed()
+        context.protection.finish()
+        self._links.gather(torch.zeros(1, dtype=torch.int64))
+        sha = ""
+        if self._rank == 0:
+            vaults = dict(self._assignment.vaults)
+            sha = job_sha256(self._plan, spec, vaults, context.settings.node, self._abandon)
+        self._send(m.Finished(spec.n_steps, sha))
+
+    # ---- leaving ----
+
+    def _await_halt(self) -> None:
+        """Wait for the next epoch, put all layers into the local vault, and report `Halted`."""
+        context = self._context
+        context.agent.position.at("wait")
+        newest = context.agent.await_halt(self._order.epoch)
+        if newest is None:
+            return
+        if context.protection is not None:
+            context.protection.flush()
+        self._send(self._halted(newest))
+        context.agent.position.at("idle")
+
+    def _halted(self, epoch: int) -> m.Halted:
+        """The report of what this worker holds, for the plan of `epoch`."""
+        steps, replicas = self._steps, self._context.replicas.values()
+        version = min((replica.version for replica in replicas), default=-1)
+        if steps is None or not replicas:
+            return m.Halted(epoch, version)
+        if version != steps.step:
+            return m.Halted(epoch, version, record=steps.record)
+        return m.Halted(epoch, version, steps.started, steps.sent, steps.record)
