@@ -53,8 +53,9 @@ soak: setup ## 30 minutes of training on a loaded machine: nothing may be done a
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
 
-proto: setup ## regenerate elastic/rpc/*_pb2* (with the oldest grpcio-tools that is allowed: newer code refuses older libraries)
+proto: setup ## regenerate *_pb2* in elastic/rpc and elastic/store/etcd (with the oldest grpcio-tools that is allowed: newer code refuses older libraries)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. elastic/rpc/elastic.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. elastic/store/etcd/etcd_api.proto
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -27,7 +27,7 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.types import Copy
 from elastic.rpc.bulk import VaultClient, tune
-from elastic.store.slots import Slot
+from elastic.store.shared_memory import Slot
 from elastic.worker.recovery.fetch import Fetcher
 
 TARGET = 0.8

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic.core.protocol.election import follows_up, retry_s
 from elastic.domain.errors import ElasticError, StaleError
-from elastic.store.base import Conflict, Lease, Store, StoreUnavailable
+from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
 LEASE_NAME, STATE_KEY, RUN_KEY, OVER_KEY = "coordinator", "job/state", "job/run", "job/over"

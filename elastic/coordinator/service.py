@@ -49,8 +49,8 @@ from elastic.planning.placement.assignment import FEW
 from elastic.rpc import security
 from elastic.rpc.refusals import REFUSALS, Refusal
 from elastic.rpc.server import Server, Session
-from elastic.store.base import Lease, Store, StoreError, StoreUnavailable
-from elastic.store.opening import open_store
+from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
+from elastic.store.open_store import open_store
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.coordinator")

@@ -1,10 +1,11 @@
-"""The embedded default store: one SQLite file, shared by processes of one machine.
+"""The default coordinator store: one SQLite file for the processes of one machine.
 
-Write-ahead log with `synchronous=FULL`: every commit reaches the disk. A coordinator writes once a decision,
-not once a step, so the cost of a sync does not show; and a term that was given out must never be given out
-again, not even after a power failure (`NORMAL` may lose the newest commits then). A process killed at any
-point leaves the last committed state. Deleted keys stay as tombstones, so that watchers see the deletion. The
-file must lie on a local disk: SQLite's log does not work over network file systems.
+The file uses a write-ahead log with `synchronous=FULL`, so every commit reaches the disk. `NORMAL`
+may lose the newest commits in a power failure, and then the store would give out a term twice. The
+cost of the sync is small, because a coordinator writes once per decision and not once per step. A
+process that is killed leaves the last committed state. Deleted keys stay as tombstones, so that
+watches report the deletion. The file must be on a local disk: SQLite's log does not work on network
+file systems.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic.domain.errors import StaleError
-from elastic.store.base import (
-    Change,
+from elastic.store.interface import (
     Entry,
+    KeyChange,
     Lease,
     StoreError,
     StoreUnavailable,
     Watch,
     check_key,
     check_lease,
-    held,
-    mismatch,
+    lease_conflict,
+    revision_conflict,
+    stale_token,
 )
 
 APPLICATION_ID = 0x656C7374
 """Marks the file as ours ("elst")."""
 FORMAT = 1
 POLL_S = 0.02
-"""How often a watch looks whether another connection has committed (a counter in shared memory, no disk)."""
+"""Interval at which a watch looks for new commits. It reads a counter in shared memory, no disk."""
 
 _DISK = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
-"""The disk is full or fails: it may take the same write later."""
+"""Errors of a full or failing disk. A retry may succeed."""
 
 _SCHEMA = """
 CREATE TABLE entries (
@@ -58,19 +59,19 @@ CREATE TABLE leases (
 
 
 class SqliteStore:
-    """Implements `elastic.store.base.Store` on `path`; makes the file (not its folder) if it is absent.
+    """Implements `elastic.store.interface.Store` on `path`.
 
-    Raises StoreError if the file is damaged, not ours, or cannot be opened; StoreUnavailable, here and at every call,
-    while its disk is full or fails. `busy_s`: how long to wait for another process's write.
+    Creates the file, but not its folder. `busy_s` limits the wait for the write of another
+    process. Raises StoreError if the file is damaged, foreign or cannot be opened. The constructor
+    and every method raise StoreUnavailable while the disk is full or fails.
     """
 
     def __init__(self, path: str | Path, busy_s: float = 10.0) -> None:
         self.path, self._busy_s = Path(path), busy_s
         self._lock = threading.RLock()
         if not self.path.parent.is_dir():
-            raise StoreError(
-                f"store {self.path}: the folder {self.path.parent} does not exist; make it first"
-            )
+            text = f"the folder {self.path.parent} does not exist; create it first"
+            raise StoreError(f"store {self.path}: {text}")
         with self._errors():
             self._db = self.connect()
         try:
@@ -110,7 +111,7 @@ class SqliteStore:
         with self._transaction():
             current = self.current(name)
             if current is not None and current.holder != holder and current.expires_at > now:
-                raise held(current, now)
+                raise lease_conflict(current, now)
             token = self._db.execute(insert, (name, holder, ttl_s, now + ttl_s)).lastrowid
         assert token is not None
         return Lease(name, holder, token, ttl_s, now + ttl_s)
@@ -138,7 +139,7 @@ class SqliteStore:
             self._db.close()
 
     def connect(self) -> sqlite3.Connection:
-        """A new connection in autocommit mode; for any thread, one at a time."""
+        """Return a new connection in autocommit mode. One thread at a time may use it."""
         db = sqlite3.connect(
             self.path,
             timeout=self._busy_s,
@@ -150,7 +151,7 @@ class SqliteStore:
         return db
 
     def _prepare(self) -> None:
-        """Make the tables in a new file; check an old one."""
+        """Create the tables of a new file, or check those of an existing one."""
         self._use_write_ahead_log()
         with self._transaction():
             (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -164,7 +165,9 @@ class SqliteStore:
                 for name in ("application_id", "user_version")
             ]
         if marks[0] != APPLICATION_ID:
-            raise StoreError(f"store {self.path}: a SQLite file of another program; choose another path")
+            raise StoreError(
+                f"store {self.path}: it is an SQLite file of another program; choose another path"
+            )
         if marks[1] != FORMAT:
             raise StoreError(f"store {self.path}: has format {marks[1]}, this version reads {FORMAT}")
         (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
@@ -172,7 +175,7 @@ class SqliteStore:
             raise sqlite3.DatabaseError(verdict)
 
     def _use_write_ahead_log(self) -> None:
-        """SQLite does not wait by itself when two processes turn a new file's log on together."""
+        """Switch to the log. SQLite does not wait if another process switches a new file too."""
         end = time.monotonic() + self._busy_s
         while True:
             try:
@@ -186,7 +189,7 @@ class SqliteStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Commit what is done inside, or nothing of it. Keeps every other writer out meanwhile."""
+        """Commit all statements of the block, or none. Other writers wait for its end."""
         with self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -199,8 +202,8 @@ class SqliteStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Serialise this store's threads and put SQLite's errors into words."""
-        with self._lock, _in_words(self.path):
+        """Let one thread at a time use the connection, and translate SQLite's errors."""
+        with self._lock, _translated_errors(self.path):
             yield
 
     def _fence(self, token: int) -> None:
@@ -209,7 +212,7 @@ class SqliteStore:
             " AND token = (SELECT max(token) FROM leases WHERE name = mine.name)"
         )
         if self._db.execute(query, (token,)).fetchone() is None:
-            raise StaleError(f"token {token} is no longer the newest of its lease")
+            raise stale_token(token)
 
     def _write(self, key: str, value: bytes | None, expected: int | None, token: int) -> int:
         check_key(key)
@@ -218,15 +221,15 @@ class SqliteStore:
             present = self.get(key)
             found = present.revision if present else None
             if found != expected:
-                raise mismatch(key, expected, found)
+                raise revision_conflict(key, expected, found)
             (revision,) = self._db.execute("SELECT coalesce(max(revision), 0) + 1 FROM entries").fetchone()
             self._db.execute("REPLACE INTO entries VALUES (?, ?, ?)", (key, value, revision))
         return int(revision)
 
 
 @contextmanager
-def _in_words(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into those of a store, with what to do."""
+def _translated_errors(path: Path) -> Iterator[None]:
+    """Translate SQLite's errors into StoreError and StoreUnavailable, with a remedy."""
     try:
         yield
     except sqlite3.ProgrammingError as error:
@@ -236,20 +239,20 @@ def _in_words(path: Path) -> Iterator[None]:
         remedy = "check the permissions and the space of its folder"
         raise (StoreUnavailable if disk else StoreError)(f"store {path}: {error}; {remedy}") from error
     except sqlite3.DatabaseError as error:
-        remedy = "the file is damaged or no store; move it away, or restore it from a backup"
+        remedy = "the file is damaged or not a store; move it away, or restore it from a backup"
         raise StoreError(f"store {path}: {error}; {remedy}") from error
 
 
 class _SqliteWatch:
-    """Reads on its own connection, whose `data_version` moves when any other connection commits."""
+    """Reads on its own connection. `data_version` changes when another connection commits."""
 
     def __init__(self, store: SqliteStore, prefix: str, revision: int) -> None:
         self._path, self._prefix, self._revision = store.path, prefix, revision
         self._closed, self._lock, self._version = threading.Event(), threading.Lock(), -1
-        with _in_words(self._path):
+        with _translated_errors(self._path):
             self._db = store.connect()
 
-    def next(self, timeout_s: float | None = None) -> Change | None:
+    def next(self, timeout_s: float | None = None) -> KeyChange | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed.is_set():
             change = self._poll()
@@ -261,7 +264,7 @@ class _SqliteWatch:
             self._closed.wait(left)
         return None
 
-    def __iter__(self) -> Iterator[Change]:
+    def __iter__(self) -> Iterator[KeyChange]:
         while (change := self.next()) is not None:
             yield change
 
@@ -270,9 +273,9 @@ class _SqliteWatch:
         with self._lock:
             self._db.close()
 
-    def _poll(self) -> Change | None:
+    def _poll(self) -> KeyChange | None:
         query = "SELECT key, value, revision FROM entries WHERE revision > ? AND substr(key, 1, ?) = ?"
-        with self._lock, _in_words(self._path):
+        with self._lock, _translated_errors(self._path):
             if self._closed.is_set():
                 return None
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
@@ -284,4 +287,4 @@ class _SqliteWatch:
                 self._version = version
                 return None
             self._revision = row[2]
-            return Change(*row)
+            return KeyChange(*row)

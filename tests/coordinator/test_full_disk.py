@@ -17,7 +17,7 @@ from elastic.coordinator.records.checkpoint_commit import Commits
 from elastic.coordinator.records.run_directory import announce, note_pid, read_told
 from elastic.coordinator.records.run_records import PatientLog, Records
 from elastic.core.job.state import JobState, Policy
-from elastic.store import durable
+from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
 from tests.disks import fill, small_disk
 from tests.patience import LONG_S
@@ -115,7 +115,7 @@ def test_a_commit_that_the_disk_refuses_is_one_that_failed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """What a part's record is read from is no file; locks are not to be had."""
-    (durable.staging_path(tmp_path, 4) / "layer-0000-tp-0.json").mkdir(parents=True)
+    (checkpoint_directory.staging_path(tmp_path, 4) / "layer-0000-tp-0.json").mkdir(parents=True)
     if where == "lock":
         monkeypatch.setattr("fcntl.flock", no_locks)
     done = threading.Event()

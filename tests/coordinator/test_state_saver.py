@@ -17,9 +17,9 @@ from elastic.coordinator.records.state_saver import Saver
 from elastic.core.job.state import JobState, Policy, Send
 from elastic.core.protocol.messages import Halt
 from elastic.domain.errors import ElasticError, StaleError
-from elastic.store.base import Entry, StoreError, StoreUnavailable
-from elastic.store.memory import MemoryStore
+from elastic.store.interface import Entry, StoreError, StoreUnavailable
 from tests.patience import LONG_S
+from tests.store.memory import MemoryStore
 
 STATES = [JobState(policy=Policy(), epoch=epoch) for epoch in range(9)]
 

@@ -21,10 +21,10 @@ from elastic.coordinator.service import Coordinator
 from elastic.core.job.state import Tick
 from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
-from elastic.store.base import Entry, StoreUnavailable
-from elastic.store.memory import MemoryStore
+from elastic.store.interface import Entry, StoreUnavailable
 from elastic.telemetry import read_events
 from tests.coordinator.helpers import Hands
+from tests.store.memory import MemoryStore
 
 SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
 

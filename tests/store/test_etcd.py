@@ -22,10 +22,10 @@ from cryptography.x509.oid import NameOID
 
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import StaleError
-from elastic.store.base import Change, StoreError, StoreUnavailable
 from elastic.store.etcd import EtcdStore
-from elastic.store.etcd.link import etcdrpc
+from elastic.store.etcd.connection import etcdrpc
 from elastic.store.etcd.watch import EtcdWatch
+from elastic.store.interface import KeyChange, StoreError, StoreUnavailable
 from tests.patience import LONG_S
 from tests.store.etcds import CTL, PATIENT, Etcd, etcd
 
@@ -99,8 +99,8 @@ def test_another_member_is_used_when_one_is_gone(tmp_path: Path) -> None:
         lease = store.acquire("coordinator", "a", 60.0, NOW)
         entry = store.put_if("k", b"0", None, lease.token)
         watch = store.watch("")
-        assert watch.next(LONG_S) == Change("k", b"0", entry.revision)
-        used = next(member for member in cluster.members if member.endpoint == store.endpoint)
+        assert watch.next(LONG_S) == KeyChange("k", b"0", entry.revision)
+        used = next(member for member in cluster.members if member.endpoint == store._connection.endpoint)
         used.kill()
         end = time.monotonic() + LONG_S
         while True:
@@ -109,8 +109,8 @@ def test_another_member_is_used_when_one_is_gone(tmp_path: Path) -> None:
                 break
             except StoreUnavailable:  # the members that are left elect a leader
                 assert time.monotonic() < end
-        assert store.endpoint != used.endpoint
-        assert watch.next(LONG_S) == Change("k", b"1", entry.revision)
+        assert store._connection.endpoint != used.endpoint
+        assert watch.next(LONG_S) == KeyChange("k", b"1", entry.revision)
         watch.close()
         store.close()
 
@@ -123,23 +123,23 @@ def test_a_watch_survives_compaction(server: Etcd) -> None:
     watch = store.watch("")
     assert isinstance(watch, EtcdWatch)
     assert [watch.next(LONG_S), watch.next(LONG_S)] == [
-        Change("gone", b"1", gone.revision),
-        Change("kept", b"1", kept.revision),
+        KeyChange("gone", b"1", gone.revision),
+        KeyChange("kept", b"1", kept.revision),
     ]
     other, away = opened(server), threading.Event()
-    reach, store._link.client = store._link.client, lambda: _unless(away, reach)
+    reach, store._connection.client = store._connection.client, lambda: _unless(away, reach)
     away.set()
     assert watch._stream is not None
     watch._stream.cancel()  # the connection is lost, and back only after the compaction
     other.delete_if("gone", gone.revision, token)
     newest = other.put_if("kept", b"2", kept.revision, token)
     request = etcdrpc.CompactionRequest(revision=newest.revision)
-    other._link.call(lambda client, how: client.kvstub.Compact(request, **how))
+    other._connection.call("Compact", request)
     away.clear()
-    assert watch.next(LONG_S) == Change("kept", b"2", newest.revision)
-    assert watch.next(LONG_S) == Change("gone", None, newest.revision)
+    assert watch.next(LONG_S) == KeyChange("kept", b"2", newest.revision)
+    assert watch.next(LONG_S) == KeyChange("gone", None, newest.revision)
     more = other.put_if("more", b"", None, token)
-    assert watch.next(LONG_S) == Change("more", b"", more.revision)
+    assert watch.next(LONG_S) == KeyChange("more", b"", more.revision)
     watch.close()
     for opened_store in (store, other):
         opened_store.close()
@@ -179,12 +179,12 @@ class _Lost(grpc.RpcError):
 def test_a_write_whose_answer_was_lost_is_made_once(server: Etcd) -> None:
     store = opened(server)
     token = store.acquire("coordinator", "a", 60.0, NOW).token
-    client = store._link.client()
+    client = store._connection.client()
     client.kvstub = losing = _Losing(client.kvstub)
     entry = store.put_if("k", b"1", None, token)
     assert losing.lost == 1
     assert store.get("k") == entry
-    client = store._link.client()
+    client = store._connection.client()
     client.kvstub = losing = _Losing(client.kvstub)
     newer = store.acquire("coordinator", "a", 60.0, NOW)
     assert losing.lost == 1 and store.current("coordinator") == newer
@@ -204,7 +204,7 @@ def test_history_is_compacted(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> 
     request = etcdrpc.RangeRequest(key=b"test/k/k", revision=revision - 50)
     with pytest.raises(StoreError, match="compacted"):
         try:
-            store._link.call(lambda client, how: client.kvstub.Range(request, **how))
+            store._connection.call("Range", request)
         except StoreUnavailable as error:
             raise StoreError(str(error)) from error
     entry = store.get("k")
@@ -232,7 +232,7 @@ def test_user_and_password(server: Etcd, tmp_path: Path) -> None:
     lease = store.acquire("coordinator", "a", 60.0, NOW)
     entry = store.put_if("k", b"1", None, lease.token)
     watch = store.watch("")
-    assert watch.next(LONG_S) == Change("k", b"1", entry.revision)
+    assert watch.next(LONG_S) == KeyChange("k", b"1", entry.revision)
     (member,) = server.members
     member.kill()  # it forgets who is logged in
     member.start()
@@ -260,7 +260,7 @@ def test_certificates(tmp_path: Path) -> None:
         lease = store.acquire("coordinator", "a", 60.0, NOW)
         entry = store.put_if("k", b"1", None, lease.token)
         watch = store.watch("")
-        assert watch.next(LONG_S) == Change("k", b"1", entry.revision)
+        assert watch.next(LONG_S) == KeyChange("k", b"1", entry.revision)
         watch.close()
         store.close()
         for bad in (

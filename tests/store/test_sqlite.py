@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic.domain.errors import StaleError
-from elastic.store.base import StoreError, StoreUnavailable
+from elastic.store.interface import StoreError, StoreUnavailable
 from elastic.store.sqlite import SqliteStore
 from tests.disks import fill, small_disk
 from tests.patience import LONG_S

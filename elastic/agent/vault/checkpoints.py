@@ -17,7 +17,7 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import CheckpointPart, Published
 from elastic.domain.errors import ElasticError, VaultError
 from elastic.domain.types import STATE, WHOLE, Copy, Plan
-from elastic.store import durable
+from elastic.store import checkpoint_directory
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class CheckpointWriter:
             step = runs[0][0].step
             try:
                 for copy, run in runs:
-                    durable.write_part(
+                    checkpoint_directory.write_part(
                         self._directory, step, copy.layer, copy.shard, plan.n_layers, plan.tp, run
                     )
             except (ElasticError, OSError) as error:

@@ -4,7 +4,7 @@ Copies come in two ways. A worker writes one to a slot in shared memory and anno
 sends one (`store`), which is received into a slot of the vault's own, verified, and only then becomes part
 of the index. So the last whole copy is never overwritten by one that is not.
 
-Slots (`elastic.store.slots`) carry the sequence of what lies in them. An entry whose slot says anything else
+Slots (`elastic.store.shared_memory`) carry the sequence of what lies in them. An entry whose slot says anything else
 was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
 
 What is kept and what makes room is in `elastic.agent.vault.retention`. Whole epochs go by `trim`.
@@ -23,7 +23,7 @@ from elastic.agent.vault.retention import Group, abandoned, group_of, spare, sup
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.domain.types import LOGS, STATE, UPDATE, Copy
-from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
+from elastic.store.shared_memory import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class Vault:
             return self._reader(local).view(local.copy.nbytes)
 
     def locate(self, key: str) -> LocalCopy:
-        """Where a copy lies, for readers on this node (`elastic.store.slots.SlotReader`)."""
+        """Where a copy lies, for readers on this node (`elastic.store.shared_memory.SlotReader`)."""
         with self._lock:
             entry = self._find(key)
             return LocalCopy(entry.copy, entry.path, DATA_OFFSET)

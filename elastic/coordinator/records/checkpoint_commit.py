@@ -11,7 +11,7 @@ from typing import Any
 from elastic.core.job import state as job
 from elastic.domain.errors import ElasticError
 from elastic.domain.types import JobSpec
-from elastic.store import durable
+from elastic.store import checkpoint_directory
 
 log = logging.getLogger("elastic.coordinator")
 Commit = Future[job.CheckpointCommitted | None]
@@ -28,7 +28,7 @@ class Commits:
     def begin(self, step: int, spec: JobSpec | None) -> None:
         def work() -> job.CheckpointCommitted | None:
             try:
-                path = durable.commit(self._directory, step, spec)
+                path = checkpoint_directory.commit(self._directory, step, spec)
             except (ElasticError, OSError) as error:  # the disk may be a network's
                 log.error("checkpoint of step %d is not whole: %s", step, error)
                 return None

@@ -12,14 +12,14 @@ from typing import Any
 from elastic.config import JobConfig
 from elastic.coordinator.queries import policy_of
 from elastic.core.job import state as job
-from elastic.store import durable
+from elastic.store import checkpoint_directory
 
 log = logging.getLogger("elastic.coordinator")
 
 
 def first_state(config: JobConfig) -> job.JobState:
     """Of a new run: from the checkpoint that it resumes, if any. What is left of unfinished ones is removed."""
-    durable.discard_incomplete(Path(config.checkpoint_dir))
+    checkpoint_directory.discard_incomplete(Path(config.checkpoint_dir))
     checkpoint = _checkpoint(Path(config.resume)) if config.resume else None
     state = job.JobState(policy=policy_of(config))
     if checkpoint is not None:
@@ -87,4 +87,4 @@ def step_of(checkpoint: Path) -> int:
 
 def _checkpoint(path: Path) -> Path | None:
     """`path` itself if it is one checkpoint, else the newest one in it."""
-    return path if (path / durable.MANIFEST).is_file() else durable.latest(path)
+    return path if (path / checkpoint_directory.MANIFEST).is_file() else checkpoint_directory.latest(path)

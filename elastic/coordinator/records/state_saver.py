@@ -20,7 +20,7 @@ from typing import Any
 from elastic.coordinator.records.state_encoding import StateText
 from elastic.core.job.state import JobState
 from elastic.core.protocol.election import retry_s
-from elastic.store.base import Conflict, Entry, Lease, Store, StoreError, StoreUnavailable
+from elastic.store.interface import Conflict, Entry, Lease, Store, StoreError, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
 TOLD_AT = 2

@@ -16,7 +16,7 @@ from elastic.launcher.flags.certs import make_private
 from elastic.launcher.flags.guarding import PRIVATE, TOKEN_VARIABLE
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.rpc.security import TOKEN_FILE, write_token
-from elastic.store.slots import remove_fallbacks
+from elastic.store.shared_memory import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
 """What stays in place when a run directory is used again."""

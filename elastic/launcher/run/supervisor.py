@@ -45,7 +45,7 @@ from elastic.launcher.run.progress import Bar, View, make_view
 from elastic.launcher.run.reports import LINES, event_line
 from elastic.launcher.run.rundir import RunDir, free_port
 from elastic.rpc import security
-from elastic.store.opening import check_store
+from elastic.store.open_store import check_store
 
 FAULT_LOOK_S = 0.02
 """How often progress is read while a fault of the launcher is to come."""

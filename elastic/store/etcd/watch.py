@@ -1,4 +1,4 @@
-"""A watch on etcd that outlives lost connections and compacted revisions."""
+"""A watch on etcd that survives lost connections and compacted revisions."""
 
 from __future__ import annotations
 
@@ -13,44 +13,50 @@ import grpc
 
 from elastic.core.protocol.election import retry_s
 from elastic.domain.errors import ElasticError
-from elastic.store.base import Change
-from elastic.store.etcd.link import Link, etcdrpc
+from elastic.store.etcd.connection import EtcdConnection, etcdrpc, prefix_range
+from elastic.store.interface import KeyChange
 
 log = logging.getLogger(__name__)
 
 
 class EtcdWatch:
-    """Follows keys under `root` + `prefix` after `revision`; `root` is no part of the keys that it tells.
+    """Follows keys under `root` + `prefix` after `revision`. The keys of its changes omit `root`.
 
-    A thread reads the stream and goes on from the last revision after a loss. If etcd has compacted what comes next,
-    the present state is read instead: changed keys are told with their present value, and those told of before that
-    are gone, as deleted.
+    A thread reads the stream and resumes after the last revision when the connection breaks. If
+    etcd has compacted the next revisions, the thread reads the present state instead. It then
+    reports changed keys with their present value, and reported keys that no longer exist as
+    deleted. `value_of` decodes the value of one etcd entry.
     """
 
     def __init__(
-        self, link: Link, root: bytes, prefix: str, revision: int, value_of: Callable[[Any], bytes]
+        self,
+        connection: EtcdConnection,
+        root: bytes,
+        prefix: str,
+        revision: int,
+        value_of: Callable[[Any], bytes],
     ) -> None:
-        self._link, self._root, self._revision, self._value_of = link, root, revision, value_of
-        self._start = root + prefix.encode("utf-8", "surrogatepass")
-        self._end = self._start[:-1] + bytes([self._start[-1] + 1])
+        self._connection, self._root, self._value_of = connection, root, value_of
+        self._revision = revision
+        self._range = prefix_range(root + prefix.encode("utf-8", "surrogatepass"))
         self._known: set[str] = set()
-        self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[KeyChange | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._lock, self._stream = threading.Lock(), None
-        threading.Thread(target=self._work, name="etcd-watch", daemon=True).start()
+        threading.Thread(target=self._run, name="etcd-watch", daemon=True).start()
 
-    def next(self, timeout_s: float | None = None) -> Change | None:
+    def next(self, timeout_s: float | None = None) -> KeyChange | None:
         if self._closed.is_set():
             return None
         try:
-            change = self._changes.get(timeout=timeout_s) if timeout_s != 0 else self._changes.get_nowait()
+            change = self._changes.get(block=timeout_s != 0, timeout=timeout_s)
         except queue.Empty:
             return None
         if change is None:
-            self._changes.put(None)  # for whoever else waits
+            self._changes.put(None)  # wakes the next waiting thread
         return change
 
-    def __iter__(self) -> Iterator[Change]:
+    def __iter__(self) -> Iterator[KeyChange]:
         while (change := self.next()) is not None:
             yield change
 
@@ -61,35 +67,33 @@ class EtcdWatch:
                 self._stream.cancel()
         self._changes.put(None)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         failures = 0
         while not self._closed.is_set():
             client: Any = None
             begun = time.monotonic()
             try:
-                client = self._link.client()
+                client = self._connection.client()
                 if self._follow(client):
-                    self._look()
+                    self._read_present_state()
             except (grpc.RpcError, ElasticError, ValueError) as error:
                 if self._closed.is_set():
                     return
-                self._link.drop(client)
+                self._connection.drop(client)
                 failures = 1 if time.monotonic() - begun > 1 else failures + 1
                 log.info("the watch is renewed: %s", error)
                 self._closed.wait(retry_s(failures))
 
     def _follow(self, client: Any) -> bool:
-        """Tell changes until the stream breaks (an exception). True: what comes next was compacted."""
-        create = etcdrpc.WatchCreateRequest(
-            key=self._start, range_end=self._end, start_revision=self._revision + 1
-        )
-        more: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        more.put(etcdrpc.WatchRequest(create_request=create))
+        """Report changes until the stream breaks (exception). True: the next ones are compacted."""
+        create = etcdrpc.WatchCreateRequest(start_revision=self._revision + 1, **self._range)
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        requests.put(etcdrpc.WatchRequest(create_request=create))
         stub = etcdrpc.WatchStub(client.channel)
         with self._lock:
             if self._closed.is_set():
                 return False
-            stream = stub.Watch(iter(more.get, None), metadata=client.metadata)
+            stream = stub.Watch(iter(requests.get, None), metadata=client.metadata)
             self._stream = stream
         try:
             for answer in stream:
@@ -98,31 +102,30 @@ class EtcdWatch:
                 if answer.canceled:
                     raise ValueError("etcd ended the watch")
                 for event in answer.events:
-                    self._tell(event.kv, deleted=event.type == event.DELETE)
+                    self._report_entry(event.kv, deleted=event.type == event.DELETE)
         finally:
-            more.put(None)
+            requests.put(None)
             stream.cancel()
         raise ValueError("the stream ended")
 
-    def _look(self) -> None:
-        """Read the present state in place of changes that etcd no longer has."""
-        request = etcdrpc.RangeRequest(key=self._start, range_end=self._end)
-        answer = self._link.call(lambda client, how: client.kvstub.Range(request, **how))
+    def _read_present_state(self) -> None:
+        answer = self._connection.call("Range", etcdrpc.RangeRequest(**self._range))
         present = {self._key(kv) for kv in answer.kvs}
         for kv in sorted(answer.kvs, key=lambda kv: kv.mod_revision):
             if kv.mod_revision > self._revision:
-                self._tell(kv, deleted=False)
+                self._report_entry(kv, deleted=False)
         for key in sorted(self._known - present):
-            self._put(Change(key, None, answer.header.revision))
+            self._report(KeyChange(key, None, answer.header.revision))
         self._revision = max(self._revision, answer.header.revision)
 
     def _key(self, kv: Any) -> str:
         return bytes(kv.key).removeprefix(self._root).decode()
 
-    def _tell(self, kv: Any, *, deleted: bool) -> None:
-        self._put(Change(self._key(kv), None if deleted else self._value_of(kv), kv.mod_revision))
+    def _report_entry(self, kv: Any, *, deleted: bool) -> None:
+        value = None if deleted else self._value_of(kv)
+        self._report(KeyChange(self._key(kv), value, kv.mod_revision))
 
-    def _put(self, change: Change) -> None:
+    def _report(self, change: KeyChange) -> None:
         if change.value is None:
             self._known.discard(change.key)
         else:

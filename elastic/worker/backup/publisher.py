@@ -36,7 +36,7 @@ from torch import Tensor
 from elastic.core.protocol.messages import LocalCopy, Published
 from elastic.domain.errors import StaleError, VaultFull
 from elastic.domain.types import GRADIENT, LOGS, Copy
-from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
+from elastic.store.shared_memory import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
 from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.items import Item, RingKey

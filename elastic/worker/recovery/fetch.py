@@ -16,7 +16,7 @@ from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk import VaultClient
 from elastic.rpc.frames import CHUNK_BYTES
-from elastic.store.slots import SlotReader
+from elastic.store.shared_memory import SlotReader
 from elastic.worker.transport.cancellation import Abandon
 
 SHARED_MEMORY = "shared-memory"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from elastic.domain.errors import FieldError
 from elastic.domain.state_layout import StateHeader, read_header
-from elastic.store.durable import read_manifest, read_run
+from elastic.store.checkpoint_directory import read_manifest, read_run
 from elastic.worker.model.state_codec import reshard
 from elastic.worker.replica.replica import LayerReplica
 

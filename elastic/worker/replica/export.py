@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import ITEM_BYTES, TensorEntry, read_header
-from elastic.store import durable, tensorfile
+from elastic.store import checkpoint_directory, safetensors_stream
 
 _RAW = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 """Unsigned little-endian stand-ins, by item size: values are moved, never converted."""
@@ -55,9 +55,9 @@ def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:
 
 def checkpoint_runs(path: Path) -> Iterator[list[memoryview]]:
     """The state runs of all layers of a checkpoint, one layer at a time, verified."""
-    manifest = durable.read_manifest(path)
+    manifest = checkpoint_directory.read_manifest(path)
     for layer in range(manifest.n_layers):
-        yield [durable.read_run(path, manifest, layer, shard) for shard in range(manifest.tp)]
+        yield [checkpoint_directory.read_run(path, manifest, layer, shard) for shard in range(manifest.tp)]
 
 
 def export_checkpoint(
@@ -75,16 +75,16 @@ def export_checkpoint(
     if not target.absolute().parent.is_dir():
         raise FieldError("output", str(target), "its directory must exist")
     digest = hashlib.sha256()
-    tensors: list[tensorfile.Tensor] = []
+    tensors: list[safetensors_stream.RawTensor] = []
     for layer, runs in enumerate(checkpoint_runs(path)):
         for name, dtype, values in parameters(runs):
             data = memoryview(values.reshape(-1).view(np.uint8).data)
             digest.update(data)
-            tensors.append(tensorfile.Tensor(f"layers.{layer}.{name}", dtype, values.shape, data))
-    step, sha = durable.read_manifest(path).step, digest.hexdigest()
+            tensors.append(safetensors_stream.RawTensor(f"layers.{layer}.{name}", dtype, values.shape, data))
+    step, sha = checkpoint_directory.read_manifest(path).step, digest.hexdigest()
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        nbytes, _ = tensorfile.write(fresh, tensors, {"step": str(step), "params_sha256": sha})
+        nbytes, _ = safetensors_stream.write(fresh, tensors, {"step": str(step), "params_sha256": sha})
         os.replace(fresh, target)
     except OSError as error:
         fresh.unlink(missing_ok=True)
@@ -93,9 +93,9 @@ def export_checkpoint(
 
 
 def _resolve(path: Path) -> Path:
-    if (path / durable.MANIFEST).exists():
+    if (path / checkpoint_directory.MANIFEST).exists():
         return path
-    found = durable.latest(path)
+    found = checkpoint_directory.latest(path)
     if found is None:
         remedy = "a checkpoint directory, or one that contains some, is needed"
         raise FieldError("checkpoint", str(path), remedy)

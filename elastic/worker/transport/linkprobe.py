@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from elastic.planning.cost.profile import Link
-from elastic.store.slots import SlotPool, checksum
+from elastic.store.shared_memory import SlotPool, checksum
 from elastic.worker.transport.cancellation import Abandon
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
 from elastic.worker.transport.rendezvous import host_store

@@ -6,7 +6,7 @@ import signal
 import struct
 from pathlib import Path
 
-from elastic.store import durable
+from elastic.store import checkpoint_directory
 from tests.agent.vault.copies import state_run
 
 N_LAYERS = 3
@@ -39,12 +39,12 @@ def write_all(directory: Path, step: int, tp: int = 1, skip: tuple[int, ...] = (
         for shard in range(tp):
             if layer not in skip:
                 run = memoryview(layer_run(layer, step, shard, tp))
-                durable.write_part(directory, step, layer, shard, N_LAYERS, tp, run)
+                checkpoint_directory.write_part(directory, step, layer, shard, N_LAYERS, tp, run)
 
 
 def whole(directory: Path, step: int, tp: int = 1) -> Path:
     write_all(directory, step, tp)
-    return durable.commit(directory, step)
+    return checkpoint_directory.commit(directory, step)
 
 
 def write_and_die(directory: str, where: str, reached: object) -> None:
@@ -55,7 +55,7 @@ def write_and_die(directory: str, where: str, reached: object) -> None:
         signal.pause()
 
     if where == "before a part is renamed":
-        durable.os.replace = stop  # type: ignore[assignment]
+        checkpoint_directory.os.replace = stop  # type: ignore[assignment]
     elif where == "before the commit":
-        durable.os.rename = stop  # type: ignore[assignment]
+        checkpoint_directory.os.rename = stop  # type: ignore[assignment]
     whole(Path(directory), 7)

@@ -11,7 +11,7 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.state_layout import plan_layout
 from elastic.domain.types import GRADIENT, STATE, Copy
-from elastic.store.slots import DATA_OFFSET, Slot, checksum
+from elastic.store.shared_memory import DATA_OFFSET, Slot, checksum
 
 _SEQUENCE = itertools.count(1)
 

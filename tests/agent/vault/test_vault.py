@@ -11,7 +11,7 @@ import pytest
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import StaleError, VaultError, VaultFull
 from elastic.domain.types import GRADIENT, REDUCED, STATE, Copy
-from elastic.store.slots import SlotReader
+from elastic.store.shared_memory import SlotReader
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.patience import LONG_S
 

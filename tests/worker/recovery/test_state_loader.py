@@ -21,7 +21,7 @@ from elastic.domain.types import (
     Unit,
 )
 from elastic.planning.plan.rank_map import roster
-from elastic.store.slots import checksum
+from elastic.store.shared_memory import checksum
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.recovery.fetch import Fetched, Fetcher
 from elastic.worker.recovery.state_loader import Installed, Installer

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from elastic.domain.errors import FieldError
-from elastic.store import durable
+from elastic.store import checkpoint_directory
 from elastic.worker.model.state_codec import reshard, slice_shard
 from elastic.worker.replica.checkpoint import load_layer, read_layer
 from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, params_sha256
@@ -39,8 +39,8 @@ def save(directory: Path, layers: list[LayerReplica], tp: int) -> Path:
         for shard in range(tp):
             part = slice_shard(run, shard, tp) if tp > 1 else run
             view = memoryview(part.numpy().data)
-            durable.write_part(directory, step, replica.index, shard, len(layers), tp, view)
-    return durable.commit(directory, step)
+            checkpoint_directory.write_part(directory, step, replica.index, shard, len(layers), tp, view)
+    return checkpoint_directory.commit(directory, step)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])

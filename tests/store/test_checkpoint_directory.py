@@ -17,7 +17,7 @@ from elastic.domain import codec
 from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import plan_layout, read_header
 from elastic.domain.types import JobSpec, LayerSpec
-from elastic.store import durable, tensorfile
+from elastic.store import checkpoint_directory, safetensors_stream
 from tests.agent.vault.checkpoints import N_LAYERS, layer_run, whole, write_all, write_and_die
 from tests.patience import LONG_S
 
@@ -26,11 +26,13 @@ from tests.patience import LONG_S
 def test_every_run_comes_back_bit_for_bit(tmp_path: Path, tp: int) -> None:
     path = whole(tmp_path, 12, tp)
     assert path.name == "step-00000012"
-    manifest = durable.validate(path)
+    manifest = checkpoint_directory.validate(path)
     assert (manifest.step, manifest.n_layers, manifest.tp) == (12, N_LAYERS, tp)
     for layer in range(N_LAYERS):
         for shard in range(tp):
-            assert bytes(durable.read_run(path, manifest, layer, shard)) == layer_run(layer, 12, shard, tp)
+            assert bytes(checkpoint_directory.read_run(path, manifest, layer, shard)) == layer_run(
+                layer, 12, shard, tp
+            )
 
 
 def test_files_are_plain_safetensors(tmp_path: Path) -> None:
@@ -64,58 +66,60 @@ def test_portions_are_put_together(tmp_path: Path) -> None:
     for layer in range(N_LAYERS):
         for number, left in ((2, 0), (3, 1)):
             for run in portions_of(layer, 9, number)[left:]:
-                durable.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, memoryview(run))
-    path = durable.commit(tmp_path, 9)
-    manifest = durable.validate(path)
+                checkpoint_directory.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, memoryview(run))
+    path = checkpoint_directory.commit(tmp_path, 9)
+    manifest = checkpoint_directory.validate(path)
     assert [part.portion for part in manifest.parts] == [(0, 2), (1, 2)] * N_LAYERS
     for layer in range(N_LAYERS):
-        assert bytes(durable.read_run(path, manifest, layer, 0)) == layer_run(layer, 9)
+        assert bytes(checkpoint_directory.read_run(path, manifest, layer, 0)) == layer_run(layer, 9)
     (path / manifest.parts[-1].name).unlink()
-    assert durable.latest(tmp_path) is None
+    assert checkpoint_directory.latest(tmp_path) is None
 
 
 def test_a_missing_portion_is_no_checkpoint(tmp_path: Path) -> None:
     write_all(tmp_path, 5, skip=(2,))
-    durable.write_part(tmp_path, 5, 2, 0, N_LAYERS, 1, memoryview(portions_of(2, 5, 2)[0]))
+    checkpoint_directory.write_part(tmp_path, 5, 2, 0, N_LAYERS, 1, memoryview(portions_of(2, 5, 2)[0]))
     with pytest.raises(FieldError, match=r"\(2, 0\)"):
-        durable.commit(tmp_path, 5)
+        checkpoint_directory.commit(tmp_path, 5)
 
 
 def test_nothing_is_a_checkpoint_before_the_commit(tmp_path: Path) -> None:
     write_all(tmp_path, 5)
-    assert durable.latest(tmp_path) is None
-    durable.commit(tmp_path, 5)
-    assert durable.latest(tmp_path) == tmp_path / "step-00000005"
-    assert durable.commit(tmp_path, 5) == tmp_path / "step-00000005", "a repeated order changes nothing"
+    assert checkpoint_directory.latest(tmp_path) is None
+    checkpoint_directory.commit(tmp_path, 5)
+    assert checkpoint_directory.latest(tmp_path) == tmp_path / "step-00000005"
+    assert checkpoint_directory.commit(tmp_path, 5) == tmp_path / "step-00000005", (
+        "a repeated order changes nothing"
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
 def test_incomplete_parts_are_not_committed(tmp_path: Path) -> None:
     write_all(tmp_path, 5, skip=(1,))
     with pytest.raises(FieldError, match=r"\(1, 0\)"):
-        durable.commit(tmp_path, 5)
+        checkpoint_directory.commit(tmp_path, 5)
     with pytest.raises(FieldError, match="before the commit"):
-        durable.commit(tmp_path, 6)
-    assert durable.latest(tmp_path) is None
-    durable.discard_incomplete(tmp_path)
+        checkpoint_directory.commit(tmp_path, 6)
+    assert checkpoint_directory.latest(tmp_path) is None
+    checkpoint_directory.discard_incomplete(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_parts_of_another_shape_are_passed_over(tmp_path: Path) -> None:
     write_all(tmp_path, 5, tp=2, skip=(0,))
     write_all(tmp_path, 5, tp=1)
-    with pytest.raises(FieldError, match="parts of one job"):
-        durable.commit(tmp_path, 5)
+    with pytest.raises(FieldError, match="files of one job"):
+        checkpoint_directory.commit(tmp_path, 5)
     layer = LayerSpec(1, 1, 1, 1.0, 1.0)
-    path = durable.commit(tmp_path, 5, JobSpec((layer,) * N_LAYERS, 1, 9))
-    assert durable.validate(path).tp == 1
+    path = checkpoint_directory.commit(tmp_path, 5, JobSpec((layer,) * N_LAYERS, 1, 9))
+    assert checkpoint_directory.validate(path).tp == 1
 
 
 def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     old = whole(tmp_path, 5)
     (old / "marker").touch()
     assert whole(tmp_path, 5) == old and not (old / "marker").exists()
-    durable.validate(old)
+    checkpoint_directory.validate(old)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
@@ -123,21 +127,26 @@ def test_a_commit_that_ends_between_its_renames_loses_nothing(tmp_path: Path) ->
     path = whole(tmp_path, 5)
     write_all(tmp_path, 5)
     path.rename(tmp_path / "step-00000005.replaced")
-    durable.discard_incomplete(tmp_path)
-    assert durable.latest(tmp_path) == path and [p.name for p in tmp_path.iterdir()] == [path.name]
-    durable.discard_incomplete(tmp_path / "absent")
+    checkpoint_directory.discard_incomplete(tmp_path)
+    assert checkpoint_directory.latest(tmp_path) == path and [p.name for p in tmp_path.iterdir()] == [
+        path.name
+    ]
+    checkpoint_directory.discard_incomplete(tmp_path / "absent")
 
 
 def test_several_nodes_commit_at_once(tmp_path: Path) -> None:
     write_all(tmp_path, 5)
     paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(durable.commit(tmp_path, 5))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: paths.append(checkpoint_directory.commit(tmp_path, 5)))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LONG_S)
     assert paths == [tmp_path / "step-00000005"] * 4
-    durable.validate(paths[0])
+    checkpoint_directory.validate(paths[0])
 
 
 @pytest.mark.parametrize("where", ["before a part is renamed", "before the commit"])
@@ -150,10 +159,10 @@ def test_a_crash_leaves_the_last_whole_one(tmp_path: Path, where: str) -> None:
     assert reached.wait(LONG_S)
     os.kill(writer.pid or 0, signal.SIGKILL)
     writer.join(LONG_S)
-    assert durable.latest(tmp_path) == before
+    assert checkpoint_directory.latest(tmp_path) == before
     after = whole(tmp_path, 7)
-    durable.validate(after)
-    assert durable.latest(tmp_path) == after
+    checkpoint_directory.validate(after)
+    assert checkpoint_directory.latest(tmp_path) == after
 
 
 def _truncate(path: Path) -> None:
@@ -175,7 +184,7 @@ def _torn_manifest(path: Path) -> None:
 
 
 def _change(path: Path, **changes: object) -> None:
-    manifest = durable.read_manifest(path)
+    manifest = checkpoint_directory.read_manifest(path)
     (path / "manifest.json").write_text(codec.dumps(dataclasses.replace(manifest, **changes)))
 
 
@@ -184,7 +193,7 @@ def _foreign(path: Path) -> None:
 
 
 def _escaping(path: Path) -> None:
-    manifest = durable.read_manifest(path)
+    manifest = checkpoint_directory.read_manifest(path)
     part = dataclasses.replace(manifest.parts[0], name="../elsewhere")
     _change(path, parts=(part, *manifest.parts[1:]))
 
@@ -200,9 +209,9 @@ def test_damaged_directories_are_refused_and_passed_over(tmp_path: Path, damage:
     older, newer = whole(tmp_path, 4), whole(tmp_path, 8)
     damage(newer)  # type: ignore[operator]
     with pytest.raises(FieldError) as caught:
-        durable.validate(newer)
+        checkpoint_directory.validate(newer)
     assert str(newer) in str(caught.value)
-    assert durable.latest(tmp_path) == older
+    assert checkpoint_directory.latest(tmp_path) == older
 
 
 def test_a_flipped_byte_is_found_when_read(tmp_path: Path) -> None:
@@ -211,33 +220,36 @@ def test_a_flipped_byte_is_found_when_read(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-2] ^= 1
     file.write_bytes(data)
-    manifest = durable.read_manifest(path)
-    for read in (lambda: durable.validate(path), lambda: durable.read_run(path, manifest, 1, 0)):
+    manifest = checkpoint_directory.read_manifest(path)
+    for read in (
+        lambda: checkpoint_directory.validate(path),
+        lambda: checkpoint_directory.read_run(path, manifest, 1, 0),
+    ):
         with pytest.raises(FieldError, match=r"layer-0001.*corrupt"):
             read()
-    durable.read_run(path, manifest, 0, 0)
+    checkpoint_directory.read_run(path, manifest, 0, 0)
     with pytest.raises(FieldError, match="layers 0 to 2"):
-        durable.read_run(path, manifest, 7, 0)
+        checkpoint_directory.read_run(path, manifest, 7, 0)
 
 
 def test_latest_takes_a_checkpoint_itself(tmp_path: Path) -> None:
     path = whole(tmp_path, 4)
-    assert durable.latest(path) == path == durable.latest(str(path))
+    assert checkpoint_directory.latest(path) == path == checkpoint_directory.latest(str(path))
     _truncate(path)
     with pytest.raises(FieldError):
-        durable.latest(path)
-    assert durable.latest(tmp_path / "absent") is None
+        checkpoint_directory.latest(path)
+    assert checkpoint_directory.latest(tmp_path / "absent") is None
 
 
 def test_wrong_versions_and_unwritable_places(tmp_path: Path) -> None:
     run = memoryview(layer_run(0, 5))
     with pytest.raises(FieldError, match="has version 5"):
-        durable.write_part(tmp_path, 6, 0, 0, 1, 1, run)
+        checkpoint_directory.write_part(tmp_path, 6, 0, 0, 1, 1, run)
     with pytest.raises(VaultError):
-        durable.write_part(tmp_path, 5, 0, 0, 1, 1, memoryview(bytes(100)))
+        checkpoint_directory.write_part(tmp_path, 5, 0, 0, 1, 1, memoryview(bytes(100)))
     (tmp_path / "file").touch()
     with pytest.raises(FieldError, match="cannot be written"):
-        durable.write_part(tmp_path / "file", 5, 0, 0, 1, 1, run)
+        checkpoint_directory.write_part(tmp_path / "file", 5, 0, 0, 1, 1, run)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +258,7 @@ def test_wrong_versions_and_unwritable_places(tmp_path: Path) -> None:
 def test_torn_tensor_files(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "f").write_bytes(data)
     with pytest.raises(FieldError):
-        tensorfile.read(tmp_path / "f")
+        safetensors_stream.read(tmp_path / "f")
 
 
 def test_tensors_outside_of_their_file(tmp_path: Path) -> None:
@@ -259,4 +271,4 @@ def test_tensors_outside_of_their_file(tmp_path: Path) -> None:
         text = f'{{"x":{entry}}}'.encode()
         (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
         with pytest.raises(FieldError, match="whole safetensors file"):
-            tensorfile.read(tmp_path / "f")
+            safetensors_stream.read(tmp_path / "f")

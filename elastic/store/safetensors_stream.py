@@ -1,12 +1,14 @@
-"""safetensors files, streamed to disk from views and read back as views, without torch or numpy.
+"""safetensors files, written from views and read back as views, without torch or numpy.
 
-Written here rather than through the package, whose raw interface changed incompatibly between its versions
-and wants every tensor at once; the format is its own: u64 header length, JSON header, tensors without gaps.
+The package safetensors is not used here: its raw interface changed incompatibly between versions
+and needs all tensors at once. The format is short: header length (u64, little-endian), JSON header,
+then the tensors without gaps.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -32,18 +34,18 @@ _NAMES = {code: name for name, code in DTYPES.items()}
 _REMEDY = "a whole safetensors file is needed"
 
 
-class Tensor(NamedTuple):
+class RawTensor(NamedTuple):
     """A tensor as raw little-endian bytes."""
 
     name: str
     dtype: str
-    """torch's name without the prefix."""
+    """torch's name of the type without `torch.`, for example bfloat16."""
     shape: tuple[int, ...]
     data: memoryview
 
 
-def write(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> tuple[int, str]:
-    """Write and sync a file that must not exist. Return its bytes and its xxh3-64, hexadecimal."""
+def write(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str]) -> tuple[int, str]:
+    """Write and sync a new file. Return its size in bytes and its xxh3-64, hexadecimal."""
     ordered = sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
@@ -63,8 +65,11 @@ def write(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> tu
     return nbytes, hasher.hexdigest()
 
 
-def read(path: Path) -> tuple[dict[str, str], list[Tensor]]:
-    """Map a file. Return metadata and tensors, views of the map. FieldError if it is torn or foreign."""
+def read(path: Path) -> tuple[dict[str, str], list[RawTensor]]:
+    """Return the metadata and the tensors of a file. The tensors are views of the mapped file.
+
+    Raises FieldError if the file is torn or is no safetensors file.
+    """
     data = open_map(path)
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= len(data) - 8:
@@ -79,7 +84,7 @@ def read(path: Path) -> tuple[dict[str, str], list[Tensor]]:
 
 
 def open_map(path: Path) -> memoryview:
-    """The whole file as a read-only view. Raises FieldError if it cannot be read or is empty."""
+    """Map a file, read-only. Raises FieldError if it cannot be read or is empty."""
     try:
         with open(path, "rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -87,15 +92,13 @@ def open_map(path: Path) -> memoryview:
         raise FieldError("file", str(path), f"{_REMEDY} ({error})") from error
 
 
-def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> Tensor:
+def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> RawTensor:
     start, end = entry["data_offsets"]
     dtype, shape = _NAMES[entry["dtype"]], tuple(int(extent) for extent in entry["shape"])
-    nbytes = ITEM_BYTES[dtype]
-    for extent in shape:
-        nbytes *= extent
+    nbytes = ITEM_BYTES[dtype] * math.prod(shape)
     if not 0 <= start <= end <= len(data) or end - start != nbytes:
         raise ValueError(f"{name} at {start} to {end} of {len(data)} bytes")
-    return Tensor(name, dtype, shape, data[start:end])
+    return RawTensor(name, dtype, shape, data[start:end])
 
 
 def _write_all(descriptor: int, data: memoryview) -> int:

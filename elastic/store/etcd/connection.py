@@ -1,4 +1,4 @@
-"""A connection to a cluster of etcd: one member at a time, the next one when it fails, and no call without an end."""
+"""A connection to an etcd cluster: one member at a time, with a time limit on every call."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
 from elastic.core.protocol.store_spec import StoreSpec
-from elastic.store.base import StoreError, StoreUnavailable
-from elastic.store.etcd import messages  # noqa: F401  (etcd3 cannot be imported before)
+from elastic.store.etcd.compatibility import load_etcd3
+from elastic.store.interface import StoreError, StoreUnavailable
 
-import etcd3  # isort: skip
-from etcd3 import etcdrpc  # isort: skip
-
-T = TypeVar("T")
+etcd3 = load_etcd3()
+etcdrpc: Any = etcd3.etcdrpc
+"""etcd's messages and service stubs."""
 log = logging.getLogger(__name__)
 CALL_S = 1.0
-"""Longest time that one member is waited for."""
+"""Time limit of one request to one etcd member."""
 PATIENCE_S = 2.5
-"""Longest time that a request may take, all members and repetitions together."""
+"""Time limit of one request over all members and retries."""
 ROUNDS = 2
-"""How often every member is tried: while etcd elects its leader the first answers are refusals."""
+"""Attempts per member and request. During etcd's own election the first answers are refusals."""
 MAX_BYTES = 64 << 20
+"""Largest gRPC message in either direction."""
 
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -36,7 +36,7 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 10_000),  # etcd refuses more than one in five seconds
+    ("grpc.keepalive_time_ms", 10_000),  # etcd accepts at most one in five seconds
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.max_receive_message_length", MAX_BYTES),
     ("grpc.max_send_message_length", MAX_BYTES),
@@ -47,13 +47,17 @@ _REFUSED = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Answers that stay the same however often one asks."""
+"""Status codes of errors that a retry does not change."""
 _PASSING = ("auth revision", "invalid auth token", "revision in header")
-"""... but for these: etcd restarted, or our login ran out; a new one helps."""
+"""Error texts with such a code that a new login resolves: etcd restarted or the login expired."""
+_TOO_LARGE = ("too large", "larger than max")
 
 
-class Link:
-    """Calls etcd on behalf of any thread. `on_failure` hears of every call that failed."""
+class EtcdConnection:
+    """Calls etcd for any thread. After each failed call it runs `on_failure`.
+
+    `call_s` limits one request to one member, `patience_s` one request with all its retries.
+    """
 
     def __init__(
         self,
@@ -69,13 +73,13 @@ class Link:
 
     @property
     def endpoint(self) -> str:
-        """The member that is used now."""
+        """The etcd member in use, as host:port."""
         return self.spec.endpoints[self._at % len(self.spec.endpoints)]
 
-    def call(self, ask: Callable[[Any, dict[str, Any]], T]) -> T:
-        """Return `ask(client, keywords)`, where the keywords go to a method of one of the client's stubs.
+    def call(self, method: str, request: Any) -> Any:
+        """Return the answer of `method` of etcd's key-value service.
 
-        Raises StoreUnavailable when no member answers in time, StoreError when etcd refuses.
+        Raises StoreUnavailable if no member answers in time, StoreError if etcd refuses.
         """
         end = time.monotonic() + self._patience_s
         failure: Any = None
@@ -88,21 +92,19 @@ class Link:
             client: Any = None
             try:
                 client = self.client()
-                return ask(client, {"timeout": min(self._call_s, left), "metadata": client.metadata})
+                ask = getattr(client.kvstub, method)
+                return ask(request, timeout=min(self._call_s, left), metadata=client.metadata)
             except grpc.RpcError as error:
                 failure = error
                 self._on_failure()
                 self.drop(client)
-                if _final(error):
-                    raise StoreError(
-                        f"etcd at {self.spec.url} refuses: {error.details()}{_remedy(error)}"
-                    ) from error
-            except ValueError as error:  # the client was closed by another thread meanwhile
+                self._raise_if_refused(error)
+            except ValueError as error:  # another thread has closed the client
                 failure = error
-        raise StoreUnavailable(f"no etcd answers at {self.spec.url}: {_words(failure)}") from failure
+        raise StoreUnavailable(f"no etcd answers at {self.spec.url}: {_text(failure)}") from failure
 
     def client(self) -> Any:
-        """A client of the member at hand; made when there is none."""
+        """Return the etcd3 client of the member in use. Connects if there is none."""
         with self._lock:
             if self._closed:
                 raise StoreError(f"the store at {self.spec.url} was closed")
@@ -115,14 +117,14 @@ class Link:
             return self._client
 
     def drop(self, client: Any) -> None:
-        """Give a client up that failed, and go to the next member."""
+        """Close a client that failed. The next call uses the next member."""
         with self._lock:
             if client is not None and client is self._client:
                 self._client, self._at = None, self._at + 1
                 _close(client)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         with self._lock:
             self._closed = True
             if self._client is not None:
@@ -146,9 +148,22 @@ class Link:
                 grpc_options=OPTIONS,
             )
         except OSError as error:
-            raise StoreError(
-                f"store {spec.url}: {error.filename} cannot be read: {error.strerror}"
-            ) from error
+            text = f"store {spec.url}: {error.filename} cannot be read: {error.strerror}"
+            raise StoreError(text) from error
+
+    def _raise_if_refused(self, error: Any) -> None:
+        """Raise StoreError if a retry of the request cannot succeed."""
+        details = error.details() or ""
+        too_large = any(text in details for text in _TOO_LARGE)
+        passing = any(text in details for text in _PASSING)
+        if too_large or (error.code() in _REFUSED and not passing):
+            remedy = "; give etcd a larger --max-request-bytes" if too_large else ""
+            raise StoreError(f"etcd at {self.spec.url} refuses: {details}{remedy}") from error
+
+
+def prefix_range(prefix: bytes) -> dict[str, bytes]:
+    """Return the request fields that select all keys starting with `prefix` (UTF-8, not empty)."""
+    return {"key": prefix, "range_end": prefix[:-1] + bytes([prefix[-1] + 1])}
 
 
 def _close(client: Any) -> None:
@@ -156,26 +171,7 @@ def _close(client: Any) -> None:
         client.close()
 
 
-def _too_large(error: Any) -> bool:
-    return any(text in (error.details() or "") for text in ("too large", "larger than max"))
-
-
-def _remedy(error: Any) -> str:
-    return "; give etcd a larger --max-request-bytes" if _too_large(error) else ""
-
-
-def _final(error: Any) -> bool:
-    details = error.details() or ""
-    if _too_large(error):
-        return True
-    return error.code() in _REFUSED and not any(text in details for text in _PASSING)
-
-
-def _words(error: Any) -> str:
+def _text(error: Any) -> str:
     if hasattr(error, "details"):
-        text = str(error.details() or error.code())
-        return text.splitlines()[0][:200]
+        return str(error.details() or error.code()).splitlines()[0][:200]
     return str(error or "time is up")
-
-
-__all__ = ["Link", "etcdrpc"]

@@ -1,14 +1,14 @@
-"""Durable checkpoints: directories that are whole or do not exist.
+"""Durable checkpoints: directories that are either complete or absent.
 
-    DIR/step-00000012.tmp/          parts come in, from several nodes
-        layer-0003-tp-0.safetensors     one (layer, TP rank); tensors and metadata as `elastic.domain.state_layout` names them
+    DIR/step-00000012.tmp/          several nodes write their files here
+        layer-0003-tp-0.safetensors     state of one (layer, TP rank), as in `elastic.domain.state_layout`
         layer-0003-tp-0.json            its size and checksum, written after it
-        layer-0003-tp-0-part-1-of-2..   where holders share the state: a portion of it
-    DIR/step-00000012/              the same, renamed once all parts are there, with
-        manifest.json                   every file with its size and checksum
+        layer-0003-tp-0-part-1-of-2..   one portion of a state that several holders share
+    DIR/step-00000012/              the same directory, renamed after the last file, with
+        manifest.json                   size and checksum of every file
 
-Everything is synced before the rename, so that a directory without .tmp is whole, whenever the machines
-stopped.
+All files are synced before the rename. So a directory without .tmp is complete, whenever the
+machines stopped.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from elastic.domain import codec
 from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import StateHeader, TensorEntry, join, plan_layout, read_header, span
 from elastic.domain.types import WHOLE, JobSpec, Portion, Slot, slot_of, whole_slots
-from elastic.store import tensorfile
+from elastic.store import safetensors_stream
 
 FORMAT, MANIFEST = "elastic-checkpoint-1", "manifest.json"
 _FINAL = re.compile(r"step-(\d{8,})$")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One file: one layer's state on one TP rank, or a portion of it."""
+class CheckpointFile:
+    """One file: the state of one layer on one TP rank, or a portion of it."""
 
     name: str
     layer: int
@@ -56,18 +56,23 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """Index of a checkpoint."""
+
     format: str
     step: int
-    """Version of all states in it: updates applied."""
+    """Version of all states: the number of optimizer updates."""
     n_layers: int
     tp: int
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointFile, ...]
 
-    def of(self, layer: int, shard: int) -> list[Part]:
-        """The file of a (layer, TP rank), or those of its portions. Raises FieldError."""
+    def of(self, layer: int, shard: int) -> list[CheckpointFile]:
+        """Return the file of a (layer, TP rank), or the files of its portions.
+
+        Raises FieldError if the checkpoint does not have this layer and rank.
+        """
         found = [part for part in self.parts if (part.layer, part.shard) == (layer, shard)]
         if not found:
-            text = f"layers 0 to {self.n_layers - 1} of {self.tp} TP ranks are there"
+            text = f"the checkpoint has layers 0 to {self.n_layers - 1} of {self.tp} TP ranks"
             raise FieldError("layer", layer, text)
         return found
 
@@ -82,10 +87,11 @@ def staging_path(directory: Path, step: int) -> Path:
 
 def write_part(
     directory: Path, step: int, layer: int, shard: int, n_layers: int, tp: int, run: memoryview
-) -> Part:
-    """Write one layer's state (`run`, of version `step`) into the staging directory of `step`, synced.
+) -> CheckpointFile:
+    """Write and sync the state of one layer, or a portion, into the staging directory of `step`.
 
-    Raises VaultError if `run` is no state, FieldError if it is of another version or the disk refuses.
+    `run` is the state as bytes (`elastic.domain.state_layout`). Raises VaultError if `run` is not a state,
+    FieldError if its version is not `step` or the disk refuses.
     """
     header = read_header(run)
     if header.version != step:
@@ -97,9 +103,9 @@ def write_part(
     fresh = staging / f"{name}.{uuid.uuid4().hex}"
     try:
         staging.mkdir(parents=True, exist_ok=True)
-        nbytes, checksum = tensorfile.write(fresh, _tensors(header, run), _metadata(header))
+        nbytes, checksum = safetensors_stream.write(fresh, _tensors(header, run), _metadata(header))
         os.replace(fresh, staging / name)
-        part = Part(name, layer, shard, nbytes, checksum, n_layers, tp, header.portion)
+        part = CheckpointFile(name, layer, shard, nbytes, checksum, n_layers, tp, header.portion)
         _write_json(staging / f"{name.removesuffix('.safetensors')}.json", codec.dumps(part))
         _sync(staging)
     except OSError as error:
@@ -110,10 +116,10 @@ def write_part(
 
 
 def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Path:
-    """Make the checkpoint of `step` out of its parts and return its path. Repeating it changes nothing.
+    """Turn the files of `step` into a checkpoint and return its path. Idempotent.
 
-    With `spec`, parts that an earlier job of another shape left behind are passed over. Raises FieldError,
-    naming what is missing, if it is not complete.
+    With `spec`, the function ignores files that a job of another shape left behind. Raises
+    FieldError, which names the missing files, if the checkpoint is not complete.
     """
     directory = Path(directory)
     staging, final = staging_path(directory, step), final_path(directory, step)
@@ -122,7 +128,7 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
         if not staging.is_dir():
             if (final / MANIFEST).is_file():
                 return final
-            raise FieldError("checkpoint", str(staging), "parts must be written before the commit")
+            raise FieldError("checkpoint", str(staging), "its files must be written before the commit")
         manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
         try:
             _write_json(staging / MANIFEST, codec.dumps(manifest))
@@ -139,9 +145,10 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
 
 
 def latest(directory: Path | str) -> Path | None:
-    """The newest whole checkpoint in `directory`, by manifest and file sizes; None if there is none.
+    """Return the newest complete checkpoint in `directory`. None: there is none.
 
-    A checkpoint itself is also taken, and must then be whole (FieldError).
+    The manifest and the sizes of the files decide; checksums are not read. If `directory` itself
+    is a checkpoint, return it, or raise FieldError if it is not complete.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -159,8 +166,8 @@ def latest(directory: Path | str) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are there in full size, or FieldError."""
-    remedy = "a whole checkpoint (a directory step-NNNNNNNN with manifest.json) is needed"
+    """Return the manifest. Raises FieldError if a file is absent or has another size."""
+    remedy = "a complete checkpoint (a directory step-NNNNNNNN with manifest.json) is needed"
     try:
         manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes())
     except (OSError, FieldError) as error:
@@ -178,7 +185,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def validate(path: Path | str) -> Manifest:
-    """Read the whole checkpoint and compare every checksum. Raises FieldError naming the first bad file."""
+    """Read all files and compare their checksums. Raises FieldError, which names a bad file."""
     path = Path(path)
     manifest = read_manifest(path)
     for part in manifest.parts:
@@ -193,23 +200,25 @@ def read_run(
     shard: int,
     allocate: Callable[[int], memoryview] | None = None,
 ) -> memoryview:
-    """One layer's state as the run of bytes that was saved (`elastic.domain.state_layout`), verified.
+    """Return the saved state of one layer as bytes (`elastic.domain.state_layout`), verified.
 
-    `allocate` gives a writable buffer of the size that it is asked for. Raises FieldError if the file is
+    `allocate` returns a writable buffer of the given size in bytes. Raises FieldError if a file is
     corrupt.
     """
     parts = manifest.of(layer, shard)
     if len(parts) == 1:
-        return _read_part(path, parts[0], allocate)
+        return _read_file(path, parts[0], allocate)
     try:
-        return join([_read_part(path, part) for part in parts], allocate)
+        return join([_read_file(path, part) for part in parts], allocate)
     except VaultError as error:
         raise FieldError("checkpoint", str(path), f"layer {layer}: {error}") from error
 
 
-def _read_part(path: Path, part: Part, allocate: Callable[[int], memoryview] | None = None) -> memoryview:
+def _read_file(
+    path: Path, part: CheckpointFile, allocate: Callable[[int], memoryview] | None = None
+) -> memoryview:
     _verify(path, part)
-    metadata, tensors = tensorfile.read(path / part.name)
+    metadata, tensors = safetensors_stream.read(path / part.name)
     found = {tensor.name: tensor for tensor in tensors}
     try:
         dims = json.loads(metadata["shard_dims"])
@@ -235,7 +244,7 @@ def _read_part(path: Path, part: Part, allocate: Callable[[int], memoryview] | N
 
 
 def discard_incomplete(directory: Path | str) -> None:
-    """Remove what attempts that ended before their commit left; call before any node writes."""
+    """Remove the files of checkpoints that were not committed. Call this before any node writes."""
     directory = Path(directory)
     if not directory.is_dir():
         return
@@ -244,7 +253,7 @@ def discard_incomplete(directory: Path | str) -> None:
             final = replaced.with_suffix("")
             if final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
-            else:  # a commit ended between its two renames
+            else:  # a commit was interrupted between its two renames
                 os.rename(replaced, final)
         for staging in directory.glob("step-*.tmp"):
             shutil.rmtree(staging, ignore_errors=True)
@@ -252,7 +261,7 @@ def discard_incomplete(directory: Path | str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """One commit at a time, over all processes."""
+    """Hold the lock of the directory: one commit at a time over all processes."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError as error:
@@ -264,15 +273,17 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _tensors(header: StateHeader, run: memoryview) -> list[tensorfile.Tensor]:
+def _tensors(header: StateHeader, run: memoryview) -> list[safetensors_stream.RawTensor]:
     return [
-        tensorfile.Tensor(e.name, e.dtype, _shape(e, header.portion), run[e.offset : e.offset + e.nbytes])
+        safetensors_stream.RawTensor(
+            e.name, e.dtype, _shape(e, header.portion), run[e.offset : e.offset + e.nbytes]
+        )
         for e in header.tensors
     ]
 
 
 def _shape(entry: TensorEntry, portion: Portion) -> tuple[int, ...]:
-    """Of what is in the file: a portion is flat."""
+    """Return the shape in the file. A portion is flat."""
     first, last = span(entry.shape, portion)
     return entry.shape if portion == WHOLE or not entry.shape else (last - first,)
 
@@ -289,11 +300,11 @@ def _metadata(header: StateHeader) -> dict[str, str]:
 
 
 def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifest:
-    parts = [codec.loads(Part, file.read_bytes()) for file in sorted(staging.glob("layer-*.json"))]
+    parts = [codec.loads(CheckpointFile, file.read_bytes()) for file in sorted(staging.glob("layer-*.json"))]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
-        remedy = f"parts of one job are needed, not of {len(shapes)}"
+        remedy = f"files of one job are needed, not of {len(shapes)}"
         raise FieldError("checkpoint", str(staging), remedy)
     n_layers, tp = shapes.pop()
     chosen = _one_division(parts)
@@ -303,35 +314,37 @@ def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifes
     return Manifest(FORMAT, step, n_layers, tp, chosen)
 
 
-def _one_division(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Of each (layer, TP rank) the file, or those of all portions, where a change of plan left several divisions: of
-    those that are whole the coarsest."""
-    by: dict[tuple[int, int], dict[int, list[Part]]] = {}
+def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]:
+    """Select one division into portions per (layer, TP rank).
+
+    A change of plan can leave several divisions. The complete one with the fewest files wins.
+    """
+    by: dict[tuple[int, int], dict[int, list[CheckpointFile]]] = {}
     for part in sorted(parts, key=lambda p: (p.layer, p.shard, p.portion)):
         by.setdefault((part.layer, part.shard), {}).setdefault(part.portion[1], []).append(part)
-    chosen: list[Part] = []
+    chosen: list[CheckpointFile] = []
     for divisions in by.values():
         whole = [number for number, found in divisions.items() if len(found) == number]
         chosen += divisions[min(whole, default=min(divisions))]
     return tuple(chosen)
 
 
-def _incomplete(parts: Sequence[Part], n_layers: int, tp: int) -> str:
+def _incomplete(parts: Sequence[CheckpointFile], n_layers: int, tp: int) -> str:
     wanted = {(layer, shard) for layer in range(n_layers) for shard in range(tp)}
     slots = [part.slot for part in parts]
     missing = sorted(wanted ^ (whole_slots(slots) | {slot[:2] for slot in slots if slot[:2] not in wanted}))
     return f"(layer, TP rank) {missing[:4]} are missing or too many" if missing or not parts else ""
 
 
-def _verify(path: Path, part: Part) -> None:
-    found = xxhash.xxh3_64_hexdigest(tensorfile.open_map(path / part.name))
+def _verify(path: Path, part: CheckpointFile) -> None:
+    found = xxhash.xxh3_64_hexdigest(safetensors_stream.open_map(path / part.name))
     if found != part.checksum:
         remedy = f"the file is corrupt (checksum {found}, not {part.checksum}); use another checkpoint"
         raise FieldError("checkpoint", str(path / part.name), remedy)
 
 
 def _write_json(path: Path, text: str) -> None:
-    """Replace `path` at once, synced."""
+    """Replace `path` atomically and sync it."""
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     with open(fresh, "x", encoding="utf-8") as file:
         file.write(text)

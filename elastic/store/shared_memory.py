@@ -1,16 +1,17 @@
-"""Slots: files in shared memory that hold one copy each, readable by others though their writer may die.
+"""Files in shared memory that hold one copy each ("slots") and survive the death of their writer.
 
     0    8 bytes  magic
-    8    u64      sequence of the copy that lies here; 0: none, or one that is being written
-    16   u64      bytes of the copy
+    8    u64      sequence of the copy in this slot; 0: none, or a write is in progress
+    16   u64      size of the copy in bytes
     24   u64      epoch of the copy
     64   ...      the copy
 
-A writer sets the sequence to 0, copies, then sets the real sequence; so whoever finds the expected sequence
-finds a whole copy, also when the writer was killed in the middle. A reader that races with a writer is
-protected by the copy's checksum, which it verifies over the bytes that it took.
+A writer sets the sequence to 0, writes the copy, then sets the sequence of the copy. So a reader
+that finds the expected sequence finds a whole copy, even after the writer was killed. A reader can
+still race with a writer. It therefore verifies the checksum over the bytes that it read.
 
-A slot that its writer has set aside belongs to the vault, which hands it back by setting the sequence to 0.
+A writer can set a slot aside for the vault. The slot then belongs to the vault until the vault
+returns it by setting the sequence to 0.
 """
 
 from __future__ import annotations
@@ -33,37 +34,40 @@ from elastic.domain.errors import VaultError, VaultFull
 DATA_OFFSET = 64
 MAGIC = b"elslot1\0"
 NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
-"""Errors that say that memory or disk is full; all others are faults."""
+"""Errors of a full memory or disk. All other errors are faults."""
 _HEADER = struct.Struct("<8sQQQ")
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:
-    """xxh3-64 of `data`, hexadecimal: `Copy.checksum`."""
+    """Return the xxh3-64 of `data`, hexadecimal, as in `Copy.checksum`."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def slot_prefix(pid: int) -> str:
-    """Start of the file names of a worker's slots."""
+    """Return the prefix of the file names of a worker's slots."""
     return f"worker-{pid}-"
 
 
 def fallback_of(directory: Path) -> Path:
-    """Where slots go when `directory` is full: a place on disk for this directory, so for this node and job, alone."""
+    """Return the folder on disk for slots that do not fit into `directory`.
+
+    Every `directory`, and so every node of every job, has a folder of its own.
+    """
     return Path(tempfile.gettempdir()) / "+".join(directory.absolute().parts[1:])
 
 
 def remove_fallbacks(directory: Path) -> None:
-    """Remove what lies in the fallbacks of all directories in `directory`."""
+    """Remove the folders on disk that `fallback_of` returns for all folders in `directory`."""
     name = glob.escape(fallback_of(directory).name)
     for path in Path(tempfile.gettempdir()).glob(f"{name}+*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 class Slot:
-    """The writing side. Not thread-safe: one writer at a time."""
+    """The writer's side of a slot. Not thread-safe."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """Create the file at `path` with room for `nbytes`. Raises OSError (ENOSPC) when memory is short."""
+        """Create the file with room for `nbytes`. Raises OSError (ENOSPC) if memory is full."""
         self.path = path
         self.capacity = -(-(nbytes + DATA_OFFSET) // mmap.PAGESIZE) * mmap.PAGESIZE - DATA_OFFSET
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -82,30 +86,30 @@ class Slot:
         return _field(self._map, 8)
 
     def view(self, nbytes: int) -> memoryview:
-        """The first `nbytes` of the room, writable."""
+        """Return the first `nbytes` bytes, writable."""
         return memoryview(self._map)[DATA_OFFSET : DATA_OFFSET + nbytes]
 
     def begin(self) -> None:
-        """Call before the first byte is changed: what lay here is no copy any more."""
+        """Mark the slot as empty. Call this before the first byte changes."""
         _HEADER.pack_into(self._map, 0, MAGIC, 0, 0, 0)
 
     def finish(self, sequence: int, nbytes: int, epoch: int) -> None:
-        """Call after the last byte: the slot holds copy `sequence`."""
+        """Mark the slot as holding copy `sequence`. Call this after the last byte is written."""
         _HEADER.pack_into(self._map, 0, MAGIC, 0, nbytes, epoch)
         _HEADER.pack_into(self._map, 0, MAGIC, sequence, nbytes, epoch)
 
     def unlink(self) -> None:
-        """Remove the file; whoever still maps it sees an empty slot."""
+        """Remove the file. Processes that still map it see an empty slot."""
         self.begin()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
 
 class SlotReader:
-    """The reading side, in the same or another process."""
+    """The reader's side of a slot, in the same or another process."""
 
     def __init__(self, path: str) -> None:
-        """Raises VaultError if there is no slot at `path`."""
+        """Map the slot. Raises VaultError if there is no slot at `path`."""
         try:
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
@@ -123,22 +127,25 @@ class SlotReader:
         return _field(self._map, 24)
 
     def view(self, nbytes: int) -> memoryview:
-        """The copy's bytes, read-only."""
+        """Return the first `nbytes` bytes, read-only. Raises VaultError if the slot is smaller."""
         if nbytes > len(self._map) - DATA_OFFSET:
-            raise VaultError(f"a copy of {nbytes} bytes in a slot of {len(self._map) - DATA_OFFSET}")
+            capacity = len(self._map) - DATA_OFFSET
+            raise VaultError(f"a copy of {nbytes} bytes does not fit a slot of {capacity}")
         return memoryview(self._map)[DATA_OFFSET : DATA_OFFSET + nbytes].toreadonly()
 
     def release(self) -> None:
-        """Hand a slot that its writer has set aside back to it."""
+        """Return a slot that its writer has set aside."""
         _HEADER.pack_into(self._map, 0, MAGIC, 0, 0, self.epoch)
 
 
 class SlotPool:
-    """Slots of one writer, reused because fresh pages are dear. Not thread-safe."""
+    """Slots of one writer, reused because new pages are expensive. Not thread-safe."""
 
     def __init__(self, directory: Path, prefix: str, fallback: Path | None = None, limit: int = 0) -> None:
-        """`fallback` is used when `directory` (usually on /dev/shm) is full; `limit`: most bytes of all slots, 0: no
-        limit."""
+        """Create `directory`, usually on /dev/shm. Slots go to `fallback` when it is full.
+
+        `limit` is the maximum size of all slots in bytes; 0: no limit.
+        """
         self.limit = limit
         self.directory = directory
         self._fallback = fallback or fallback_of(directory)
@@ -148,8 +155,10 @@ class SlotPool:
         directory.mkdir(parents=True, exist_ok=True)
 
     def take(self, nbytes: int) -> Slot:
-        """A slot with room for `nbytes`, marked as being written. Raises VaultFull when memory is short, VaultError
-        when no slot can be made for another reason."""
+        """Return a slot with room for `nbytes`, marked as being written.
+
+        Raises VaultFull if memory and disk are full, VaultError for any other failure.
+        """
         fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
         if fitting:
             slot = min(fitting, key=lambda s: s.capacity)
@@ -162,16 +171,16 @@ class SlotPool:
         return self._create(nbytes)
 
     def give(self, slot: Slot) -> None:
-        """Take `slot` back; nobody needs what lies in it."""
+        """Accept `slot` for reuse. Its content is lost."""
         slot.begin()
         self._free.append(slot)
 
     def close(self) -> None:
-        """Remove the free slots' files."""
+        """Remove the files of all free slots."""
         while self._free:
             self._discard(self._free[-1])
 
-    def _beyond(self, nbytes: int) -> bool:
+    def _exceeds_limit(self, nbytes: int) -> bool:
         return 0 < self.limit < self.allocated_bytes + nbytes
 
     def _discard(self, slot: Slot) -> None:
@@ -180,9 +189,9 @@ class SlotPool:
         slot.unlink()
 
     def _create(self, nbytes: int) -> Slot:
-        while self._free and self._beyond(nbytes):
+        while self._free and self._exceeds_limit(nbytes):
             self._discard(max(self._free, key=lambda slot: slot.capacity))
-        if self._beyond(nbytes):
+        if self._exceeds_limit(nbytes):
             used = f"{self.allocated_bytes} of {self.limit} bytes are taken"
             raise VaultFull(f"no room for a copy of {nbytes} bytes: {used} (--vault-memory)")
         self._made += 1
@@ -199,7 +208,7 @@ class SlotPool:
             self.allocated_bytes += slot.capacity
             return slot
         why = f"for a copy of {nbytes} bytes ({'; '.join(problems)})"
-        raise VaultFull(f"no room {why}") if full else VaultError(f"no slot can be made {why}")
+        raise VaultFull(f"no room {why}") if full else VaultError(f"cannot create a slot {why}")
 
 
 def _field(data: mmap.mmap, offset: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.domain.errors import VaultError, VaultFull
-from elastic.store.slots import DATA_OFFSET, Slot, SlotPool, SlotReader, fallback_of, remove_fallbacks
+from elastic.store.shared_memory import DATA_OFFSET, Slot, SlotPool, SlotReader, fallback_of, remove_fallbacks
 from tests.patience import LONG_S
 
 
@@ -36,7 +36,7 @@ def test_readers_refuse_what_is_no_slot(tmp_path: Path) -> None:
             SlotReader(str(tmp_path / name))
     with pytest.raises(VaultError):
         SlotReader(str(tmp_path / "absent"))
-    with pytest.raises(VaultError, match="bytes in a slot"):
+    with pytest.raises(VaultError, match="does not fit a slot of"):
         SlotReader(str(Slot(tmp_path / "s", 10).path)).view(1 << 20)
 
 

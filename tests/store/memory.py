@@ -1,4 +1,4 @@
-"""The store in memory, for tests and simulations: gone with the process."""
+"""A store in memory, for tests. Its content ends with the process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import threading
 import time
 from collections.abc import Iterator
 
-from elastic.domain.errors import StaleError
-from elastic.store.base import Change, Entry, Lease, Watch, check_key, check_lease, held, mismatch
+from elastic.store.interface import (
+    Entry,
+    KeyChange,
+    Lease,
+    Watch,
+    check_key,
+    check_lease,
+    lease_conflict,
+    revision_conflict,
+    stale_token,
+)
 
 
 class MemoryStore:
-    """Implements `elastic.store.base.Store`; several users share one object."""
+    """Implements `elastic.store.interface.Store`; several users share one object."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._changes: dict[str, Change] = {}
+        self._changes: dict[str, KeyChange] = {}
         self._leases: dict[str, Lease] = {}
         self._names: dict[int, str] = {}
         self._revision = 0
@@ -48,7 +57,7 @@ class MemoryStore:
         with self._changed:
             current = self._leases.get(name)
             if current is not None and current.holder != holder and current.expires_at > now:
-                raise held(current, now)
+                raise lease_conflict(current, now)
             token = len(self._names) + 1
             self._names[token] = name
             self._leases[name] = Lease(name, holder, token, ttl_s, now + ttl_s)
@@ -74,8 +83,8 @@ class MemoryStore:
     def close(self) -> None:
         """Nothing to release."""
 
-    def change_after(self, revision: int, prefix: str) -> Change | None:
-        """The first change under `prefix` with a revision above `revision`. The lock is held."""
+    def change_after(self, revision: int, prefix: str) -> KeyChange | None:
+        """Return the first change under `prefix` after `revision`. The caller holds the lock."""
         found = (c for c in self._changes.values() if c.revision > revision and c.key.startswith(prefix))
         return min(found, key=lambda change: change.revision, default=None)
 
@@ -87,17 +96,17 @@ class MemoryStore:
     def _fence(self, token: int) -> None:
         current = self._leases.get(self._names.get(token, ""))
         if current is None or current.token != token:
-            raise StaleError(f"token {token} is no longer the newest of its lease")
+            raise stale_token(token)
 
-    def _write(self, key: str, value: bytes | None, expected: int | None, token: int) -> Change:
+    def _write(self, key: str, value: bytes | None, expected: int | None, token: int) -> KeyChange:
         check_key(key)
         self._fence(token)
         present = self._changes.get(key)
         found = present.revision if present is not None and present.value is not None else None
         if found != expected:
-            raise mismatch(key, expected, found)
+            raise revision_conflict(key, expected, found)
         self._revision += 1
-        change = self._changes[key] = Change(key, value, self._revision)
+        change = self._changes[key] = KeyChange(key, value, self._revision)
         self._changed.notify_all()
         return change
 
@@ -106,7 +115,7 @@ class _MemoryWatch:
     def __init__(self, store: MemoryStore, prefix: str, revision: int) -> None:
         self._store, self._prefix, self._revision, self._closed = store, prefix, revision, False
 
-    def next(self, timeout_s: float | None = None) -> Change | None:
+    def next(self, timeout_s: float | None = None) -> KeyChange | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._store.changed:
             while not self._closed:
@@ -120,7 +129,7 @@ class _MemoryWatch:
                 self._store.changed.wait(left)
         return None
 
-    def __iter__(self) -> Iterator[Change]:
+    def __iter__(self) -> Iterator[KeyChange]:
         while (change := self.next()) is not None:
             yield change
 

@@ -1,0 +1,26 @@
+"""Imports the client package `etcd3` next to a current protobuf."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from elastic.store.etcd import etcd_api_pb2
+
+
+def load_etcd3() -> ModuleType:
+    """Return the package `etcd3`. Raises ImportError, naming the extra, if it is not installed.
+
+    etcd3 0.12.0 ships message classes that were generated for protobuf 3. Later versions of
+    protobuf refuse to import them. This function registers our own generated classes under the
+    name of etcd3's module `rpc_pb2` before the first import of etcd3. Both describe the same
+    messages. All message names in protobuf's global registry are our own, so other users of
+    protobuf in this process see no difference.
+    """
+    sys.modules.setdefault("etcd3.etcdrpc.rpc_pb2", etcd_api_pb2)
+    try:
+        import etcd3
+    except ModuleNotFoundError as error:
+        text = f"no package {error.name}; run: pip install elastic-runtime[etcd]"
+        raise ImportError(text) from error
+    return etcd3  # type: ignore[no-any-return]
