@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from elastic.agent.notices import told
+from elastic.agent.notices import parsing as told
 from elastic.coordinator import service
 from elastic.coordinator.clock import Clock
 from elastic.coordinator.queries import Query

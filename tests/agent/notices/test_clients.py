@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.notices import gather
+from elastic.agent.notices import discovery as gather
 from elastic.agent.notices.aws import Aws
 from elastic.agent.notices.azure import Azure
 from elastic.agent.notices.discovery import Surroundings, detect
