@@ -55,7 +55,7 @@ def switched_on(step: int) -> bool:
 
 def train(pairs: int, sizes: argparse.Namespace) -> None:
     """What every worker runs: the example's model, with the backup switched on and off."""
-    from elastic.worker import runtime
+    from elastic.worker import trainer as runtime
     from elastic.worker.backup.policy import Protection
     from examples import train_gpt
 
