@@ -6,11 +6,14 @@ import faulthandler
 import os
 import secrets
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from elastic.config import Command, JobConfig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Only who has it may use the Ray clusters of the tests. Ray reads it when it is imported, which any test may do first.
@@ -20,6 +23,7 @@ os.environ.pop("RAY_ADDRESS", None)
 
 settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("suite")
+
 
 LATER_S = 100.0
 """After a test's own time limit, which a signal tells: what a call that does not return, or drops the signal, gets."""
@@ -67,3 +71,32 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What ran when the suite was interrupted."""
     for nodeid in _begun:
         terminalreporter.write_line(f"NOT ENDED {nodeid}", red=True)
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., JobConfig]:
+    """Build a JobConfig whose workers run the given Python source."""
+
+    def make(source: str = "", args: tuple[str, ...] = (), **changes: Any) -> JobConfig:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        run_dir = tmp_path / "run"
+        run_dir.mkdir(exist_ok=True)
+        values: dict[str, Any] = {
+            "job_id": "test",
+            "run_dir": str(run_dir),
+            "memory_dir": str(tmp_path / "memory"),
+            "checkpoint_dir": str(run_dir / "checkpoints"),
+            "command": Command(script=str(script), args=args),
+        }
+        return JobConfig(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """This environment without PET_* defaults, with the package importable."""
+    root = str(Path(__file__).resolve().parents[1])
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PET_")}
+    return {**kept, "PYTHONPATH": root}
