@@ -3,7 +3,7 @@
     python -m benchmarks.planner [--quick] [--repeats 5] [--clusters 100] [--nodes 64] [--jobs N] [--only-clusters]
 
 - Speed: median seconds of `make_plan` in a warm process.
-- Quality: step time over a proven lower bound (`elastic.planning.bound`) on random clusters of two or three types.
+- Quality: step time over a proven lower bound (`benchmarks.planner_bound`) on random clusters of two or three types.
 - Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rivals`), every plan priced by the same cost model, for
   2 to 64 nodes on five models. The table goes to benchmarks/results/planner-rivals.csv.
 
@@ -29,10 +29,10 @@ import numpy as np
 from elastic_sim.steps.rivals import Equal, oobleck, varuna
 from tqdm import tqdm
 
+from benchmarks.planner_bound import lower_bound
 from benchmarks.results import DIRECTORY, Row, save
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import JobSpec, NodeInfo, Plan
-from elastic.planning.bound import lower_bound
 from elastic.planning.cost.predict import closed_form, predict
 from elastic.planning.cost.profile import Device, Link, Profile
 from elastic.planning.cost.published_profiles import zoo_profile

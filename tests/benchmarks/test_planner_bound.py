@@ -7,14 +7,15 @@ from math import inf
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
+from benchmarks.planner_bound import lower_bound
 from elastic.domain.errors import FieldError
 from elastic.domain.types import LayerSpec
-from elastic.planning.bound import lower_bound
 from elastic.planning.cost.cost_model import CostModel, Kind
 from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
 from elastic.planning.search import exact
-from elastic.planning.search.master_problem import bound, most_whole
+from elastic.planning.search.master_problem import Relaxation, most_whole
 from elastic.planning.search.problem import Problem
 from tests.planning.search.clusters import Case, random_case
 
@@ -99,6 +100,23 @@ def test_only_for_1f1b() -> None:
         lower_bound(other, 1.0)
 
 
+def test_the_relaxation_solves_one_question_after_the_other() -> None:
+    """As SciPy does, whatever was asked before, also where nodes of a kind are missing."""
+    rng = np.random.default_rng(8)
+    for kinds in (1, 2, 3):
+        counts = rng.integers(0, 5, (40, kinds))
+        counts = counts[counts.any(axis=1)]
+        nodes = tuple(map(int, rng.integers(0, 30, kinds)))
+        relaxation = Relaxation(counts, nodes)
+        for _ in range(20):
+            value = rng.integers(0, 12, len(counts))
+            found = relaxation.maximise(value)
+            best = -linprog(-value, A_ub=counts.T, b_ub=nodes).fun
+            assert found.bound == pytest.approx(best, rel=1e-7, abs=1e-7)
+            assert (counts @ found.prices >= value - 1e-9).all()
+            assert found.gaps == pytest.approx(counts @ found.prices - value)
+
+
 def best_whole(
     value: list[int], counts: list[tuple[int, int]], nodes: tuple[int, int], low: int, high: int
 ) -> int:
@@ -121,12 +139,12 @@ def test_whole_columns_as_by_trying_everything() -> None:
         nodes = int(rng.integers(3, 8)), int(rng.integers(3, 8))
         low, high = sorted(map(int, rng.integers(1, 6, 2)))
         best = best_whole(value, counts, nodes, low, high)
-        columns = np.array(value), np.array(counts)
-        assert bound(*columns, nodes) >= best - 1e-6
+        relaxation = Relaxation(np.array(counts), nodes)
+        assert relaxation.maximise(np.array(value)).bound >= best - 1e-6
         for enough in {max(1, best), best + 1, best + 5}:
             if enough <= 0:
                 continue
-            found = most_whole(*columns, nodes, enough, (low, high))
+            found = most_whole(relaxation, np.array(value), enough, (low, high))
             if enough <= best:
                 assert found.value >= enough and found.bound >= enough - 1e-6
                 used = sum(np.array(counts[c]) * n for c, n in found.chosen.items())

@@ -66,11 +66,6 @@ class Timeline:
     finish_s: tuple[float, ...]
     """Per unit: when its last action ends."""
 
-    @property
-    def bubble_s(self) -> float:
-        """Seconds by which the whole takes longer than the busiest unit computes."""
-        return self.makespan_s - max(self.busy_s, default=0.0)
-
     def unit_of(self, span: Span) -> int:
         """Index of the unit that ran it."""
         return span.stage % len(self.busy_s)

@@ -10,7 +10,7 @@ import numpy as np
 
 from elastic.planning.cost.cost_model import CostModel, Floats, Ints
 from elastic.planning.search.columns import MANY, Columns, columns, grid
-from elastic.planning.search.master_problem import maximise
+from elastic.planning.search.master_problem import Relaxation
 
 LEVELS = {1: (128, 64, 64), 2: (64, 40, 40), 3: (26, 20, 17), 4: (13, 11, 9)}
 """Most blocks of a group, by number of kinds, for growing blocks: a few thousand groups."""
@@ -47,18 +47,22 @@ class Pool:
         raise AssertionError("no such column")
 
     def fractional(
-        self, nodes: tuple[int, ...], microbatches: int, tail: float, most: float = inf, close: float = 2e-4
+        self,
+        relaxation: Relaxation,
+        microbatches: int,
+        tail: float,
+        most: float = inf,
+        close: float = 2e-4,
     ) -> float:
-        """The least time at which the linear programme reaches `microbatches`; inf if it is above `most` or never.
+        """The least time at which `relaxation`, the linear programme of these columns, reaches
+        `microbatches`; inf if it is above `most` or never.
 
         Wrong by at most the fraction `close`, upwards.
         """
 
         def able(seconds: float) -> bool:
-            value = self.values(seconds, tail, nodes)
-            return bool(value.any()) and maximise(value, self.counts, nodes).value >= microbatches * (
-                1 - 1e-9
-            )
+            value = self.values(seconds, tail, relaxation.nodes)
+            return bool(value.any()) and relaxation.maximise(value).bound >= microbatches * (1 - 1e-9)
 
         if most < inf and not able(most):
             return inf

@@ -1,4 +1,4 @@
-"""Plans for clusters of any size: near-best, with the distance from a bound that `elastic.planning.bound` proves.
+"""Plans for clusters of any size: near-best, with the distance from a bound that `benchmarks.planner_bound` proves.
 
 For a time T and a limit on the tail each group of nodes (`columns`) does a whole number of micro-batches. The linear
 programme says how many all nodes could do at most; the least T at which that reaches M is a target. Just above it
@@ -24,7 +24,7 @@ from elastic.planning.search.column_pool import Pool, pool
 from elastic.planning.search.columns import MANY, WIDER
 from elastic.planning.search.evaluate import cost, figures, largest_tail, shape_seconds, slowest_stage
 from elastic.planning.search.layer_partition import Cutter
-from elastic.planning.search.master_problem import maximise, most_whole
+from elastic.planning.search.master_problem import Relaxation, most_whole
 from elastic.planning.search.problem import Problem, Shape, Solution
 
 ATTEMPTS = 2
@@ -74,13 +74,14 @@ def remembered(problem: Problem) -> tuple[Solution, ...]:
             continue
         attempts = len(priced.tails) if thorough(problem) and _few(problem) else ATTEMPTS
         best = inf
-        for total, tail in _promising_tails(problem, priced)[:attempts]:
+        relaxation = Relaxation(priced.counts, problem.counts)
+        for total, tail in _promising_tails(problem, priced, relaxation)[:attempts]:
             if total < best * (1 - 1e-6):
-                solution = _with_tail(problem, priced, tail)
+                solution = _with_tail(problem, priced, relaxation, tail)
                 found += [solution] if solution else []
                 best = min([best, *([solution.seconds] if solution else [])])
         if found and not problem.model.tailless:
-            found += _swept(problem, most, priced, min(found, key=lambda s: s.seconds))
+            found += _swept(problem, most, priced, relaxation, min(found, key=lambda s: s.seconds))
     return tuple(found)
 
 
@@ -108,12 +109,14 @@ def price(
     return pool(problem.model, schedules, limit, most, tail, near, pipelines)
 
 
-def _swept(problem: Problem, most: float, free: Pool, best: Solution) -> list[Solution]:
+def _swept(
+    problem: Problem, most: float, free: Pool, relaxation: Relaxation, best: Solution
+) -> list[Solution]:
     """Groups are cut greedily, without a look at the tail: cut them again for tails shorter and longer than that of the
     best plan, as far as that promises more. `free`: groups cut without a limit, which nothing can beat."""
     found: list[Solution] = []
     model = problem.model
-    least = free.fractional(problem.counts, problem.microbatches, inf, best.seconds, 1e-3)
+    least = free.fractional(relaxation, problem.microbatches, inf, best.seconds, 1e-3)
     done: set[int] = set()
     for stride, reach in STRIDES if len(problem.counts) > 1 else STRIDES[:1]:
         first = None
@@ -152,9 +155,10 @@ def _recut(problem: Problem, most: float, best: Solution, tail: float) -> Soluti
     left = best.seconds - tail / RATIO
     if priced is None or left <= 0:
         return None
-    if priced.fractional(problem.counts, problem.microbatches, priced.tails[0], left) == inf:
+    relaxation = Relaxation(priced.counts, problem.counts)
+    if priced.fractional(relaxation, problem.microbatches, priced.tails[0], left) == inf:
         return None
-    return _with_tail(problem, priced, priced.tails[0], left) or best
+    return _with_tail(problem, priced, relaxation, priced.tails[0], left) or best
 
 
 def _loads(problem: Problem) -> list[float]:
@@ -165,7 +169,7 @@ def _loads(problem: Problem) -> list[float]:
     return [inf, *([ceil(4 * share)] if share < 2 else [])]
 
 
-def _promising_tails(problem: Problem, priced: Pool) -> list[tuple[float, float]]:
+def _promising_tails(problem: Problem, priced: Pool, relaxation: Relaxation) -> list[tuple[float, float]]:
     """(fractional seconds, limit on the tail), best first; some limits that cannot be best are left out."""
     if len(priced.tails) == 1:
         return [(0.0, priced.tails[0])]
@@ -176,21 +180,23 @@ def _promising_tails(problem: Problem, priced: Pool) -> list[tuple[float, float]
         slack = SLACK * best - tail
         if slack <= 0:
             continue
-        target = priced.fractional(problem.counts, problem.microbatches, tail, slack, 2e-3)
+        target = priced.fractional(relaxation, problem.microbatches, tail, slack, 2e-3)
         if target < inf:
             totals.append((target + tail, tail))
             best = min(best, target + tail)
     return sorted(totals)
 
 
-def _with_tail(problem: Problem, priced: Pool, tail: float, most: float = inf) -> Solution | None:
+def _with_tail(
+    problem: Problem, priced: Pool, relaxation: Relaxation, tail: float, most: float = inf
+) -> Solution | None:
     """The best whole pipelines within a tail, if they end within `most`."""
-    target = priced.fractional(problem.counts, problem.microbatches, tail, most)
+    target = priced.fractional(relaxation, problem.microbatches, tail, most)
     if target == inf:
         return None
     failed = target * (1 - 2e-4)
     for step in STEPS if most == inf else (most / target - 1,):
-        chosen = _whole(problem, priced, target * (1 + step), tail)
+        chosen = _whole(problem, priced, relaxation, target * (1 + step), tail)
         if chosen is not None:
             break
         failed = target * (1 + step)
@@ -201,7 +207,7 @@ def _with_tail(problem: Problem, priced: Pool, tail: float, most: float = inf) -
         if high - failed < CLOSE_ENOUGH * high:
             break
         middle = (failed + high) / 2
-        chosen = _whole(problem, priced, middle, tail)
+        chosen = _whole(problem, priced, relaxation, middle, tail)
         if chosen is None:
             failed = middle
         else:
@@ -209,27 +215,30 @@ def _with_tail(problem: Problem, priced: Pool, tail: float, most: float = inf) -
     return _finish(problem, priced, good, high, tail)
 
 
-def _whole(problem: Problem, priced: Pool, seconds: float, tail: float) -> Counter[int] | None:
+def _whole(
+    problem: Problem, priced: Pool, relaxation: Relaxation, seconds: float, tail: float
+) -> Counter[int] | None:
     """Whole pipelines (column: how many) that do M micro-batches within `seconds`, or None."""
     values = priced.values(seconds, tail, problem.counts)
     if not values.any():
         return None
     if len(problem.counts) == 1:
-        chosen, done = knapsack(values, priced.counts, problem.counts)
+        chosen, done = knapsack(relaxation, values)
     else:
-        found = most_whole(values, priced.counts, problem.counts, problem.microbatches, promising=MOST)
+        found = most_whole(relaxation, values, problem.microbatches, promising=MOST)
         chosen, done = found.chosen, found.value
     return chosen if done >= problem.microbatches else None
 
 
-def knapsack(values: Ints, counts: Ints, left: tuple[int, ...]) -> tuple[Counter[int], int]:
+def knapsack(relaxation: Relaxation, values: Ints) -> tuple[Counter[int], int]:
     """The most micro-batches that the nodes left over can do, and by which pipelines: of those that the
     linear programme for these nodes finds most promising, and of the smallest."""
+    counts, left = relaxation.counts, relaxation.nodes
     able = (values > 0) & (counts <= np.array(left)).all(axis=1)
     fits = np.flatnonzero(able)
     if not len(fits):
         return Counter(), 0
-    gaps = maximise(values[fits], counts[fits], left).gaps
+    gaps = relaxation.maximise(values).gaps[fits]
     order = fits[np.lexsort((fits, gaps))]
     small = fits[np.lexsort((fits, gaps, counts[fits].sum(axis=1)))]
     kept = list(dict.fromkeys([*order[:PROMISING].tolist(), *small[: PROMISING // 2].tolist()]))

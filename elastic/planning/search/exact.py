@@ -154,8 +154,7 @@ class _Solver(Covers):
         if self.problem.depths:
             return [len(self.problem.depths)]
         most = min(sum(self.counts), self.m)
-        allowed = [k for k in range(1, most + 1) if not self.problem.pipelines or k in self.problem.pipelines]
-        return sorted(allowed, key=lambda k: (k != self.problem.current, k))
+        return sorted(range(1, most + 1), key=lambda k: (k != self.problem.current, k))
 
     def tails(self, pipelines: int) -> Floats:
         """Every tail that a stage can have, ascending."""

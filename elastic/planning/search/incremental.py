@@ -22,7 +22,7 @@ from elastic.planning.search import column_search as scale
 from elastic.planning.search.column_pool import Pool
 from elastic.planning.search.evaluate import cost, largest_tail
 from elastic.planning.search.layer_partition import Cutter
-from elastic.planning.search.master_problem import maximise
+from elastic.planning.search.master_problem import Relaxation
 from elastic.planning.search.problem import Problem, Shape
 from elastic.planning.search.request import PlanRequest
 
@@ -65,12 +65,13 @@ def repair(request: PlanRequest, problem: Problem, kinds: Kinds) -> Repaired | N
 
 def _near(problem: Problem, priced: Pool, seconds: float) -> bool:
     """Whether no plan of the priced groups can be faster by more than `ENOUGH`."""
+    relaxation = Relaxation(priced.counts, problem.counts)
     for low, high in zip((0.0, *priced.tails), priced.tails, strict=False):
         target = seconds * (1 - ENOUGH) - (low if low < inf else 0.0)
         if target <= 0:
             break
         value = priced.values(target, high, problem.counts)
-        if maximise(value, priced.counts, problem.counts).value >= problem.microbatches:
+        if relaxation.maximise(value).bound >= problem.microbatches:
             return False
     return True
 
@@ -103,6 +104,7 @@ class _Search:
         tail: float,
     ) -> None:
         self.problem, self.priced, self.kept, self.left, self.tail = problem, priced, kept, left, tail
+        self._relaxation = Relaxation(priced.counts, left)
         self._figures: dict[Shape, tuple[float, float]] = {}
         for _, shape in kept:
             if shape not in self._figures:
@@ -123,7 +125,7 @@ class _Search:
         values = self.priced.values(seconds, self.tail, self.left)
         if not values.any():
             return Counter(), 0, values
-        chosen, done = scale.knapsack(values, self.priced.counts, self.left)
+        chosen, done = scale.knapsack(self._relaxation, values)
         return chosen, done, values
 
     def able(self, seconds: float, *, alone: bool = False) -> bool:

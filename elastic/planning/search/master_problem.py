@@ -1,11 +1,11 @@
-"""A programme of few rows and many columns: choosing pipelines, in fractions and whole.
+"""The linear programme that chooses pipelines, in fractions and whole. HiGHS solves both.
 
     maximise  sum_c value[c] x[c]   subject to  sum_c counts[c, q] x[c] <= nodes[q],  x >= 0
 
-Gilmore and Gomory (1961) cut stock by the same programme. Its optimum is at least that of whole numbers, so
-it bounds what any plan can do; and a basic solution has no more non-zeros than there are kinds of nodes, so
-rounding it down loses little. Solved by the primal simplex method; entering columns by largest gain, ties by
-position."""
+It has a row per kind of node and a column per possible pipeline: few rows and thousands of columns.
+Gilmore and Gomory (1961) cut stock by the same programme. Its optimum is at least that of whole
+numbers, so it bounds any plan.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from elastic.planning.cost.cost_model import Floats, Ints
 
 NODES = 200
 """Most nodes of the search tree for whole columns."""
+PRECISION = 1e-9
+"""A column gains if it does so by this share of the largest value."""
 
 PROVEN = (
     highspy.HighsModelStatus.kOptimal,
@@ -30,63 +32,70 @@ PROVEN = (
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """value = prices @ nodes; `chosen` columns with their amounts; `gaps`: by how much each column falls short."""
+    """The optimum of the linear programme, as a bound that rounding errors cannot break."""
 
-    value: float
-    chosen: tuple[int, ...]
-    amounts: tuple[float, ...]
+    bound: float
+    """prices @ nodes: no choice of columns is worth more."""
     prices: Floats
+    """[kinds] value of one node, such that no column gains."""
     gaps: Floats
+    """[columns] cost at these prices less value, at least 0."""
 
 
-def maximise(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> Optimum:
-    """Solve it. O(pivots * columns); a handful of pivots a row in practice."""
-    rows = len(nodes)
-    if rows == 1:
-        return _one_row(value, counts[:, 0], nodes[0])
-    worth = np.concatenate((value.astype(np.float64), np.zeros(rows)))
-    matrix = np.concatenate((counts.astype(np.float64), np.eye(rows)))
-    basis = list(range(len(value), len(value) + rows))
-    supply: Floats = np.asarray(nodes, dtype=np.float64)
-    amounts: Floats = supply
-    prices: Floats = np.zeros(rows)
-    gains: Floats = worth
-    for _ in range(50 * (rows + 1)):
-        square = matrix[basis].T
-        prices = np.asarray(np.linalg.solve(square.T, worth[basis]), dtype=np.float64)
-        amounts = np.asarray(np.linalg.solve(square, supply), dtype=np.float64)
-        gains = np.asarray(worth - matrix @ prices, dtype=np.float64)
-        entering = int(np.argmax(gains))
-        if gains[entering] <= 1e-9 * max(1.0, float(worth.max())):
-            break
-        direction = np.linalg.solve(square, matrix[entering])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = np.where(direction > 1e-12, np.maximum(amounts, 0.0) / direction, np.inf)
-        basis[int(np.argmin(ratios))] = entering
-    kept = [(b, float(a)) for b, a in zip(basis, amounts, strict=True) if b < len(value) and a > 1e-12]
-    prices = np.maximum(prices, 0.0)
-    return Optimum(
-        float(prices @ supply), tuple(b for b, _ in kept), tuple(a for _, a in kept),
-        prices, np.asarray(-gains[: len(value)], dtype=np.float64),
-    )  # fmt: skip
+class Relaxation:
+    """The linear programme for fixed columns and nodes, to be solved for one set of values after the other.
 
+    HiGHS holds the columns that any solution has needed so far (delayed column generation), so a
+    similar question takes one or two of its runs. Which of several optimal prices are returned
+    depends on the questions before: let no instance outlive the search that made it, or equal
+    requests might get different plans.
+    """
 
-def _one_row(value: Ints, size: Ints, nodes: int) -> Optimum:
-    """One kind of node: the column that does most a node."""
-    rates = value / size
-    best = int(np.argmax(rates))
-    price = float(rates[best])
-    gaps: Floats = np.asarray(price * size - value, dtype=np.float64)
-    return Optimum(price * nodes, (best,), (nodes / float(size[best]),), np.array([price]), gaps)
+    def __init__(self, counts: Ints, nodes: tuple[int, ...]) -> None:
+        """`counts`: [columns, kinds] nodes of each; `nodes`: of each kind that there are."""
+        self.counts, self.nodes = counts, nodes
+        self._matrix, self._sizes = counts.astype(np.float64), counts.sum(axis=1)
+        self._inside: list[int] = []
+        self._solver: highspy.Highs | None = None
 
+    def maximise(self, value: Ints) -> Optimum:
+        """Solve it for these values of the columns."""
+        worth = value.astype(np.float64)
+        prices = self._least_prices(worth)
+        gaps = self._matrix @ prices - worth
+        short = float(np.max(-gaps / self._sizes, initial=0.0))
+        prices = prices + short
+        return Optimum(float(prices @ np.array(self.nodes)), prices, gaps + short * self._sizes)
 
-def bound(value: Ints, counts: Ints, nodes: tuple[int, ...]) -> float:
-    """An upper bound on the optimum that does not rest on the method having converged: prices at which no
-    column gains."""
-    prices = maximise(value, counts, nodes).prices
-    short = value - counts @ prices
-    worst = float(np.max(short / counts.sum(axis=1), initial=0.0))
-    return float((prices + max(0.0, worst)) @ np.asarray(nodes, dtype=np.float64))
+    def _least_prices(self, worth: Floats) -> Floats:
+        """[kinds] at which no column gains, but for rounding."""
+        if len(self.nodes) == 1:
+            return np.array([np.max(worth / self._sizes)])
+        if self._solver is None:
+            self._solver = _solver(presolve="off")
+            for n in self.nodes:
+                self._solver.addRow(-highspy.kHighsInf, n, 0, [], [])
+            self._add(int(np.argmax(worth / self._sizes)), worth)
+        else:
+            costs = -worth[self._inside]
+            self._solver.changeColsCost(len(costs), np.arange(len(costs)), costs)
+        least = -PRECISION * max(1.0, float(worth.max()))
+        while True:
+            self._solver.run()
+            _check(self._solver, (highspy.HighsModelStatus.kOptimal,))
+            duals = np.array(self._solver.getSolution().row_dual, dtype=np.float64)
+            prices: Floats = np.maximum(-duals, 0.0)
+            gaps = self._matrix @ prices - worth
+            entering = int(gaps.argmin())
+            if gaps[entering] >= least or entering in self._inside:
+                return prices
+            self._add(entering, worth)
+
+    def _add(self, column: int, worth: Floats) -> None:
+        assert self._solver is not None
+        rows = np.arange(len(self.nodes))
+        self._solver.addCol(-worth[column], 0, highspy.kHighsInf, len(rows), rows, self._matrix[column])
+        self._inside.append(column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +108,8 @@ class Whole:
 
 
 def most_whole(
+    relaxation: Relaxation,
     value: Ints,
-    counts: Ints,
-    nodes: tuple[int, ...],
     enough: int,
     number: tuple[int, int] = (0, 1 << 30),
     promising: int = 0,
@@ -112,7 +120,9 @@ def most_whole(
     A column that falls short by more than the linear programme exceeds `enough` is in no solution that reaches it
     (reduced-cost fixing): a few dozen of thousands are left for branch and cut (HiGHS; Huangfu and Hall 2018).
     """
-    optimum, limit = maximise(value, counts, nodes), bound(value, counts, nodes)
+    counts, nodes = relaxation.counts, relaxation.nodes
+    optimum = relaxation.maximise(value)
+    limit = optimum.bound
     if limit < enough * (1 - 1e-9):
         return Whole(limit, 0, Counter())
     kept = np.flatnonzero((value > 0) & (optimum.gaps <= limit - enough + 1e-6 * enough))
@@ -120,17 +130,12 @@ def most_whole(
         return Whole(0.0, 0, Counter())
     if promising and len(kept) > promising:
         kept = np.sort(kept[np.argsort(optimum.gaps[kept], kind="stable")[:promising]])
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, setting in (("output_flag", False), ("threads", 1), ("mip_max_nodes", NODES)):
-        solver.setOptionValue(name, setting)
-    solver.setOptionValue("objective_target", 0.5 - enough)
+    solver = _solver(mip_max_nodes=NODES, objective_target=0.5 - enough)
     solver.passModel(_model(value[kept], counts[kept], nodes, number))
     solver.run()
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         return Whole(0.0, 0, Counter())
-    if status not in PROVEN:
-        raise RuntimeError(f"HiGHS: {solver.modelStatusToString(status)}")
+    _check(solver, PROVEN)
     top = min(limit, -float(solver.getInfo().mip_dual_bound))
     solution = solver.getSolution()
     if not solution.value_valid:
@@ -139,6 +144,19 @@ def most_whole(
     assert (amounts @ counts[kept] <= np.array(nodes)).all(), "HiGHS keeps to the nodes there are"
     chosen = Counter({int(c): int(n) for c, n in zip(kept, amounts, strict=True) if n > 0})
     return Whole(top, sum(int(value[c]) * n for c, n in chosen.items()), chosen)
+
+
+def _solver(**options: str | float) -> highspy.Highs:
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, setting in {"output_flag": False, "threads": 1, **options}.items():
+        solver.setOptionValue(name, setting)
+    return solver
+
+
+def _check(solver: highspy.Highs, expected: tuple[highspy.HighsModelStatus, ...]) -> None:
+    status = solver.getModelStatus()
+    if status not in expected:
+        raise RuntimeError(f"HiGHS: {solver.modelStatusToString(status)}")
 
 
 def _model(value: Ints, counts: Ints, nodes: tuple[int, ...], number: tuple[int, int]) -> highspy.HighsLp:

@@ -59,8 +59,6 @@ class Problem:
     counts: Counts
     microbatches: int
     schedules: tuple[str, ...] = ("1f1b",)
-    pipelines: tuple[int, ...] = ()
-    """Allowed numbers of pipelines; (): any."""
     depths: Counts = ()
     """Depth of each pipeline; (): free."""
     current: int = 0

@@ -167,12 +167,12 @@ class Brute:
         fixed = sum(la.param_bytes + la.state_bytes + la.gradient_bytes for la in layers)
         return bool(node[2]) and fixed + ahead * sum(la.activation_bytes for la in layers) > node[2]
 
-    def best(self, pipelines: int = 0) -> float:
-        """Least seconds of a step; `pipelines`: exactly so many, 0: any number."""
+    def best(self) -> float:
+        """Least seconds of a step."""
         result = inf
         for groups in self._partitions(tuple(sorted(self.nodes))):
             k = len(groups)
-            if not 0 < k <= self.m or (pipelines and k != pipelines):
+            if not 0 < k <= self.m:
                 continue
             per_byte = 2 * (k - 1) / k / self.p.link.bytes_per_s if self.p.link.bytes_per_s else 0.0
             for shares in compositions(self.m, k):

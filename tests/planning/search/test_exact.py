@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import pytest
@@ -62,15 +61,6 @@ def test_as_fast_as_brute_force_with_a_schedule_for_each_pipeline() -> None:
         best = Brute(case.profile, case.nodes, case.microbatches, schedules, case.stream).best()
         solution, _ = exact.solve(problem_of(case, schedules))
         assert (solution.seconds if solution else inf) == pytest.approx(best, rel=1e-9)
-
-
-def test_the_number_of_pipelines_can_be_asked_for() -> None:
-    for seed in range(40_000, 40_000 + CHUNK):
-        case = random_case(seed, nodes=5, layers=6)
-        brute = Brute(case.profile, case.nodes, case.microbatches, ("1f1b",), case.stream)
-        for k in (1, 2, 3):
-            solution, _ = exact.solve(replace(problem_of(case), pipelines=(k,)))
-            assert (solution.seconds if solution else inf) == pytest.approx(brute.best(k), rel=1e-9)
 
 
 def test_what_large_clusters_are_planned_with_is_never_better_and_seldom_worse() -> None:
