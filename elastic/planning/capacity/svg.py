@@ -14,7 +14,7 @@ from statistics import median
 
 from elastic.planning.schedule.timeline import Span, Timeline
 
-COLOURS = {"F": "#7fa8d1", "B": "#f2a241", "I": "#f7cd8e", "W": "#6aa84f"}
+COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#009e73"}
 """By kind of action: forward passes, backward passes, and the two parts of those that are split."""
 NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 OTHER = "#999999"

@@ -1,125 +1,399 @@
-"""Geometry of charts: what happened when, over the width of a picture. Templates draw it."""
+"""Charts of the pages, as Plotly figures in HTML. The only module that needs plotly.
+
+Callers pass plain text; each function here escapes it, since Plotly reads some tags in labels.
+Text and grid lines take their colours from `templates/style.css`, for light and dark pages.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log10
+from html import escape
+from textwrap import wrap
+from typing import Any
 
-from elastic.planning.capacity.svg import marks
-from elastic_sim.steps.engine import Outcome
+from plotly import graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from elastic.planning.capacity.svg import COLOURS, NAMES, Panel, seconds
+from elastic_sim.report.durations import axis_unit, clock, duration
 from elastic_sim.steps.time_accounting import Use
 
-MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
-STEPS = (
-    1.0, 2.0, 5.0, 10.0, 15.0, 30.0, MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 15 * MINUTE, 30 * MINUTE,
-    HOUR, 2 * HOUR, 3 * HOUR, 4 * HOUR, 6 * HOUR, 12 * HOUR, DAY, 2 * DAY, 7 * DAY, 14 * DAY, 30 * DAY,
-    60 * DAY, 180 * DAY, 365 * DAY,
-)  # fmt: skip
-"""Round times."""
-WINDOWS = 150
-"""Of a throughput curve, at most."""
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a100")
+"""Colours of policies: Okabe and Ito's palette for colour-blind readers, with a darker yellow."""
+GREY = "#8c8c8c"
+"""Colour of the oracle and the ceiling."""
+LOSS = "#d55e00"
+USES = {
+    Use.USEFUL: "#009e73",
+    Use.DETECT: "#f0e442",
+    Use.PLAN: "#e69f00",
+    Use.TRANSFER: "#56b4e9",
+    Use.LOST: "#d55e00",
+    Use.REDUNDANT: "#cc79a7",
+    Use.IDLE: "#b0b0b0",
+}
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "triangle-down", "cross")
+DASHES = ("solid", "dash", "dot")
+LABEL = 44
+"""Most characters of a label on an axis."""
+BAR, UNIT, GAP, TOP, BOTTOM = 30, 26, 34, 34, 44
+"""Heights in pixels: of a horizontal bar, of a row of a pipeline, between rows of charts, of margins."""
+LETTER, NARROW = 6, 400
+"""Widths in pixels: of a letter, about, and of a narrow chart."""
+TEMPLATE = go.layout.Template(
+    layout={
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif", "size": 12},
+        "margin": {"l": 60, "r": 16, "t": TOP, "b": BOTTOM},
+        "xaxis": {"automargin": True, "gridcolor": "#dfe3e9", "zeroline": False, "title_standoff": 8},
+        "yaxis": {"automargin": True, "gridcolor": "#dfe3e9", "zeroline": False},
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+    }
+)
+CONFIG = {"responsive": True, "displayModeBar": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """From values to pixels."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """One policy in the chart over time."""
 
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def at(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
-        return round(self.start + share * (self.end - self.start), 1)
+    policy: str
+    colour: str
+    rates: Sequence[float]
+    """Samples per second, per window."""
+    changes: Sequence[tuple[float, str]]
+    """(seconds, reason) of each change of plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A value on an axis."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One policy in the chart over failure rates."""
 
-    at: float
-    text: str
-
-
-def round_step(length_s: float, most: int) -> float:
-    """The smallest round time of which at most so many fit into a length."""
-    return next((step for step in STEPS if length_s / step <= most), STEPS[-1])
-
-
-def time_marks(end_s: float, scale: Scale, most: int = 12) -> list[Mark]:
-    step = round_step(end_s, most)
-    unit, name = (DAY, "d") if step >= DAY else (HOUR, "h") if step >= HOUR / 2 else (MINUTE, "min")
-    if step < MINUTE:
-        unit, name = 1.0, "s"
-    return [Mark(scale.at(i * step), f"{i * step / unit:g} {name}") for i in range(int(end_s / step) + 1)]
+    policy: str
+    rates_s: Sequence[float]
+    """Mean seconds between losses."""
+    goodput: Sequence[float]
+    """Percent."""
+    margin: Sequence[float]
+    """Half of the 95 % interval, in percent."""
 
 
-def value_marks(high: float, scale: Scale, most: int = 4) -> list[Mark]:
-    """Round values from 0 up."""
-    found = marks(high) if high > 0 else [0.0]
-    while len(found) > most + 1:
-        found = found[::2]
-    return [Mark(scale.at(value), f"{value:g}") for value in found]
+def library() -> str:
+    """Return the source of plotly.js, which a page needs once."""
+    source: str = get_plotlyjs()
+    return source
 
 
-def log_marks(values: Iterable[float], scale: Scale) -> list[Mark]:
-    """The values themselves, as times, on a scale of their logarithms."""
-    return [Mark(scale.at(log10(value)), duration(value)) for value in sorted(set(values))]
+def html(figure: Any, name: str) -> str:
+    """Return the markup of a figure; `name` is unique on its page."""
+    markup: str = figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        div_id=name,
+        config=CONFIG,
+    )
+    return markup
 
 
-def duration(seconds: float) -> str:
-    """600 is 10 min."""
-    for unit, name in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):
-        if seconds >= unit and round(seconds / unit, 2) * unit == seconds:
-            return f"{seconds / unit:g} {name}"
-    return f"{seconds:g} s"
+def colour(policy: str, index: int) -> str:
+    """Return the colour of a policy, the `index`-th of a page."""
+    return GREY if policy in ("oracle", "ceiling") else PALETTE[index % len(PALETTE)]
 
 
-def steps_path(points: Sequence[tuple[float, float]], end: float) -> str:
-    """A line that stays at each point's height until the next one's place; pixels."""
-    if not points:
-        return ""
-    words = [f"M{points[0][0]:g},{points[0][1]:g}"]
-    for x, y in points[1:]:
-        words.append(f"H{x:g}V{y:g}")
-    return "".join([*words, f"H{end:g}"])
+# ---- replay ----
 
 
-def area(points: Sequence[tuple[float, float]], end: float, base: float) -> str:
-    """The same, closed down to `base`."""
-    return f"{steps_path(points, end)}V{base:g}H{points[0][0]:g}Z" if points else ""
+def goodput_bars(policies: Sequence[str], values: Sequence[float], margins: Sequence[float]) -> Any:
+    """Goodput of each policy with its 95 % interval, in percent."""
+    bar = go.Bar(
+        orientation="h",
+        x=values,
+        y=_labels(policies),
+        error_x=_error(values, margins),
+        marker_color=[colour(policy, i) for i, policy in enumerate(policies)],
+        hovertemplate="%{y}: %{x:.1f} %<extra></extra>",
+    )
+    figure = _policy_bars([bar], len(policies), "goodput (% of the oracle)")
+    return figure.update_xaxes(rangemode="nonnegative")
 
 
-def throughput(outcome: Outcome, window_s: float) -> list[float]:
-    """Samples a second that counted in the end, by window: useful time, at the pace of the setup of that moment."""
-    width = window_s * 1000
-    n = max(1, -(-outcome.ended // round(width)))
-    found = [0.0] * n
-    starts = [decision.at for decision in outcome.decisions]
-    for span in outcome.account.spans:
-        if span.use is not Use.USEFUL:
-            continue
-        index = bisect_right(starts, span.began) - 1
-        at = span.began
-        while at < span.ended:
-            until = min(span.ended, starts[index + 1] if index + 1 < len(starts) else span.ended)
-            setup = outcome.decisions[index].change.setup if index >= 0 else None
-            if setup is not None and until > at:
-                _spread(found, at, until, setup.samples / setup.step_ms, width)
-            at, index = max(at, until), index + 1
-    lengths = [min(width, outcome.ended - i * width) for i in range(n)]
-    return [
-        samples / length * 1000 if length > 0 else 0.0 for samples, length in zip(found, lengths, strict=True)
+def time_bars(policies: Sequence[str], shares: Sequence[dict[Use, float]]) -> Any:
+    """Percent of node time by use, stacked, one bar per policy."""
+    bars = [
+        go.Bar(
+            orientation="h",
+            name=use.value,
+            x=[share[use] for share in shares],
+            y=_labels(policies),
+            text=[f"{share[use]:.1f} %" for share in shares],
+            textposition="inside",
+            textangle=0,
+            textfont_color="black",
+            marker_color=USES[use],
+            hovertemplate=f"%{{y}}: {use.value} %{{x:.2f}} %<extra></extra>",
+        )
+        for use in Use
     ]
+    figure = _policy_bars(bars, len(policies), "share of node time (%)")
+    return figure.update_layout(barmode="stack", xaxis_range=[0, 100])
 
 
-def _spread(found: list[float], at: float, until: float, per_ms: float, width: float) -> None:
-    """Add a rate over [at, until) to the windows that it touches."""
-    while at < until:
-        i = int(at // width)
-        edge = min(until, (i + 1) * width)
-        found[i] += (edge - at) * per_ms
-        at = edge
+def _policy_bars(bars: Sequence[Any], n: int, title: str) -> Any:
+    figure = _figure(bars, BAR * n, title, "", TOP if len(bars) > 1 else 10)
+    figure.update_yaxes(autorange="reversed", showgrid=False, dtick=1)
+    return figure.update_layout(uniformtext={"minsize": 10, "mode": "hide"}, legend_traceorder="normal")
+
+
+def over_time(
+    end_s: float,
+    window_s: float,
+    nodes: Sequence[tuple[float, int]],
+    losses: Sequence[tuple[float, str]],
+    rows: Sequence[Throughput],
+    behind: Sequence[float] = (),
+) -> Any:
+    """Nodes, and one row of throughput per policy, on one time axis.
+
+    `nodes`: (seconds, nodes from then on). `losses`: (seconds, text). `behind`: the oracle's
+    samples per second, per window, drawn grey behind the other policies.
+    """
+    unit, name = axis_unit(end_s)
+    titles = ["<b>nodes</b>", *(f"<b>{_label(row.policy)}</b>, samples/s" for row in rows)]
+    figure = _stacked([84, *(62 for _ in rows)], titles)
+    tallest = max((n for _, n in nodes), default=0) or 1
+    figure.add_trace(_area(nodes, unit, GREY, "%{y} nodes"), row=1, col=1)
+    figure.add_trace(_marks(losses, unit, 1.15 * tallest, "triangle-down", LOSS), row=1, col=1)
+    figure.update_yaxes(range=[0, 1.25 * tallest], row=1, col=1)
+    most = max((rate for row in rows for rate in row.rates), default=0.0) or 1.0
+    for i, row in enumerate(rows, 2):
+        if behind and row.policy != "oracle":
+            steps = _windows(behind, window_s, end_s)
+            figure.add_trace(_area(steps, unit, GREY, "", width=0), row=i, col=1)
+        told = f"{_label(row.policy)}: %{{y:.4g}} samples/s"
+        steps = _windows(row.rates, window_s, end_s)
+        figure.add_trace(_area(steps, unit, row.colour, told), row=i, col=1)
+        figure.add_trace(_marks(row.changes, unit, -0.12 * most, "line-ns", row.colour), row=i, col=1)
+        figure.update_yaxes(range=[-0.25 * most, 1.05 * most], nticks=4, row=i, col=1)
+    figure.update_xaxes(range=[0, end_s / unit])
+    figure.update_xaxes(title=f"time ({name})", row=len(rows) + 1, col=1)
+    return figure.update_layout(showlegend=False)
+
+
+def _windows(rates: Sequence[float], window_s: float, end_s: float) -> list[tuple[float, float]]:
+    """Return (seconds, rate from then on), to the end."""
+    return [*((i * window_s, rate) for i, rate in enumerate(rates)), (end_s, rates[-1] if rates else 0.0)]
+
+
+def _marks(marks: Sequence[tuple[float, str]], unit: float, y: float, symbol: str, colour: str) -> Any:
+    return go.Scatter(
+        mode="markers",
+        x=[at / unit for at, _ in marks],
+        y=[y for _ in marks],
+        text=["<br>".join(map(_text, wrap(f"{clock(at)}: {text}", 90))) for at, text in marks],
+        hovertemplate="%{text}<extra></extra>",
+        marker={"symbol": symbol, "size": 8, "color": colour, "line": {"color": colour, "width": 1.5}},
+        cliponaxis=False,
+    )
+
+
+def pipelines(panels: Sequence[Panel]) -> Any:
+    """Timelines of pipelines: one row per unit, one box per compute action, on one time axis."""
+    figure = _stacked([UNIT * len(panel.rows) for panel in panels], [_text(panel.title) for panel in panels])
+    shown = set[str]()
+    for i, panel in enumerate(panels, 1):
+        spans = [(span, panel.timeline.unit_of(span)) for span in panel.timeline.spans]
+        for kind in [kind for kind in NAMES if any(span.action.kind.value == kind for span, _ in spans)]:
+            mine = [(span, row) for span, row in spans if span.action.kind.value == kind]
+            bar = go.Bar(
+                orientation="h",
+                name=NAMES[kind],
+                legendgroup=kind,
+                showlegend=kind not in shown,
+                base=[span.start_s for span, _ in mine],
+                x=[span.end_s - span.start_s for span, _ in mine],
+                y=[row for _, row in mine],
+                width=0.86,
+                text=[f"{span.action.microbatch}" for span, _ in mine],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont_color="black",
+                hovertext=[
+                    f"{span.action} on {_text(panel.rows[row])}: "
+                    f"{seconds(span.start_s)} to {seconds(span.end_s)}"
+                    for span, row in mine
+                ],
+                hoverinfo="text",
+                marker_color=COLOURS[kind],
+            )
+            figure.add_trace(bar, row=i, col=1)
+            shown.add(kind)
+        n = len(panel.rows)
+        figure.update_yaxes(tickvals=list(range(n)), ticktext=_labels(panel.rows), row=i, col=1)
+        figure.update_yaxes(range=[n - 0.5, -0.5], showgrid=False, row=i, col=1)
+    figure.update_xaxes(title="time (s)", row=len(panels), col=1)
+    figure.update_layout(barmode="overlay", uniformtext={"minsize": 8, "mode": "hide"})
+    inner, height = figure.layout.height - TOP - BOTTOM, figure.layout.height + GAP
+    return figure.update_layout(legend_y=1 + GAP / inner, margin_t=TOP + GAP, height=height)
+
+
+# ---- sweep ----
+
+
+def failure_rates(curves: Sequence[Curve]) -> Any:
+    """Goodput of each policy over the mean time between losses."""
+    drawn = [
+        go.Scatter(
+            name=_label(curve.policy),
+            mode="lines+markers",
+            x=curve.rates_s,
+            y=curve.goodput,
+            error_y=_error(curve.goodput, curve.margin),
+            line={
+                "color": colour(curve.policy, i),
+                "dash": DASHES[i // len(PALETTE) % len(DASHES)],
+                "width": 2 if i else 3,
+            },
+            marker={"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 8},
+            hovertemplate="%{fullData.name}, a loss every %{text}: %{y:.1f} %<extra></extra>",
+            text=[duration(rate) for rate in curve.rates_s],
+        )
+        for i, curve in enumerate(curves)
+    ]
+    figure = _figure(drawn, 300, "mean time between losses", "goodput (% of the oracle)")
+    rates = sorted({rate for curve in curves for rate in curve.rates_s})
+    ticks = {"tickvals": rates, "ticktext": [duration(rate) for rate in rates]}
+    figure.update_xaxes(type="log", showgrid=False, minor_ticks="", **ticks)
+    most = max([100.0, *(value for curve in curves for value in curve.goodput)])
+    figure.update_yaxes(range=[0, 1.05 * most])
+    entry = 40 + LETTER * max((len(curve.policy) for curve in curves), default=0)
+    lines = -(-len(curves) // max(1, NARROW // entry))
+    figure.update_layout(showlegend=True, legend_maxheight=20 * lines + TOP)
+    return figure.update_layout(margin_t=20 * lines + 14, height=figure.layout.height + 20 * (lines - 1))
+
+
+def heat(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Sequence[Sequence[float]],
+    texts: Sequence[Sequence[str]],
+) -> Any:
+    """Goodput in percent, as colours; `texts` are written on the cells, the best of a row bold."""
+    marked = [
+        [
+            f"<b>{text}</b>" if value == max(line) > 0 else text
+            for value, text in zip(line, map(_text, told), strict=True)
+        ]
+        for line, told in zip(values, texts, strict=True)
+    ]
+    cells = go.Heatmap(
+        z=values,
+        text=marked,
+        texttemplate="%{text}",
+        textfont_color="black",
+        colorscale=[[0.0, "#ffffff"], [0.5, "#dceefa"], [1.0, "#56b4e9"]],
+        zmin=0,
+        zmax=100,
+        xgap=2,
+        ygap=2,
+        showscale=False,
+        hovertemplate="%{text} %<extra></extra>",
+    )
+    figure = _figure([cells], BAR * max(len(rows), 4), "", "")
+    broken = [label.replace("+", "<br>+") for label in _labels(columns)]
+    names = {"tickvals": list(range(len(columns))), "ticktext": broken}
+    figure.update_xaxes(side="top", showgrid=False, tickangle=0, **names)
+    names = {"tickvals": list(range(len(rows))), "ticktext": _labels(rows)}
+    figure.update_yaxes(autorange="reversed", showgrid=False, **names)
+    return figure.update_layout(margin={"t": TOP + 10, "b": 10}, height=figure.layout.height - BOTTOM + 20)
+
+
+# ---- trace ----
+
+
+def steps(points: Sequence[tuple[float, float]], end_s: float, across: str, up: str) -> Any:
+    """A value over time: (seconds, value from then on). `across` and `up` name the axes."""
+    unit, name = axis_unit(end_s)
+    figure = _figure([_area(points, unit, PALETTE[0], "%{y:.4g}")], 220, f"{across} ({name})", up, 10)
+    figure.update_xaxes(range=[0, end_s / unit])
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def histogram(counts: dict[int, int], across: str, up: str) -> Any:
+    """Counts of whole numbers."""
+    bar = go.Bar(
+        x=list(counts),
+        y=list(counts.values()),
+        marker_color=PALETTE[0],
+        hovertemplate="%{x}: %{y}<extra></extra>",
+    )
+    figure = _figure([bar], 220, across, up, 10)
+    figure.update_xaxes(dtick=max(1, -(-len(counts) // 12)), showgrid=False)
+    return figure.update_yaxes(rangemode="tozero", dtick=1 if max(counts.values(), default=0) < 6 else None)
+
+
+# ---- parts ----
+
+
+def _figure(traces: Sequence[Any], inner: int, across: str, up: str, top: int = TOP) -> Any:
+    """Return one chart, `inner` pixels high without its margins. `across` and `up`: axis titles."""
+    figure = go.Figure(list(traces), {"template": TEMPLATE, "height": inner + top + BOTTOM})
+    return figure.update_layout(xaxis_title=across, yaxis_title=up, margin_t=top)
+
+
+def _error(values: Sequence[float], margins: Sequence[float]) -> dict[str, Any]:
+    """Return error bars that do not reach below 0."""
+    return {
+        "array": margins,
+        "arrayminus": [min(pair) for pair in zip(values, margins, strict=True)],
+        "symmetric": False,
+        "visible": any(margins),
+        "thickness": 1.2,
+    }
+
+
+def _stacked(heights: Sequence[float], titles: Sequence[str]) -> Any:
+    """Return charts below each other, of these heights in pixels, each with its title above."""
+    whole = sum(heights) + GAP * (len(heights) - 1)
+    figure = make_subplots(
+        rows=len(heights),
+        shared_xaxes=True,
+        row_heights=list(heights),
+        vertical_spacing=GAP / whole if len(heights) > 1 else 0,
+        subplot_titles=list(titles),
+    )
+    figure.update_annotations(x=0, xanchor="left", font_size=13)
+    return figure.update_layout(template=TEMPLATE, height=TOP + BOTTOM + whole)
+
+
+def _area(
+    points: Sequence[tuple[float, float]], unit: float, line: str, told: str, width: float = 1.6
+) -> Any:
+    """Return a filled step curve. `told`: the hover text, after the time; none: no hover."""
+    return go.Scatter(
+        mode="lines",
+        x=[at / unit for at, _ in points],
+        y=[value for _, value in points],
+        text=[clock(at) for at, _ in points],
+        line={"shape": "hv", "color": line, "width": width},
+        fill="tozeroy",
+        fillcolor=f"rgba({', '.join(str(int(line[i : i + 2], 16)) for i in (1, 3, 5))}, 0.25)",
+        hovertemplate=f"%{{text}}: {told}<extra></extra>" if told else None,
+        hoverinfo=None if told else "skip",
+    )
+
+
+def _labels(texts: Sequence[str]) -> list[str]:
+    return [_label(text) for text in texts]
+
+
+def _label(text: str) -> str:
+    return _text(text if len(text) <= LABEL else f"{text[: LABEL - 1]}…")
+
+
+def _text(text: str) -> str:
+    """Escape text for Plotly, which would read its tags."""
+    return escape(text, quote=False)

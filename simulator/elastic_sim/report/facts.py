@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic.domain.version import VERSION
 from elastic.planning.cost.catalogue import hardware_of, model_of
-from elastic_sim.report.charts import duration
+from elastic_sim.report.durations import duration
 from elastic_sim.steps.physics import Physics
 from elastic_sim.steps.policies import abouts, maker_of
 from elastic_sim.steps.policies.base import About

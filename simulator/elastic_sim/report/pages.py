@@ -7,6 +7,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from elastic_sim.report import charts
+
 
 def page(template: str, values: dict[str, Any]) -> str:
     """Fill in a template of `simulator/elastic_sim/report/templates`."""
@@ -18,9 +20,10 @@ def page(template: str, values: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(template).render(values)
+    return environment.get_template(template).render({**values, "plotly": Markup(charts.library())})
 
 
-def trusted(text: str) -> Markup:
-    """Markup that was made, and escaped, by us."""
-    return Markup(text)
+def chart(figure: Any, name: str, label: str) -> Markup:
+    """Return the markup of a figure. `name` is unique on its page; `label` tells readers what it shows."""
+    drawn = Markup(charts.html(figure, name))
+    return Markup('<div role="img" aria-label="{}">{}</div>').format(label, drawn)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from elastic.domain.types import Pipeline, Plan
 from elastic.planning.capacity.report import PipelineReport, report
-from elastic.planning.capacity.svg import Panel, draw
+from elastic.planning.capacity.svg import Panel
 from elastic.planning.cost.predict import predict
 from elastic.planning.schedule.schedule import actions_of
 from elastic.planning.schedule.timeline import Timeline, simulate
@@ -16,19 +15,17 @@ from elastic_sim.replay.replay import Run
 from elastic_sim.replay.watch import Seen
 from elastic_sim.steps.world import World
 
-READABLE = 0.7
-"""A picture may be made so much narrower."""
 DRAWN = 6
 """Micro-batches beyond twice a pipeline's depth are left out of its picture."""
+NAMED = 4
+"""Most pipelines that a title names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     title: str
     told: str
-    svg: str
-    least: int
-    """Pixels of width below which it cannot be read."""
+    panels: tuple[Panel, ...]
 
 
 def pictures(world: World, run: Run | None) -> list[Picture]:
@@ -52,23 +49,16 @@ def pictures(world: World, run: Run | None) -> list[Picture]:
     titles[longest] = f"Longest-lived plan ({share:.0%} of the time)"
     if start == longest:
         titles = {start: f"First plan, and the longest-lived one ({share:.0%} of the time)"}
-    return [_picture(world, title, text, first[text], i) for i, (text, title) in enumerate(titles.items())]
+    return [_picture(world, title, text, first[text]) for text, title in titles.items()]
 
 
-def _picture(world: World, title: str, text: str, seen: Seen, number: int) -> Picture:
+def _picture(world: World, title: str, text: str, seen: Seen) -> Picture:
     found = report(seen.plan, world.profile, seen.nodes, samples=world.training.microbatch)
-    panels = list(_panels(world, seen, found.pipelines))
     told = (
         f"{len(seen.plan.nodes())} nodes, pipelines of depth {text}; the planner expects a step of "
         f"{found.step_s:.4g} s, bubbles {found.bubble:.1%} of it"
     )
-    svg = draw(text, panels)
-    for name in ("title", "summary"):
-        svg = svg.replace(f'id="{name}"', f'id="{name}{number}"')
-    svg = svg.replace('aria-labelledby="title summary"', f'aria-labelledby="title{number} summary{number}"')
-    width = re.search(r'width="(\d+)"', svg)
-    assert width is not None
-    return Picture(title, told, svg, round(READABLE * int(width[1])))
+    return Picture(title, told, tuple(_panels(world, seen, found.pipelines)))
 
 
 def _panels(world: World, seen: Seen, reports: tuple[PipelineReport, ...]) -> Iterable[Panel]:
@@ -78,7 +68,8 @@ def _panels(world: World, seen: Seen, reports: tuple[PipelineReport, ...]) -> It
         alike.setdefault(_shape(pipeline), []).append(p)
     for numbers in alike.values():
         pipeline, told = seen.plan.pipelines[numbers[0]], reports[numbers[0]]
-        named = ", ".join(map(str, numbers))
+        named = ", ".join(map(str, numbers[:NAMED]))
+        named += f" and {len(numbers) - NAMED} more" * (len(numbers) > NAMED)
         title = (
             f"pipeline{'s' * (len(numbers) > 1)} {named}: {pipeline.schedule}, {told.microbatches} micro-batches, "
             f"bubble {told.bubble:.1%}"

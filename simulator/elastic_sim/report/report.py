@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_sim.replay.replay import ORACLE, Mean, Run, Summary
-from elastic_sim.report import facts
-from elastic_sim.report.charts import (
-    WINDOWS,
-    Mark,
-    Scale,
-    area,
-    duration,
-    round_step,
-    steps_path,
-    throughput,
-    time_marks,
-    value_marks,
-)
+from elastic_sim.report import charts, facts
+from elastic_sim.report.durations import clock, duration, round_step
 from elastic_sim.report.headline import headline
-from elastic_sim.report.pages import page, trusted
+from elastic_sim.report.pages import chart, page
 from elastic_sim.report.pipelines import pictures
+from elastic_sim.report.throughput import throughput
 from elastic_sim.report.words import command_line
 from elastic_sim.steps.engine import Outcome
 from elastic_sim.steps.scenario import Scenario
@@ -30,73 +21,26 @@ from elastic_sim.steps.time_accounting import Use
 from elastic_sim.traces.statistics import counts
 from elastic_sim.traces.trace import ADD, Trace
 
-WIDTH, LEFT, RIGHT = 1120.0, 150.0, 20.0
-NODES_HIGH, ROW_HIGH, GAP, FOOT = 84.0, 62.0, 22.0, 32.0
-"""Of the chart over time, in pixels."""
+WINDOWS = 150
+"""Most windows of a throughput curve."""
 DECISIONS = 300
 """Of a policy, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A policy in the table and the bars."""
+    """A policy in the table."""
 
     name: str
-    index: int
-    """Its colour."""
+    colour: str
     ours: bool
     model: bool
-    what: str
     samples_per_s: str
     goodput: str
     cost: str
     per_million: str
     best: bool
-    bar: float
-    low: float
-    high: float
-    """Goodput and its interval, as shares of the widest bar."""
-    time: tuple[tuple[str, float], ...]
-    """Percent by use."""
     changes: str
-
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """A policy in the chart over time."""
-
-    name: str
-    index: int
-    top: float
-    base: float
-    path: str
-    filled: str
-    behind: str
-    """The oracle's."""
-    changes: tuple[tuple[float, str], ...]
-    boxes: tuple[tuple[float, float, str], ...]
-    """(left, width, text): of each window."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Of one seed."""
-
-    seed: int
-    width: float
-    height: float
-    left: float
-    right: float
-    base: float
-    """Of the lowest row."""
-    nodes: Strip
-    nodes_marks: tuple[Mark, ...]
-    losses: tuple[tuple[float, str], ...]
-    strips: tuple[Strip, ...]
-    rate_marks: tuple[Mark, ...]
-    """Heights above a row's base."""
-    times: tuple[Mark, ...]
-    window: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +48,7 @@ class Choices:
     """What a policy decided, in one run."""
 
     name: str
-    index: int
+    colour: str
     count: int
     rows: tuple[tuple[str, int, str, str, str], ...]
     """(when, nodes, plan, pause, reason)."""
@@ -115,6 +59,7 @@ def report(scenario: Scenario, found: Sequence[Summary], policies: Sequence[str]
     world = scenario.world()
     first = [one.runs[0] for one in found]
     trace = scenario.trace_of(first[0].seed)
+    window = round_step(trace.end_s, WINDOWS)
     ours = next((run for run in first if facts.about(run.policy).ours), None)
     return page(
         "replay.html",
@@ -122,12 +67,17 @@ def report(scenario: Scenario, found: Sequence[Summary], policies: Sequence[str]
             "title": facts.title(scenario, world),
             "headline": headline(found),
             "lines": lines(found),
-            "uses": [use.value for use in Use],
-            "chart": chart(trace, first),
+            "goodput": chart(goodput(found), "goodput", "goodput of each policy"),
+            "uses": chart(uses(found), "uses", "node time by use, for each policy"),
+            "over_time": chart(
+                over_time(trace, first, window), "over-time", "nodes and throughput over time"
+            ),
+            "seed": first[0].seed,
+            "window": duration(window),
             "choices": [choices(i, run) for i, run in enumerate(first)],
             "pipelines": [
-                (picture.title, picture.told, trusted(picture.svg), picture.least)
-                for picture in pictures(world, ours)
+                (one.title, one.told, chart(charts.pipelines(one.panels), f"pipelines-{i}", one.told))
+                for i, one in enumerate(pictures(world, ours))
             ],
             "setting": facts.setting(scenario, world),
             "constants": facts.constants(world.physics),
@@ -143,7 +93,6 @@ def report(scenario: Scenario, found: Sequence[Summary], policies: Sequence[str]
 
 
 def lines(found: Sequence[Summary]) -> list[Line]:
-    widest = max([1e-9, *(one.goodput.value + one.goodput.margin for one in found)])
     real = [one for one in found if one.policy not in (ORACLE, "ceiling")]
     best = max((one.goodput.value for one in real), default=0.0)
     made = []
@@ -152,10 +101,9 @@ def lines(found: Sequence[Summary]) -> list[Line]:
         made.append(
             Line(
                 name=one.policy,
-                index=i,
+                colour=charts.colour(one.policy, i),
                 ours=told.ours,
                 model=facts.is_model(told),
-                what=told.what,
                 samples_per_s=mean(one.samples_per_s),
                 goodput=mean(Mean(100 * goodput.value, 100 * goodput.margin), 1, " %"),
                 cost=mean(one.cost, 0, "", "$"),
@@ -163,10 +111,6 @@ def lines(found: Sequence[Summary]) -> list[Line]:
                     one.cost_per_million, 0 if one.cost_per_million.value >= 100 else 2, "", "$"
                 ),
                 best=one in real and goodput.value == best,
-                bar=goodput.value / widest,
-                low=max(0.0, goodput.value - goodput.margin) / widest,
-                high=(goodput.value + goodput.margin) / widest,
-                time=tuple((use.value, round(100 * one.time[use.value], 2)) for use in Use),
                 changes=f"{sum(run.changes for run in one.runs) / len(one.runs):.0f}",
             )
         )
@@ -184,97 +128,48 @@ def mean(value: Mean, digits: int | None = None, unit: str = "", before: str = "
     )
 
 
-# ---- over time ----
+# ---- charts ----
 
 
-def chart(trace: Trace, runs: Sequence[Run]) -> Chart:
-    """Nodes, and a row a policy, under one axis of time."""
-    across = Scale(0.0, trace.end_s, LEFT, WIDTH - RIGHT)
-    window = round_step(trace.end_s, WINDOWS)
-    rates = [throughput(kept(run), window) for run in runs]
-    oracle = next((r for run, r in zip(runs, rates, strict=True) if run.policy == ORACLE), None)
-    most = max((rate for row in rates for rate in row), default=0.0) or 1.0
-    up = Scale(0.0, most, 0.0, ROW_HIGH)
-    nodes = counts(trace)
-    tallest = max(n for _, n in nodes) or 1
-    top = 20.0
-    level = Scale(0.0, tallest, top + NODES_HIGH, top)
-    points = [(across.at(at), level.at(n)) for at, n in nodes]
-    strip = Strip(
-        "nodes", 0, top, top + NODES_HIGH, steps_path(points, WIDTH - RIGHT),
-        area(points, WIDTH - RIGHT, top + NODES_HIGH), "", (), (),
-    )  # fmt: skip
-    strips = []
-    top += NODES_HIGH + GAP
-    for i, (run, row) in enumerate(zip(runs, rates, strict=True)):
-        strips.append(_strip(i, run, row, oracle, across, up, window, top))
-        top += ROW_HIGH + GAP
-    return Chart(
-        seed=runs[0].seed,
-        width=WIDTH,
-        height=top - GAP + FOOT,
-        left=LEFT,
-        right=WIDTH - RIGHT,
-        base=top - GAP,
-        nodes=strip,
-        nodes_marks=tuple(value_marks(tallest, level, 3)),
-        losses=tuple(_losses(trace, across)),
-        strips=tuple(strips),
-        rate_marks=tuple(value_marks(most, up, 3)),
-        times=tuple(time_marks(trace.end_s, across)),
-        window=duration(window),
+def goodput(found: Sequence[Summary]) -> Any:
+    return charts.goodput_bars(
+        [one.policy for one in found],
+        [100 * one.goodput.value for one in found],
+        [100 * one.goodput.margin for one in found],
     )
 
 
-def _strip(
-    index: int,
-    run: Run,
-    row: Sequence[float],
-    oracle: Sequence[float] | None,
-    across: Scale,
-    up: Scale,
-    window: float,
-    top: float,
-) -> Strip:
-    base, end = top + ROW_HIGH, WIDTH - RIGHT
-    points = [(across.at(i * window), round(base - up.at(rate), 1)) for i, rate in enumerate(row)]
-    behind = [(across.at(i * window), round(base - up.at(rate), 1)) for i, rate in enumerate(oracle or ())]
-    edges = [*(x for x, _ in points), end]
-    return Strip(
-        name=run.policy,
-        index=index,
-        top=top,
-        base=base,
-        path=steps_path(points, end),
-        filled=area(points, end, base),
-        behind=area(behind, end, base) if run.policy != ORACLE else "",
-        changes=tuple(
-            (
-                across.at(decision.at / 1000),
-                f"{clock(decision.at / 1000)}: {decision.change.reason or 'another plan'}"[:160],
-            )
-            for decision in kept(run).decisions[1:]
-        ),
-        boxes=tuple(
-            (edges[i], round(edges[i + 1] - edges[i], 1), f"{clock(i * window)}: {rate:.4g} samples/s")
-            for i, rate in enumerate(row)
-        ),
-    )
+def uses(found: Sequence[Summary]) -> Any:
+    shares = [{use: 100 * one.time[use.value] for use in Use} for one in found]
+    return charts.time_bars([one.policy for one in found], shares)
 
 
-def _losses(trace: Trace, across: Scale) -> list[tuple[float, str]]:
+def over_time(trace: Trace, runs: Sequence[Run], window_s: float) -> Any:
+    """Nodes and throughput, with losses and changes of plan."""
+    rates = [throughput(kept(run), window_s) for run in runs]
+    rows = [
+        charts.Throughput(
+            policy=run.policy,
+            colour=charts.colour(run.policy, i),
+            rates=row,
+            changes=[
+                (decision.at / 1000, decision.change.reason or "another plan")
+                for decision in kept(run).decisions[1:]
+            ],
+        )
+        for i, (run, row) in enumerate(zip(runs, rates, strict=True))
+    ]
+    oracle = next((r for run, r in zip(runs, rates, strict=True) if run.policy == ORACLE), ())
+    return charts.over_time(trace.end_s, window_s, counts(trace), losses(trace), rows, oracle)
+
+
+def losses(trace: Trace) -> list[tuple[float, str]]:
+    """Return the moments of losses: (seconds, text)."""
     found: dict[float, list[str]] = {}
     for event in trace.events:
         if event.kind != ADD:
             found.setdefault(event.seconds, []).append(event.node)
-    return [(across.at(at), f"{clock(at)}: {' '.join(names)} lost") for at, names in found.items()]
-
-
-def clock(seconds: float) -> str:
-    """1 d 02:03:04."""
-    days, rest = divmod(int(seconds), 86400)
-    text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days} d {text}" if days else text
+    return [(at, f"{' '.join(names)} lost") for at, names in found.items()]
 
 
 def kept(run: Run) -> Outcome:
@@ -293,4 +188,4 @@ def choices(index: int, run: Run) -> Choices:
             pause += "; " * bool(pause) + f"back to step {change.back_to}"
         plan = change.setup.text if change.setup is not None else "nothing runs"
         rows.append((clock(decision.at / 1000), decision.nodes, plan, pause, change.reason))
-    return Choices(run.policy, index, len(decisions), tuple(rows))
+    return Choices(run.policy, charts.colour(run.policy, index), len(decisions), tuple(rows))

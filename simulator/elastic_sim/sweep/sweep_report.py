@@ -4,65 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import log10
 from pathlib import Path
+from typing import Any
 
 from elastic_sim.replay.replay import ORACLE, Mean, Summary
-from elastic_sim.report import facts
-from elastic_sim.report.charts import Mark, Scale, duration, log_marks, value_marks
+from elastic_sim.report import charts, facts
+from elastic_sim.report.durations import duration
 from elastic_sim.report.headline import ahead
-from elastic_sim.report.pages import page
+from elastic_sim.report.pages import chart, page
 from elastic_sim.report.report import mean
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.sweep import Row
-
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, FOOT = 540.0, 300.0, 46.0, 18.0, 12.0, 44.0
-"""Of a chart, in pixels."""
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A policy in a chart."""
-
-    name: str
-    index: int
-    path: str
-    points: tuple[tuple[float, float, float, float, str], ...]
-    """(x, y, end of the interval, its other end, text)"""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """One model."""
-
-    title: str
-    width: float
-    height: float
-    left: float
-    right: float
-    top: float
-    base: float
-    curves: tuple[Curve, ...]
-    rates: tuple[Mark, ...]
-    shares: tuple[Mark, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Of the heat table and the table of costs."""
-
-    text: str
-    shade: int
-    """Percent."""
-    best: bool
-    cost: str
 
 
 def sweep_report(rows: Sequence[Row], seeds: int, command: str) -> str:
     """The page."""
     names = list(dict.fromkeys(one.policy for row in rows for one in row.found if one.policy != ORACLE))
-    colours = {name: i for i, name in enumerate(names)}
     models = {row.scenario.model for row in rows}
     kinds = ", ".join(rows[0].scenario.nodes_of)
     return page(
@@ -71,9 +28,15 @@ def sweep_report(rows: Sequence[Row], seeds: int, command: str) -> str:
             "title": f"{counted(len(models), 'model')}, {counted(len(rows), 'scenario')}, "
             f"{counted(len(names), 'policy', 'policies')} on {kinds} nodes",
             "headline": headline(rows),
-            "names": [(name, colours[name], facts.about(name).ours) for name in names],
-            "charts": charts(rows, colours),
-            "table": [(label(row.scenario), samples(row), cells(row, names)) for row in rows],
+            "names": names,
+            "curves": [
+                (title, chart(figure, f"failure-rates-{i}", f"goodput of {title} over failure rates"))
+                for i, (title, figure) in enumerate(failure_rates(rows, names))
+            ],
+            "heat": chart(heat(rows, names), "goodput", "goodput by scenario and policy") if names else "",
+            "costs": [
+                (label(row.scenario), samples(row), [_cost(row.of(name)) for name in names]) for row in rows
+            ],
             "settings": [
                 (label(row.scenario), facts.setting(row.scenario, row.scenario.world())) for row in rows
             ],
@@ -128,53 +91,41 @@ def headline(rows: Sequence[Row]) -> str:
 # ---- charts ----
 
 
-def charts(rows: Sequence[Row], colours: dict[str, int]) -> list[Chart]:
-    """One a model that has failure rates."""
-    found: dict[str, list[Row]] = {}
+def failure_rates(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return (model, figure) for each model that has failure rates."""
+    found: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
         if row.scenario.market is not None:
-            found.setdefault(row.scenario.model, []).append(row)
-    return [_chart(model, group, colours) for model, group in found.items()]
+            found.setdefault(row.scenario.model, []).append((row.scenario.market.mtbf_s, row))
+    return [
+        (
+            Path(model).name if "/" in model else model,
+            charts.failure_rates([_curve(name, group) for name in names]),
+        )
+        for model, group in found.items()
+        if names
+    ]
 
 
-def _chart(model: str, rows: Sequence[Row], colours: dict[str, int]) -> Chart:
-    rates = [_rate(row) for row in rows]
-    low, high = log10(min(rates)), log10(max(rates))
-    around = 0.0 if high > low else 1.0
-    across = Scale(low - around, high + around, LEFT + 14, WIDTH - RIGHT - 14)
-    most = max([1.0, *(one.goodput.value for row in rows for one in row.found)])
-    base = HEIGHT - FOOT
-    up = Scale(0.0, most, base, TOP)
-    return Chart(
-        title=Path(model).name if "/" in model else model,
-        width=WIDTH,
-        height=HEIGHT,
-        left=LEFT,
-        right=WIDTH - RIGHT,
-        top=TOP,
-        base=base,
-        curves=tuple(_curve(name, i, rows, across, up, most) for name, i in colours.items()),
-        rates=tuple(log_marks(rates, across)),
-        shares=tuple(Mark(mark.at, f"{100 * float(mark.text):g}") for mark in value_marks(most, up, 5)),
+def _curve(name: str, rows: Sequence[tuple[float, Row]]) -> charts.Curve:
+    found = [row.of(name).goodput for _, row in rows]
+    return charts.Curve(
+        policy=name,
+        rates_s=[rate for rate, _ in rows],
+        goodput=[100 * one.value for one in found],
+        margin=[100 * one.margin for one in found],
     )
 
 
-def _rate(row: Row) -> float:
-    assert row.scenario.market is not None
-    return row.scenario.market.mtbf_s
-
-
-def _curve(name: str, index: int, rows: Sequence[Row], across: Scale, up: Scale, most: float) -> Curve:
-    points = []
-    for row in rows:
-        found = row.of(name).goodput
-        ends = max(0.0, found.value - found.margin), min(most, found.value + found.margin)
-        text = f"{name}, {label(row.scenario)}: {_percent(found)} %"
-        points.append(
-            (across.at(log10(_rate(row))), up.at(found.value), up.at(ends[0]), up.at(ends[1]), text)
-        )
-    path = "L".join(f"{x:g},{y:g}" for x, y, *_ in points)
-    return Curve(name, index, f"M{path}", tuple(points))
+def heat(rows: Sequence[Row], names: Sequence[str]) -> Any:
+    """Goodput of each scenario and policy."""
+    found = [[row.of(name).goodput for name in names] for row in rows]
+    return charts.heat(
+        [label(row.scenario) for row in rows],
+        names,
+        [[100 * one.value for one in line] for line in found],
+        [[_percent(one) for one in line] for line in found],
+    )
 
 
 # ---- tables ----
@@ -182,20 +133,6 @@ def _curve(name: str, index: int, rows: Sequence[Row], across: Scale, up: Scale,
 
 def samples(row: Row) -> str:
     return mean(row.of(ORACLE).samples_per_s)
-
-
-def cells(row: Row, names: Sequence[str]) -> list[Cell]:
-    found = [row.of(name) for name in names]
-    best = max((one.goodput.value for one in found), default=0.0)
-    return [
-        Cell(
-            text=_percent(one.goodput),
-            shade=round(70 * min(1.0, max(0.0, one.goodput.value)) ** 2),
-            best=one.goodput.value == best and best > 0,
-            cost=_cost(one),
-        )
-        for one in found
-    ]
 
 
 def _cost(one: Summary) -> str:

@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
-from elastic_sim.replay.replay import Mean, Summary, replay, summary
+from elastic_sim.replay.replay import Summary, replay, summary
 from elastic_sim.report import facts
-from elastic_sim.report.charts import (
-    Scale,
-    duration,
-    round_step,
-    steps_path,
-    throughput,
-    time_marks,
-    value_marks,
-)
 from elastic_sim.report.headline import headline
-from elastic_sim.report.report import WINDOWS, clock, mean, report
+from elastic_sim.report.report import report
+from elastic_sim.report.throughput import throughput
 from elastic_sim.report.words import command_line
 from elastic_sim.steps.physics import Physics
+from elastic_sim.steps.policies import makers
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.sweep import sweep
 from elastic_sim.sweep.cells import cells_of
 from elastic_sim.sweep.sweep_report import sweep_report
 from elastic_sim.traces.generate import Market, generate
+from elastic_sim.traces.statistics import counts
 from elastic_sim.traces.trace import format_trace
 
-from elastic.domain.errors import FieldError
 from elastic.planning.cost.profile import format_profile
 from tests.patience import LONG_S
+from tests.simulator.report.figures import body, figures, parsed
 
 POLICIES = ("ours", "varuna", "bamboo", "oracle")
 SCENARIO = Scenario(
@@ -71,45 +66,23 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
         for model in ("bert-large", "gpt2")
         for market in markets
     ]
-    cells = cells_of(scenarios, ("varuna", "torchft"), 2)
-    rows = sweep.run(tmp_path_factory.mktemp("out"), cells, lambda cells: ((c, c.run()) for c in cells))
+    return swept_page(scenarios, ("varuna", "torchft"), tmp_path_factory.mktemp("out"))
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A sweep of every policy."""
+    scenario = Scenario(market=Market(nodes=2, mtbf_s=600.0), duration_s=600.0, model="bert-large")
+    return swept_page([scenario], tuple(makers()), tmp_path_factory.mktemp("out"))
+
+
+def swept_page(scenarios: Sequence[Scenario], policies: Sequence[str], out: Path) -> str:
+    cells = cells_of(scenarios, policies, 2)
+    rows = sweep.run(out, cells, lambda cells: ((c, c.run()) for c in cells))
     return sweep_report(rows, 2, "elastic-sim sweep OUT")
 
 
 # ---- what is on a page ----
-
-
-class Tags(HTMLParser):
-    """Checks that tags close in order; collects addresses."""
-
-    VOID = ("meta", "link", "rect", "line", "path", "circle", "br")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
-        if tag not in ("meta", "link"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> in {self.open[-5:]}"
-        self.open.pop()
-
-
-def parsed(text: str) -> Tags:
-    tags = Tags()
-    tags.feed(text)
-    tags.close()
-    assert not tags.open
-    return tags
 
 
 @pytest.mark.parametrize("which", ["page", "swept"])
@@ -118,16 +91,16 @@ def test_a_page_is_whole_and_loads_nothing(which: str, request: pytest.FixtureRe
     tags = parsed(text)
     assert set(tags.addresses) == {"data:,"}
     assert len(tags.ids) == len(set(tags.ids))
-    assert "<script" not in text and "url(" not in text and "@import" not in text
-    assert len(text) < 2_000_000
+    assert "url(" not in body(text) and "@import" not in text
+    assert "default-src 'none'" in text.partition("<script>")[0]
+    assert text.count("* plotly.js v") == 1 and len(text) < 6_000_000
 
 
 def test_a_replay_shows_everything(page: str) -> None:
+    text = body(page)
     for name in POLICIES:
-        assert page.count(name) >= 4
-    for use in Use:
-        assert f"--c: var(--{use.value})" in page
-    for text in (
+        assert text.count(name) >= 4
+    for words in (
         "Our policy makes",
         "95 % interval",
         "model of it",
@@ -135,20 +108,81 @@ def test_a_replay_shows_everything(page: str) -> None:
         "First plan",
         "pipeline",
     ):
-        assert text in page
+        assert words in text
     for fact in facts.constants(Physics()):
-        assert fact.name in page
-    assert "bert-large on 4 a40 nodes, a loss every 10 min" in page
-    assert len(re.findall("<details>", page)) == len(POLICIES)
-    losses = SCENARIO.trace_of(0)
-    assert page.count('fill="var(--loss)"') == len({e.seconds for e in losses.events if e.kind != "add"})
+        assert fact.name in text
+    assert "bert-large on 4 a40 nodes, a loss every 10 min" in text
+    assert len(re.findall("<details>", text)) == len(POLICIES)
+    assert set(figures(page)) == {"goodput", "uses", "over-time", "pipelines-0"}
+
+
+def test_bars_show_goodput_and_where_the_time_went(page: str) -> None:
+    charts = figures(page)
+    (goodput,) = charts["goodput"]["data"]
+    assert goodput["y"] == list(POLICIES)
+    assert goodput["x"] == [100 * one.goodput.value for one in found()]
+    assert goodput["error_x"]["array"] == [100 * one.goodput.margin for one in found()]
+    assert all(
+        low <= value for low, value in zip(goodput["error_x"]["arrayminus"], goodput["x"], strict=True)
+    )
+    uses = {bar["name"]: bar for bar in charts["uses"]["data"]}
+    assert list(uses) == [use.value for use in Use]
+    assert len({bar["marker"]["color"] for bar in uses.values()}) == len(Use)
+    for i, one in enumerate(found()):
+        shares = {name: bar["x"][i] for name, bar in uses.items()}
+        assert shares == {name: 100 * share for name, share in one.time.items()}
+        assert sum(shares.values()) == pytest.approx(100)
+
+
+def test_nodes_losses_and_throughput_stand_over_time(page: str) -> None:
+    chart, trace = figures(page)["over-time"], SCENARIO.trace_of(0)
+    nodes, losses, *rest = chart["data"]
+    assert list(zip(nodes["x"], nodes["y"], strict=True)) == [(at / 60, n) for at, n in counts(trace)]
+    moments = dict.fromkeys(e.seconds for e in trace.events if e.kind != "add")
+    assert losses["x"] == [at / 60 for at in moments] and "lost" in losses["text"][0]
+    for one in found():
+        outcome = one.runs[0].outcome
+        assert outcome is not None
+        axis, last = f"y{POLICIES.index(one.policy) + 2}", one.policy == "oracle"
+        *behind, rates, changes = [trace for trace in rest if trace["yaxis"] == axis]
+        assert len(behind) == (not last)
+        assert rates["y"][:-1] == throughput(outcome, 30.0) and rates["x"][-1] == 40.0
+        assert changes["x"] == [decision.at / 1000 / 60 for decision in outcome.decisions[1:]]
+        assert last or behind[0]["y"] == rest[-2]["y"]
+    titles = [title["text"] for title in chart["layout"]["annotations"]]
+    assert titles == ["<b>nodes</b>", *(f"<b>{name}</b>, samples/s" for name in POLICIES)]
+    assert chart["layout"][f"xaxis{len(POLICIES) + 1}"]["title"]["text"] == "time (min)"
+
+
+def test_pipelines_show_every_action_once(page: str) -> None:
+    chart = figures(page)["pipelines-0"]
+    forward, backward = chart["data"]
+    assert (forward["name"], backward["name"]) == ("forward", "backward")
+    assert sorted(forward["text"]) == sorted(backward["text"]) == [str(n) for n in range(8)]
+    ends = [start + length for start, length in zip(forward["base"], forward["x"], strict=True)]
+    assert all(end <= start + 1e-9 for end, start in zip(ends, backward["base"], strict=True))
+    assert chart["layout"]["yaxis"]["ticktext"] == ["node1 [0:26]"]
+    assert forward["hovertext"][0].startswith("F0 on node1 [0:26]: 0 s to ")
 
 
 def test_a_sweep_shows_everything(swept: str) -> None:
-    assert "2 models, 4 scenarios, 2 policies on a40 nodes" in swept
-    assert swept.count("<figure>") == 2 and swept.count("<circle") == 8
-    assert swept.count('<td class="cell nowrap"') == 8
-    assert "bert-large, a loss every 15 min" in swept and "Cost per million samples" in swept
+    text, charts = body(swept), figures(swept)
+    assert "2 models, 4 scenarios, 2 policies on a40 nodes" in text
+    assert set(charts) == {"failure-rates-0", "failure-rates-1", "goodput"}
+    for name in ("failure-rates-0", "failure-rates-1"):
+        assert [line["name"] for line in charts[name]["data"]] == ["varuna", "torchft"]
+        assert all(line["x"] == [300.0, 900.0] for line in charts[name]["data"])
+        assert charts[name]["layout"]["xaxis"]["ticktext"] == ["5 min", "15 min"]
+    (heat,) = charts["goodput"]["data"]
+    assert [line["y"] for line in charts["failure-rates-0"]["data"]] == [
+        [row[i] for row in heat["z"][:2]] for i in range(2)
+    ]
+    for values, texts in zip(heat["z"], heat["text"], strict=True):
+        best = [value == max(values) for value in values]
+        assert [text.startswith("<b>") for text in texts] == best
+        assert all(f"{value:.1f}" in text for value, text in zip(values, texts, strict=True))
+    assert charts["goodput"]["layout"]["yaxis"]["ticktext"][1] == "bert-large, a loss every 15 min"
+    assert "bert-large, a loss every 15 min" in text and "Cost per million samples" in text
 
 
 def test_the_same_replay_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -170,10 +204,20 @@ def test_all_that_users_give_is_escaped(tmp_path: Path) -> None:
     words = ("replay", str(evil), "--model", "bert-large", "--policy", "ours", "--html", str(out))
     done = CliRunner().invoke(main, list(words))
     assert done.exit_code == 0, done.output
-    page = out.read_text()
+    page = body(out.read_text())
     assert "<img" not in page
     assert "&lt;img src=x onerror=alert(1)&gt;&amp;.csv" in page
-    parsed(page)
+    parsed(out.read_text())
+
+
+def test_labels_of_charts_are_escaped_for_the_library(tmp_path: Path) -> None:
+    """Plotly reads tags in labels, links too."""
+    evil = tmp_path / '<a href="x">y<&.csv'
+    evil.write_text(format_trace(generate(Market(nodes=4, mtbf_s=600.0, repair_s=300.0), 900.0)))
+    cells = cells_of([Scenario(trace=str(evil), model="bert-large")], ("varuna",), 1)
+    rows = sweep.run(tmp_path / "out", cells, lambda cells: ((c, c.run()) for c in cells))
+    (chart,) = figures(sweep_report(rows, 1, "")).values()
+    assert chart["layout"]["yaxis"]["ticktext"] == ['bert-large, &lt;a href="x"&gt;y&lt;&amp;.csv']
 
 
 def test_one_seed_one_policy(tmp_path: Path) -> None:
@@ -229,9 +273,7 @@ def test_templates_are_part_of_the_package() -> None:
 
 
 def test_the_command_line_starts_without_the_libraries_of_pages_and_clusters() -> None:
-    program = (
-        "import sys, elastic_sim.cli.cli; sys.exit(any(n in sys.modules for n in ('jinja2', 'ray', 'torch')))"
-    )
+    program = "import sys, elastic_sim.cli.cli; sys.exit(any(n in sys.modules for n in ('jinja2', 'plotly', 'ray', 'torch')))"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
 
 
@@ -270,60 +312,10 @@ def test_throughput_adds_up_to_the_samples() -> None:
         assert sum(windows) * 300.0 == pytest.approx(outcome.samples, rel=0.03)
 
 
-def test_the_command_line_gives_the_same_scenario_again() -> None:
-    market = Market(nodes=5, mtbf_s=600.0, repair_s=300.0, bulk=((1, 3.0), (2, 1.0)))
-    scenario = replace(SCENARIO, market=market, notice_s=30.0, physics=("boot_s=90",))
-    assert command_line(scenario, ("ours", "varuna"), 2) == (
-        "elastic-sim replay --model bert-large --policy ours,varuna --seeds 2 --notice 30s --nodes 5 --repair 300s "
-        "--duration 2400s --bulk 1:3,2:1 --physics boot_s=90 --mtbf 600s"
-    )
-    part = Scenario(trace="a b.csv", first_s=60.0, last_s=120.0)
-    assert command_line(part, ("ours",), 1).startswith("elastic-sim replay 'a b.csv' ")
-
-
-def test_every_constant_has_its_source() -> None:
-    assert all(fact.source for fact in facts.constants(Physics()))
-    changed = [fact.name for fact in facts.constants(Physics(boot_s=90.0)) if fact.changed]
-    assert changed == ["boot_s"]
-
-
-def test_policies_say_what_they_are() -> None:
-    assert facts.about("ours:stream:2+snapshot").ours
-    assert facts.is_model(facts.about("varuna")) and not facts.is_model(facts.about("ceiling"))
-    with pytest.raises(FieldError, match="--policy"):
-        facts.about("absent")
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "wanted"),
-    [
-        (Mean(12.5), None, "12.5"),
-        (Mean(12.5, 0.25), None, "12.5 ± 0.25"),
-        (Mean(1234.5, 20.0), 0, "$1,234 ± 20"),
-        (Mean(float("inf")), 0, "none made"),
-    ],
-)
-def test_means_print(value: Mean, digits: int | None, wanted: str) -> None:
-    assert mean(value, digits, "", "$" if digits == 0 else "") == wanted
-
-
-def test_axes_are_round() -> None:
-    across = Scale(0.0, 43200.0, 100.0, 1100.0)
-    assert [mark.text for mark in time_marks(43200.0, across)] == [f"{n} h" for n in range(13)]
-    assert across.at(21600.0) == 600.0
-    for end in (1.0, 90.0, 3600.0, 86400.0, 90 * 86400.0):
-        assert end / round_step(end, WINDOWS) <= WINDOWS
-        assert 2 <= len(time_marks(end, Scale(0.0, end, 0.0, 1.0))) <= 13
-    assert [mark.text for mark in value_marks(14.0, Scale(0.0, 14.0, 0.0, 60.0), 3)] == ["0", "4", "8", "12"]
-    assert steps_path([(0.0, 5.0), (10.0, 2.0)], 20.0) == "M0,5H10V2H20"
-    assert [duration(s) for s in (30, 600, 5400, 172800, 601)] == ["30 s", "10 min", "1.5 h", "2 d", "601 s"]
-    assert [clock(s) for s in (61, 90061)] == ["00:01:01", "1 d 01:01:01"]
-
-
 # ---- in a browser ----
 
 
-def opened(path: Path) -> tuple[str, str]:
+def opened(path: Path, width: int = 1280) -> tuple[str, str]:
     """(page after its scripts, what the browser says) of a file in headless Chromium."""
     assert BROWSER is not None
     flags = (
@@ -331,7 +323,8 @@ def opened(path: Path) -> tuple[str, str]:
         "--no-sandbox",
         "--disable-gpu",
         "--enable-logging=stderr",
-        "--window-size=1280,900",
+        f"--window-size={width},900",
+        "--virtual-time-budget=5000",
     )
     profile = f"--user-data-dir={path.with_suffix('.profile')}"
     done = subprocess.run(
@@ -345,23 +338,48 @@ def opened(path: Path) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+PROBE = """<script>addEventListener("load", () => setTimeout(() => {
+  const flat = [...document.querySelectorAll("section")].filter(s => s.getBoundingClientRect().height < 60);
+  const drawn = [...document.querySelectorAll(".js-plotly-plot")].filter(c => c.querySelector(".main-svg"));
+  const clipped = drawn.flatMap(chart => {
+    const frame = chart.getBoundingClientRect();
+    return [...chart.querySelectorAll("text")].filter(text => {
+      const box = text.getBoundingClientRect();
+      return box.width && (box.left < frame.left - 1 || box.right > frame.right + 1
+        || box.top < frame.top - 1 || box.bottom > frame.bottom + 1);
+    }).map(text => text.textContent);
+  });
+  document.body.dataset.seen = JSON.stringify({
+    wide: document.documentElement.scrollWidth > innerWidth, flat: flat.length,
+    title: document.querySelector("h1").getBoundingClientRect().height > 20, drawn: drawn.length, clipped});
+}, 1000));</script>"""
+"""Looks at the sizes of what is shown."""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 @pytest.mark.parametrize(
-    ("which", "text"), [("page", "Our policy makes"), ("swept", "2 models, 4 scenarios")]
+    ("which", "text"),
+    [("page", "Our policy makes"), ("swept", "2 models, 4 scenarios"), ("crowded", "1 scenario,")],
 )
-def test_a_browser_shows_it(which: str, text: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Without a word on the console; a script that is added here looks at the sizes of what is shown."""
-    probe = (
-        "<script>addEventListener('load', () => { const wide = document.documentElement.scrollWidth > innerWidth;"
-        "const flat = [...document.querySelectorAll('section')].filter(s => s.getBoundingClientRect().height < 60);"
-        "const title = document.querySelector('h1').getBoundingClientRect().height;"
-        "document.body.dataset.seen = `wide=${wide} flat=${flat.length} title=${title > 20}`; });</script>"
-    )
-    path = tmp_path / "page.html"
-    path.write_text(request.getfixturevalue(which).replace("</head>", f"{probe}</head>"))
-    shown, said = opened(path)
+@pytest.mark.parametrize("width", [640, 1280])
+def test_a_browser_shows_it(
+    which: str, text: str, width: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Without a message on the console: the page's own policy would refuse anything that it loads."""
+    path, whole = tmp_path / "page.html", request.getfixturevalue(which)
+    path.write_text(whole.replace("</head>", f"{PROBE}</head>"))
+    shown, said = opened(path, width)
     assert ":CONSOLE" not in said, said
-    assert text in shown and 'data-seen="wide=false flat=0 title=true"' in shown
+    assert text in shown
+    seen = re.search(r'data-seen="([^"]*)"', shown)
+    assert seen is not None
+    assert json.loads(html.unescape(seen[1])) == {
+        "wide": False,
+        "flat": 0,
+        "title": True,
+        "drawn": len(figures(whole)),
+        "clipped": [],
+    }
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
@@ -369,3 +387,11 @@ def test_a_browser_would_tell_of_errors(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("<!doctype html><script>absent()</script>")
     assert ":CONSOLE" in opened(path)[1]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_would_tell_of_what_is_loaded(page: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    (tmp_path / "other.js").write_text("")
+    path.write_text(page.replace("</head>", '<script src="other.js"></script></head>'))
+    assert "Content Security Policy" in opened(path)[1]

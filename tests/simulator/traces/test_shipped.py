@@ -10,7 +10,10 @@ import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.report.trace_page import trace_page
+from elastic_sim.traces.statistics import statistics
 from elastic_sim.traces.trace import ADD, Event, check, read
+
+from tests.simulator.report.figures import body, figures
 
 TRACES = Path(__file__).parents[3] / "traces"
 COMMANDS = re.findall(r"^    elastic-sim (traces generate .*)$", (TRACES / "README.md").read_text(), re.M)
@@ -45,15 +48,25 @@ def test_statistics_as_a_page(tmp_path: Path) -> None:
             assert found.exit_code == 0, found.output
             pages.append(out.read_text())
         assert pages[0] == pages[1]
-        assert pages[0].count("<svg") == 4 and "Still there after" in pages[0]
+        assert "Still there after" in body(pages[0])
+        charts = figures(pages[0])
+        told = statistics(read(file)[0])
+        nodes, longer, bulks, hours = (charts[f"plot-{i}"]["data"][0] for i in range(4))
+        assert max(nodes["y"]) == told.nodes_most
+        assert longer["y"][0] == 100 and longer["y"][-1] == pytest.approx(0)
+        assert sum(bulks["y"]) == told.loss_events and sum(hours["y"]) == told.losses
+        assert sum(n * events for n, events in zip(bulks["x"], bulks["y"], strict=True)) == told.losses
+        assert charts["plot-3"]["layout"]["yaxis"]["title"]["text"] == "lost nodes"
     odd = tmp_path / "<b>.csv"
     odd.write_bytes((TRACES / "steady-32.csv").read_bytes())
     out = tmp_path / "odd.html"
     assert CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(out)]).exit_code == 0
-    assert "<b>" not in out.read_text()
+    assert "<b>" not in body(out.read_text())
     refused = CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(tmp_path / "no/x.html")])
     assert refused.exit_code == 2 and "does not exist" in refused.output
 
 
 def test_a_trace_without_losses_has_a_page() -> None:
-    assert "<svg" in trace_page(check([Event(0.0, ADD, "a")], 100.0), "calm")
+    charts = figures(trace_page(check([Event(0.0, ADD, "a")], 100.0), "calm"))
+    assert charts["plot-0"]["data"][0]["y"] == [1, 1]
+    assert charts["plot-2"]["data"][0]["y"] == [0]
