@@ -131,11 +131,12 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
 
 def run(plan: str, words: list[str]) -> int:
     """`elastic run` with a coordinator that takes this plan."""
-    from elastic.launcher.flags.flags import run_parser
+    from elastic.command_line import read_flags
+    from elastic.launcher.commands.run import run as elastic_run
     from elastic.launcher.flags.request import request
     from elastic.launcher.run.supervisor import launch
 
-    wanted = request(run_parser({}).parse_args(words), {})
+    wanted = request(read_flags(elastic_run, words), os.environ)
     folder = Path(wanted.config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(plan)

@@ -1,26 +1,28 @@
-"""Write docs/guide/cli.md from the parsers of the command line: python docs/generate/make_cli.py"""
+"""Write docs/guide/cli.md from the commands of `elastic`: python docs/generate/make_cli.py"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from unittest import mock
+
+import click
 
 from elastic.domain import errors
-from elastic.launcher.commands import plans, preflight, profile, queries, services
-from elastic.launcher.flags import certs
-from elastic.launcher.flags.flags import Parser, run_parser
-from elastic.launcher.kubernetes import render as kubernetes
+from elastic.launcher.cli import elastic
+from elastic.launcher.flags.flags import SECTIONS, RunCommand
 
 OUT = Path(__file__).parents[1] / "guide" / "cli.md"
 HEAD = """# Command line
 
-Written by `python docs/generate/make_cli.py` from the parsers themselves. Do not edit.
+Written by `python docs/generate/make_cli.py` from the commands themselves. Do not edit.
 
 Every flag may be written `--a-b` or `--a_b`. For `run`, `coordinator` and `agent` an environment variable
-`PET_A_B` replaces the default of `--a-b`, as for torchrun. Wrong flags, values and files end with exit code 2
-and one line on standard error, before anything is started or written.
+`PET_A_B` that is not empty replaces the default of `--a-b`, as for torchrun. Wrong flags, values and files end
+with exit code 2 and one line on standard error, before anything is started or written.
+
+TIME is a number of seconds, or text as 10us, 30s, 2m or 1h. SIZE is a number of bytes, or text as 500MB or 16GiB.
+A value that ends in `,...` may be several, separated by commas.
 
 Several machines: run the same `elastic run` on each of them with the same `--rdzv-endpoint HOST:PORT` and
 `--rdzv-backend c10d`, and with `--certs` and `--join-token-file` ([security](../operate/security.md)); the machine that owns the
@@ -41,98 +43,73 @@ EXITS = """
 
 A script that does not use elastic ends as under torchrun: 0, or 1 once its restarts are used up.
 """
-QUERIES = ("profile", "status", "nodes", "preflight", "drain", "plan", "export", "certs")
-SERVICES = ("coordinator", "agent")
-Command = Callable[[list[str], Mapping[str, str]], int]
+BAR = "\\|"
+Row = tuple[str, str, object, str]
+"""Name of a flag, its value's form, its default, its meaning."""
 
 
-class _Found(Exception):
-    """Carries the parser out of a command that was about to parse with it."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
-def parser_of(command: Command) -> argparse.ArgumentParser:
-    """The parser that a command makes for itself."""
-
-    def caught(parser: argparse.ArgumentParser, *_: object) -> None:
-        raise _Found(parser)
-
-    with mock.patch.object(Parser, "parse_args", caught):
-        try:
-            command([], {})
-        except _Found as found:
-            return found.parser
-    raise AssertionError(f"{command} parses nothing")
+def table(rows: Iterable[Row]) -> str:
+    lines = ["| flag | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, value, default, meaning in rows:
+        unset = default is None or isinstance(default, bool) or default in ("", (), [])
+        cells = (name, value, "" if unset else f"`{default}`", meaning)
+        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def table(actions: list[argparse.Action], skip: frozenset[str] = frozenset()) -> str:
-    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
-    for action in actions:
-        if action.dest == "help" or action.dest in skip:
-            continue
-        names = sorted((n for n in action.option_strings if "_" not in n), key=len, reverse=True)
-        flag = ", ".join(f"`{name}`" for name in names) or f"`{action.metavar or action.dest}`"
-        unset = action.default is None or action.default is False or action.default in ("", [])
-        default = "" if unset else f"`{action.default}`"
-        meaning = (action.help or "").replace("%%", "%").replace("|", "\\|")
-        rows.append(f"| {flag} | {default} | {meaning} |")
-    return "\n".join(rows) if len(rows) > 2 else ""
+def option_row(option: click.Option) -> Row:
+    names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
+    value = "" if option.is_flag else option.metavar or option.type.name.upper()
+    if isinstance(option.type, click.Choice):
+        value = ", ".join(option.type.choices)
+    elif isinstance(option.type, click.IntRange):
+        low, high = option.type.min, option.type.max
+        value = f"{low} to {high}" if high is not None else f"from {low}"
+    meaning = f"{option.help} (required)" if option.required else option.help or ""
+    return names, value, option.to_info_dict()["default"], meaning
 
 
-def run_part() -> str:
-    parser = run_parser({})
-    parts = ["\n## elastic run\n", f"    {parser.usage}\n"]
-    for group in parser._action_groups:
-        rows = table(group._group_actions)
-        if rows and group.title and group.title.endswith("flags"):
-            parts.append(f"{group.title[0].upper()}{group.title[1:]}:\n\n{rows}\n")
-    return "\n".join(parts)
+def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
+    """All commands below `group`, with their full names."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
+        elif command is not None:
+            yield f"{path} {name}", command
 
 
-def query_part(name: str) -> str:
-    homes = {
-        "plan": plans.plan,
-        "profile": profile.profile,
-        "preflight": preflight.preflight,
-        "certs": certs.certs,
-    }
-    parser = parser_of(homes.get(name) or getattr(queries, name))
-    return f"\n## elastic {name}\n\n{parser.description}\n\n{table(parser._actions)}\n"
-
-
-def render_part() -> str:
-    parser = parser_of(kubernetes.render)
-    title = f"\n## elastic kubernetes render\n\n    {parser.usage}\n"
-    return f"{title}\n{parser.description}\n\n{table(parser._actions)}\n"
-
-
-def service_part(name: str) -> str:
-    command: Command = getattr(services, name)
-    parser, run = parser_of(command), run_parser({}, f"elastic {name}")
-    rows = table(parser._actions, skip=frozenset(action.dest for action in run._actions))
-    text = (command.__doc__ or "").strip()
-    return f"\n## elastic {name}\n\n{text} Besides the flags of `elastic run`:\n\n{rows}\n"
+def command_part(path: str, command: click.Command) -> str:
+    usage = " ".join(command.collect_usage_pieces(click.Context(command)))
+    title = f"\n## {path}\n\n    {path} {usage}\n\n{inspect.cleandoc(command.help or '')}"
+    if not isinstance(command, RunCommand):
+        options = [param for param in command.params if isinstance(param, click.Option)]
+        return f"{title}\n\n{table(map(option_row, options))}"
+    if path == "elastic run":
+        tables = [(title, options) for title, options in command.sections.items()]
+        parts = [f"{name[0].upper()}{name[1:]}:\n\n{table(map(option_row, rows))}" for name, rows in tables]
+        return f"{title}\n\n" + "\n".join(parts)
+    own = [option for name, rows in command.sections.items() if name not in SECTIONS for option in rows]
+    return f"{title} Besides the flags of `elastic run`, without Ray's:\n\n{table(map(option_row, own))}"
 
 
 def example_part() -> str:
     from examples.train_gpt import parser
 
+    rows = [
+        (f"`{action.option_strings[0]}`", "" if action.nargs == 0 else "X", action.default, action.help or "")
+        for action in parser()._actions
+        if action.dest != "help"
+    ]
     title = "\n## python -m examples.train_gpt\n"
-    return f"{title}\nRun it under `elastic run ... -m examples.train_gpt`.\n\n{table(parser()._actions)}\n"
+    return f"{title}\nRun it under `elastic run ... -m examples.train_gpt`.\n\n{table(rows)}"
 
 
 def text() -> str:
     codes = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    parts = [
-        HEAD.rstrip() + "\n",
-        run_part(),
-        *map(query_part, QUERIES),
-        *map(service_part, SERVICES),
-        render_part(),
-    ]
-    return "".join((*parts, example_part(), EXITS.format(**codes)))
+    parts = [command_part(path, command) for path, command in commands(elastic, "elastic")]
+    return "".join((HEAD.rstrip() + "\n", *parts, example_part(), EXITS.format(**codes)))
 
 
 if __name__ == "__main__":

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from types import SimpleNamespace
 
+from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig
 from elastic.domain.types import NodeInfo
 
-
-def words(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="elastic.agent.service")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--domain", default="")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--lifetime", type=float, default=0.0)
-    parser.add_argument("--memory", type=int, default=0)
-    parser.add_argument("--metrics-port", type=int, default=-1)
-    parser.add_argument("--parent-pipe", type=int, default=-1)
-    return parser.parse_args(argv)
+FLAGS = [
+    flag("--run-dir", required=True),
+    flag("--node", required=True),
+    flag("--coordinator", required=True),
+    flag("--domain", default=""),
+    flag("--host", default="127.0.0.1"),
+    flag("--device", default=""),
+    flag("--lifetime", default=0.0),
+    flag("--memory", default=0),
+    flag("--metrics-port", default=-1),
+    flag("--parent-pipe", default=-1),
+]
 
 
-def who(args: argparse.Namespace, config: JobConfig) -> NodeInfo:
+def words(argv: Sequence[str] | None) -> SimpleNamespace:
+    return read_flags(Command("elastic.agent.service", params=FLAGS), argv)
+
+
+def who(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
     """The node, before its agent knows its vault's address."""
     return NodeInfo(
         node=args.node,

@@ -11,7 +11,6 @@ once: in a job of thousands of nodes a new epoch brings thousands of reports. He
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import logging
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
+from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.coordinator.clock import Clock
 from elastic.coordinator.inbox import SWITCH_S, Inbox
@@ -64,6 +64,12 @@ TOGETHER = 512
 """Events that are taken at once at most."""
 LINGER_S = 5.0
 """How long a finished coordinator waits for its agents to leave."""
+FLAGS = [
+    flag("--run-dir", required=True),
+    flag("--address", default="127.0.0.1:0"),
+    flag("--slot", default=0),
+]
+FLAGS += [flag("--metrics-port", default=-1), flag("--parent-pipe", default=-1)]
 
 
 class Coordinator:
@@ -378,13 +384,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="elastic.coordinator.service")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--address", default="127.0.0.1:0")
-    parser.add_argument("--slot", type=int, default=0)
-    parser.add_argument("--metrics-port", type=int, default=-1)
-    parser.add_argument("--parent-pipe", type=int, default=-1)
-    args = parser.parse_args(argv)
+    args = read_flags(Command("elastic.coordinator.service", params=FLAGS), argv)
     config = load_config(args.run_dir)
     sys.setswitchinterval(SWITCH_S)
     configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{name_of(args.slot)}.log")

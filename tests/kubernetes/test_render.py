@@ -16,9 +16,8 @@ import pytest
 import yaml
 
 import elastic
-from elastic.domain.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE, FieldError, UsageError
+from elastic.domain.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE, FieldError
 from elastic.launcher import cli
-from elastic.launcher.kubernetes import render as command
 from elastic.launcher.kubernetes.controllers import KINDS, pod_template
 from elastic.launcher.kubernetes.kustomize import build, name_of
 from elastic.launcher.kubernetes.render import SECRETS, manifests
@@ -247,11 +246,6 @@ def test_wrong_values_are_one_line(words: list[str], named: str, capsys: pytest.
 def test_wrong_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["kubernetes", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_usage_is_an_error_not_an_exit() -> None:
-    with pytest.raises(UsageError):
-        command([], {})
 
 
 # ---- what the pods may ----

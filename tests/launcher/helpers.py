@@ -1,4 +1,4 @@
-"""Patience with a deadline, for what other processes do."""
+"""Requests as `elastic run` reads them, and patience with a deadline for what other processes do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
+from elastic.command_line import read_flags
+from elastic.launcher.commands.run import run
+from elastic.launcher.flags.request import Request, request
 from tests.patience import LONG_S
+
+
+def read(*words: str, **environ: str) -> Request:
+    """The request of `elastic run WORDS` with these environment variables."""
+    with mock.patch.dict(os.environ, environ):
+        return request(read_flags(run, words), environ)
 
 
 def gone(pid: int) -> bool:

@@ -12,11 +12,11 @@ from cryptography import x509
 from elastic.config import FILE
 from elastic.domain.errors import FieldError
 from elastic.launcher import cli
-from elastic.launcher.flags.flags import run_parser
 from elastic.launcher.flags.guarding import is_loopback
-from elastic.launcher.flags.request import Request, request
+from elastic.launcher.flags.request import Request
 from elastic.launcher.run.rundir import RunDir
 from elastic.rpc.security import TOKEN_FILE, Contexts, load
+from tests.launcher import helpers
 from tests.security.parts import TOKEN, Authority
 
 
@@ -58,10 +58,7 @@ def test_an_authority_and_hosts_are_made_added_and_renewed(
 
 def read(place: Path, *words: str, **environ: str) -> Request:
     (place / "script.py").write_text("")
-    found = run_parser(environ).parse_args(
-        [*words, "--run-dir", str(place / "run"), str(place / "script.py")]
-    )
-    return request(found, environ)
+    return helpers.read(*words, "--run-dir", str(place / "run"), str(place / "script.py"), **environ)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.9.9.9", "::1"])

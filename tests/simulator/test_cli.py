@@ -187,7 +187,7 @@ def test_repairs_are_told(tmp_path: Path) -> None:
     [
         (("traces", "stats", "absent.csv"), "readable text"),
         (("traces", "generate", "t.csv", "--nodes", "0"), "market.nodes"),
-        (("traces", "generate", "t.csv", "--mtbf", "soon"), "30s, 10m, 6h or 2d"),
+        (("traces", "generate", "t.csv", "--mtbf", "soon"), "30s, 2m or 1h"),
         (("traces", "generate", "t.csv", "--mtbf", "0s"), "market.mtbf"),
         (("traces", "generate", "t.csv", "--bulk", "many"), "--bulk"),
         (("traces", "generate", "t.csv", "--bulk", "1:inf"), "--bulk"),
@@ -334,7 +334,7 @@ def test_what_is_strange_about_a_replay_is_told(tmp_path: Path) -> None:
         (tmp_path / folder / "t.csv").write_text(hours.read_text())
     twice = ["--trace", str(tmp_path / "a/t.csv"), "--trace", str(tmp_path / "b/t.csv")]
     refused = run("sweep", str(tmp_path / "out"), *twice, *small)
-    assert refused.exit_code == 2 and refused.stderr.startswith("elastic-sim: --trace: 't.csv'")
+    assert refused.exit_code == 2 and refused.stderr.startswith("elastic-sim sweep: --trace: 't.csv'")
 
 
 def test_all_policies_and_others_are_each_run_once() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from elastic.checks import SCHEDULES
+from elastic.command_line import Command
 from elastic.domain.errors import FieldError, InfeasiblePlan, UsageError
-from elastic.launcher.commands.queries import ask, query_parser, show
+from elastic.launcher.commands.queries import ask, query_options, show
 
 if TYPE_CHECKING:
     from elastic.domain.types import Plan
@@ -17,23 +21,24 @@ if TYPE_CHECKING:
     from elastic.planning.cost.profile import Profile
     from elastic.planning.search.search import PlanRequest
 
-ABOUT = (
-    "Show the plan of a running job; check a plan in a text file; or plan for a cluster file (TOML) and show what "
-    "to expect: seconds of a step, samples and tokens a second, memory, alternatives."
-)
 
+@click.command(cls=Command)
+@query_options
+@click.argument("file", required=False)
+@click.option("--cluster", metavar="CLUSTER.toml", help="predict the plan in FILE on this cluster")
+@click.option("--shape", help="pipelines: auto, their number (2), or the depth of each (3+1)")
+@click.option("--schedule", type=click.Choice(SCHEDULES), help="order of the micro-batches in a pipeline")
+@click.option("--without", metavar="NODES", help="plan as if these nodes were gone, as node3,node4")
+@click.option("--add", metavar="NODES", help="plan as if these nodes came, as 2xA100-80:4,1xT4")
+@click.option("--svg", metavar="OUT.svg", help="write a picture of the pipelines' timelines")
+def plan(**flags: Any) -> int:
+    """Show the plan of a running job, check a plan, or plan for a cluster.
 
-def plan(argv: list[str], environ: Mapping[str, str]) -> int:
-    """The plan of a running job, of a file, or for a cluster."""
-    parser = query_parser("plan", ABOUT, environ)
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a plan as text, or a cluster file NAME.toml")
-    parser.add_argument("--cluster", metavar="CLUSTER.toml", help="predict the plan in FILE on this cluster")
-    parser.add_argument("--shape", help="pipelines: auto, their number (2), or the depth of each (3+1)")
-    parser.add_argument("--schedule", help="auto, 1f1b, interleaved or zero-bubble")
-    parser.add_argument("--without", metavar="NODES", help="what if these were gone, as node3,node4?")
-    parser.add_argument("--add", metavar="NODES", help="what if these came, as 2xA100-80:4,1xT4?")
-    parser.add_argument("--svg", metavar="OUT.svg", help="write a picture of the pipelines' timelines")
-    args = parser.parse_args(argv)
+    Without FILE: the plan of a running job. FILE is a plan as text, which is checked, or a cluster file NAME.toml,
+    for which the best plan is shown with what to expect: seconds per step, samples and tokens per second, memory,
+    alternatives.
+    """
+    args = SimpleNamespace(**flags)
     if args.file is None:
         _refuse(args, ("cluster", "shape", "schedule", "without", "add", "svg"), "give a cluster file")
         return show(ask(args, "plan", {}), args.json)
@@ -62,7 +67,7 @@ def plan(argv: list[str], environ: Mapping[str, str]) -> int:
     return show(answer, args.json)
 
 
-def _for_cluster(args: Any, path: Path, text: str) -> tuple[dict[str, Any], Report]:
+def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[dict[str, Any], Report]:
     """Plan for a cluster file, as it is or after a change."""
     from elastic.planning.capacity.capacity import (
         alternatives,
@@ -106,7 +111,7 @@ def _decided(path: Path, request: PlanRequest) -> Plan:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _predicted(args: Any, text: str) -> tuple[dict[str, Any], Report]:
+def _predicted(args: SimpleNamespace, text: str) -> tuple[dict[str, Any], Report]:
     """Predict a given plan on a cluster file's nodes."""
     from elastic.planning.plan.plan import parse_plan, validate_plan
 
@@ -118,7 +123,7 @@ def _predicted(args: Any, text: str) -> tuple[dict[str, Any], Report]:
 
 
 def _answer(
-    args: Any,
+    args: SimpleNamespace,
     path: Path,
     cluster: Cluster,
     profile: Profile,
@@ -169,7 +174,7 @@ def _looks_like_toml(text: str) -> bool:
     return next((line for line in lines if line and not line.startswith("#")), "").startswith("[")
 
 
-def _refuse(args: Any, names: tuple[str, ...], remedy: str) -> None:
+def _refuse(args: SimpleNamespace, names: tuple[str, ...], remedy: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None:

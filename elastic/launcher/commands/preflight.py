@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
 
+import click
+
+from elastic.command_line import Command
 from elastic.domain.errors import EXIT_FAILURE, EXIT_OK
-from elastic.launcher.commands.queries import add_secrets, show
-from elastic.launcher.flags.flags import Parser
+from elastic.launcher.commands.queries import ENDPOINT, JSON, SECRETS, show, with_options
 from elastic.launcher.flags.guarding import asking
-from elastic.launcher.flags.request import DYNAMIC_PORT, memory_root
-from elastic.launcher.flags.values import addresses, folder, size
+from elastic.launcher.flags.request import memory_root
+from elastic.launcher.flags.values import FOLDER, SIZE
 from elastic.rpc import security
 
 
-def preflight(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Run the checks once; exit code 1 if the node would be refused."""
-    parser = Parser(prog="elastic preflight", description="Check this machine as a node.", allow_abbrev=False)
-    parser.add_argument("--run-dir", "--run_dir", default=".", help="directory of runs (default: this one)")
-    parser.add_argument("--checkpoint-dir", "--checkpoint_dir", default=None, help="directory of checkpoints")
-    parser.add_argument(
-        "--node-memory", "--node_memory", default=None, help="memory that plans may use, as 16GiB"
-    )
-    parser.add_argument(
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        default=environ.get("PET_RDZV_ENDPOINT"),
-        help="HOST:PORT of a coordinator, or several, for the checks of clock and links",
-    )
-    add_secrets(parser, environ)
-    parser.add_argument("--strict", action="store_true", help="warnings count, too")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
-    run_dir = folder("--run-dir", args.run_dir) or Path()
-    checkpoints = folder("--checkpoint-dir", args.checkpoint_dir)
+@click.command(cls=Command)
+@click.option("--run-dir", type=FOLDER, default=".", help="directory of runs")
+@click.option("--checkpoint-dir", type=FOLDER, help="directory of checkpoints")
+@click.option(
+    "--node-memory", type=SIZE, default=0, help="memory that plans may use, as 16GiB; 0: not checked"
+)
+@with_options(ENDPOINT, *SECRETS)
+@click.option("--strict", is_flag=True, help="warnings count, too")
+@JSON
+def preflight(
+    run_dir: Path,
+    checkpoint_dir: Path | None,
+    node_memory: int,
+    rdzv_endpoint: str | None,
+    strict: bool,
+    json: bool,
+    **secrets: Any,
+) -> int:
+    """Check this machine as a node; exit code 1 if it would be refused."""
     directories = [("run", run_dir), ("memory", memory_root())]
-    directories += [("checkpoints", checkpoints)] if checkpoints else []
-    memory = size("--node-memory", args.node_memory) if args.node_memory else 0
-    where = addresses("--rdzv-endpoint", args.rdzv_endpoint, DYNAMIC_PORT) if args.rdzv_endpoint else ""
-    security.use(asking(args, environ, None))
+    directories += [("checkpoints", checkpoint_dir)] if checkpoint_dir else []
+    security.use(asking(SimpleNamespace(**secrets), os.environ, None))
 
     from elastic.agent.health.preflight import local_checks, network_checks, standing_of
     from elastic.core.protocol.health_report import Preflight
 
     began = perf_counter()
-    checks, score = local_checks(directories, memory, trial=True)
-    checks += network_checks(where) if where else []
-    flight = Preflight("strict" if args.strict else "on", perf_counter() - began, tuple(checks), score)
+    checks, score = local_checks(directories, node_memory, trial=True)
+    checks += network_checks(rdzv_endpoint) if rdzv_endpoint else []
+    flight = Preflight("strict" if strict else "on", perf_counter() - began, tuple(checks), score)
     rows = [
         {
             "check": c.name,
-            "value": c.value if args.json else f"{c.value:.4g}",
+            "value": c.value if json else f"{c.value:.4g}",
             "unit": c.unit,
             "ok": c.ok,
             "fatal": c.fatal,
@@ -60,5 +61,5 @@ def preflight(argv: list[str], environ: Mapping[str, str]) -> int:
         for c in flight.checks
     ]
     figures = {"seconds": round(flight.seconds, 3), "score": round(score, 2), "standing": standing_of(score)}
-    show({"ok": not flight.failed, **figures, "checks": rows}, args.json)
+    show({"ok": not flight.failed, **figures, "checks": rows}, json)
     return EXIT_FAILURE if flight.failed else EXIT_OK

@@ -6,22 +6,24 @@ anything is started, and the file is written whole or not at all.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+from click import IntRange
+
+from elastic.command_line import Command
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_OK, EXIT_USAGE, FieldError, UsageError
-from elastic.launcher.flags.flags import Parser
 from elastic.launcher.flags.script import check_command
-from elastic.launcher.flags.values import choice, read_profile, whole
+from elastic.launcher.flags.values import ACCUMULATE, read_profile
 from elastic.planning.cost.measurement import Measurement, Order, merge, new_profile
 from elastic.planning.cost.profile import Link, Profile, format_profile
 
@@ -39,100 +41,71 @@ class _Wanted:
     argv: tuple[str, ...]
     """The script's process; (): links alone."""
     model: str
-    workers: int
 
 
-def profile(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Measure the layers of a script, and links."""
-    args = _parser().parse_args(argv)
-    wanted = _check(args)
-    found = None
-    if wanted.argv:
-        found = _measure(args, wanted, environ)
-    links = _probe(args) if args.links else None
-    result = _together(args, wanted, found, links)
+@click.command(cls=Command, context_settings={"allow_interspersed_args": False}, options_metavar="[flags]")
+@click.option("--out", metavar="FILE", help=f"file to write (default {OUT})")
+@click.option("--into", metavar="FILE", help="add this device type, or links, to the profile in FILE")
+@click.option("--force", is_flag=True, help="replace FILE, or the device type in it")
+@click.option("--device", metavar="NAME", help="name of this device type (default: the device's own)")
+@click.option("--model", metavar="NAME", help="name of the model (default: the script's)")
+@click.option(
+    "--repeat", "--steps", type=IntRange(1), default=20, help="number of repetitions; the median counts"
+)
+@click.option("--warmup", type=IntRange(0), default=3, help="number of repetitions before those")
+@click.option(
+    "--nproc-per-node", type=IntRange(1, 1024), default=1, help="workers that share each layer (tp)"
+)
+@click.option("--accumulate", type=ACCUMULATE, default="fast", help="exact: its gradient sums are larger")
+@click.option("--links", is_flag=True, help="measure the link too: two processes over training's transport")
+@click.option("--json", is_flag=True, help="print JSON")
+@click.option("--module", "-m", is_flag=True, help="SCRIPT is a module, run as python -m")
+@click.argument("script", default="", metavar="[SCRIPT|-m MODULE]")
+@click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[args...]")
+def profile(**given: Any) -> int:
+    """Measure the layers of a training SCRIPT on this device, and links, into a profile."""
+    flags = SimpleNamespace(**given, no_python=False, run_path=False)
+    wanted = _check(flags)
+    found = _measure(flags, wanted) if wanted.argv else None
+    links = _probe(flags) if flags.links else None
+    result = _together(flags, wanted, found, links)
     draft = wanted.target.with_name(f".{wanted.target.name}.{os.getpid()}.tmp")
     draft.write_text(format_profile(result) + "\n")
     os.replace(draft, wanted.target)
-    print(_as_json(wanted, result, found) if args.json else _as_text(wanted, result, found))
+    print(_as_json(wanted, result, found) if flags.json else _as_text(wanted, result, found))
     return EXIT_OK
 
 
 # ---- before anything is started ----
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="elastic profile",
-        usage="elastic profile [flags] [SCRIPT|-m MODULE [args...]]",
-        description="Measure the layers of a training script on this device, and links, into a profile.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--out", default=None, metavar="FILE", help=f"file to write ({OUT})")
-    add("--into", default=None, metavar="FILE", help="add this device type, or links, to the profile in FILE")
-    add("--force", action="store_true", help="replace FILE, or the device type in it")
-    add("--device", default="", metavar="NAME", help="name of this device type (default: the device's own)")
-    add("--model", default="", metavar="NAME", help="name of the model (default: the script's)")
-    add("--repeat", "--steps", default="20", metavar="N", help="repetitions, of which the median counts")
-    add("--warmup", default="3", metavar="N", help="repetitions before those")
-    add(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        default="1",
-        metavar="N",
-        help="workers that share each layer (tp)",
-    )
-    add("--accumulate", default="fast", metavar="X", help="fast, or exact: its gradient sums are larger")
-    add("--links", action="store_true", help="measure the link too: two processes over training's transport")
-    add("--json", action="store_true", help="print JSON")
-    add("--module", "-m", action="store_true", help="SCRIPT is a module, run as python -m")
-    add("script", nargs="?", default="", metavar="SCRIPT", help="the training script; none: links alone")
-    add("script_args", nargs=argparse.REMAINDER, metavar="args", help="its arguments")
-    return parser
-
-
-def _check(args: argparse.Namespace) -> _Wanted:
+def _check(flags: SimpleNamespace) -> _Wanted:
     """Raises FieldError at the first flag that is wrong."""
-    if args.out is not None and args.into is not None:
-        raise FieldError("--into", args.into, "it is written back to: leave --out out")
-    for flag, text, least in (("--repeat", args.repeat, 1), ("--warmup", args.warmup, 0)):
-        if whole(flag, text) < least:
-            raise FieldError(flag, text, f"a whole number from {least} up")
-    workers = whole("--nproc-per-node", args.nproc_per_node)
-    if not 1 <= workers <= 1024:
-        raise FieldError("--nproc-per-node", args.nproc_per_node, "from 1 to 1024 workers")
-    choice("--accumulate", args.accumulate, ("fast", "exact"))
-    if not args.script and not (args.links and args.into):
+    if flags.out is not None and flags.into is not None:
+        raise FieldError("--into", flags.into, "it is written back to: leave --out out")
+    if not flags.script and not (flags.links and flags.into):
         raise UsageError(
             "SCRIPT is missing: give a script, or -m and a module (links alone: --links --into FILE)"
         )
-    known = None if args.into is None else read_profile("--into", args.into)
-    if (
-        known is not None
-        and args.device in {d.name for d in known.devices}
-        and args.script
-        and not args.force
-    ):
-        raise FieldError("--device", args.device, "the profile has it already; give another name, or --force")
-    target = _target(args)
-    argv: tuple[str, ...] = ()
-    if args.script:
-        args.no_python = args.run_path = False
-        argv = check_command(args).argv()
-    model = args.model or (
-        known.model if known else Path(args.script).stem if not args.module else args.script
-    )
-    return _Wanted(target=target, known=known, argv=argv, model=model, workers=workers)
+    known = None if flags.into is None else read_profile("--into", flags.into)
+    taken = {device.name for device in known.devices} if known is not None else set()
+    if flags.device in taken and flags.script and not flags.force:
+        remedy = "the profile has it already; give another name, or --force"
+        raise FieldError("--device", flags.device, remedy)
+    target = _target(flags)
+    argv = check_command(flags).argv() if flags.script else ()
+    named = flags.script if flags.module else Path(flags.script).stem
+    model = flags.model or (known.model if known else named)
+    return _Wanted(target=target, known=known, argv=argv, model=model)
 
 
-def _target(args: argparse.Namespace) -> Path:
-    if args.into is not None:
-        return Path(args.into).expanduser()
-    target = Path(args.out or OUT).expanduser()
+def _target(flags: SimpleNamespace) -> Path:
+    if flags.into is not None:
+        return Path(flags.into).expanduser()
+    target = Path(flags.out or OUT).expanduser()
     if target.is_dir() or not target.parent.is_dir():
         raise FieldError("--out", str(target), "a file in a directory that exists")
-    if target.exists() and not args.force:
+    if target.exists() and not flags.force:
         raise FieldError("--out", str(target), "it exists; give another, or --force")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise FieldError("--out", str(target), f"{target.parent} is not writable")
@@ -142,37 +115,35 @@ def _target(args: argparse.Namespace) -> Path:
 # ---- measuring ----
 
 
-def _measure(args: argparse.Namespace, wanted: _Wanted, environ: Mapping[str, str]) -> Measurement:
+def _measure(flags: SimpleNamespace, wanted: _Wanted) -> Measurement:
     """Run the script, one process a TP rank, and read what its Trainer measured."""
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
         order = Order(
             out=str(Path(folder) / "measured.json"),
-            device=args.device,
-            repeat=whole("--repeat", args.repeat),
-            warmup=whole("--warmup", args.warmup),
+            device=flags.device or "",
+            repeat=flags.repeat,
+            warmup=flags.warmup,
         )
         path = Path(folder) / "order.json"
         path.write_text(codec.dumps(order))
-        codes = _run(args, wanted, folder, str(path), environ)
+        codes = _run(flags, wanted, folder, str(path))
         if any(codes):
             code = next(code for code in codes if code)
             text = f"the script ended with {code}; what it said is above"
             raise UsageError(text) if code == EXIT_USAGE else _Failed(text)
         if not Path(order.out).exists():
             raise FieldError(
-                "SCRIPT", args.script, "it ended without a Trainer; scripts that use elastic can be measured"
+                "SCRIPT", flags.script, "it ended without a Trainer; scripts that use elastic can be measured"
             )
         return codec.loads(Measurement, Path(order.out).read_bytes())
 
 
-def _run(
-    args: argparse.Namespace, wanted: _Wanted, folder: str, order: str, environ: Mapping[str, str]
-) -> list[int]:
+def _run(flags: SimpleNamespace, wanted: _Wanted, folder: str, order: str) -> list[int]:
     """Exit codes of the script's processes. What they print goes to standard error."""
     processes = []
     try:
-        for rank in range(wanted.workers):
-            env = {**environ, **_environment(args, wanted, folder, order, rank)}
+        for rank in range(flags.nproc_per_node):
+            env = {**os.environ, **_environment(flags, folder, order, rank)}
             processes.append(
                 subprocess.Popen(wanted.argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
             )
@@ -184,15 +155,13 @@ def _run(
                 process.wait()
 
 
-def _environment(
-    args: argparse.Namespace, wanted: _Wanted, folder: str, order: str, rank: int
-) -> dict[str, str]:
+def _environment(flags: SimpleNamespace, folder: str, order: str, rank: int) -> dict[str, str]:
     """A lone node's worker, as torchrun and the agent would describe it."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(wanted.workers),
-        "LOCAL_WORLD_SIZE": str(wanted.workers),
+        "WORLD_SIZE": str(flags.nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(flags.nproc_per_node),
         "ELASTIC_MEASURE": order,
         "ELASTIC_AGENT": "",
         "ELASTIC_NODE": "node0",
@@ -200,13 +169,13 @@ def _environment(
         "ELASTIC_RUN_DIR": folder,
         "ELASTIC_MEMORY_DIR": folder,
         "ELASTIC_TP_STORE": str(Path(folder) / "store"),
-        "ELASTIC_ACCUMULATE": args.accumulate,
+        "ELASTIC_ACCUMULATE": flags.accumulate,
     }
 
 
-def _probe(args: argparse.Namespace) -> dict[str, Any]:
+def _probe(flags: SimpleNamespace) -> dict[str, Any]:
     """What two processes found about the link between them."""
-    words = [sys.executable, "-m", PROBE, "--repeat", args.repeat]
+    words = [sys.executable, "-m", PROBE, str(flags.repeat)]
     done = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise _Failed(f"the link could not be measured ({PROBE} ended with {done.returncode})")
@@ -224,11 +193,11 @@ class _Failed(UsageError):
 
 
 def _together(
-    args: argparse.Namespace, wanted: _Wanted, found: Measurement | None, links: dict[str, Any] | None
+    flags: SimpleNamespace, wanted: _Wanted, found: Measurement | None, links: dict[str, Any] | None
 ) -> Profile:
     known = wanted.known
     if found is not None:
-        known = new_profile(wanted.model, found) if known is None else merge(known, found, args.force)
+        known = new_profile(wanted.model, found) if known is None else merge(known, found, flags.force)
     assert known is not None
     if links is not None:
         link = Link(links["bytes_per_s"], links["latency_s"])

@@ -3,58 +3,70 @@ machines."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
+import os
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+from elastic.command_line import Parsed, flag
+from elastic.core.protocol.fault_spec import node_id
 from elastic.domain.errors import FieldError
-from elastic.launcher.flags.flags import Parser, run_parser
-from elastic.launcher.flags.request import DYNAMIC_PORT, Request, request
-from elastic.launcher.flags.values import address, addresses
+from elastic.launcher.flags.flags import RunCommand
+from elastic.launcher.flags.request import Request, request
+from elastic.launcher.flags.values import ENDPOINT, ENDPOINTS
 from elastic.launcher.run.supervisor import launch
 
 
-def coordinator(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Run a coordinator alone; it is started again if it dies."""
-    parser = _parser("coordinator", environ, "--address", "HOST:PORT to serve at")
-    return launch(replace(_request(parser, argv, environ, "address"), hosts=True, nodes=(), as_service=True))
+def _coordinator(address: str, **flags: Any) -> int:
+    return launch(replace(_request("--address", address, flags), hosts=True, nodes=(), as_service=True))
 
 
-def agent(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Run one agent that joins a coordinator elsewhere."""
-    parser = _parser(
-        "agent", environ, "--coordinator", "HOST:PORT of the coordinator, of several separated by commas"
+def _agent(coordinator: str, node: str | None, **flags: Any) -> int:
+    wanted = replace(_request("--coordinator", coordinator, flags), hosts=False, as_service=True)
+    return launch(replace(wanted, nodes=(node,)) if node else wanted)
+
+
+def _request(field: str, endpoint: str, flags: dict[str, Any]) -> Request:
+    if flags["standalone"]:
+        raise FieldError("--standalone", "on", f"it does not go with {field}; use `elastic run --standalone`")
+    backend = "c10d" if flags["rdzv_backend"] == "static" else flags["rdzv_backend"]
+    return request(
+        SimpleNamespace(**{**flags, "rdzv_endpoint": endpoint, "rdzv_backend": backend}), os.environ
     )
-    parser.add_argument("--node", default="", help="name of this node (default: from the host's name)")
-    args = parser.parse_args(argv)
-    wanted = _request(parser, argv, environ, "coordinator")
-    if args.node:
-        wanted = replace(wanted, nodes=(_name(args.node),))
-    return launch(replace(wanted, hosts=False, as_service=True))
 
 
-def _parser(command: str, environ: Mapping[str, str], flag: str, text: str) -> Parser:
-    parser = run_parser(environ, f"elastic {command}")
-    parser.add_argument(flag, required=True, help=text)
-    return parser
-
-
-def _request(parser: Parser, argv: list[str], environ: Mapping[str, str], field: str) -> Request:
-    args: argparse.Namespace = parser.parse_args(argv)
-    if args.standalone:
-        raise FieldError(
-            "--standalone", "on", f"it does not go with --{field}; use `elastic run --standalone`"
-        )
-    read = addresses if field == "coordinator" else address
-    args.rdzv_endpoint = read(f"--{field}", getattr(args, field), DYNAMIC_PORT)
-    args.rdzv_backend = "c10d" if args.rdzv_backend == "static" else args.rdzv_backend
-    return request(args, environ)
-
-
-def _name(text: str) -> str:
-    from elastic.core.protocol.fault_spec import node_id
-
+def _node(flag: str, text: str) -> str:
     try:
         return node_id(text)
     except FieldError as error:
-        raise FieldError("--node", text, error.remedy) from None
+        raise FieldError(flag, text, error.remedy) from None
+
+
+ADDRESS = flag(
+    "--address", type=ENDPOINT, required=True, allow_from_autoenv=False, help="address to serve at"
+)
+COORDINATOR = flag(
+    "--coordinator",
+    type=ENDPOINTS,
+    required=True,
+    allow_from_autoenv=False,
+    help="address of the coordinator, or of several",
+)
+NODE = flag(
+    "--node",
+    type=Parsed("NAME", _node),
+    allow_from_autoenv=False,
+    help="name of this node (default: from the host's name)",
+)
+coordinator = RunCommand(
+    "coordinator",
+    _coordinator,
+    "Run a coordinator alone; it is started again if it dies.",
+    {"coordinator's flags": (ADDRESS,)},
+)
+agent = RunCommand(
+    "agent",
+    _agent,
+    "Run one agent that joins a coordinator elsewhere.",
+    {"agent's flags": (COORDINATOR, NODE)},
+)

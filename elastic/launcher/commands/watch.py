@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
@@ -33,10 +33,10 @@ class Screen(Protocol):
     def close(self) -> None: ...
 
 
-def watch(args: Namespace, ask: Callable[[], Answer], interval_s: float, latest: str) -> int:
+def watch(args: SimpleNamespace, ask: Callable[[], Answer], interval_s: float, latest: Path) -> int:
     """Show answers until the job is over; return the exit code. Raises what `ask` does at first: nobody is there."""
     answer: Answer | None = ask()
-    run_dir = None if args.rdzv_endpoint else Path(args.run_dir or latest)
+    run_dir = None if args.rdzv_endpoint else args.run_dir or latest
     screen = screen_for(args, sys.stdout)
     answered = time.monotonic()
     try:
@@ -66,7 +66,7 @@ def watch(args: Namespace, ask: Callable[[], Answer], interval_s: float, latest:
         screen.close()
 
 
-def screen_for(args: Namespace, file: TextIO) -> Screen:
+def screen_for(args: SimpleNamespace, file: TextIO) -> Screen:
     if args.json or not file.isatty():
         return Lines(file, args.json)
     return Page()

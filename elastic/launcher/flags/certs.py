@@ -10,13 +10,15 @@ import datetime
 import ipaddress
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from elastic.command_line import Command, Parsed
 from elastic.domain.errors import FieldError
-from elastic.launcher.flags.flags import Parser
-from elastic.launcher.flags.values import folder, whole
+from elastic.launcher.flags.values import FOLDER
 from elastic.rpc.security import CA, CERT, KEY
 
 if TYPE_CHECKING:
@@ -29,32 +31,36 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 CLOCKS_APART = datetime.timedelta(minutes=5)
 
 
-def certs(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Make what is missing of the authority and the hosts' certificates."""
-    parser = Parser(
-        prog="elastic certs",
-        description="Make a certificate authority and certificates for --certs; run again to add or renew hosts.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="directory of the authority and of a folder a host"
-    )
-    parser.add_argument(
-        "--hosts",
-        default="localhost",
-        help="machines, comma-separated; several names or addresses of one are joined by /, as node1/10.0.0.1",
-    )
-    parser.add_argument("--days", default="365", help="days that the hosts' certificates are valid (365)")
-    parser.add_argument(
-        "--ca-days", "--ca_days", default="3650", help="days that a new authority is valid (3650)"
-    )
-    parser.add_argument("--force", action="store_true", help="renew certificates of hosts that have one")
-    args = parser.parse_args(argv)
-    hosts, out = _hosts(args.hosts), folder("--out", args.out)
-    days, ca_days = _days("--days", args.days), _days("--ca-days", args.ca_days)
-    assert out is not None
+def _hosts(flag: str, text: str) -> list[tuple[str, ...]]:
+    hosts = [tuple(name.strip() for name in host.split("/")) for host in text.split(",")]
+    for name in (name for names in hosts for name in names):
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            if not re.fullmatch(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,252})", name):
+                remedy = "names or addresses separated by commas, as node1,node2/10.0.0.2"
+                raise FieldError(flag, name, remedy) from None
+    return hosts
+
+
+DAYS = click.IntRange(1, 36_500)
+
+
+@click.command(cls=Command)
+@click.option("--out", type=FOLDER, required=True, help="directory of the authority and of a folder per host")
+@click.option(
+    "--hosts",
+    type=Parsed("HOST,...", _hosts),
+    default="localhost",
+    help="machines, comma-separated; several names of one are joined by /, as node1/10.0.0.1",
+)
+@click.option("--days", type=DAYS, default=365, help="days that the hosts' certificates are valid")
+@click.option("--ca-days", type=DAYS, default=3650, help="days that a new authority is valid")
+@click.option("--force", is_flag=True, help="renew certificates of hosts that have one")
+def certs(out: Path, hosts: list[tuple[str, ...]], days: int, ca_days: int, force: bool) -> int:
+    """Make a certificate authority and certificates for --certs; run again to add or renew hosts."""
     taken = [names[0] for names in hosts if (out / _folder(names[0]) / CERT).exists()]
-    if taken and not args.force:
+    if taken and not force:
         raise FieldError("--hosts", taken[0], "it has a certificate; leave it out, or renew it with --force")
     make(out, hosts, days=days, ca_days=ca_days)
     for names in hosts:
@@ -229,24 +235,5 @@ def _write(path: Path, data: bytes, mode: int) -> None:
     os.replace(draft, path)
 
 
-def _hosts(text: str) -> list[tuple[str, ...]]:
-    hosts = [tuple(name.strip() for name in host.split("/")) for host in text.split(",")]
-    for name in (name for names in hosts for name in names):
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            if not re.fullmatch(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,252})", name):
-                remedy = "names or addresses separated by commas, as node1,node2/10.0.0.2"
-                raise FieldError("--hosts", name, remedy) from None
-    return hosts
-
-
 def _folder(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
-
-
-def _days(flag: str, text: str) -> int:
-    number = whole(flag, text)
-    if not 1 <= number <= 36_500:
-        raise FieldError(flag, text, "days from 1 to 36500")
-    return number

@@ -5,16 +5,16 @@ Only loopback is served in plain text: another address needs certificates, or `-
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
+from elastic.command_line import Parsed
 from elastic.domain.errors import FieldError
-from elastic.launcher.flags.values import host
 from elastic.rpc import security
 from elastic.rpc.security import TOKEN_FILE, Security
 
@@ -37,58 +37,57 @@ class Guard:
     """The launcher makes the job's certificates, and hands them to the agents that it starts."""
 
 
-def read_certs(text: str | None) -> str:
-    """Absolute path of a certificate directory that can be used, or "". Raises FieldError naming --certs."""
-    if not text:
-        return ""
+def _certs(flag: str, text: str) -> str:
+    """Absolute path of a certificate directory that can be used."""
     path = Path(text).expanduser().absolute()
     security.Contexts(path)
     return str(path)
 
 
-def certificates(args: argparse.Namespace, secured: Guard, run_dir: Path) -> tuple[str, str]:
+CERTS = Parsed("DIR", _certs)
+
+
+def certificates(flags: SimpleNamespace, secured: Guard, run_dir: Path) -> tuple[str, str]:
     """(directory of certificates, name that they must carry), for the job's configuration. Raises FieldError."""
-    name = host("--certs-name", args.certs_name) if args.certs_name else ""
-    return (
-        (str(run_dir / PRIVATE), name or PRIVATE_NAME) if secured.private else (read_certs(args.certs), name)
-    )
+    certs, name = flags.certs or "", flags.certs_name or ""
+    return (str(run_dir / PRIVATE), name or PRIVATE_NAME) if secured.private else (certs, name)
 
 
-def read_token(args: argparse.Namespace, environ: Mapping[str, str], *, alone: bool = False) -> str:
+def read_token(flags: SimpleNamespace, environ: Mapping[str, str], *, alone: bool = False) -> str:
     """The join token that was given; for a job on this machine alone a new one if none was. Raises FieldError."""
-    if args.join_token_file:
-        return security.read_token(Path(args.join_token_file).expanduser(), "--join-token-file")
+    if flags.join_token_file:
+        return security.read_token(Path(flags.join_token_file).expanduser(), "--join-token-file")
     if environ.get(TOKEN_VARIABLE):
         return security.check_token(TOKEN_VARIABLE, environ[TOKEN_VARIABLE].strip(), "...")
     return secrets.token_hex(TOKEN_BYTES) if alone else ""
 
 
-def guard_cluster(args: argparse.Namespace, environ: Mapping[str, str]) -> Guard:
+def guard_cluster(flags: SimpleNamespace, environ: Mapping[str, str]) -> Guard:
     """The same where the launcher itself starts all agents: what is not given, it makes and hands to them."""
-    token = read_token(args, environ, alone=True)
-    warning = "WARNING: --insecure: the job's services are reached in plain text" if args.insecure else ""
-    if args.certs and args.insecure:
+    token = read_token(flags, environ, alone=True)
+    warning = "WARNING: --insecure: the job's services are reached in plain text" if flags.insecure else ""
+    if flags.certs and flags.insecure:
         raise FieldError("--insecure", "on", "certificates are given: leave it or --certs out")
-    return Guard(token, warning, private=not args.certs and not args.insecure)
+    return Guard(token, warning, private=not flags.certs and not flags.insecure)
 
 
-def guard(args: argparse.Namespace, environ: Mapping[str, str], coordinator: str, standalone: bool) -> Guard:
+def guard(flags: SimpleNamespace, environ: Mapping[str, str], coordinator: str, standalone: bool) -> Guard:
     """Check what the job would serve. Raises FieldError unless it is loopback, or encrypted, or --insecure.
 
     `coordinator`: its address, or several separated by commas.
     """
-    token = read_token(args, environ, alone=standalone)
-    if standalone or args.certs:
+    token = read_token(flags, environ, alone=standalone)
+    if standalone or flags.certs:
         return Guard(token)
     hosts = [
         *(place.rpartition(":")[0] for place in coordinator.split(",")),
-        *([args.local_addr] if args.local_addr else []),
+        *([flags.local_addr] if flags.local_addr else []),
     ]
     open_to = [place for place in hosts if not is_loopback(place)]
     if not open_to:
         return Guard(token)
-    if not args.insecure:
-        flag = "--local-addr" if open_to[0] == args.local_addr else "--rdzv-endpoint"
+    if not flags.insecure:
+        flag = "--local-addr" if open_to[0] == flags.local_addr else "--rdzv-endpoint"
         raise FieldError(
             flag, open_to[0], "other machines reach it: give --certs DIR (see `elastic certs`), or --insecure"
         )
@@ -115,9 +114,9 @@ def is_loopback(place: str) -> bool:
     return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
 
 
-def asking(args: argparse.Namespace, environ: Mapping[str, str], run_dir: Path | None) -> Security:
+def asking(flags: SimpleNamespace, environ: Mapping[str, str], run_dir: Path | None) -> Security:
     """What a command goes by that asks a running job: its flags, and what lies in the run directory if it has one."""
-    certs, name, token = read_certs(args.certs), args.certs_name or "", read_token(args, environ)
+    certs, name, token = flags.certs or "", flags.certs_name or "", read_token(flags, environ)
     if run_dir is not None:
         token = token or security.read_token(run_dir / TOKEN_FILE)
         certs, name = _configured(run_dir) if not certs else (certs, name)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pkgutil
 import shutil
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 from elastic.config import Command
-from elastic.domain.errors import FieldError
+from elastic.domain.errors import FieldError, UsageError
 
 
-def check_command(args: argparse.Namespace) -> Command:
+def check_command(flags: SimpleNamespace) -> Command:
+    """Raises FieldError; UsageError where no script is given."""
+    if not flags.script:
+        raise UsageError("SCRIPT is missing: give a script, or -m and a module")
     command = Command(
-        script=args.script,
-        args=tuple(args.script_args),
-        module=args.module,
-        python=not args.no_python,
-        run_path=args.run_path,
+        script=flags.script,
+        args=tuple(flags.script_args),
+        module=flags.module,
+        python=not flags.no_python,
+        run_path=flags.run_path,
     )
     script = Path(command.script)
     if command.module:

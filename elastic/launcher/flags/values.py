@@ -1,36 +1,41 @@
-"""Values of flags: text in, checked values out, a FieldError naming the flag otherwise."""
+"""Types of flags: text in, checked values out, a FieldError naming the flag otherwise."""
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
-from elastic.core.protocol.store_spec import StoreSpec
+from click import Choice
+
+from elastic.command_line import Parsed, time_of
+from elastic.core.protocol.fault_spec import parse_fault
+from elastic.core.protocol.notice_source import parse_sources
 from elastic.domain.errors import FieldError
-from elastic.planning.cost.profile import Profile, parse_profile
+from elastic.domain.types import Accumulate
+from elastic.planning.cost.profile import Link, Profile, parse_profile
+from elastic.planning.plan.units import duration_of, rate_of, size_of
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+STATIC_PORT, DYNAMIC_PORT = 29500, 29400
+"""torchrun's default ports."""
 
 
-def signals(text: str) -> tuple[signal.Signals, ...]:
+def _signals(flag: str, text: str) -> tuple[signal.Signals, ...]:
     found = []
     for name in text.split(","):
         number = getattr(signal.Signals, name.strip(), None)
         if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
-            raise FieldError(
-                "--signals-to-handle", name, "names as in SIGTERM,SIGINT,SIGUSR1; not SIGKILL or SIGSTOP"
-            )
+            raise FieldError(flag, name, "names as in SIGTERM,SIGINT,SIGUSR1; not SIGKILL or SIGSTOP")
         found.append(number)
     return tuple(found)
 
 
 def streams(flag: str, text: str, nproc: int) -> tuple[int, ...]:
     """torchrun's form: one digit 0..3 for all ranks, or RANK:DIGIT,... with 0 for the ranks left out."""
+    text = text.removeprefix("=")  # click takes the sign of -r=3 for a part of the value
     if re.fullmatch(r"[0-3]", text):
         return (int(text),)
     values = [0] * nproc
@@ -44,18 +49,18 @@ def streams(flag: str, text: str, nproc: int) -> tuple[int, ...]:
     return tuple(values)
 
 
-def ranks(text: str) -> tuple[int, ...]:
-    if text and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
-        raise FieldError("--local-ranks-filter", text, "local ranks separated by commas, as 0,1,2")
-    return tuple(int(item) for item in text.split(",")) if text else ()
+def _ranks(flag: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
+        raise FieldError(flag, text, "local ranks separated by commas, as 0,1,2")
+    return tuple(int(item) for item in text.split(","))
 
 
-def size(flag: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise FieldError(flag, text, "a size above 0, as 16GiB, 500MB or a number of bytes")
-    unit = match[2] or ""
-    return int(float(match[1]) * (_BINARY[unit] if unit in _BINARY else _UNITS[unit]))
+def _nodes(flag: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise FieldError(flag, text, "N or MIN:MAX with 1 <= MIN <= MAX, as 4 or 2:4")
+    return low, high
 
 
 def address(flag: str, text: str, default_port: int) -> str:
@@ -63,7 +68,10 @@ def address(flag: str, text: str, default_port: int) -> str:
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/]+)(?::(\d{1,6}))?", text)
     if match is None:
         raise FieldError(flag, text, "HOST:PORT, as in 10.0.0.5:29400")
-    return f"{match[1]}:{port(flag, match[2]) if match[2] else default_port}"
+    port = int(match[2] or default_port)
+    if not 1 <= port <= 65535:
+        raise FieldError(flag, text, "a port from 1 to 65535")
+    return f"{match[1]}:{port}"
 
 
 def addresses(flag: str, text: str, default_port: int) -> str:
@@ -71,26 +79,7 @@ def addresses(flag: str, text: str, default_port: int) -> str:
     return ",".join(dict.fromkeys(address(flag, part.strip(), default_port) for part in text.split(",")))
 
 
-def store(args: argparse.Namespace) -> StoreSpec:
-    """Where the state is kept; files are there and can be read."""
-    files = {
-        name: _readable(f"--store-{name.replace('_', '-')}", getattr(args, f"store_{name}"))
-        for name in ("ca", "cert", "key", "password_file")
-    }
-    return StoreSpec(url=args.store, user=args.store_user, **files)
-
-
-def _readable(flag: str, text: str) -> str:
-    """Absolute path of a file that can be read; "" for ""."""
-    if not text:
-        return ""
-    path = os.path.abspath(os.path.expanduser(text))
-    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
-        raise FieldError(flag, text, "a file that can be read")
-    return path
-
-
-def host(flag: str, text: str) -> str:
+def _host(flag: str, text: str) -> str:
     bare = text.strip("[]")
     if re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", bare):
         return f"[{bare}]"
@@ -99,42 +88,56 @@ def host(flag: str, text: str) -> str:
     return bare
 
 
-def port(flag: str, text: str) -> int:
-    if not re.fullmatch(r"\d{1,6}", text) or not 1 <= int(text) <= 65535:
-        raise FieldError(flag, text, "a port from 1 to 65535")
-    return int(text)
-
-
-def whole(flag: str, text: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise FieldError(flag, text, "a whole number from 0 up")
-    return int(text)
-
-
-def seconds(flag: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise FieldError(flag, text, "a number of seconds")
-    return value
-
-
-def choice(flag: str, text: str, choices: tuple[str, ...]) -> str:
-    if text not in choices:
-        raise FieldError(flag, text, f"one of {', '.join(choices)}")
+def _name(flag: str, text: str) -> str:
+    if not text.strip():
+        raise FieldError(flag, text, "a name")
     return text
+
+
+def _conf(flag: str, text: str) -> dict[str, str]:
+    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
+    bad = [key for key, equals, value in pairs if not (key.strip() and equals and value.strip())]
+    if bad:
+        raise FieldError(flag, text, "KEY=VALUE,KEY=VALUE")
+    conf = {key.strip(): value.strip() for key, _, value in pairs}
+    words = ("1", "true", "yes", "y", "t", "0", "false", "no", "n", "f")
+    if conf.get("is_host", "true").lower() not in words:
+        raise FieldError(f"{flag} is_host", conf["is_host"], "true or false")
+    return conf
+
+
+def _link(flag: str, text: str) -> Link:
+    """bandwidth=RATE latency=TIME, either or both, in any order."""
+    given: dict[str, str] = {}
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if name not in ("bandwidth", "latency") or not equals or name in given:
+            raise FieldError(flag, text, 'bandwidth=RATE and latency=TIME, as "bandwidth=1Gbit latency=1ms"')
+        given[name] = value
+    rate = rate_of(f"{flag} bandwidth", given["bandwidth"]) if "bandwidth" in given else 0.0
+    latency = duration_of(f"{flag} latency", given["latency"]) if "latency" in given else 0.0
+    if not rate and not latency:
+        raise FieldError(flag, text, 'a bandwidth or a latency, as "bandwidth=1Gbit latency=1ms"')
+    return Link(rate, latency)
+
+
+def _binding(flag: str, text: str) -> NoReturn:
+    raise FieldError(flag, text, "not available yet: use numactl and --no-python")
 
 
 def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
 
 
-def folder(flag: str, text: str | None) -> Path | None:
-    """Absolute path of a directory that exists or can be made; None for no text."""
-    if text is None:
-        return None
+def _file(flag: str, text: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text))  # no realpath: Kubernetes renews files by links
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        raise FieldError(flag, text, "a file that can be read")
+    return path
+
+
+def folder(flag: str, text: str) -> Path:
+    """Absolute path of a directory that exists or can be made."""
     if not text.strip() or "\0" in text:
         raise FieldError(flag, text, "a directory")
     path = Path(os.path.abspath(os.path.expanduser(text)))
@@ -158,3 +161,23 @@ def read_profile(flag: str, text: str) -> Profile:
         return parse_profile(content)
     except FieldError as error:
         raise FieldError(flag, text, f"it is no profile: {error}") from None
+
+
+def _several(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
+    """Reads values separated by commas."""
+    return lambda flag, text: tuple(read(flag, part.strip()) for part in text.split(","))
+
+
+ENDPOINT = Parsed("HOST:PORT", lambda flag, text: address(flag, text, DYNAMIC_PORT))
+ENDPOINTS = Parsed("HOST:PORT,...", lambda flag, text: addresses(flag, text, DYNAMIC_PORT))
+BINDING = Parsed("BINDING", _binding)
+SIGNALS, RANKS, NODES = Parsed("NAME,...", _signals), Parsed("RANK,...", _ranks), Parsed("MIN:MAX", _nodes)
+HOST, NAME = Parsed("HOST", _host), Parsed("NAME", _name)
+LOCAL_ADDR = Parsed("HOST", lambda flag, text: _host(flag, text) and text)
+ACCUMULATE = Choice(tuple(mode.value for mode in Accumulate))
+SIZE, SIZES = Parsed("SIZE", size_of), Parsed("SIZE,...", _several(size_of))
+NAMES, TIMES = Parsed("NAME,...", _several(_name)), Parsed("TIME,...", _several(time_of))
+FILE, FOLDER, PROFILE = Parsed("FILE", _file), Parsed("DIR", folder), Parsed("FILE", read_profile)
+CONF, LINK = Parsed("KEY=VALUE,...", _conf), Parsed("LINK", _link)
+FAULT = Parsed("SPEC", lambda _, text: parse_fault(text))
+SOURCES = Parsed("SOURCE,...", lambda _, text: parse_sources(text))

@@ -5,19 +5,23 @@ Nothing is asked of a cluster. What users give is checked here, before anything 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+from click import IntRange
+
+from elastic.command_line import CommandLine, Parsed
 from elastic.domain.errors import EXIT_OK, FieldError, UsageError, needs_extra
-from elastic.launcher.flags.flags import OURS, TORCHRUN, Parser
-from elastic.launcher.flags.values import choice, size, whole
+from elastic.launcher.flags.flags import OURS, TORCHRUN
+from elastic.launcher.flags.values import NODES
 from elastic.launcher.kubernetes.controllers import COMPONENT, KINDS, convert, coordinators, pod_template
 from elastic.launcher.kubernetes.kustomize import FILE, Object, build
+from elastic.planning.plan.units import size_of
 
 with needs_extra("kubernetes", "`elastic kubernetes`"):
     import yaml
@@ -62,86 +66,16 @@ class Job:
     command: tuple[str, ...]
 
 
-def kubernetes(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Run `elastic kubernetes render`."""
-    if not argv or argv[0] != "render":
-        given = argv[0] if argv else ""
-        if given in ("-h", "--help"):
-            print("usage: elastic kubernetes render [flags] SCRIPT|-m MODULE [args...]")
-            return EXIT_OK
-        raise FieldError("elastic kubernetes", given, "render (see `elastic kubernetes render --help`)")
-    return render(argv[1:], environ)
-
-
-def render(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Print the Kubernetes manifests of a job, for kubectl apply -f -."""
-    args = _parser().parse_args(argv)
-    job, folder = _job(args), _overlay(args.overlay)
-    objects = fill(build(folder), job)
-    yaml.safe_dump_all(objects, sys.stdout, sort_keys=False, width=120)
-    return EXIT_OK
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="elastic kubernetes render",
-        usage="elastic kubernetes render [flags] SCRIPT|-m MODULE [args...]",
-        description="Print the Kubernetes manifests of a job, for kubectl apply -f -.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--name", required=True, help="name of the job; all its objects' names begin with it")
-    add("--image", required=True, help="image with elastic and your script (deploy/Dockerfile makes one)")
-    add("--namespace", help="namespace of all objects (default: kubectl's)")
-    add("--nodes", default="2:4", help="N or MIN:MAX agents; MAX pods are asked for (2:4)")
-    add("--nproc-per-node", "--nproc_per_node", help="workers a pod (default: its GPUs, or 1)")
-    add("--gpus", default="0", help=f"{GPU} of each agent (0)")
-    add("--cpus", help="processors of each agent (default: as deploy/ says)")
-    add("--memory", help="memory of each agent, half of it for copies in shared memory, as 64GiB")
-    add(
-        "--overlay",
-        default="local",
-        help="local, spot-pool, shared-inference, or a folder of your own (local)",
-    )
-    add("--kind", default="job", help=f"what starts the pods: {', '.join(KINDS)} (job)")
-    add("--env", action="append", default=[], metavar="NAME=VALUE",
-        help="a variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; repeatable")  # fmt: skip
-    add("--module", "-m", action="store_true", help="SCRIPT is a module, run as python -m")
-    add("script", metavar="SCRIPT", help="what the workers run: a module, or a path in the image")
-    add("script_args", nargs=argparse.REMAINDER, metavar="args", help="its arguments")
-    return parser
+@click.group(cls=CommandLine)
+def kubernetes() -> None:
+    """Make the Kubernetes manifests of a job."""
 
 
 # ---- what the user gave ----
 
 
-def _job(args: argparse.Namespace) -> Job:
-    low, high = _nodes(args.nodes)
-    gpus = whole("--gpus", args.gpus)
-    if gpus > 64:
-        raise FieldError("--gpus", args.gpus, "at most 64 a pod")
-    nproc = whole("--nproc-per-node", args.nproc_per_node) if args.nproc_per_node else max(1, gpus)
-    if not 1 <= nproc <= 1024:
-        raise FieldError("--nproc-per-node", args.nproc_per_node, "from 1 to 1024 workers a pod")
-    if args.cpus is not None and not 1 <= whole("--cpus", args.cpus) <= 4096:
-        raise FieldError("--cpus", args.cpus, "from 1 to 4096 processors")
-    return Job(
-        name=_label("--name", args.name, LONGEST_NAME),
-        image=_image(args.image),
-        namespace=_label("--namespace", args.namespace, 63) if args.namespace is not None else "",
-        low=low,
-        high=high,
-        nproc=nproc,
-        gpus=gpus,
-        memory_bytes=_memory(args.memory),
-        cpus=int(args.cpus or 0),
-        kind=choice("--kind", args.kind, KINDS),
-        environment=tuple(_variable(text) for text in args.env),
-        command=_command(args),
-    )
-
-
-def _label(flag: str, text: str, longest: int) -> str:
+def _label(flag: str, text: str) -> str:
+    longest = LONGEST_NAME if flag == "--name" else 63
     if len(text) > longest or not _LABEL.fullmatch(text):
         remedy = (
             f"small letters, digits and '-', beginning and ending with a letter or digit, at most {longest}"
@@ -152,41 +86,27 @@ def _label(flag: str, text: str, longest: int) -> str:
     return text
 
 
-def _image(text: str) -> str:
+def _image(flag: str, text: str) -> str:
     if not _IMAGE.fullmatch(text):
-        raise FieldError("--image", text, "REGISTRY/NAME:TAG, or with @sha256:DIGEST")
+        raise FieldError(flag, text, "REGISTRY/NAME:TAG, or with @sha256:DIGEST")
     return text
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
-    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= low <= high <= MOST_NODES:
-        raise FieldError("--nodes", text, f"N or MIN:MAX with 1 <= MIN <= MAX <= {MOST_NODES}")
-    return low, high
-
-
-def _memory(text: str | None) -> int:
-    found = size("--memory", text) if text is not None else 0
-    if text is not None and found < 256 << 20:
-        raise FieldError("--memory", text, "at least 256MiB")
+def _memory(flag: str, text: str) -> int:
+    found = size_of(flag, text)
+    if found < 256 << 20:
+        raise FieldError(flag, text, "at least 256MiB")
     return found
 
 
-def _variable(text: str) -> tuple[str, str]:
+def _variable(flag: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(name):
-        raise FieldError("--env", text, "NAME=VALUE")
-    known = {f"PET_{flag.dest.upper()}" for flag in (*TORCHRUN, *OURS)}
+        raise FieldError(flag, text, "NAME=VALUE")
+    known = {f"PET_{option.name}".upper() for option in (*TORCHRUN, *OURS)}
     if name.startswith("PET_") and name not in known:
-        raise FieldError("--env", text, f"{name} stands for no flag of `elastic run`")
+        raise FieldError(flag, text, f"{name} stands for no flag of `elastic run`")
     return name, value
-
-
-def _command(args: argparse.Namespace) -> tuple[str, ...]:
-    if not args.module and not args.script.startswith("/"):
-        raise FieldError("SCRIPT", args.script, "an absolute path in the image, or -m and a module")
-    return (*(("-m",) if args.module else ()), args.script, *args.script_args)
 
 
 # ---- manifests ----
@@ -199,14 +119,79 @@ def manifests() -> Path:
     return packed if packed.is_dir() else package.parent / "deploy" / "kubernetes"
 
 
-def _overlay(text: str) -> Path:
+def _overlay(flag: str, text: str) -> Path:
     shipped = manifests() / "overlays" / text
     if re.fullmatch(r"[\w-]+", text) and (shipped / FILE).is_file():
         return shipped
     if (Path(text) / FILE).is_file():
         return Path(text)
     names = sorted(path.name for path in (manifests() / "overlays").iterdir() if (path / FILE).is_file())
-    raise FieldError("--overlay", text, f"one of {', '.join(names)}, or a folder that holds {FILE}")
+    raise FieldError(flag, text, f"one of {', '.join(names)}, or a folder that holds {FILE}")
+
+
+LABEL = Parsed("NAME", _label)
+
+
+@kubernetes.command(context_settings={"allow_interspersed_args": False}, options_metavar="[flags]")
+@click.option(
+    "--name", type=LABEL, required=True, help="name of the job; all its objects' names begin with it"
+)
+@click.option(
+    "--image",
+    type=Parsed("IMAGE", _image),
+    required=True,
+    help="image with elastic and your script (deploy/Dockerfile makes one)",
+)
+@click.option("--namespace", type=LABEL, help="namespace of all objects (default: kubectl's)")
+@click.option("--nodes", type=NODES, default="2:4", help="N or MIN:MAX agents; MAX pods are asked for")
+@click.option("--nproc-per-node", type=IntRange(1, 1024), help="workers per pod (default: its GPUs, or 1)")
+@click.option("--gpus", type=IntRange(0, 64), default=0, help=f"{GPU} of each agent")
+@click.option("--cpus", type=IntRange(1, 4096), help="processors of each agent (default: as deploy/ says)")
+@click.option(
+    "--memory",
+    type=Parsed("SIZE", _memory),
+    help="memory of each agent, half of it for copies in shared memory, as 64GiB",
+)
+@click.option(
+    "--overlay",
+    type=Parsed("DIR", _overlay),
+    default="local",
+    help="local, spot-pool, shared-inference, or a folder of your own",
+)
+@click.option("--kind", type=click.Choice(KINDS), default="job", help="objects that start the pods")
+@click.option(
+    "--env",
+    type=Parsed("NAME=VALUE", _variable),
+    multiple=True,
+    help="a variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; repeatable",
+)
+@click.option("--module", "-m", is_flag=True, help="SCRIPT is a module, run as python -m")
+@click.argument("script", metavar="SCRIPT|-m MODULE")
+@click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[args...]")
+def render(**given: Any) -> int:
+    """Print the Kubernetes manifests of a job, for kubectl apply -f -. SCRIPT is a path in the image, or a module."""
+    flags = SimpleNamespace(**given)
+    low, high = flags.nodes
+    if high > MOST_NODES:
+        raise FieldError("--nodes", high, f"at most {MOST_NODES}")
+    if not flags.module and not flags.script.startswith("/"):
+        raise FieldError("SCRIPT", flags.script, "an absolute path in the image, or -m and a module")
+    job = Job(
+        name=flags.name,
+        image=flags.image,
+        namespace=flags.namespace or "",
+        low=low,
+        high=high,
+        nproc=flags.nproc_per_node or max(1, flags.gpus),
+        gpus=flags.gpus,
+        memory_bytes=flags.memory or 0,
+        cpus=flags.cpus or 0,
+        kind=flags.kind,
+        environment=flags.env,
+        command=(*(("-m",) if flags.module else ()), flags.script, *flags.script_args),
+    )
+    yaml.safe_dump_all(fill(build(flags.overlay), job), sys.stdout, sort_keys=False, width=120)
+    return EXIT_OK
 
 
 def fill(objects: list[Object], job: Job) -> list[Object]:

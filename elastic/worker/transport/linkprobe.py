@@ -1,4 +1,4 @@
-"""Measures a link: two processes over the transport that training uses. `python -m elastic.worker.transport.linkprobe`.
+"""Measures a link: two processes over the transport that training uses. `python -m elastic.worker.transport.linkprobe REPEAT`.
 
 One-way seconds of messages of several sizes, as half of a round trip's; bandwidth and latency from them. Then
 contention: how much longer a computation takes while messages go out beside it. And how fast copies for the backup are
@@ -7,7 +7,6 @@ made: written to shared memory, checksum included.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import subprocess
@@ -156,27 +155,16 @@ def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="elastic.worker.transport.linkprobe")
-    parser.add_argument("--store", default="")
-    parser.add_argument("--repeat", type=int, default=20)
-    args = parser.parse_args(argv)
-    if args.store:
-        probe(1, args.store, args.repeat)
+def main() -> int:
+    """Arguments: the number of repetitions; in the second process also the address of the store."""
+    repeat, *second = sys.argv[1:]
+    if second:
+        probe(1, second[0], int(repeat))
         return 0
     store, address = host_store()
-    words = [
-        sys.executable,
-        "-m",
-        "elastic.worker.transport.linkprobe",
-        "--store",
-        address,
-        "--repeat",
-        str(args.repeat),
-    ]
-    other = subprocess.Popen(words)
+    other = subprocess.Popen([sys.executable, "-m", "elastic.worker.transport.linkprobe", repeat, address])
     try:
-        print(json.dumps(probe(0, address, args.repeat)), flush=True)
+        print(json.dumps(probe(0, address, int(repeat))), flush=True)
         return other.wait(TIMEOUT_S)
     finally:
         other.kill()

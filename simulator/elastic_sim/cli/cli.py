@@ -9,20 +9,11 @@ from typing import Any
 
 import click
 
+from elastic.command_line import TIME, CommandLine
 from elastic.domain.errors import FieldError
 from elastic_sim import reproduce as tables
 from elastic_sim.cli.commands import advise, doubted, policies, replay
-from elastic_sim.cli.options import (
-    FILE,
-    RATE,
-    SECONDS,
-    PerNode,
-    clear_errors,
-    mtbf_of,
-    sizes_of,
-    stored,
-    writable,
-)
+from elastic_sim.cli.options import FILE, RATE, PerNode, mtbf_of, sizes_of, stored, writable
 from elastic_sim.cli.sweep_command import sweep
 from elastic_sim.microbatches.physics import Physics
 from elastic_sim.microbatches.physics import read as read_physics
@@ -35,7 +26,7 @@ from elastic_sim.traces.importers import FORMATS, UNITS
 from elastic_sim.traces.statistics import Statistics, statistics
 
 
-@click.group()
+@click.group("elastic-sim", cls=CommandLine)
 def main() -> None:
     """Replay spot markets: traces, and what was published about others."""
 
@@ -49,7 +40,6 @@ def traces_group() -> None:
 @click.argument("file", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="as JSON")
 @click.option("--html", type=FILE, help="write a page with plots there")
-@clear_errors
 def stats(file: Path, as_json: bool, html: Path | None) -> None:
     """Nodes, losses, lifetimes of a trace."""
     writable(html)
@@ -71,12 +61,10 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
     "--nodes",
     type=click.IntRange(1, traces.MOST_NODES),
     default=1,
-    show_default=True,
     help="spot-prices: nodes of a zone",
 )
 @click.option("--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several")
 @click.option("--hours", is_flag=True, help="counts: times are hours, not seconds")
-@clear_errors
 def import_(
     kind: str, source: Path, out: Path, bid: float | None, nodes: int, product: str | None, hours: bool
 ) -> None:
@@ -102,9 +90,8 @@ def import_(
 @click.argument("source", type=FILE)
 @click.argument("out", type=FILE)
 @click.option("--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did")
-@click.option("--from", "first", type=SECONDS, default=0.0, help="begin here")
-@click.option("--to", "last", type=SECONDS, help="end here")
-@clear_errors
+@click.option("--from", "first", type=TIME, default="0", help="begin here")
+@click.option("--to", "last", type=TIME, help="end here")
 def convert(source: Path, out: Path, repair: bool, first: float, last: float | None) -> None:
     """Repair a trace, or cut a window out of it."""
     whole, repairs = traces.read(source, repair=repair)
@@ -122,41 +109,40 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
 
 @traces_group.command("generate")
 @click.argument("out", type=FILE)
-@click.option("--nodes", type=int, default=32, show_default=True, help="wanted at any time")
-@click.option("--duration", type=SECONDS, default=86400.0, help="of the trace [24h]")
+@click.option("--nodes", type=int, default=32, help="wanted at any time")
+@click.option("--duration", type=TIME, default="24h", help="length of the trace")
 @click.option(
     "--mtbf",
     type=RATE,
-    default=3600.0,
-    help="between two losses of the cluster; of each node, as 200h/node [1h]",
+    default="1h",
+    help="mean time between two losses in the cluster, or per node as 200h/node",
 )
-@click.option("--repair", type=SECONDS, default=1200.0, help="until a lost node is replaced; 0: never [20m]")
-@click.option("--notice", type=SECONDS, default=0.0, help="how long before a node is told [0s]")
-@click.option(
-    "--bulk", default="1", show_default=True, help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)"
-)
-@click.option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1 [0]")
+@click.option("--repair", type=TIME, default="20m", help="time until a lost node is replaced; 0: never")
+@click.option("--notice", type=TIME, default="0", help="time between notice and loss")
+@click.option("--bulk", default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
+@click.option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1")
 @click.option(
     "--shape",
     type=float,
     default=1.0,
-    help="of the Weibull distribution of times between losses; below 1: in bursts [1]",
+    help="Weibull shape of the times between losses; below 1: in bursts",
 )
 @click.option(
     "--lifetime-shape",
     type=float,
     default=1.0,
-    help="of the Weibull distribution of nodes' lifetimes; below 1 young nodes go rather [1]",
+    help="Weibull shape of the nodes' lifetimes; below 1: young nodes are lost more often",
 )
-@click.option("--zones", default="", help="zones, comma-separated [a; with --like: the trace's]")
+@click.option(
+    "--zones", default="", show_default=False, help="zones, comma-separated [a; with --like: the trace's]"
+)
 @click.option(
     "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
 )
 @click.option(
     "--inference", type=int, help="shared with inference, which leaves at least so many nodes by day"
 )
-@click.option("--seed", type=int, default=0, show_default=True)
-@clear_errors
+@click.option("--seed", type=int, default=0)
 def generate_(
     out: Path,
     nodes: int,
@@ -199,9 +185,8 @@ def generate_(
 
 @traces_group.command("fetch")
 @click.argument("names", nargs=-1)
-@click.option("--to", "directory", type=FILE, default=Path("traces/originals"), show_default=True)
-@click.option("--host", default=HOST, show_default=True, help="a mirror of the authors' repositories")
-@clear_errors
+@click.option("--to", "directory", type=FILE, default=Path("traces/originals"))
+@click.option("--host", default=HOST, help="a mirror of the authors' repositories")
 def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
     """Download recorded traces (all, or those named) and check them."""
     unknown = [name for name in names if name not in ORIGINALS]
@@ -217,7 +202,6 @@ def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
     "--data", type=FILE, help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)"
 )
 @click.option("--json", "out", type=FILE, help="write the rows there, too")
-@clear_errors
 def reproduce(what: str, data: Path | None, out: Path | None) -> None:
     """Published values of others, from their own rules and constants."""
     rows = tables.TABLES[what](tables.data_directory(data) if what in tables.RECORDED else Path())
@@ -231,7 +215,6 @@ def reproduce(what: str, data: Path | None, out: Path | None) -> None:
 @click.option("--physics", type=FILE, help="what a machine's messages, processes and links take [defaults]")
 @click.option("--calibrate", "out", type=FILE, help="measure that in these runs, and write it there, instead")
 @click.option("--json", "as_json", type=FILE, help="write the figures there, too")
-@clear_errors
 def validate_(
     run_dirs: tuple[Path, ...], physics: Path | None, out: Path | None, as_json: Path | None
 ) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from elastic.command_line import TIME, Command
 from elastic.domain.errors import FieldError
-from elastic_sim.cli.options import FILE, RATE, SECONDS, clear_errors, mtbf_of, sizes_of, stored, writable
+from elastic_sim.cli.options import FILE, RATE, mtbf_of, sizes_of, stored, writable
 from elastic_sim.replay import advise as advice
 from elastic_sim.replay import show
 from elastic_sim.replay.replay import replay as run
@@ -26,45 +27,39 @@ from elastic_sim.traces.generate import Market
 from elastic_sim.traces.importers import doubt
 from elastic_sim.traces.trace import Trace
 
-Command = Callable[..., None]
+Callback = Callable[..., None]
 DEFAULT = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
 
 _OPTIONS = {
-    "model": click.option(
-        "--model", default="gpt3-6.7b", show_default=True, help="a name, or the file of a profile"
-    ),
+    "model": click.option("--model", default="gpt3-6.7b", help="a name, or the file of a profile"),
     "microbatches": click.option(
         "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
     ),
-    "nodes_of": click.option(
-        "--nodes-of", default="a40", show_default=True, help="node types, comma-separated"
-    ),
+    "nodes_of": click.option("--nodes-of", default="a40", help="node types, comma-separated"),
     "mtbf": click.option(
         "--mtbf", type=RATE, help="no trace: the cluster loses nodes so often; each node, as 200h/node"
     ),
-    "nodes": click.option(
-        "--nodes", type=int, default=32, show_default=True, help="with --mtbf: wanted at any time"
-    ),
-    "duration": click.option("--duration", type=SECONDS, default=43200.0, help="with --mtbf [12h]"),
+    "nodes": click.option("--nodes", type=int, default=32, help="with --mtbf: wanted at any time"),
+    "duration": click.option("--duration", type=TIME, default="12h", help="with --mtbf: length of the run"),
     "repair": click.option(
-        "--repair", type=SECONDS, default=1200.0, help="with --mtbf: until a node is replaced [20m]"
+        "--repair", type=TIME, default="20m", help="with --mtbf: time until a lost node is replaced"
     ),
-    "bulk": click.option(
-        "--bulk", default="1", show_default=True, help="with --mtbf: nodes lost at once, as 1:3,4:1"
+    "bulk": click.option("--bulk", default="1", help="with --mtbf: nodes lost at once, as 1:3,4:1"),
+    "notice": click.option("--notice", type=TIME, help="every loss is announced so long before"),
+    "first": click.option("--from", "first", type=TIME, default="0", help="of a trace: begin here"),
+    "last": click.option(
+        "--to", "last", type=TIME, default=0.0, show_default=False, help="of a trace: end here"
     ),
-    "notice": click.option("--notice", type=SECONDS, help="every loss is announced so long before"),
-    "first": click.option("--from", "first", type=SECONDS, default=0.0, help="of a trace: begin here"),
-    "last": click.option("--to", "last", type=SECONDS, default=0.0, help="of a trace: end here"),
     "physics": click.option(
         "--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator/simulator.md"
     ),
 }
 
 
-def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Command], Command]:
+def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Callback], Callback]:
     """What is simulated. `but`: without these."""
 
-    def with_options(command: Command) -> Command:
+    def with_options(command: Callback) -> Callback:
         for name, option in reversed(_OPTIONS.items()):
             command = command if name in but else option(command)
         return command
@@ -133,16 +128,13 @@ def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("trace", type=FILE, required=False)
 @click.option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; all: every one")
-@click.option(
-    "--seeds", type=click.IntRange(1, 10_000), default=1, show_default=True, help="runs of each policy"
-)
+@click.option("--seeds", type=click.IntRange(1, 10_000), default=1, help="runs of each policy")
 @click.option("--json", "out", type=FILE, help="write the figures there")
 @click.option("--html", type=FILE, help="write a page with tables, charts and decisions there")
 @scenario_options()
-@clear_errors
 def replay(
     trace: Path | None,
     wanted: tuple[str, ...],
@@ -168,18 +160,18 @@ def replay(
         stored(html, report(scenario, found, names, seeds))
 
 
-@click.command()
-@clear_errors
+@click.command(cls=Command)
 def policies() -> None:
     """What each policy does, and where its rules and constants come from."""
     click.echo(show.policies(known.abouts()))
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("traces", type=FILE, nargs=-1, metavar="[TRACE]...")
 @click.option(
     "--buy",
     default="",
+    show_default=False,
     help="nodes in all, spares included; several as 28,32,36 [what the budget pays, else 32, and the best mix with an "
     "eighth fewer and more]",
 )
@@ -188,17 +180,13 @@ def policies() -> None:
     "steps",
     type=click.IntRange(1, 100),
     default=4,
-    show_default=True,
     help="of spot and on-demand",
 )
-@click.option("--budget", type=float, default=math.inf, help="dollars an hour [none]")
-@click.option(
-    "--policy", "wanted", multiple=True, default=("ours",), show_default=True, help="ours:PAIR for a backup"
-)
-@click.option("--seeds", type=click.IntRange(1, 10_000), default=3, show_default=True, help="runs of each")
+@click.option("--budget", type=float, default=math.inf, show_default=False, help="dollars an hour [none]")
+@click.option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR for a backup")
+@click.option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
 @click.option("--json", "out", type=FILE, help="write the figures there")
 @scenario_options()
-@clear_errors
 def advise(
     traces: tuple[Path, ...],
     buy: str,

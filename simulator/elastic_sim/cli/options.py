@@ -1,39 +1,17 @@
-"""What the commands of `elastic-sim` have in common: types of options, errors, writing files."""
+"""What the commands of `elastic-sim` have in common: types of options, writing files."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic.domain.errors import ElasticError, FieldError
-
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-class Seconds(click.ParamType):  # type: ignore[type-arg]
-    """A time as 30s, 10m, 6h or 2d."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        text = str(value)
-        number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
-        try:
-            seconds = float(number) * unit
-        except ValueError:
-            seconds = math.nan
-        if not 0 <= seconds < math.inf:
-            self.fail(f"{text!r} is no time: write 30s, 10m, 6h or 2d", param, ctx)
-        return seconds
+from elastic.command_line import Parsed, time_of
+from elastic.domain.errors import FieldError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +21,13 @@ class PerNode:
     seconds: float
 
 
-class Rate(Seconds):
+def _rate(flag: str, text: str) -> float | PerNode:
     """Mean time between losses: of the whole cluster as 10m, of each node as 200h/node."""
-
-    name = "time[/node]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, PerNode):
-            return value
-        text, slash, whose = str(value).partition("/")
-        if slash and whose != "node":
-            self.fail(
-                f"{value!r} is no rate: write 10m for the whole cluster, 200h/node for each node", param, ctx
-            )
-        seconds = super().convert(text if slash else value, param, ctx)
-        return PerNode(seconds) if slash else seconds
+    time, slash, whose = text.partition("/")
+    if slash and whose != "node":
+        raise FieldError(flag, text, "10m for the whole cluster, or 200h/node for each node")
+    seconds = time_of(flag, time)
+    return PerNode(seconds) if slash else seconds
 
 
 def mtbf_of(rate: float | PerNode, nodes: int, bulk: Sequence[tuple[int, float]]) -> float:
@@ -84,22 +54,8 @@ class Several(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(self._of.convert(word, param, ctx) for word in words if word))
 
 
-SECONDS, RATE = Seconds(), Rate()
+RATE = Parsed("TIME[/node]", _rate)
 FILE = click.Path(path_type=Path)
-
-
-def clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Users' mistakes are one line on standard error and exit code 2."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except ElasticError as error:
-            click.echo(f"elastic-sim: {error}", err=True)
-            sys.exit(error.exit_code)
-
-    return run
 
 
 def sizes_of(text: str) -> tuple[tuple[int, float], ...]:

@@ -13,9 +13,10 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from elastic.command_line import Command
 from elastic.domain.errors import EXIT_INTERRUPTED, FieldError
 from elastic_sim.cli.commands import policies_of, scenario_of, scenario_options, warn
-from elastic_sim.cli.options import FILE, RATE, PerNode, Several, clear_errors, stored, writable
+from elastic_sim.cli.options import FILE, RATE, PerNode, Several, stored, writable
 from elastic_sim.report.words import options
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep as sweeps
@@ -23,7 +24,7 @@ from elastic_sim.sweep.cells import Backend, Cell, cells_of, checked
 from elastic_sim.sweep.sweep_local import local
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("out", type=FILE)
 @click.option("--trace", "traces", type=FILE, multiple=True, help="repeatable")
 @click.option("--mtbf", "rates", type=Several(RATE), default=(), help="failure rates, as 10m,1h,200h/node")
@@ -32,16 +33,15 @@ from elastic_sim.sweep.sweep_local import local
     "models",
     type=Several(click.STRING),
     default=("gpt3-6.7b",),
-    help="names, or files of profiles, comma-separated [gpt3-6.7b]",
+    help="names, or files of profiles, comma-separated",
 )
 @click.option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; all: every one")
-@click.option("--seeds", type=click.IntRange(1, 10_000), default=3, show_default=True, help="runs of each")
+@click.option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
 @click.option("--workers", type=click.IntRange(1, 1024), help="processes [one a core]")
 @click.option("--ray", is_flag=True, help="on a Ray cluster, in place of processes of this machine")
 @click.option("--address", help="with --ray: of the cluster [RAY_ADDRESS, or one that is started here]")
 @click.option("--html", type=FILE, help="write a page with charts and tables there")
 @scenario_options(but=("model", "mtbf"))
-@clear_errors
 def sweep(
     out: Path,
     traces: tuple[Path, ...],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,13 +32,11 @@ RECOVERY = {
 }  # fmt: skip
 
 
-def args(run_dir: Path | None, **more: Any) -> Namespace:
+def args(run_dir: Path | None, **more: Any) -> SimpleNamespace:
     where = (
-        {"rdzv_endpoint": None, "run_dir": str(run_dir)}
-        if run_dir
-        else {"rdzv_endpoint": "h:1", "run_dir": None}
+        {"rdzv_endpoint": None, "run_dir": run_dir} if run_dir else {"rdzv_endpoint": "h:1", "run_dir": None}
     )
-    return Namespace(json=False, **(where | more))
+    return SimpleNamespace(json=False, **(where | more))
 
 
 def test_lines_in_a_pipe_until_the_job_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +48,7 @@ def test_lines_in_a_pipe_until_the_job_is_over(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / "exit.json").write_text('{"code": 0, "reason": "all 9 steps done"}')
         raise UsageError("the run is over")
 
-    assert watch(args(tmp_path), ask, 0.05, "latest") == 0
+    assert watch(args(tmp_path), ask, 0.05, Path("latest")) == 0
     assert capsys.readouterr().out.splitlines() == [
         "running at step 3/9, epoch 1, loss 2.5000, 0.25 s a step, 1,234 tokens/s, 2 nodes train, 1 spare, "
         "coordinator term 2",
@@ -70,7 +68,7 @@ def test_a_coordinator_that_is_away_is_asked_again(capsys: pytest.CaptureFixture
             raise found
         return dict(found)
 
-    assert watch(args(None), ask, 0.05, "latest") == 0
+    assert watch(args(None), ask, 0.05, Path("latest")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "no answer, asking again: no coordinator answers"
     assert lines[-1] == "the job is over: finished"
@@ -81,7 +79,7 @@ def test_nobody_there_at_first_is_an_error(tmp_path: Path) -> None:
         raise UsageError("no coordinator runs there")
 
     with pytest.raises(UsageError):
-        watch(args(tmp_path), ask, 0.05, "latest")
+        watch(args(tmp_path), ask, 0.05, Path("latest"))
 
 
 def test_objects_as_json() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -11,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from elastic.core.protocol.fault_spec import parse_fault
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher import cli
-from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN, run_parser
-from elastic.launcher.flags.request import Request, request
+from elastic.launcher.commands.run import run
+from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN
 from tests.launcher.flags.wrong_flags import WRONG_FLAGS
+from tests.launcher.helpers import read
 from tests.patience import LONG_S
 
 
@@ -31,10 +32,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
     return here
-
-
-def read(*words: str, **environ: str) -> Request:
-    return request(run_parser(environ).parse_args(list(words)), environ)
 
 
 @pytest.mark.parametrize(("flags", "field"), WRONG_FLAGS, ids=[" ".join(flags) for flags, _ in WRONG_FLAGS])
@@ -54,14 +51,14 @@ def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list
 def test_every_flag_with_a_value_is_in_the_table() -> None:
     tested = {field.split()[0] for _, field in WRONG_FLAGS}
     unconstrained = {"--module", "--standalone", "--virtual-local-rank"}
-    assert {flag.name for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {"--no-python"}
+    assert {flag.opts[0] for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {"--no-python"}
 
 
 @pytest.mark.parametrize(
     ("words", "part"),
     [
         ([], "SCRIPT is missing"),
-        (["--nnodes"], "expected one argument"),
+        (["--nnodes"], "requires an argument"),
         (["missing.py"], "no such file"),
         (["pack/inner"], "without __main__.py"),
         (["-m", "no_such_module"], "no module named no_such_module"),
@@ -80,8 +77,8 @@ def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: l
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["fly"], "is no command"),
-        ([], "is no command"),
+        (["fly"], "No such command"),
+        ([], "Missing command"),
         (["status", "--watch", "--interval", "0"], "--interval"),
         (["status", "--run-dir", "nowhere"], "no coordinator runs there"),
         (["nodes", "--rdzv-endpoint", "x:y"], "--rdzv-endpoint"),
@@ -182,8 +179,43 @@ def test_defaults_from_the_environment(place: Path) -> None:
         3, True, 2, "none+none",
     )  # fmt: skip
     assert read("--nnodes", "5", "--standalone", "script.py", PET_NNODES="3").config.max_nodes == 5
-    with pytest.raises(FieldError, match="PET_STANDALONE"):
-        read("script.py", PET_STANDALONE="yes")
+    assert read("script.py", PET_FAULT="join step=4").config.faults == (parse_fault("join step=4"),)
+
+
+def test_a_wrong_variable_is_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "perhaps")
+    assert cli.main(["run", "script.py"]) == 2
+    err = capsys.readouterr().err
+    assert "PET_STANDALONE" in err and "'perhaps'" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--run-dir", "--standalone"], "'--run-dir' requires an argument"),
+        (["--run_dir", "--max_restarts=2"], "'--run-dir' requires an argument"),
+        (["--nodes", "2"], "'--nnodes'"),
+        (["--max_restart", "2"], "'--max-restarts'"),
+    ],
+)
+def test_mistyped_flags(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+    assert cli.main(["run", *words, "script.py"]) == 2
+    err = capsys.readouterr().err
+    assert part in err and "elastic run --help" in err and len(err.splitlines()) == 1
+
+
+def test_the_scripts_arguments_are_its_own(place: Path) -> None:
+    words = ("--nnodes", "x", "--", "--no_such", "-r", "a=b")
+    assert read("--standalone", "script.py", *words).config.command.args == words
+    assert read("--", "script.py", *words).config.command.args == words
+    assert read("--nnodes=1", "-m", "json.tool", "-m", *words).config.command.args == ("-m", *words)
+
+
+def test_streams_as_torchrun_takes_them(place: Path) -> None:
+    for words in (("-r", "3"), ("-r3",), ("-r=3",), ("--redirects=3",)):
+        assert read(*words, "script.py").config.redirects == (3,)
 
 
 def test_who_starts_the_coordinator(place: Path) -> None:
@@ -245,18 +277,17 @@ def test_resume(place: Path) -> None:
 
 
 def test_torchrun_has_no_flag_that_ours_lacks() -> None:
-    run = pytest.importorskip("torch.distributed.run")
+    torchrun = pytest.importorskip("torch.distributed.run")
     theirs = {
         option
-        for action in run.get_args_parser()._actions
+        for action in torchrun.get_args_parser()._actions
         for option in action.option_strings
         if option.startswith("--")
     }
     internal = {"--logs-specs", "--logs_specs", "--help"}
     internal |= {name for name in theirs if "duplicate" in name}
-    parser: argparse.ArgumentParser = run_parser({})
-    ours = {option for action in parser._actions for option in action.option_strings}
-    assert theirs - internal - ours == set()
+    ours = {option for param in run.params for option in param.opts}
+    assert {name.replace("_", "-") for name in theirs - internal} - ours == set()
 
 
 # ---- start-up ------------------------------------------------------------------------------------------
@@ -266,7 +297,7 @@ def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) ->
     code = (
         "import sys, json\nfrom elastic.launcher import cli\n"
         "try: cli.main(['run', '--help'])\nexcept SystemExit: pass\n"
-        "import elastic.launcher.run.supervisor, elastic.launcher.commands.queries, elastic.launcher.commands.services\n"
+        "import elastic.launcher.run.supervisor, elastic.launcher.run, elastic.launcher.commands.queries, elastic.launcher.commands.services\n"
         "print(json.dumps([m for m in ('torch', 'numpy', 'megatron', 'grpc', 'tqdm') if m in sys.modules]))"
     )
     done = subprocess.run(

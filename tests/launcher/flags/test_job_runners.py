@@ -11,14 +11,14 @@ import pytest
 
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags import addresses
-from elastic.launcher.flags.flags import run_parser
-from elastic.launcher.flags.request import Request, request
+from elastic.launcher.flags.request import Request
+from tests.launcher.helpers import read
 
 
 def under(place: Path, **environ: str) -> Request:
     (place / "script.py").write_text("")
     environ.setdefault("PET_INSECURE", "1")
-    return request(run_parser(environ).parse_args([str(place / "script.py")]), environ)
+    return read(str(place / "script.py"), **environ)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_flags_come_before_variables(here: Path) -> None:
     environ = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "a:1", "PET_INSECURE": "1"}
     (here / "script.py").write_text("")
     words = ["--nnodes", "2:3", str(here / "script.py")]
-    config = request(run_parser(environ).parse_args(words), environ).config
+    config = read(*words, **environ).config
     assert (config.min_nodes, config.max_nodes, config.coordinator) == (2, 3, "a:1")
 
 

@@ -10,19 +10,19 @@ import pytest
 
 from elastic.launcher import cli
 from elastic.launcher.flags.certs import make
-from elastic.launcher.flags.flags import run_parser
 from elastic.launcher.flags.guarding import PRIVATE_NAME
 from elastic.launcher.flags.ray_options import RayOptions
-from elastic.launcher.flags.request import Request, request
+from elastic.launcher.flags.request import Request
 from elastic.launcher.ray.supervisor import secrets
 from elastic.launcher.run.rundir import RunDir
 from elastic.rpc.security import Contexts
+from tests.launcher import helpers
 
 
 def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> Request:
     monkeypatch.chdir(tmp_path)
     Path("script.py").touch()
-    return request(run_parser({}).parse_args([*words, "script.py"]), {})
+    return helpers.read(*words, "script.py")
 
 
 def test_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

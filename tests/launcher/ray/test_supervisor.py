@@ -9,11 +9,10 @@ import pytest
 
 from elastic.core.job import fleet
 from elastic.domain import codec
-from elastic.launcher.flags.flags import run_parser
-from elastic.launcher.flags.request import request
 from elastic.launcher.ray.remote_agent import Order
 from elastic.launcher.ray.supervisor import ClusterSupervisor, Host
 from elastic.launcher.run.rundir import RunDir
+from tests.launcher.helpers import read
 
 
 class PlayedHost(Host):
@@ -74,7 +73,7 @@ def supervisor(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     Path("script.py").touch()
     words = ["--backend", "ray", "--nnodes", "1:3", "--run-dir", "run", "script.py"]
-    wanted = request(run_parser({}).parse_args(words), {})
+    wanted = read(*words)
     run_dir = RunDir(wanted)
     made = ClusterSupervisor(wanted, run_dir, "10.0.0.1:29400", cluster, spares=0)
     monkeypatch.setattr(made._view, "note", notes.append)

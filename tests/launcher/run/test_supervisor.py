@@ -21,13 +21,14 @@ from tests.patience import LONG_S
 LAUNCHER = """
 import os, sys
 from dataclasses import replace
-from elastic.launcher.flags import run_parser
+from elastic.command_line import read_flags
 from elastic.launcher.run.supervisor import launch
 from elastic.launcher.flags.request import request
+from elastic.launcher.commands.run import run
 from elastic.domain.errors import ElasticError
 services = ("tests.launcher.run.stand_in_coordinator", "tests.launcher.run.stand_in_agent")
 try:
-    sys.exit(launch(replace(request(run_parser({}).parse_args(sys.argv[1:]), os.environ), services=services)))
+    sys.exit(launch(replace(request(read_flags(run, None), os.environ), services=services)))
 except ElasticError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)

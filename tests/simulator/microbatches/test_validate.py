@@ -146,7 +146,7 @@ def test_damaged_runs_are_refused(
     damage(folder)
     done = run(folder)
     assert done.exit_code == 2 and told in done.output, done.output
-    assert len(done.output.strip().splitlines()) == 1 and done.output.startswith("elastic-sim: ")
+    assert len(done.output.strip().splitlines()) == 1 and done.output.startswith("elastic-sim validate: ")
 
 
 def test_there_must_be_a_run(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_several_traces_count_alike(tmp_path: Path) -> None:
     assert both["samples_per_s"]["margin"] == pytest.approx(mean_of(list(alone.values())).margin)
     assert "95 % over traces" in found.output and "  calm.csv: " in found.output
     twice = CliRunner().invoke(main, [*args, str(calm), str(calm)])
-    assert twice.exit_code == 2 and twice.output.startswith("elastic-sim: TRACE: 'calm.csv'")
+    assert twice.exit_code == 2 and twice.output.startswith("elastic-sim advise: TRACE: 'calm.csv'")
 
 
 def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
 def test_a_wrong_model_file_is_named_as_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = ["advise", "--mtbf", "10m", "--nodes-of", "a40", "--microbatches", "8", "--model"]
     absent = CliRunner().invoke(main, [*args, "nosuch.json"])
-    assert absent.exit_code == 2 and absent.output.startswith("elastic-sim: --model: 'nosuch.json'")
+    assert absent.exit_code == 2 and absent.output.startswith("elastic-sim advise: --model: 'nosuch.json'")
     large = tmp_path / "large.json"
     large.write_text("{}" * 10)
     monkeypatch.setattr("elastic_sim.traces.trace.MOST_BYTES", 10)
@@ -218,4 +218,8 @@ def test_a_wrong_model_file_is_named_as_the_model(tmp_path: Path, monkeypatch: p
 )
 def test_what_cannot_be_advised_is_refused(more: list[str]) -> None:
     found = CliRunner().invoke(main, ["advise", "--mtbf", "10m", *more])
-    assert found.exit_code == 2 and found.output.startswith("elastic-sim: ") and found.output.count("\n") == 1
+    assert (
+        found.exit_code == 2
+        and found.output.startswith("elastic-sim advise: ")
+        and found.output.count("\n") == 1
+    )

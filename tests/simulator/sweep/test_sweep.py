@@ -249,7 +249,7 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
     ("words", "why"),
     [
         (("out",), "name traces, or failure rates"),
-        (("out", "--mtbf", "soon"), "30s, 10m, 6h or 2d"),
+        (("out", "--mtbf", "soon"), "30s, 2m or 1h"),
         (("out", "--mtbf", "0"), "market.mtbf"),
         (("out", "--mtbf", "1h", "--model", "gpt2,absent"), "--model: 'absent'"),
         (("out", "--mtbf", "1h", "--model", ","), "--model"),

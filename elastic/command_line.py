@@ -1,0 +1,152 @@
+"""The style of both commands, `elastic` and `elastic-sim`: flags, help and errors.
+
+Flags may be written --a-b or --a_b. A mistake is one line on standard error, `PROG COMMAND: message`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import click
+
+from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
+from elastic.planning.plan.units import duration_of
+
+PATH = "elastic.command_line.path"
+"""Key in a context's `meta`: the command that runs, as the user wrote it."""
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+SETTINGS: dict[str, Any] = {
+    "token_normalize_func": _dashes,
+    "help_option_names": ["-h", "--help"],
+    "show_default": True,
+}
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """A type whose values are read by `read`(flag, text), which raises FieldError."""
+
+    def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
+        self.name, self._read = name, read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):  # a default
+            return value
+        return self._read(_flag_of(param) if param else self.name, value)
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """An environment variable holds one value of a repeatable option."""
+        return [rv]
+
+
+def time_of(flag: str, text: str) -> float:
+    """Seconds from a number, or from text as 10us, 30s, 2m, 1h or 2d. Raises FieldError."""
+    with suppress(ValueError):
+        seconds = float(text.removesuffix("s"))
+        if 0 <= seconds < math.inf:
+            return seconds
+    return duration_of(flag, text)
+
+
+TIME = Parsed("TIME", time_of)
+
+
+class Command(click.Command):
+    """A command with the common settings."""
+
+    def __init__(self, name: str | None, *, context_settings: Any = None, **more: Any) -> None:
+        super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **more)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[PATH] = ctx.command_path
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        flags = {name for option in options for name in option.opts if name.startswith("--")}
+        for option in options:
+            value = given.get(option.name or "")
+            if isinstance(value, str) and _dashes(value.partition("=")[0]) in flags:
+                text = f"Option {_flag_of(option)!r} requires an argument, but {value!r} follows."
+                raise click.BadOptionUsage(_flag_of(option), text, ctx)
+        return super().parse_args(ctx, args)
+
+
+def flag(*names: str, **more: Any) -> click.Option:
+    return click.Option(names, **more)
+
+
+def read_flags(command: click.Command, words: Sequence[str] | None) -> SimpleNamespace:
+    """The values that `words`, or else those of this process, give to `command`, which is not run.
+
+    Raises FieldError and click's errors.
+    """
+    given = sys.argv[1:] if words is None else list(words)
+    return SimpleNamespace(**command.make_context(command.name, given).params)
+
+
+class CommandLine(click.Group):
+    """A group of commands whose mistakes are one line each."""
+
+    command_class = Command
+    group_class = type
+
+    def __init__(self, name: str | None, *, context_settings: Any = None, **more: Any) -> None:
+        more.setdefault("no_args_is_help", False)
+        super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **more)
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run the command that `words` give; return the exit code."""
+        command = self.name
+        try:
+            with self.make_context(self.name, list(words)) as root:
+                try:
+                    return self.invoke(root) or EXIT_OK
+                finally:
+                    command = root.meta.get(PATH, command)
+        except click.exceptions.Exit as ended:
+            return ended.exit_code
+        except click.ClickException as error:
+            print(_line(error), file=sys.stderr)
+            return error.exit_code
+        except ElasticError as error:
+            print(f"{command}: {error}", file=sys.stderr)
+            return error.exit_code
+        except BrokenPipeError:  # nobody reads any more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_OK
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+
+    def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
+        sys.exit(self.run(sys.argv[1:] if args is None else args))
+
+
+def _flag_of(param: click.Parameter) -> str:
+    """The name of a parameter in messages: its longest flag, or SCRIPT of an argument."""
+    return max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
+
+
+def _line(error: click.ClickException) -> str:
+    """A mistake found by click, with its remedy, in one line."""
+    text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
+    if context is None:
+        return text
+    hint = f"see `{context.command_path} --help`"
+    if isinstance(context.command, click.Group):
+        hint = f"commands: {', '.join(context.command.list_commands(context))}; {hint}"
+    param = getattr(error, "param", None)
+    if isinstance(param, click.Option) and param.name is not None:
+        source = context.get_parameter_source(param.name)
+        if source is click.core.ParameterSource.ENVIRONMENT:
+            variable = param.envvar or f"{context.auto_envvar_prefix}_{param.name.upper()}"
+            hint = f"given by the environment variable {variable}; {hint}"
+    return f"{context.command_path}: {text} ({hint})"
