@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elastic.checks import SCHEDULES
 from elastic.command_line import Command
+from elastic.config import SCHEDULES
 from elastic.domain.errors import FieldError, InfeasiblePlan, UsageError
 from elastic.launcher.commands.queries import ask, query_options, show
 

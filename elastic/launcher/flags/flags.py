@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import click
 from click import Choice, IntRange
 
-from elastic.checks import PREFLIGHTS, SCHEDULES
 from elastic.command_line import TIME, Command, flag
-from elastic.config import LOG_PREFIX
+from elastic.config import LOG_PREFIX, PREFLIGHTS, SCHEDULES
 from elastic.core.protocol import compression
 from elastic.launcher.flags.guarding import CERTS
 from elastic.launcher.flags.ray_options import ADDRESS, RESOURCES
