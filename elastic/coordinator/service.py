@@ -291,7 +291,7 @@ class Coordinator:
                 if kind == "phase":
                     self._records.progress(state)
             case job.Recovered():
-                if action.change.cause != "start":
+                if not action.change.starts_job:
                     self._meter.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):

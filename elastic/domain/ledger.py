@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from elastic.domain.errors import FieldError, LedgerError
+from elastic.domain.errors import FieldError
 
 EMPTY = "-"
 """How an empty set of indices prints."""
@@ -45,26 +45,6 @@ def parse_indices(text: str, field: str = "indices") -> tuple[int, ...]:
 def format_microbatches(microbatches: Iterable[int]) -> str:
     """Print a set as 0-3,5; the empty set as -."""
     return format_indices(sorted(microbatches))
-
-
-def parse_microbatches(text: str) -> frozenset[int]:
-    """Read what `format_microbatches` prints. Raises FieldError, also for a micro-batch named twice."""
-    indices = parse_indices(text, "microbatches")
-    if len(set(indices)) != len(indices):
-        raise FieldError("microbatches", text, "name each micro-batch once")
-    return frozenset(indices)
-
-
-def disjoint_union(ledgers: Iterable[frozenset[int]], what: str = "gradient") -> frozenset[int]:
-    """Return the union. Raises LedgerError naming the micro-batches that `what` would hold twice."""
-    union: frozenset[int] = frozenset()
-    doubled: frozenset[int] = frozenset()
-    for ledger in ledgers:
-        doubled |= union & ledger
-        union |= ledger
-    if doubled:
-        raise LedgerError(f"{what} would hold micro-batches {format_microbatches(doubled)} twice")
-    return union
 
 
 def missing(covered: frozenset[int], n_microbatches: int) -> frozenset[int]:

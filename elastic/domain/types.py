@@ -6,6 +6,7 @@ Everything here is a frozen dataclass of plain values, so that it can be compare
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,11 +86,7 @@ class Pipeline:
     """1f1b | interleaved | zero-bubble (`elastic.planning.schedule.schedule`)."""
 
 
-_newest: tuple[object, tuple[str, ...]] = (None, ())
-"""The plan that was asked for its nodes last, and they: rules of thousands of members ask it many times a second."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Who holds which layers and runs which micro-batches. Text form: `elastic.planning.plan.plan`."""
 
@@ -126,12 +123,12 @@ class Plan:
 
     def nodes(self) -> tuple[str, ...]:
         """Every node that holds a stage, first appearance first."""
-        global _newest
-        plan, found = _newest
-        if plan is not self:
-            found = tuple(dict.fromkeys(unit.node for unit in self.units()))
-            _newest = self, found
-        return found
+        return self._nodes
+
+    @functools.cached_property
+    def _nodes(self) -> tuple[str, ...]:
+        """Found once: with thousands of members the rules ask for it many times per second."""
+        return tuple(dict.fromkeys(unit.node for unit in self.units()))
 
     def peer_of(self, node: str) -> str | None:
         return dict(self.peers).get(node)

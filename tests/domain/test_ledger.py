@@ -5,48 +5,25 @@ from __future__ import annotations
 import itertools
 import time
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.recovery.set_packing import best_packing, exact_cover
-from elastic.domain.errors import FieldError, LedgerError
-from elastic.domain.ledger import (
-    disjoint_union,
-    format_microbatches,
-    from_mask,
-    missing,
-    parse_microbatches,
-    to_mask,
-)
+from elastic.domain.ledger import format_microbatches, from_mask, missing, to_mask
+from elastic.planning.plan.plan import parse_indices
 
 ledgers = st.frozensets(st.integers(0, 99))
 
 
 @given(ledgers)
 def test_text_and_mask_round_trip(ledger: frozenset[int]) -> None:
-    assert parse_microbatches(format_microbatches(ledger)) == ledger
+    assert sorted(ledger) == list(parse_indices(format_microbatches(ledger), "ledger"))
     assert from_mask(to_mask(ledger)) == ledger
 
 
 def test_text() -> None:
     assert format_microbatches({5, 0, 1, 2, 3}) == "0-3,5"
     assert format_microbatches(()) == "-"
-    for text in ("0-3,2", "a", "", "3-1", "1,,2", "-1"):
-        with pytest.raises(FieldError, match="microbatches"):
-            parse_microbatches(text)
-
-
-@given(st.lists(ledgers, max_size=4))
-def test_union_is_disjoint_or_names_the_doubled(parts: list[frozenset[int]]) -> None:
-    doubled = {i for i in range(100) if sum(i in part for part in parts) > 1}
-    if doubled:
-        with pytest.raises(
-            LedgerError, match=f"layer 3 would hold micro-batches {format_microbatches(doubled)} "
-        ):
-            disjoint_union(parts, "layer 3")
-    else:
-        assert disjoint_union(parts) == frozenset().union(*parts)
 
 
 def test_missing() -> None:

@@ -115,7 +115,7 @@ def test_faults_in_the_docs_can_be_given() -> None:
 
 def test_summary_page_names_every_field_and_kind() -> None:
     named = set(re.findall(r"`([\w-]+)`", (DOCS / "guide" / "summary.md").read_text()))
-    change = Change(1, "", False, (), 1, 0.0, None, 0, 0)
+    change = Change(1, (), False, (), 1, 0.0, None, 0, 0)
     fields = {*summarize([]), *recovery_entry(Recovered(change, 1, 0.0, 0.0, 0.0), None)}
     assert fields - named == set()
     folders = (ROOT / "elastic" / "core", ROOT / "elastic" / "coordinator")

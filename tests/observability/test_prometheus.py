@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic.core.job.causes import kind_of
 from tests.observability.tools import (
     CONFIG,
     DASHBOARD,
@@ -145,10 +144,10 @@ def figures_are_right(server: Prometheus, name: str, run_dir: Path, killed: floa
 
     selector = f'{{job="{name}"}}'
     comes_to_be(LOST % name, lambda: 1)
-    kind = kind_of(losses(run_dir, killed)[0]["cause"])
+    kind = losses(run_dir, killed)[0]["cause_kinds"][0]
     comes_to_be(
         f"elastic_recovery_seconds_sum{selector[:-1]}, phase='total', cause='{kind}'}}",
-        lambda: sum(r["total_s"] for r in events(run_dir, "recovery") if kind_of(r["cause"]) == kind),
+        lambda: sum(r["total_s"] for r in events(run_dir, "recovery") if r["cause_kinds"][0] == kind),
     )
     comes_to_be(
         f"elastic_microbatches_lost_total{selector}",

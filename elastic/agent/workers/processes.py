@@ -228,12 +228,6 @@ class WorkerGroup:
         with self._changed:
             return {rank: process.pid for rank, process in sorted(self._processes.items())}
 
-    @property
-    def exits(self) -> dict[int, WorkerExit]:
-        """Workers that have ended, by local rank."""
-        with self._changed:
-            return dict(self._exits)
-
     def alive(self) -> tuple[int, ...]:
         """Local ranks that have not ended."""
         with self._changed:

@@ -12,15 +12,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from elastic.core.job import state as job
-from elastic.core.job.causes import CAUSES, kind_of
 from elastic.core.job.goodput import Usage
-from elastic.core.job.state import JobState, Tick
+from elastic.core.job.state import CauseKind, JobState, Loss, Tick
 from elastic.core.protocol import messages as m
 from elastic.metrics import FAST_S, RECOVERY_S, STEP_S
 
 PHASES = ("detect", "halt", "decide", "transfer", "rebuild", "total")
 EVENTS = ("beat", "report", "step", "other", "rules")
-REASONS = ("closed", "silent", "replaced")
 LOOK_S = 0.25
 """How often node-seconds are added up while nothing changes."""
 _EVENT_OF = {job.Beats: "beat", job.Reported: "report", job.Stepped: "step", type(None): "rules"}
@@ -52,7 +50,7 @@ class CoordinatorMetrics:
         self._lost_steps = self._counter("steps_lost", "Steps undone by a fall-back to a checkpoint")
         self._tokens = self._counter("tokens", "Tokens of the steps done")
         self._step = self._histogram("step_seconds", "Seconds of a step, as its teller saw it", STEP_S)
-        self._lost = self._counter("nodes_lost", "Members that were lost", "reason", REASONS)
+        self._lost = self._counter("nodes_lost", "Members that were lost", "reason", tuple(Loss))
         self._events = self._counter(
             "events", "Entries of the event log", "kind", ("joined", "lost", "drained", "quarantine")
         )
@@ -71,7 +69,9 @@ class CoordinatorMetrics:
         for cause in ("lost", "worker", "hang", "contact", "drain", "join"):
             for phase in PHASES:
                 self._recovery.labels(phase, cause)
-        self._changes = self._counter("epoch_changes", "Epoch changes that were begun", "cause", CAUSES)
+        self._changes = self._counter(
+            "epoch_changes", "Epoch changes that were begun", "cause", tuple(CauseKind)
+        )
         self._replayed = self._counter("microbatches_lost", "Micro-batches that had reached a lost stage")
         self._rerun = self._counter("microbatches_rerun", "Micro-batches that were run again")
         self._moved = self._counter("recovery_bytes", "Bytes that recoveries moved between nodes")
@@ -141,7 +141,7 @@ class CoordinatorMetrics:
 
     def _begun(self, change: job.Change, trained: bool) -> None:
         """`trained`: the change before it was complete."""
-        self._changes.labels(kind_of(change.cause.rsplit("; then ", 1)[-1])).inc()
+        self._changes.labels(change.causes[-1].kind).inc()
         if not change.boundary and trained:
             self.usage.fault(change, max(change.detect_s, self._silent_s))
         self._silent_s = 0.0
@@ -152,7 +152,7 @@ class CoordinatorMetrics:
         self._events.labels(kind).inc()
         match kind:
             case "lost":
-                self._node_lost(before.members.get(str(data["node"])), str(data["why"]), now)
+                self._node_lost(before.members.get(str(data["node"])), Loss(data["loss"]), now)
             case "step":
                 self._count_step(int(data["step"]), float(data["seconds"]), int(data["tokens"]))
             case "lost-steps":
@@ -166,11 +166,10 @@ class CoordinatorMetrics:
             case "health" if "quarantine_s" in data["evidence"]:
                 self._events.labels("quarantine").inc()
 
-    def _node_lost(self, member: job.Member | None, why: str, now: float) -> None:
-        reason = next((r for r in ("closed", "silent") if r in why), "replaced")
-        self._lost.labels(reason).inc()
-        if member is not None and reason != "replaced":
-            since = member.seen if reason == "silent" else member.closed_at
+    def _node_lost(self, member: job.Member | None, loss: Loss, now: float) -> None:
+        self._lost.labels(loss).inc()
+        if member is not None and loss is not Loss.REPLACED:
+            since = member.seen if loss is Loss.SILENT else member.closed_at
             self._silent_s = max(self._silent_s, now - since)
 
     def stepped(self, done: m.StepDone, state: JobState) -> None:
@@ -188,7 +187,7 @@ class CoordinatorMetrics:
 
     def recovered(self, event: job.Recovered, entry: dict[str, Any]) -> None:
         """An epoch change is complete; `entry`: `elastic.core.job.figures.recovery_entry`."""
-        cause = kind_of(event.change.cause)
+        cause = event.change.causes[0].kind
         for phase in PHASES:
             self._recovery.labels(phase, cause).observe(entry[f"{phase}_s"])
         self._replayed.inc(entry["microbatches_lost"])

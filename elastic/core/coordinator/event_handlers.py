@@ -26,6 +26,7 @@ from elastic.core.job.state import (
     HealthSeen,
     JobPhase,
     JobState,
+    Loss,
     Member,
     Note,
     PartWritten,
@@ -95,7 +96,8 @@ def _joined(state: JobState, event: Reported, now: float) -> Result:
         over = (report.info.node, former.report.info.incarnation)
         state = state.of(retired=(*state.retired, over)[-RETIRED:])
         state, told = remedies.departed(state, report.info.node, why, now)
-        actions = [Note("lost", {"node": report.info.node, "why": why}), *told, *actions]
+        note = Note("lost", {"node": report.info.node, "loss": Loss.REPLACED.value, "why": why})
+        actions = [note, *told, *actions]
     state = count(state, now, left=report.info.node in state.members)
     state = put(state, arrived(Member(report=report, seen=now), now))
     if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):

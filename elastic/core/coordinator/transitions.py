@@ -21,14 +21,27 @@ from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import quarantine
 from elastic.core.job.join_policy import count, paused
 from elastic.core.job.membership import launch
-from elastic.core.job.state import Action, Finish, JobPhase, JobState, Member, Note, Recovered, Result, Send
+from elastic.core.job.state import (
+    Action,
+    Cause,
+    CauseKind,
+    Finish,
+    JobPhase,
+    JobState,
+    Loss,
+    Member,
+    Note,
+    Recovered,
+    Result,
+    Send,
+)
 from elastic.core.policy import drain as notices
 from elastic.core.policy import remediation as remedies
 from elastic.core.policy import restart_policy as returning
 from elastic.core.policy.backup_policy import rechoose
 from elastic.core.policy.straggler_policy import relieve
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
@@ -112,17 +125,18 @@ def _losses(state: JobState, now: float) -> Result | None:
     behind_s = min(state.late_s, state.policy.lease_s)
     suspects = {s for mb in state.members.values() for s in mb.report.suspects}
     for node, member in state.members.items():
-        why = ""
+        why, loss = "", Loss.CLOSED
         if not member.connected and now >= member.closed_at:
             accused = node in suspects and member.closed_at <= now
             if now - member.closed_at >= state.policy.grace_s + behind_s or accused:
                 why = "connection closed" + (" and neighbours lost contact" if accused else "")
         if not why and now - member.seen > state.policy.lease_s + behind_s:
-            why = f"silent for {now - member.seen:.1f} s"
+            why, loss = f"silent for {now - member.seen:.1f} s", Loss.SILENT
         if why:
             state = count(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
-            actions = (Note("lost", {"node": node, "why": why}), Send(node, m.Fenced(f"lost: {why}")))
+            note = Note("lost", {"node": node, "loss": loss.value, "why": why})
+            actions = (note, Send(node, m.Fenced(f"lost: {why}")))
             state, told = remedies.departed(state.of(members=members), node, why, now)
             return state, (*actions, *told), f"{node} lost: {why}"
     return None
@@ -185,7 +199,9 @@ def _launched(state: JobState, now: float) -> Result | None:
         settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
         enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
         if settled or (enough and now - state.launched_at > STRAGGLER_S):
-            return epoch_change.begin(state.of(start_s=now - state.launched_at), "start", now)
+            return epoch_change.begin(
+                state.of(start_s=now - state.launched_at), Cause(CauseKind.START, "start"), now
+            )
         return None
     if any(mb.report.elastic for mb in launched):
         return None  # the script uses elastic: its workers are started again
@@ -219,7 +235,7 @@ def _halting(state: JobState, now: float) -> Result | None:
     assert change is not None
     if change.boundary:
         why = trouble(state, now) or _deadline(state, now)
-        if why:
+        if why is not None:
             return epoch_change.begin(state, why, now)
     there = {
         n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted
@@ -230,17 +246,17 @@ def _halting(state: JobState, now: float) -> Result | None:
     return returning.consider(state, now) or epoch_change.decide(state, now)
 
 
-def _deadline(state: JobState, now: float) -> str:
+def _deadline(state: JobState, now: float) -> Cause | None:
     """A draining node whose notice runs out before the step's end leaves at once."""
     for member in state.members.values():
         if member.draining and now > member.drain_deadline - state.limits.leave_s:
-            return f"notice of {member.node} runs out"
-    return ""
+            return Cause(CauseKind.NOTICE, f"notice of {member.node} runs out", (member.node,))
+    return None
 
 
 def _installing(state: JobState, now: float) -> Result | None:
     why = trouble(state, now)
-    if why:
+    if why is not None:
         over = _recovered(state.of(trained=True))
         return over if over is not None else epoch_change.begin(state, why, now)
     assert state.plan is not None
@@ -256,7 +272,7 @@ def _running(state: JobState, now: float) -> Result | None:
     if over is not None:  # told before what follows it; a coordinator that is behind learns of both at once
         return over
     why = trouble(state, now)
-    if why:
+    if why is not None:
         return epoch_change.begin(state, why, now)
     assert state.plan is not None
     members = [state.members[n] for n in state.plan.nodes()]
@@ -321,7 +337,9 @@ def _joining(state: JobState, now: float) -> Result | None:
         if waiting and now - state.joining_since < state.limits.prefetch_s:
             return None
         return (
-            epoch_change.begin(state, f"join {' '.join(here)}", now, boundary=True)
+            epoch_change.begin(
+                state, Cause(CauseKind.JOIN, f"join {' '.join(here)}", tuple(here)), now, boundary=True
+            )
             if here
             else (state.of(joining=()), (), "the joining node is gone")
         )
@@ -339,24 +357,31 @@ def _paused(state: JobState, now: float) -> Result | None:
     return quarantine.expire(state, now) or epoch_change.reconsider(state, now)
 
 
-def trouble(state: JobState, now: float) -> str:
-    """Say why the running plan cannot go on, or ""."""
+def trouble(state: JobState, now: float) -> Cause | None:
+    """Return why the running plan cannot go on; None if it can."""
     assert state.plan is not None
     for node in state.plan.nodes():
         member = state.members.get(node)
         if member is None:
-            return f"{node} lost"
+            return Cause(CauseKind.LOST, f"{node} lost", (node,))
         if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
-            return f"{node}: {member.report.cause or 'workers are gone'}"
+            return _down(member.report, "workers are gone")
         if member.report.phase is NodePhase.IDLE:
-            return f"{node}: {member.report.cause or 'workers were started anew'}"
+            return _down(member.report, "workers were started anew")
     for node, peer in state.plan.peers:
         if peer not in state.members:
-            return f"{peer} lost, which kept the backups of {node}"
+            return Cause(CauseKind.LOST, f"{peer} lost, which kept the backups of {node}", (peer,))
     if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
         suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
-        return f"contact lost with {' '.join(suspects)}" if suspects else ""
-    return ""
+        if suspects:
+            return Cause(CauseKind.CONTACT, f"contact lost with {' '.join(suspects)}", tuple(suspects))
+    return None
+
+
+def _down(report: NodeReport, text: str) -> Cause:
+    """Workers crashed or hung; `text` if their agent gives no cause."""
+    kind = CauseKind.HANG if report.hung else CauseKind.WORKER
+    return Cause(kind, f"{report.info.node}: {report.cause or text}", (report.info.node,))
 
 
 def _nothing(state: JobState, now: float) -> Result | None:

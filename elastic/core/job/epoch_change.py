@@ -8,7 +8,19 @@ from math import inf
 from elastic.core.job import join_policy as stay
 from elastic.core.job import quarantine
 from elastic.core.job.measured_conditions import weighing
-from elastic.core.job.state import Action, Change, Finish, JobPhase, JobState, Member, Note, Result, Send
+from elastic.core.job.state import (
+    Action,
+    Cause,
+    CauseKind,
+    Change,
+    Finish,
+    JobPhase,
+    JobState,
+    Member,
+    Note,
+    Result,
+    Send,
+)
 from elastic.core.job.stragglers import slow
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
@@ -20,7 +32,7 @@ from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
 
-def begin(state: JobState, cause: str, now: float, *, boundary: bool = False) -> Result:
+def begin(state: JobState, cause: Cause, now: float, *, boundary: bool = False) -> Result:
     """Raise the epoch and halt everybody: at once, or (boundary) after the running step."""
     epoch = state.epoch + 1
     old = state.change if state.change is not None and not state.change.boundary else None
@@ -32,7 +44,7 @@ def begin(state: JobState, cause: str, now: float, *, boundary: bool = False) ->
     found = [state.members[n].report.detect_s for n in gone if n in state.members]
     change = Change(
         epoch=epoch,
-        cause=f"{old.cause}; then {cause}" if old else cause,
+        causes=(*(old.causes if old else ()), cause),
         boundary=boundary,
         lost=tuple(dict.fromkeys((*(old.lost if old else ()), *gone))),
         nodes_before=old.nodes_before if old else len(nodes),
@@ -46,8 +58,9 @@ def begin(state: JobState, cause: str, now: float, *, boundary: bool = False) ->
     )
     state = state.of(epoch=epoch, phase=JobPhase.HALTING, change=change, suspected_since=0.0, joining=())
     sends: list[Action] = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
-    note = Note("halt", {"epoch": epoch, "cause": cause, "boundary": boundary})
-    return state, (*sends, note), f"epoch {epoch}: {cause}"
+    told = {"cause": cause.text, "cause_kind": cause.kind.value, "cause_nodes": list(cause.nodes)}
+    note = Note("halt", {"epoch": epoch, **told, "boundary": boundary})
+    return state, (*sends, note), f"epoch {epoch}: {cause.text}"
 
 
 def _workers_gone(state: JobState, node: str) -> bool:
@@ -258,7 +271,8 @@ def consider_joining(state: JobState, now: float) -> Result | None:
     wanted = tuple(node for node in fresh if node in plan.nodes())
     sends = tuple(Send(node, _prefetch(state, plan, node)) for node in wanted)
     reason = "; ".join(text for text in (f"{' '.join(wanted)} pull state", choice.reason) if text)
-    return state.of(joining=wanted, joining_since=now), (*sends, *notes), reason
+    note = Note("prefetch", {"nodes": list(wanted)})
+    return state.of(joining=wanted, joining_since=now), (*sends, note, *notes), reason
 
 
 def _left_aside(choice: stay.Choice) -> tuple[Note, ...]:
@@ -288,4 +302,4 @@ def reconsider(state: JobState, now: float) -> Result | None:
         make_plan(request(state, state.epoch + 1))
     except InfeasiblePlan as error:
         return quarantine.free(state, now, f"no plan without it: {error}")
-    return begin(state, "nodes came", now)
+    return begin(state, Cause(CauseKind.RESUME, "nodes came"), now)

@@ -24,6 +24,7 @@ def recovery_entry(event: Recovered, fault_at: float | None) -> dict[str, Any]:
         "step": change.step,
         "microbatch": change.microbatch,
         "cause": change.cause,
+        "cause_kinds": [cause.kind.value for cause in change.causes],
         "planned": planned,
         "epoch": change.epoch,
         "nodes_before": change.nodes_before,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from elastic.core.health import diagnosis as health
@@ -39,7 +40,8 @@ def tell(state: JobState, node: str, finding: Finding) -> tuple[JobState, tuple[
         return put(state, node, record.found(finding)), ()
     if finding.action in AWAY and not record.quarantined:
         record, seconds = health.quarantine(record, finding.at, state.policy.health)
-        finding.evidence.update(quarantine_s=round(seconds, 3), quarantines=record.quarantines)
+        figures = {"quarantine_s": round(seconds, 3), "quarantines": record.quarantines}
+        finding = replace(finding, evidence={**finding.evidence, **figures})
     return put(state, node, record.found(finding)), (note(node, finding),)
 
 

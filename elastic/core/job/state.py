@@ -102,12 +102,63 @@ class Member:
         )
 
 
+class Loss(StrEnum):
+    """How a member was lost."""
+
+    CLOSED = "closed"
+    """Its connection ended."""
+    SILENT = "silent"
+    """Its lease ended."""
+    REPLACED = "replaced"
+    """Its agent came back as another incarnation."""
+
+
+class CauseKind(StrEnum):
+    """Kinds of causes of an epoch change, for statistics."""
+
+    START = "start"
+    """The job starts."""
+    LOST = "lost"
+    """A node is lost."""
+    WORKER = "worker"
+    """Workers of a node crashed."""
+    HANG = "hang"
+    """Workers of a node hung."""
+    CONTACT = "contact"
+    """Workers lost contact with each other."""
+    DRAIN = "drain"
+    """A node leaves with notice."""
+    NOTICE = "notice"
+    """The notice runs out before the end of the step."""
+    JOIN = "join"
+    """Nodes joined."""
+    SLOW = "slow"
+    """Nodes became slow, or recovered their speed."""
+    BACKUP = "backup"
+    """Another pair of backup schemes is better."""
+    RESUME = "resume"
+    """Nodes came to a paused job."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an epoch change was begun."""
+
+    kind: CauseKind
+    text: str
+    """For people."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that are lost, leave, join or changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """An epoch change under way, and the times of its phases (seconds on the coordinator's clock)."""
 
     epoch: int
-    cause: str
+    causes: tuple[Cause, ...]
+    """Oldest first; there are several if faults came while the change was under way."""
     boundary: bool
     """Planned: everybody stops after the same update."""
     lost: tuple[str, ...]
@@ -136,6 +187,16 @@ class Change:
     wait_until: float = 0.0
     """Until when nodes are waited for whose workers are starting again; -1: nobody is; 0: not considered."""
     reason: str = ""
+
+    @property
+    def cause(self) -> str:
+        """All causes, for people."""
+        return "; then ".join(cause.text for cause in self.causes)
+
+    @property
+    def starts_job(self) -> bool:
+        """True for the first epoch, unless a fault came before it ran."""
+        return [cause.kind for cause in self.causes] == [CauseKind.START]
 
 
 @dataclass(frozen=True, slots=True)

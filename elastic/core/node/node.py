@@ -145,7 +145,8 @@ def _install(state: NodeState, event: m.Install) -> Result:
             f"install of epoch {event.epoch} does not fit epoch {state.epoch} ({state.phase})",
         )
     workers = tuple(replace(w, halted=None) for w in state.workers)
-    state = replace(state, workers=workers, suspects=(), cause="", detect_s=0.0, waiting=False, finished=None)
+    state = replace(state, workers=workers, suspects=(), cause="", hung=False, detect_s=0.0)
+    state = replace(state, waiting=False, finished=None)
     if state.info.node not in event.assignment.plan.nodes():
         return replace(state, phase=Phase.IDLE), (Enter(event), Report()), "spare in this epoch"
     return replace(state, phase=Phase.INSTALLING), (Enter(event), Tell(event)), "workers install"
@@ -232,7 +233,7 @@ def _halted(state: NodeState) -> Result:
 def _exited(state: NodeState, event: Exited) -> Result:
     if event.rank >= len(state.workers) or not state.workers[event.rank].alive:
         return state, (), "already known"
-    worker = replace(state.workers[event.rank], alive=False, exit_code=event.code)
+    worker = replace(state.workers[event.rank], alive=False)
     state = _put(state, event.rank, worker)
     if not state.elastic:
         return _script_exited(state, event)
@@ -240,7 +241,13 @@ def _exited(state: NodeState, event: Exited) -> Result:
         return state, (Report(),), "worker ended"
     cause = worker.error or state.cause or f"worker {event.rank} ended with {_name(event.code)}"
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
-    state = replace(state, cause=cause, crashes=state.crashes + 1, fallen=state.fallen + 1)
+    state = replace(
+        state,
+        cause=cause,
+        hung=state.hung and not worker.error,
+        crashes=state.crashes + 1,
+        fallen=state.fallen + 1,
+    )
     if state.crashes > MAX_CRASHES:
         text = f"{cause}; {state.crashes} crashes without a finished installation between them"
         dead = tuple(replace(w, alive=False) for w in state.workers)
@@ -277,7 +284,7 @@ def _looked(state: NodeState, event: Looked, now: float) -> Result:
         halting = state.phase is Phase.HALTING and not state.boundary and worker.halted is None
         reason = hung(worker, evidence.stopped, now, state.limits, halting=halting)
         if reason:
-            state = replace(state, cause=f"hang: {reason}", detect_s=now - worker.seen)
+            state = replace(state, cause=f"hang: {reason}", hung=True, detect_s=now - worker.seen)
             return state, (KillWorkers(state.cause),), reason
     return state, (), "healthy"
 

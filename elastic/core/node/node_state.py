@@ -40,7 +40,6 @@ class Worker:
     """CPU time of its descendants when it last counted; 0: it was not looked at."""
     error: str = ""
     """Its last words: a device broke."""
-    exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,8 @@ class NodeState:
     """The halt under way is a planned one."""
     suspects: tuple[str, ...] = ()
     cause: str = ""
+    hung: bool = False
+    """`cause` is a hang."""
     detect_s: float = 0.0
     crashes: int = 0
     fallen: int = 0
@@ -197,10 +198,10 @@ def report(state: NodeState) -> m.NodeReport:
         prefetched=state.prefetched,
         suspects=state.suspects,
         cause=state.cause,
+        hung=state.hung,
         detect_s=state.detect_s,
         finished=state.finished,
         failed=state.failed,
-        exit_codes=tuple(w.exit_code for w in state.workers if w.exit_code is not None),
         restart=state.launch.restart if state.launch else -1,
         step=progress[0].step if progress else 0,
         microbatch=progress[0].microbatch if progress else 0,

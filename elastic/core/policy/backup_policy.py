@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from elastic.core.health.backup_metrics import Gauge
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.measured_conditions import weighing
-from elastic.core.job.state import JobState, Note, Result
+from elastic.core.job.state import Cause, CauseKind, JobState, Note, Result
 from elastic.planning.backup.amortization import horizon_s
 from elastic.planning.backup.backup_cost import Estimate, Weighing, choose, estimate, estimates
 
@@ -47,8 +47,8 @@ def rechoose(state: JobState, now: float) -> Result | None:
     note = _note(here, best, worth, why, by, found)
     if not worth:
         return state, (note,), f"backup stays: {why}"
-    state = state.of(wanted=best.pair)
-    state, actions, reason = epoch_change.begin(state, f"backup {best.pair}", now, boundary=True)
+    state, cause = state.of(wanted=best.pair), Cause(CauseKind.BACKUP, f"backup {best.pair}")
+    state, actions, reason = epoch_change.begin(state, cause, now, boundary=True)
     return state, (note, *actions), f"{reason}; {why}"
 
 

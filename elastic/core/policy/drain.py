@@ -17,7 +17,7 @@ from typing import Any
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.join_policy import arrived, key
 from elastic.core.job.membership import put
-from elastic.core.job.state import Action, JobState, Member, Note, Result, Send
+from elastic.core.job.state import Action, Cause, CauseKind, JobState, Member, Note, Result, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NoticeKind
 from elastic.core.protocol.timeouts import budget
@@ -94,11 +94,11 @@ def _told(event: m.Notice) -> dict[str, Any]:
     }
 
 
-def cause(state: JobState) -> str:
+def cause(state: JobState) -> Cause:
     """Why nodes that leave are moved off: all of them at once."""
     leaving = [mb for mb in state.members.values() if mb.draining]
     said = [f"{mb.node}{f' ({mb.notice.provider})' if mb.notice else ''}" for mb in leaving]
-    return f"drain {' '.join(said)}"
+    return Cause(CauseKind.DRAIN, f"drain {' '.join(said)}", tuple(mb.node for mb in leaving))
 
 
 def farewell(member: Member) -> Action:
@@ -121,7 +121,8 @@ def step_aside(state: JobState, now: float) -> Result | None:
     for member in likely:
         state = put(state, replace(member, weighed=True))
     why = f"{' '.join(mb.node for mb in likely)} may go, {' '.join(mb.node for mb in spares)} can step in"
-    return epoch_change.begin(state, why, now, boundary=True)
+    cause = Cause(CauseKind.OTHER, why, tuple(mb.node for mb in likely))
+    return epoch_change.begin(state, cause, now, boundary=True)
 
 
 def _hinted(member: Member) -> bool:

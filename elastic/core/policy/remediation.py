@@ -19,7 +19,18 @@ from elastic.core.health.diagnosis import AWAY, Finding, Kind, Record, Remedy
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import quarantine
 from elastic.core.job.quarantine import clear, of, put, tell
-from elastic.core.job.state import Action, Finish, HealthSeen, JobPhase, JobState, Note, Result, Send
+from elastic.core.job.state import (
+    Action,
+    Cause,
+    CauseKind,
+    Finish,
+    HealthSeen,
+    JobPhase,
+    JobState,
+    Note,
+    Result,
+    Send,
+)
 from elastic.core.job.stragglers import factor
 from elastic.core.policy.slow_link import Verdict, weigh
 from elastic.core.protocol.device_errors import of_device
@@ -327,10 +338,12 @@ def remedy(state: JobState, now: float) -> Result | None:
     if out:
         node = out[0]
         found = next((one for one in of(state, node).findings if one.action in AWAY), None)
-        cause = f"{node} is put aside: {found.reason}" if found else f"{node} is put aside"
+        text = f"{node} is put aside: {found.reason}" if found else f"{node} is put aside"
+        cause = Cause(CauseKind.OTHER, text, (node,))
         return epoch_change.begin(state.of(rebalance=""), cause, now, boundary=True)
     if state.rebalance:
-        return epoch_change.begin(state.of(rebalance=""), state.rebalance, now, boundary=True)
+        cause = Cause(CauseKind.OTHER, state.rebalance)
+        return epoch_change.begin(state.of(rebalance=""), cause, now, boundary=True)
     return quarantine.revive(state, now)
 
 

@@ -11,7 +11,7 @@ from elastic.core.health.compute_speed import Pace, found
 from elastic.core.health.diagnosis import AWAY, Finding, Kind, Remedy
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.quarantine import clear, of, tell
-from elastic.core.job.state import Action, JobState, Note, Result
+from elastic.core.job.state import Action, Cause, CauseKind, JobState, Note, Result
 from elastic.core.job.stragglers import pace_of, profile_for, slow
 from elastic.core.policy.remediation import spares
 from elastic.domain.errors import InfeasiblePlan
@@ -42,17 +42,20 @@ def relieve(state: JobState, now: float) -> Result | None:
     for node, pace, factor in changed:
         paces[state.members[node].report.info.incarnation] = replace(pace, factor=factor)
     state = state.of(paces=paces)
-    cause = ", ".join(_told(state, node, factor) for node, _, factor in changed)
+    text = ", ".join(_told(state, node, factor) for node, _, factor in changed)
+    cause = Cause(CauseKind.SLOW, text, tuple(node for node, _, _ in changed))
     notes: tuple[Action, ...] = tuple(_note(node, pace, factor) for node, pace, factor in changed)
     gain, why = _gain(state)
     away, instead = _replacing(state, tuple(node for node, _, factor in changed if factor > 1.0))
     state, told = _tell(state, changed, gain, f"{why}{instead}", away, now)
     notes = (*notes, *told)
     if away:
-        state, actions, reason = epoch_change.begin(state, f"{cause}; replaced", now, boundary=True)
+        state, actions, reason = epoch_change.begin(
+            state, replace(cause, text=f"{text}; replaced"), now, boundary=True
+        )
         return state, (*notes, *actions), f"{reason}{instead}"
     if gain < GAIN:
-        return state, notes, f"{cause}; the plan stays: {why}"
+        return state, notes, f"{text}; the plan stays: {why}"
     state, actions, reason = epoch_change.begin(state, cause, now, boundary=True)
     return state, (*notes, *actions), f"{reason}; {why}"
 

@@ -281,12 +281,12 @@ class NodeReport:
     """Nodes that this node's workers lost contact with in the current epoch."""
     cause: str = ""
     """Why workers went down last (exit code, signal, hang)."""
+    hung: bool = False
+    """They hung."""
     detect_s: float = 0.0
     """From the fault to the agent's knowledge of it, when the agent can tell."""
     finished: Finished | None = None
     failed: Failed | None = None
-    exit_codes: tuple[int, ...] = ()
-    """Of workers that ended, in local-rank order; scripts without elastic."""
     restart: int = -1
     """Restart count that these workers were launched with; -1: not launched."""
     step: int = 0
@@ -357,15 +357,6 @@ class Released:
     """The job needs nothing of the node any more: end the workers, drop the vault, and join anew only if it stays."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """The node is a member; it heartbeats every `heartbeat_s` or loses its lease after `lease_s`."""
-
-    term: int
-    heartbeat_s: float
-    lease_s: float
 
 
 @dataclass(frozen=True, slots=True)

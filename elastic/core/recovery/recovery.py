@@ -111,17 +111,12 @@ def solve(
 class Outcome:
     """What a recovery does, for summaries and logs."""
 
-    step: int
     network_bytes: int
     """Bytes that vaults send to other nodes."""
-    moved_layers: tuple[int, ...]
-    """Layers that got a holder which did not hold them before."""
     state_source: str
     """memory: every holder has its state on its own node | shared memory: so it is, and some of it was left by workers
     that are gone | peer: some state is a copy that a peer kept | checkpoint: some state is read from the checkpoint |
     initial: layers are initialised."""
-    replays: int
-    """(layer, TP rank)s that make the last update again."""
     todo: frozenset[int]
     """Micro-batches of the step that have to run through all layers."""
     partial: frozenset[int]
@@ -135,13 +130,12 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     plan, recipes = assignment.plan, assignment.recipes
     network = sum(_bytes_read(plan, node, recipe, lost_nodes) for node, recipe in recipes)
     network += partial.fetched_bytes(plan, assignment.partial)
-    moved = tuple(
-        layer
+    moved = sum(
+        1
         for layer in range(plan.n_layers if before else 0)
         if {u.node for u in plan.holders(layer)} - {u.node for u in (before or plan).holders(layer)}
     )
     source = _state_source(assignment, lost_nodes)
-    replays = sum(bool(recipe.replay) for _, recipe in recipes)
     longest = max((len(part.updates) for _, r in recipes for part in (r, *r.portions)), default=0)
     made = f" and up to {longest} updates" if longest else ""
     todo = frozenset(index for share in assignment.todo for index in share)
@@ -150,12 +144,12 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
     )
     text = (
         f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
-        f"step {assignment.step}, state from {source}{made}, {len(moved)} of {plan.n_layers} layers move, "
+        f"step {assignment.step}, state from {source}{made}, {moved} of {plan.n_layers} layers move, "
         f"{network} bytes over the network, {len(todo)} of {plan.n_microbatches} micro-batches to run"
         f"{f'; in part: {partial.describe(assignment.partial)}' if assignment.partial else ''}"
     )
     in_part = frozenset(run.microbatch for run in assignment.partial)
-    return Outcome(assignment.step, network, moved, source, replays, todo, in_part, text)
+    return Outcome(network, source, todo, in_part, text)
 
 
 def replayed(

@@ -151,17 +151,11 @@ def _peaks(tensors: Sequence[Tensor]) -> Tensor:
     return torch.maximum(low.neg(), high)
 
 
-def to_float(reduced: Tensor, layout: FlatLayout, factor: float = 1.0) -> list[Tensor]:
-    """Return `factor` times the gradients in `reduced` (flat, int64 or float32) as float32, one a slot.
-
-    They are views of one new buffer; `reduced` is not modified.
-    """
-    return layout.views(to_flat(reduced, factor))
-
-
 def to_flat(reduced: Tensor, factor: float = 1.0) -> Tensor:
-    """The same as one flat float32 tensor: a conversion and a product of every element by itself, so always the same
-    bits."""
+    """Return `factor` times `reduced` (flat, int64 or float32) as a new flat float32 tensor.
+
+    Each element is converted and multiplied by itself, so the bits are always the same.
+    """
     flat = torch.empty(reduced.numel(), dtype=torch.float32, device=reduced.device)
     flat.copy_(reduced)
     return flat.mul_(factor / SCALE if reduced.dtype == torch.int64 else factor)

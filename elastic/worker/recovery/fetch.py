@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -70,18 +69,6 @@ class Fetcher:
             raise
         return Fetched(out, f"peer:{copy.node}")
 
-    def fetch_all(self, copies: Sequence[Copy]) -> list[Fetched]:
-        """Fetch several, in order; in parallel when they come from different vaults."""
-        sources = dict.fromkeys(copy.node for copy in copies)
-        if not sources:
-            return []
-        with ThreadPoolExecutor(len(sources), "fetch") as pool:
-            parts = {
-                node: pool.submit(lambda n: [self.fetch(c) for c in copies if c.node == n], node)
-                for node in sources
-            }
-            found = {node: iter(part.result()) for node, part in parts.items()}
-        return [next(found[copy.node]) for copy in copies]
 
     def close(self) -> None:
         """End transfers in progress and all connections."""

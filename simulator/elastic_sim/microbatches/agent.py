@@ -65,7 +65,7 @@ class Agent:
         profile, physics = world.profile, world.physics
         rate = physics.bytes_per_s or world.link_bytes_per_s
         self.wire = Wire(world.clock, rate, profile.link.latency_s)
-        self.alive, self.left_with = True, -1
+        self.alive = True
         self.link: Link | None = None
         self._steps: list[m.StepDone] = []
         self._generation = 0
@@ -211,8 +211,8 @@ class Agent:
                 self._fence(epoch)
             case core.Report():
                 self.report()
-            case core.Leave(code):
-                self.alive, self.left_with = False, code
+            case core.Leave():
+                self.alive = False
                 if self.worker is not None:
                     self.worker.die(silent=True)
                 self.disconnect(self.world.physics.message_s)

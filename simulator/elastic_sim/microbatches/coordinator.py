@@ -93,7 +93,7 @@ class CoordinatorModel:
 
     def _planning_s(self) -> float:
         change, physics = self.state.change, self._world.physics
-        joining = change is not None and change.boundary and change.cause.startswith("join ")
+        joining = change is not None and change.causes[0].kind is job.CauseKind.JOIN
         return physics.replan_s if joining else physics.plan_s
 
     def _act(self, actions: tuple[job.Action, ...]) -> None:
@@ -107,7 +107,7 @@ class CoordinatorModel:
                         del self._sessions[node]
                 case job.Finish():
                     self.finish = action
-                case job.Recovered() if action.change.cause != "start":
+                case job.Recovered() if not action.change.starts_job:
                     self._meter.recovered(action)
                 case job.Note(kind, data):
                     self._meter.noted(kind, data)

@@ -29,14 +29,14 @@ ACTED = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.JOIN)
 MICROBATCHES = (Phase.START, Phase.FORWARD, Phase.BACKWARD)
 NEEDED = {
     "step": ("step", "seconds"),
-    "halt": ("epoch", "cause"),
+    "halt": ("epoch", "cause_kind", "cause_nodes"),
     "plan": ("epoch", "text"),
     "joined": ("node",),
     "lost": ("node",),
     "drain": ("node", "deadline_s"),
-    "decision": ("reason",),
+    "prefetch": ("nodes",),
     "fault": ("number",),
-    "recovery": ("planned", "nodes_before", "nodes_after", "epoch", "cause", "detect_s", "decide_s", "halt_s",
+    "recovery": ("planned", "nodes_before", "nodes_after", "epoch", "cause_kinds", "detect_s", "decide_s", "halt_s",
                  "transfer_s", "rebuild_s", "total_s", "pause_s", "microbatches_lost"),
     "lost-steps": ("from_step",),
     "job": ("steps", "microbatches", "tokens_per_microbatch", "tied", "checkpoint_every"),
@@ -140,7 +140,7 @@ def _job(config: dict[str, Any], events: list[dict[str, Any]], run_dir: Path) ->
 def _trace(
     events: list[dict[str, Any]], faults: tuple[FaultSpec, ...], config: dict[str, Any], path: Path
 ) -> tuple[Trace, tuple[Anchored, ...]]:
-    begin = next((float(e["at"]) for e in events if e["kind"] == "halt" and e["cause"] == "start"), None)
+    begin = next((float(e["at"]) for e in events if e["kind"] == "halt" and e["cause_kind"] == "start"), None)
     ended = [(float(e["at"]), int(e["step"])) for e in events if e["kind"] == "step"]
     if begin is None or not ended:
         raise FieldError(f"{path}: halt, step", None, "a run that began to train")

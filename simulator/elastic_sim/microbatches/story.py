@@ -17,7 +17,8 @@ class Story:
     """(step, when it was done, its seconds, epoch), those that count, in order."""
     recoveries: tuple[dict[str, Any], ...]
     plannings: tuple[tuple[str, float], ...]
-    """(cause, seconds from everybody's having halted to the plan's going out) of every recovery."""
+    """(kind of cause, seconds from when all had halted until the plan went out), for each recovery
+    that has one cause."""
     starts: tuple[float, ...]
     """Seconds from a later node's joining until it pulled state."""
     prefetches: tuple[float, ...]
@@ -28,13 +29,9 @@ class Story:
         """From the end of the first step to that of the last one."""
         return self.steps[-1][1] - self.steps[0][1] if self.steps else 0.0
 
-    @property
-    def steps_per_s(self) -> float:
-        return (len(self.steps) - 1) / self.seconds if self.seconds > 0 else 0.0
-
     def planning_s(self, joins: bool) -> list[float]:
         """Of plans for nodes that joined, or of all others."""
-        return [seconds for cause, seconds in self.plannings if cause.startswith("join ") is joins]
+        return [seconds for kind, seconds in self.plannings if (kind == "join") is joins]
 
     def undisturbed(self) -> Iterator[tuple[int, float]]:
         """(step, its seconds) of those in whose epoch `WARM` others came before, and after which it went on."""
@@ -59,7 +56,7 @@ def tell(events: Sequence[dict[str, Any]]) -> Story:
                 steps = {step: told for step, told in steps.items() if step < event["from_step"]}
             case "halt":
                 halts[event["epoch"]] = at
-                for node in _joining(str(event["cause"])):
+                for node in event["cause_nodes"] if event["cause_kind"] == "join" else ():
                     if node in pulled:
                         prefetches.append(at - pulled.pop(node))
             case "plan":
@@ -71,27 +68,22 @@ def tell(events: Sequence[dict[str, Any]]) -> Story:
                 if event["node"] in pulled:
                     starts.append(pulled[event["node"]] - at)
     plannings = [
-        (str(r["cause"]), plans[r["epoch"]] - halts[r["epoch"]] - r["decide_s"])
+        (str(r["cause_kinds"][0]), plans[r["epoch"]] - halts[r["epoch"]] - r["decide_s"])
         for r in recoveries
-        if r["epoch"] in plans and "; then " not in r["cause"]
+        if r["epoch"] in plans and len(r["cause_kinds"]) == 1
     ]
     ordered = tuple(steps[step] for step in sorted(steps))
     return Story(ordered, tuple(recoveries), tuple(plannings), tuple(starts), tuple(prefetches))
 
 
 def readiness(events: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Node: when it first was told to pull state, of those that joined later."""
+    """When each node that joined later was first told to pull state, by node."""
     found: dict[str, float] = {}
     for event in events:
-        if event["kind"] == "decision" and " pull state" in str(event["reason"]):
-            words = str(event["reason"]).replace(";", " ").replace(":", " ").split()
-            for node in words[: words.index("pull")]:
+        if event["kind"] == "prefetch":
+            for node in event["nodes"]:
                 found.setdefault(node, float(event["at"]))
     return found
-
-
-def _joining(cause: str) -> Sequence[str]:
-    return cause.split()[1:] if cause.startswith("join ") else ()
 
 
 def pairs(measured: Story, predicted: Story) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -3,8 +3,6 @@ peer memory (Gemini), and the checkpoint interval of Young and Daly."""
 
 from __future__ import annotations
 
-import math
-
 
 def discarded(step_s: float, failure_every_s: float) -> float:
     """The part of steps that is committed when each failure discards the step that it falls into.
@@ -37,8 +35,3 @@ def expected_ettr(
 def wasted_s(checkpoint_s: float, frequency_per_s: float, retrieve_s: float) -> float:
     """Seconds a failure costs with checkpoints in peers' memory: t_ckpt + 1/(2 f) + t_rtvl (Wang et al., SOSP 2023)."""
     return checkpoint_s + 1 / (2 * frequency_per_s) + retrieve_s
-
-
-def young_daly_s(write_s: float, mtbf_s: float) -> float:
-    """The interval between checkpoints that wastes least, to first order (Young 1974, Daly 2006)."""
-    return math.sqrt(2 * write_s * mtbf_s)

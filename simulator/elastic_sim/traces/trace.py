@@ -64,10 +64,6 @@ class Trace:
     origin: str = ""
     """Where it comes from, in a few words; may have several lines."""
 
-    def at_start(self) -> tuple[Event, ...]:
-        """Nodes that are there from the beginning."""
-        return tuple(e for e in self.events if e.kind == ADD and e.seconds == 0)
-
     def steps(self) -> Iterator[tuple[float, tuple[Event, ...]]]:
         """All events of one moment together, moments ascending."""
         at, found = 0.0, list[Event]()

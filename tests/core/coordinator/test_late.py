@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.core.coordinator.transitions import learn, settle, transition
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Reported, Stepped
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Reported, Stepped
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import StepRecord
@@ -123,16 +123,17 @@ def test_a_loss_that_becomes_known_while_the_others_halt_is_part_of_the_recovery
     for _ in range(2):
         state, _, reason = transition(state, job.Tick(), state.ticked + 0.3)
     assert "contact lost with node2" in reason and state.change.lost == ()
+    assert state.change.causes == (Cause(CauseKind.CONTACT, "contact lost with node2", ("node2",)),)
     state = halt(halt(halt(state, "node2", NodePhase.STARTING), "node0"), "node1")
     assert state.phase is JobPhase.INSTALLING and state.change.lost == ("node2",)
 
 
 def test_workers_that_are_back_before_anybody_looked_were_lost_all_the_same() -> None:
     state = running()
-    died = reported(state, "node2", phase=NodePhase.STARTING, cause="hang: worker 0", detect_s=0.7)
-    back = reported(state, "node2", phase=NodePhase.IDLE, cause="hang: worker 0", detect_s=0.7)
+    died = reported(state, "node2", phase=NodePhase.STARTING, cause="hang: worker 0", hung=True, detect_s=0.7)
+    back = reported(state, "node2", phase=NodePhase.IDLE, cause="hang: worker 0", hung=True, detect_s=0.7)
     after, _, reason = together(state, died, back)
-    assert "epoch 2: node2: hang: worker 0" in reason
+    assert "epoch 2: node2: hang: worker 0" in reason and after.change.causes[0].kind is CauseKind.HANG
     assert (after.change.lost, after.change.detect_s) == (("node2",), 0.7)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import KNOW, RULES, transition
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Reported, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
 from elastic.core.protocol.messages import NodePhase
@@ -178,6 +178,10 @@ def told(actions: tuple[job.Action, ...], kind: type) -> list[Any]:
     return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
+def notes(actions: tuple[job.Action, ...], kind: str) -> list[dict[str, Any]]:
+    return [a.data for a in actions if isinstance(a, Note) and a.kind == kind]
+
+
 def say(state: JobState, node: str, **changes: Any) -> tuple[JobState, tuple[job.Action, ...], str]:
     report = replace(state.members[node].report, **changes)
     return transition(state, Reported(report), state.ticked + 0.01)
@@ -201,6 +205,11 @@ def test_closed_and_not_back_in_time() -> None:
     assert reason == "node1 lost: connection closed; epoch 2: node1 lost"
     assert after.phase is JobPhase.HALTING and not after.change.boundary
     assert told(actions, m.Halt) == [m.Halt(2)] * 2
+    assert after.change.causes == (Cause(CauseKind.LOST, "node1 lost", ("node1",)),)
+    assert notes(actions, "lost") == [{"node": "node1", "loss": "closed", "why": "connection closed"}]
+    assert notes(actions, "halt") == [
+        {"epoch": 2, "cause": "node1 lost", "cause_kind": "lost", "cause_nodes": ["node1"], "boundary": False}
+    ]
 
 
 def test_closed_and_accused_needs_no_grace() -> None:
@@ -227,9 +236,11 @@ def test_silence_and_a_coordinator_that_was_held_up() -> None:
     state = running()
     late, _, _ = transition(state, job.Tick(), state.ticked + 30.0)
     assert late.phase is JobPhase.RUNNING
+    lost = list[str]()
     for _ in range(10):
-        late, _, _reason = transition(late, job.Tick(), late.ticked + 0.4)
-    assert late.phase is JobPhase.PAUSED
+        late, actions, _ = transition(late, job.Tick(), late.ticked + 0.4)
+        lost += [note["loss"] for note in notes(actions, "lost")]
+    assert late.phase is JobPhase.PAUSED and lost == ["silent"] * 3
     first, *_ = say(state, "node0")
     held_up, _, _ = transition(state, Reported(first.members["node0"].report), state.ticked + 30.0)
     assert held_up.members.keys() == state.members.keys(), "the first event after the pause accuses nobody"
@@ -241,6 +252,8 @@ def test_workers_that_died() -> None:
     )
     assert reason == "node2: starting; epoch 2: node2: worker 0 ended with signal -9"
     assert after.change.lost == ("node2",)
+    (cause,) = after.change.causes
+    assert (cause.kind, cause.nodes) == (CauseKind.WORKER, ("node2",))
 
 
 def test_workers_that_died_unseen() -> None:
@@ -268,7 +281,8 @@ def test_install_waits_for_every_member() -> None:
 
 def test_planned_changes_wait_for_the_boundary() -> None:
     state = running()
-    _after, actions, reason = transition(state, job.DrainAsked("node1", 60.0), state.ticked)
+    after, actions, reason = transition(state, job.DrainAsked("node1", 60.0), state.ticked)
+    assert after.change.causes == (Cause(CauseKind.DRAIN, "drain node1", ("node1",)),)
     assert reason == "drain of node1 asked; epoch 2: drain node1"
     assert told(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
     _hasty, actions, reason = transition(state, job.DrainAsked("node1", 1.0), state.ticked)
@@ -292,6 +306,7 @@ def test_a_boundary_is_not_waited_for_beyond_the_notice() -> None:
     for _ in range(2):
         state, _actions, reason = transition(state, job.Tick(), state.ticked + 0.35)
     assert state.epoch == 3 and not state.change.boundary and "notice of node1 runs out" in reason
+    assert state.change.causes == (Cause(CauseKind.NOTICE, "notice of node1 runs out", ("node1",)),)
 
 
 def test_a_spare_that_keeps_backups_is_replaced_before_it_leaves() -> None:

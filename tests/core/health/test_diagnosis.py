@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import AWAY, Limits, Record
+from elastic.core.health.diagnosis import AWAY, Finding, Kind, Limits, Record, Remedy
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
@@ -89,6 +89,15 @@ def test_a_crash_loop_is_the_host_which_is_put_aside() -> None:
     assert note["evidence"]["crashes"] == LIMITS.crashes
     assert note["evidence"]["quarantine_s"] == LIMITS.quarantine_s
     assert quarantine.holds(state, "node1")
+
+
+def test_putting_a_node_aside_leaves_the_finding_as_it_was() -> None:
+    found = Finding(Kind.DEVICE, Remedy.QUARANTINE, "it is broken", {"errors": 3}, 5.0)
+    state, actions = quarantine.tell(running(), "node1", found)
+    assert found.evidence == {"errors": 3}
+    wanted = {"errors": 3, "quarantine_s": LIMITS.quarantine_s, "quarantines": 1}
+    assert told(actions)[-1]["evidence"] == wanted
+    assert state.health["node1"].findings[0].evidence == wanted
 
 
 ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"

@@ -98,7 +98,9 @@ def test_a_node_whose_connection_closed_comes_back_as_a_new_incarnation() -> Non
     state, _, _ = transition(state, Closed("node1", former), state.ticked)
     state, actions, _ = transition(state, again(state, "other"), state.ticked)
     assert state.members["node1"].report.info.incarnation == "other"
-    assert told(actions, "lost") == [{"node": "node1", "why": "came back as a new incarnation"}]
+    assert told(actions, "lost") == [
+        {"node": "node1", "loss": "replaced", "why": "came back as a new incarnation"}
+    ]
     assert state.retired == (("node1", former),)
 
 

@@ -251,7 +251,12 @@ def test_a_hung_worker_is_killed_with_its_cause() -> None:
     stopped = core.Looked((core.Evidence(1, True, 0.0),))
     state, actions, reason = transition(state, stopped, 11.0)
     assert actions == (core.KillWorkers(f"hang: {reason}"),) and state.detect_s == 1.0
-    assert play(core.Exited(1, -9), state=state).cause == f"hang: {reason}"
+    hung = core.report(play(core.Exited(1, -9), state=state))
+    assert hung.cause == f"hang: {reason}" and hung.hung
+    broke = core.report(play(Said(1, m.Crashed("CUDA error: ECC", 1)), core.Exited(1, 1), state=state))
+    assert broke.cause == "CUDA error: ECC" and not broke.hung, "the worker's last words"
+    installed = [m.Halt(2), m.Install(2, plan("a", 2))]
+    assert not core.report(play(core.Exited(1, -9), *START[1:], *installed, state=state)).hung
     assert transition(play(LAUNCH), stopped, 99.0)[1] == ()
 
 

@@ -10,7 +10,7 @@ from elastic.core.health.backup_metrics import ENOUGH, NEWEST, Gauge, middle, no
 from elastic.core.health.compute_speed import Pace
 from elastic.core.job import measured_conditions as conditions
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Send
+from elastic.core.job.state import CauseKind, JobPhase, JobState, Note, Send
 from elastic.core.policy import backup_policy as backup
 from elastic.core.policy.backup_policy import LOOK_S, STEPS
 from elastic.core.protocol import messages as m
@@ -108,6 +108,7 @@ def test_another_pair_is_taken_at_the_end_of_a_step_if_it_saves_enough() -> None
     state, actions, reason = result
     assert state.phase is JobPhase.HALTING and state.change is not None and state.change.boundary
     assert state.change.cause.startswith("backup recompute+")
+    assert state.change.causes[0].kind is CauseKind.BACKUP
     assert [a.message for a in actions if isinstance(a, Send)] == [m.Halt(state.epoch, True)] * 2
     told = next(a for a in actions if isinstance(a, Note) and a.kind == "backup")
     assert told.data["changed"] is True and told.data["now"].startswith("stream+")

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job.join_policy import paused
-from elastic.core.job.state import Change, JobPhase, JobState, Note
+from elastic.core.job.state import Cause, CauseKind, Change, JobPhase, JobState, Note
 from elastic.core.policy import restart_policy as returning
 from elastic.core.protocol.messages import NodePhase
 from elastic.planning.cost.profile import Link
@@ -30,7 +30,7 @@ def crashed(*, bytes_per_s: float, start_s: float = 3.0) -> JobState:
     starting = replace(member, report=replace(member.report, phase=NodePhase.STARTING, able=False))
     change = Change(
         epoch=state.epoch + 1,
-        cause="node1: worker 0 ended with signal 9",
+        causes=(Cause(CauseKind.WORKER, "node1: worker 0 ended with signal 9"),),
         boundary=False,
         lost=("node1",),
         nodes_before=2,

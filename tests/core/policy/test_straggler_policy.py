@@ -12,7 +12,7 @@ from elastic.core.coordinator.transitions import transition
 from elastic.core.health.compute_speed import SAMPLES, SAMPLES_UNPROFILED, Pace, calibrate, found, observe
 from elastic.core.job import state as job
 from elastic.core.job import stragglers
-from elastic.core.job.state import JobPhase, JobState, Note, Send
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Send
 from elastic.core.policy import straggler_policy as relief
 from elastic.core.protocol import messages as m
 from elastic.domain.types import LayerSpec, Pipeline, Plan, Stage, Unit
@@ -161,7 +161,8 @@ def test_a_slow_node_gets_less_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPa
     state, actions, reason = result
     assert asked[0].slow == (("node1", 2.0),) and asked[0].profile == profile()
     assert state.phase is JobPhase.HALTING and state.change is not None and state.change.boundary
-    assert state.change.cause == "node1 computes 2.0x slower than profiled"
+    text = "node1 computes 2.0x slower than profiled"
+    assert state.change.causes == (Cause(CauseKind.SLOW, text, ("node1",)),)
     assert set(state.members) == {"node0", "node1"} and state.change.lost == ()
     halts = [a.message for a in actions if isinstance(a, Send)]
     assert halts == [m.Halt(state.epoch, True)] * 2

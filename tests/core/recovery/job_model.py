@@ -1,28 +1,22 @@
-"""A whole job as a model: nodes, vaults, workers, commits and kills, in any order that the rules allow.
+"""A whole job as a model: nodes, vaults, commits and kills, in any order that the rules allow.
 
-Gradients are multisets of micro-batches, so whatever is added twice shows. The rules are those of
-docs/design/design.md: two slots, commit gates, retention, fences, trims. Every choice is made by the
+The workers are those of `tests.core.worker_model`. Every choice is made by the
 `random.Random` that is given.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from elastic.core.protocol.messages import Halted
 from elastic.core.recovery.recovery import replayed, solve
 from elastic.domain.types import (
-    ACTIVATION,
-    COTANGENT,
     GRADIENT,
     LOGS,
     STATE,
     UPDATE,
     Assignment,
-    Copy,
     JobSpec,
     LayerSpec,
     NodeInfo,
@@ -31,13 +25,9 @@ from elastic.domain.types import (
     StepRecord,
 )
 from elastic.planning.plan.plan import validate_plan
-from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
-from tests.core.recovery import log_model
-from tests.core.recovery.modelled_worker import Worker
 from tests.core.recovery.proof import Vault, check_assignment
-
-NBYTES = {STATE: 24, GRADIENT: 8, UPDATE: 4, ACTIVATION: 8, COTANGENT: 8}
+from tests.core.worker_model import Worker, check_ledgers, install, shares, todo_of
 
 
 def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tied: bool = False) -> JobSpec:
@@ -109,7 +99,7 @@ class Job:
             return []
         left = self.partial.get(at[0], [])
         if left:
-            return [lambda: log_model.run_in_part(self, ranks)] if left[0][1] == at[1] else []
+            return [lambda: self.run_in_part(ranks)] if left[0][1] == at[1] else []
         todo = self.todo(at[0], step)
         before = self.first_of(at[0], at[1] - 1)
         after = self.first_of(at[0], at[1] + 1)
@@ -119,36 +109,42 @@ class Job:
         if forward and (before is None or (before.step == step and forward[0] in before.started)):
             actions.append(lambda: self.forward(ranks, forward[0]))
         back = [m for m in todo if m in me.started and m not in me.backward]
-        ready = all(w.published == len(w.backward) and len(w.queue) < 2 for w in ranks)
-        if back and ready and (after is None or (after.step == step and back[0] in after.backward)):
+        if (
+            back
+            and not any(w.full for w in ranks)
+            and (after is None or (after.step == step and back[0] in after.backward))
+        ):
             actions.append(lambda: self.backward(ranks, back[0]))
         return actions
 
     def forward(self, ranks: list[Worker], index: int) -> None:
         for worker in ranks:
-            worker.started.add(index)
-            log_model.send(self, worker, ACTIVATION, max(worker.version) + 1, index)
+            worker.forward(index)
 
     def backward(self, ranks: list[Worker], index: int) -> None:
         for worker in ranks:
-            worker.backward.add(index)
-            log_model.add(self, worker, index, 0, self.spec.n_layers)
-            log_model.send(self, worker, COTANGENT, min(worker.version), index)
+            worker.backward_pass(index)
+
+    def run_in_part(self, ranks: list[Worker]) -> None:
+        """The next stage's share of a run of some layers; the last stage is the first to add it."""
+        run, _ = self.partial[ranks[0].pipeline].pop(0)
+        for worker in ranks:
+            worker.run_in_part(run)
 
     def actions_of(self, worker: Worker) -> list[Callable[[], None]]:
         """What one worker's publishing, backup, commit and update could do now."""
         if worker.queue:
             return [lambda: self.deliver(worker)]
         if worker.step >= self.spec.n_steps:
-            return [] if worker.entered else [lambda: self.enter(worker)]
+            return [] if worker.entered else [worker.enter]
         if worker.passed:
             return [lambda: self.update(worker)]
         if worker.published < len(worker.backward):
-            return [lambda: self.publish_gradients(worker)]
+            return [worker.publish]
         if not self.arrived(worker):
             return []
         if not worker.entered:
-            return [lambda: self.enter(worker)]
+            return [worker.enter]
         # A peer that is a step further has passed the same commit, so everybody had arrived.
         if all(
             w.step > worker.step or ((w.passed or self.ready(w)) and w.step == worker.step)
@@ -163,118 +159,33 @@ class Job:
 
     def ready(self, worker: Worker) -> bool:
         """It may enter the commit: everything done, published and acknowledged."""
-        done = worker.published == len(worker.backward) and worker.entered and not worker.queue
-        return self.arrived(worker) and done
+        return self.arrived(worker) and worker.ready
 
     def commit(self, worker: Worker) -> None:
         if all(w.step == worker.step and not w.passed for w in self.workers):
-            self.check_ledgers()
-        worker.passed = True
-        if self.plan_of.gradients == "log":
-            self.announce(worker, self.gradient_copies(worker), False)
-        worker.record = StepRecord(worker.step, 1.0, 1.0, float(worker.step))
+            check_ledgers(self.workers, self.spec, worker.step)
+        worker.commit()
         if (worker.pipeline, worker.stage, worker.shard) == (0, 0, 0) and self.rng.random() < 0.5:
             self.known_record = worker.record
 
-    def check_ledgers(self) -> None:
-        """Every layer has every micro-batch exactly once, over all its holders."""
-        want = Counter(range(self.spec.n_microbatches))
-        for layer in range(self.spec.n_layers):
-            for shard in range(self.spec.tp):
-                total: Counter[int] = Counter()
-                for w in self.workers:
-                    if w.shard == shard and layer in w.gradient:
-                        total += w.gradient[layer]
-                assert total == want, f"layer {layer} shard {shard}: {total}"
-
     def update(self, worker: Worker) -> None:
-        """Update one layer; before the first one publish what all take, after the last one the states."""
-        step = worker.step
-        if state_of(self.plan_of.state).updates and worker.updated != step:
-            self.announce(worker, self.state_copies(worker, UPDATE), True)
-        worker.updated = step
-        layer = min(la for la, version in worker.version.items() if version == step)
-        worker.version[layer] += 1
-        worker.gradient[layer] = Counter()
-        if worker.step > step:
-            worker.passed = False
-            worker.started, worker.backward, worker.published = set(), set(), 0
-            self.publish_states(worker, max(state_of(self.plan_of.state).every, 1))
-
-    def publish_gradients(self, worker: Worker) -> None:
-        worker.published += 1
-        if self.plan_of.gradients == "stream":
-            self.announce(worker, self.gradient_copies(worker), True)
-        log_model.write(self, worker)
-        if not worker.entered:
-            self.enter(worker)
-
-    def enter(self, worker: Worker) -> None:
-        """Publish what the epoch began with."""
-        worker.entered = True
-        self.publish_states(worker)
-        if self.plan_of.gradients == "stream":
-            self.announce(worker, self.gradient_copies(worker), True)
-        worker.unprotected = len(worker.queue)
-
-    def publish_states(self, worker: Worker, every: int = 1) -> None:
-        """To the peer those of the layers whose turn it is."""
-        if self.trimmed and worker.step != self.began:
+        """Update one layer; after the step in which the epoch began, forget its messages."""
+        worker.update()
+        if not worker.passed and self.trimmed:
             self.vaults[worker.node].forget(self.epoch, LOGS)
-        if self.plan_of.state != "none":
-            copies = self.state_copies(worker)
-            away = [(c, inside) for c, inside in copies if (c.step + c.layer) % every == 0]
-            self.announce(worker, [pair for pair in copies if pair not in away], False)
-            self.announce(worker, away, state_of(self.plan_of.state).away)
 
     def deliver(self, worker: Worker) -> None:
         """One more copy is whole at the peer."""
         bundle = worker.queue[0]
-        peer = self.plan_of.peer_of(worker.node)
-        assert peer is not None
+        assert worker.peer is not None
         copy, content = bundle.pop(self.rng.randrange(len(bundle)))
-        self.vaults[peer].add(copy, content)
+        self.vaults[worker.peer].add(copy, content)
         if not bundle:
-            worker.queue.pop(0)
-            if worker.unprotected > 0:
-                worker.unprotected -= 1
+            worker.acknowledged()
 
-    def announce(self, worker: Worker, copies: list[tuple[Copy, Any]], away: bool) -> None:
-        for copy, content in copies:
-            self.vaults[worker.node].add(copy, content)
-        if away and copies and self.plan_of.peer_of(worker.node):
-            worker.queue.append(list(copies))
-
-    def state_copies(self, worker: Worker, kind: str = STATE) -> list[tuple[Copy, Any]]:
-        return [
-            (self.copy(worker, kind, layer, version, frozenset()), version)
-            for layer, version in worker.version.items()
-        ]
-
-    def gradient_copies(self, worker: Worker) -> list[tuple[Copy, Any]]:
-        return [
-            (self.copy(worker, GRADIENT, layer, worker.version[layer], frozenset(total)), Counter(total))
-            for layer, total in worker.gradient.items()
-            if total
-        ]
-
-    def copy(self, worker: Worker, kind: str, layer: int, step: int, indices: frozenset[int]) -> Copy:
+    def number(self) -> int:
         self.sequence += 1
-        last = layer == self.spec.n_layers - 1 and kind == GRADIENT
-        return Copy(
-            kind=kind,
-            layer=layer,
-            shard=worker.shard,
-            step=step,
-            epoch=self.epoch,
-            owner=worker.node,
-            sequence=self.sequence,
-            nbytes=NBYTES[kind],
-            checksum="",
-            microbatches=indices,
-            losses=tuple((i, float(i)) for i in sorted(indices)) if last else (),
-            node=worker.node,
-        )
+        return self.sequence
 
     def trim(self) -> None:
         """Logged messages stay while their node is in the step in which the epoch began."""
@@ -293,15 +204,7 @@ class Job:
 
     def todo(self, pipeline: int, step: int) -> tuple[int, ...]:
         assert self.last is not None
-        return (
-            self.last.todo[pipeline]
-            if step == self.last.step
-            else self.plan_of.pipelines[pipeline].microbatches
-        )
-
-    def covered(self, step: int) -> dict[int, frozenset[int]]:
-        assert self.last is not None
-        return dict(self.last.covered) if step == self.last.step else {}
+        return todo_of(self.last, pipeline, step)
 
     # ---- failures ------------------------------------------------------------------------------------------
 
@@ -336,17 +239,7 @@ class Job:
         for worker in [w for w in self.workers if w.node not in gone]:
             while worker.passed:
                 self.update(worker)
-            log_model.write(self, worker)
-            for copy, content in (*self.state_copies(worker), *self.gradient_copies(worker)):
-                self.vaults[worker.node].add(copy, content)
-            worker.queue.clear()
-            halted[worker.node] = Halted(
-                epoch=self.epoch,
-                step=worker.step,
-                started=frozenset(worker.started),
-                sent=frozenset(worker.started),
-                record=worker.record,
-            )
+            halted[worker.node] = worker.halt(self.epoch)
         return halted
 
     def recover(self, lost: tuple[str, ...], halted: dict[str, Halted] | None = None) -> None:
@@ -385,15 +278,8 @@ class Job:
         self.install(assignment)
 
     def install(self, assignment: Assignment) -> None:
-        recipes = {(node, r.layer, r.shard): r for node, r in assignment.recipes}
         self.workers, self.trimmed, self.began = [], False, assignment.step
-        self.partial = {p: log_model.shares(assignment, p) for p in range(len(assignment.plan.pipelines))}
-        for p, s, stage in assignment.plan.stages():
+        self.partial = {p: shares(assignment, p) for p in range(len(assignment.plan.pipelines))}
+        for p, s, _ in assignment.plan.stages():
             for shard in range(assignment.plan.tp):
-                gradient: dict[int, Counter[int]] = {layer: Counter() for layer in stage.layers}
-                for layer in stage.layers:
-                    recipe = recipes.get((stage.unit.node, layer, shard))
-                    for copy in recipe.gradients if recipe else ():
-                        gradient[layer] += self.vaults[copy.node].held[copy.key][1]
-                version = dict.fromkeys(stage.layers, assignment.step)
-                self.workers.append(Worker(stage.unit.node, p, s, shard, version, gradient))
+                self.workers.append(install(assignment, self.spec, (p, s), shard, self.vaults, self.number))

@@ -172,7 +172,8 @@ def test_replay_replaces_a_large_fetch_when_it_moves_fewer_bytes() -> None:
     others = (state(1, 7),)
     result = run(ONE, *copies, *others, records=(RECORD,))
     assert recipes(result)["a", 0, 0].replay == copies[2:]
-    assert explain(result).network_bytes == 10 and explain(result).replays == 1
+    assert explain(result).network_bytes == 10
+    assert sum(bool(recipe.replay) for _, recipe in result.recipes) == 1
     cheap = (replace(copies[0], nbytes=5), *copies[1:])
     assert recipes(run(ONE, *cheap, *others, records=(RECORD,)))["a", 0, 0].state == cheap[0]
 
@@ -268,7 +269,6 @@ def test_after_the_last_step_nothing_is_left_to_run() -> None:
 def test_moved_layers_are_counted_against_the_plan_before() -> None:
     before = plan_of(pipeline(("a", 0, 1), ("z", 1, 2), microbatches=(0, 1, 2, 3)))
     told = explain(run(ONE, *states("a"), live={"a": 7}), before, ("z",))
-    assert told.moved_layers == (1,)
     assert told.text.startswith("layers 1 were on z; step 7, state from memory, 1 of 2 layers move")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo
 from tests.core.recovery.proof import Vault
+from tests.core.worker_model import check_ledgers
 from tests.core.world.worker import Worker
 
 if TYPE_CHECKING:
@@ -59,22 +59,14 @@ class Run:
         }
         return wanted == self.present.keys() and all(w.reachable for w in self.present.values())
 
-    def check_ledgers(self, step: int, spec: JobSpec) -> None:
-        """At the commit every layer has every micro-batch exactly once, over all its holders."""
-        everything = Counter(range(spec.n_microbatches) if step < spec.n_steps else ())
-        for layer in range(spec.n_layers):
-            for rank in range(spec.tp):
-                held = (
-                    w.gradient[layer] for w in self.present.values() if w.rank == rank and layer in w.gradient
-                )
-                total = sum(held, Counter[int]())
-                assert total == everything, f"layer {layer} rank {rank}: {total}"
+    def check_ledgers(self, spec: JobSpec, step: int) -> None:
+        check_ledgers([w.model for w in self.present.values() if w.model is not None], spec, step)
 
 
 class Agent:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        self.alive, self.left_with = False, -1
+        self.alive = False
         self.link: Link | None = None
         self.cut_until = 0.0
         self.cuts: list[tuple[float, float]] = []
@@ -229,8 +221,8 @@ class Agent:
                 self.fence = max(self.fence, epoch)
             case core.Report():
                 self.report()
-            case core.Leave(code):
-                self.alive, self.left_with = False, code
+            case core.Leave():
+                self.alive = False
                 self.disconnect()
             case core.Rejoin():
                 self._generation += 1

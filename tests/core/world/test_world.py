@@ -16,6 +16,7 @@ KINDS = (
     "coordinator-kill", "coordinator-save", "coordinator-stall", "drain", "join",
 )  # fmt: skip
 HARMLESS = ("slow", "blip", "coordinator-kill", "coordinator-save", "coordinator-stall")
+SCHEMES = ("stream+replica", "stream+replay:2", "recompute+replay:3", "log+snapshot", "log+replica")
 SEEDS = st.integers(0, 2**20)
 TIMES = st.floats(0.2, 5.0, allow_nan=False)
 
@@ -27,8 +28,8 @@ def faults(
     return st.lists(one, min_size=1, max_size=most)
 
 
-def run(seed: int, nodes: int, tp: int, planned: list[Fault]) -> World:
-    world = World(seed, nodes, tp=tp)
+def run(seed: int, nodes: int, tp: int, planned: list[Fault], backup: str = "auto") -> World:
+    world = World(seed, nodes, tp=tp, backup=backup)
     for fault in planned:
         world.inject(fault)
     world.run()
@@ -51,6 +52,12 @@ def test_every_job_ends(seed: int, nodes: int, tp: int, planned: list[Fault]) ->
 
 
 @property_test(40)
+@given(SEEDS, st.integers(1, 4), st.sampled_from(SCHEMES), faults(KINDS, 3))
+def test_every_job_ends_under_every_scheme(seed: int, nodes: int, backup: str, planned: list[Fault]) -> None:
+    run(seed, nodes, 1, planned, backup).check_end()
+
+
+@property_test(40)
 @given(SEEDS, st.integers(1, 4), faults(HARMLESS, 3))
 def test_nothing_is_halted_by_what_is_harmless(seed: int, nodes: int, planned: list[Fault]) -> None:
     """A slow worker, a broken stream, or a coordinator that is away for a while: training goes on."""
@@ -68,7 +75,7 @@ def test_planned_changes_lose_nothing(seed: int, nodes: int, planned: list[Fault
     world = run(seed, nodes, 1, planned)
     world.check_end()
     for epoch, boundary, cause in world.boss.halts[1:]:
-        assert boundary or cause == "nodes came", f"epoch {epoch} halted at once: {cause}"
+        assert boundary or cause == "resume", f"epoch {epoch} halted at once: {cause}"
     for recovered in world.boss.recovered:
         assert not recovered.change.replayed and not recovered.change.rerun
 

@@ -1,19 +1,20 @@
-"""A simulated worker: attach, install, train with backups and commit gate, leave, halt, finish.
+"""A worker process on the simulated clock: attach, install, train, leave, halt, finish.
 
-Its order of things is that of `elastic.worker.epoch_session` and `elastic.worker.engine.step`; computing is a delay.
-In a pipeline stages really wait for each other; here only the commit makes them meet, which is what
-decisions depend on.
+It computes and publishes by the rules of `tests.core.worker_model`, in the order of
+`elastic.worker.epoch_session`; computing is a delay. Real stages of a pipeline wait for each other; here
+only the commit makes them meet, and decisions depend on that alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
-from elastic.domain.types import GRADIENT, STATE, Assignment, Copy, Recipe, StepRecord
+from elastic.domain.types import Assignment, Copy, StepRecord
+from tests.core import worker_model
 
 if TYPE_CHECKING:
     from tests.core.world.node import Agent, Run
@@ -28,12 +29,11 @@ class Worker:
         self.epoch = self.left_epoch = 0
         self.left, self.awaits_halt = True, False
         self.newest = m.Halt(0)
-        self.version, self.gradient = -1, dict[int, Counter[int]]()
+        self.model: worker_model.Worker | None = None
+        """Of the newest epoch that it has installed."""
         self.record: StepRecord | None = None
         self.activity, self._counter, self._cpu = "idle", 0, 0.0
         self._token = 0
-        self._published: dict[int, tuple[int, frozenset[int]]] = {}
-        self._states: dict[int, int] = {}
         self.run: Run | None = None
         self._later(self.world.soon(0.3, 1.0), self._attach)
 
@@ -53,11 +53,15 @@ class Worker:
 
     def progress(self) -> m.Progress:
         self._counter += self.activity == "compute"
-        return m.Progress(self._counter, self.activity, max(self.version, 0), 0)
+        return m.Progress(self._counter, self.activity, max(self.step, 0), 0)
 
     def cpu_s(self) -> float:
         self._cpu += 0.0 if self.stopped else 0.01
         return self._cpu
+
+    @property
+    def step(self) -> int:
+        return self.model.step if self.model is not None else -1
 
     @property
     def reachable(self) -> bool:
@@ -124,16 +128,10 @@ class Worker:
         if not self.awaits_halt:
             return
         self.awaits_halt, self.activity = False, "idle"
-        states = [c for c in self._state_copies() if self._states.get(c[0].layer) != c[0].step]
-        ours = [
-            c
-            for c in self._gradient_copies()
-            if self._published.get(c[0].layer) != (c[0].step, c[0].microbatches)
-        ]
-        for copy, content in (*states, *ours):
-            self.agent.vault.add(copy, content)
-        started = frozenset(i for total in self.gradient.values() for i in total)
-        self.say(m.Halted(self.newest.epoch, self.version, started, started, self.record))
+        halted = m.Halted(self.newest.epoch, -1, record=self.record)
+        if self.model is not None:
+            halted = replace(self.model.halt(self.newest.epoch), record=self.record)
+        self.say(halted)
 
     # ---- installing -----------------------------------------------------------------------------
 
@@ -141,8 +139,7 @@ class Worker:
         self._token += 1
         self.epoch, self.left, self.awaits_halt = order.epoch, False, False
         self.assignment: Assignment = order.assignment
-        self._published, self._states, self._waiting_acks = {}, {}, 0
-        self._entered, self._told, self._resumed = False, False, False
+        self._told, self._resumed, self._protected, self._sending = False, False, False, False
         self.activity = "install"
         if self.newest.epoch > self.epoch and not self.newest.boundary:
             self._leave()
@@ -152,22 +149,18 @@ class Worker:
     def _fetch(self) -> None:
         """Take what the recipes name from the vaults that are said to hold it."""
         plan, node = self.assignment.plan, self.agent.name
-        at = next((p, s, stage) for p, s, stage in plan.stages() if stage.unit.node == node)
-        self.pipeline, self.stage, layers = at[0], at[1], at[2].layers
-        recipes = {r.layer: r for n, r in self.assignment.recipes if n == node and r.shard == self.rank}
-        gradient: dict[int, Counter[int]] = {}
-        for layer in layers:
-            recipe = recipes.get(layer, Recipe(layer, self.rank, 0))
-            sources = [*((recipe.state,) if recipe.state else ()), *recipe.replay, *recipe.gradients]
+        at = next((p, s) for p, s, stage in plan.stages() if stage.unit.node == node)
+        for recipe in [r for n, r in self.assignment.recipes if n == node and r.shard == self.rank]:
+            sources = [*recipe.states, *recipe.updates, *recipe.replay, *recipe.gradients]
             if not all(self._has(copy) for copy in sources):
-                self.say(m.CommFailed(self.epoch, (), f"layer {layer}: a source is gone"))
+                self.say(m.CommFailed(self.epoch, (), f"layer {recipe.layer}: a source is gone"))
                 self._leave()
                 return
-            found = (self.world.agents[c.node].vault.held[c.key][1] for c in recipe.gradients)
-            gradient[layer] = sum(found, Counter())
-        self.version, self.gradient = self.assignment.step, gradient
-        self.todo = list(self.assignment.todo[self.pipeline])
-        self.covered = dict(self.assignment.covered)
+        vaults = {name: agent.vault for name, agent in self.world.agents.items()}
+        number, spec = lambda: next(self.world.sequence), self.world.spec
+        self.model = worker_model.install(self.assignment, spec, at, self.rank, vaults, number)
+        self.parts = [run for run, s in worker_model.shares(self.assignment, at[0]) if s == at[1]]
+        self.todo = list(self.model.todo)
         self._meet()
 
     def _has(self, copy: Copy) -> bool:
@@ -193,8 +186,8 @@ class Worker:
             for worker in workers:
                 worker._told = True
                 worker._later(self.world.soon(0.001, 0.02), worker._ready)
-        elif all(w.arrived and w.version == self.version and not w.left for w in workers):
-            self.run.check_ledgers(self.version, self.world.spec)
+        elif all(w.arrived and w.step == self.step and not w.left for w in workers):
+            self.run.check_ledgers(self.world.spec, self.step)
             halt = max(w.newest.epoch if w.newest.boundary else 0 for w in workers)
             for worker in workers:
                 worker.arrived = False
@@ -208,124 +201,95 @@ class Worker:
         self._next()
 
     def _next(self) -> None:
-        if self.version < self.world.spec.n_steps and self.todo:
+        assert self.model is not None
+        if self.step < self.world.spec.n_steps and (self.parts or self.todo):
             self._later(MICROBATCH_S * self.world.soon(0.5, 1.5), self._microbatch)
         else:
-            self._enter_backup()
+            self.model.enter()
+            self._send_copies()
             self._gate()
 
     def _microbatch(self) -> None:
-        if self._waiting_acks >= 2:
+        assert self.model is not None
+        if self.model.full:
             self._later(0.005, self._microbatch)
             return
-        index = self.todo.pop(0)
-        for layer, total in self.gradient.items():
-            if index not in self.covered.get(layer, ()):
-                total[index] += 1
+        if self.parts:
+            self.model.run_in_part(self.parts.pop(0))
+        else:
+            index = self.todo.pop(0)
+            self.model.forward(index)
+            self.model.backward_pass(index)
+            self.model.publish()
         if not self._resumed:
             self._resumed = True
             self.say(m.Resumed(self.epoch, self.world.now))
-        self._publish(self._gradient_copies(), self.assignment.plan.gradients, "stream")
-        self._enter_backup()
+        self._send_copies()
         self._next()
 
     def _gate(self) -> None:
         """The commit is entered only when everything is whole at the peer."""
-        if self._waiting_acks:
+        assert self.model is not None
+        if not self.model.ready:
             self._later(0.005, self._gate)
             return
         self.arrived, self.activity = True, "wait"
         self.poke()
 
     def _committed(self, halt: int) -> None:
-        if self.version >= self.world.spec.n_steps:
+        assert self.model is not None
+        if self.step >= self.world.spec.n_steps:
             self._later(self.world.soon(0.01, 0.1), self._finish)
             return
-        self.record = StepRecord(self.version, 1.0, 1.0, float(self.version))
-        self.version += 1
-        self.gradient = {layer: Counter() for layer in self.gradient}
-        self._publish(self._state_copies(), self.assignment.plan.state, "snapshot")
-        if (self.pipeline, self.stage, self.rank) == (0, 0, 0):
+        self.model.commit()
+        self.record = self.model.record
+        while self.model.passed:
+            self.model.update()
+        self._send_copies()
+        if self._first:
             self.say(m.StepDone(self.epoch, self.record, 0.1, 0.1))
         if halt > self.epoch:
             self._leave(quiet=True)
             return
-        self.todo, self.covered = list(self._mine()), {}
+        self.todo = list(self.model.todo)
         self.activity = "compute"
         self._next()
 
-    def _mine(self) -> tuple[int, ...]:
-        return self.assignment.plan.pipelines[self.pipeline].microbatches
+    @property
+    def _first(self) -> bool:
+        """Of all workers, the one that speaks for them."""
+        assert self.model is not None
+        return (self.model.pipeline, self.model.stage, self.rank) == (0, 0, 0)
 
     def _finish(self) -> None:
         if not self._resumed:
             self.say(m.Resumed(self.epoch, self.world.now))
-        first = (self.pipeline, self.stage, self.rank) == (0, 0, 0)
-        if first and not all(self.world.agents[n].reachable for n in self.assignment.plan.nodes()):
+        if self._first and not all(self.world.agents[n].reachable for n in self.assignment.plan.nodes()):
             self._link_failed(())
             return
-        self.say(m.Finished(self.world.spec.n_steps, "sha" if first else ""))
+        self.say(m.Finished(self.world.spec.n_steps, "sha" if self._first else ""))
         self.left, self.left_epoch, self.awaits_halt = True, self.epoch, True
         if self.newest.epoch > self.epoch:
             self._tell_halted()
 
     # ---- backups --------------------------------------------------------------------------------
 
-    def _enter_backup(self) -> None:
-        if not self._entered:
-            self._entered = True
-            self._publish(self._state_copies(), self.assignment.plan.state, "snapshot")
-            epoch = self.epoch
-            self._publish(
-                self._gradient_copies() or self._state_copies(), self.assignment.plan.gradients, "stream",
-                lambda: self.say(m.Protected(epoch)),
-            )  # fmt: skip
-
-    def _publish(
-        self, copies: list[tuple[Copy, Any]], scheme: str, away: str, acked: Callable[[], None] | None = None
-    ) -> None:
-        """Into the own vault, and if the scheme says so on to the peer's."""
-        peer = self.assignment.plan.peer_of(self.agent.name)
-        for copy, content in copies if scheme != "none" else ():
-            self.agent.vault.add(copy, content)
-            if copy.kind == STATE:
-                self._states[copy.layer] = copy.step
-            else:
-                self._published[copy.layer] = (copy.step, copy.microbatches)
-        if scheme != away or peer is None or not copies:
-            if acked is not None:
-                acked()
+    def _send_copies(self) -> None:
+        """Send bundles to the peer one after the other; say when the epoch is protected."""
+        model = self.model
+        assert model is not None
+        if model.unprotected == 0 and not self._protected:
+            self._protected = True
+            self.say(m.Protected(self.epoch))
+        if self._sending or not model.queue:
             return
-        token = self._token
-        self._waiting_acks += 1
+        assert model.peer is not None
+        token, self._sending = self._token, True
 
         def whole() -> None:
             if token == self._token and self.alive:
-                self._waiting_acks -= 1
-                if acked is not None:
-                    acked()
+                self._sending = False
+                model.acknowledged()
+                self._send_copies()
 
-        self.agent.replicate(copies, peer, whole)
-
-    def _state_copies(self) -> list[tuple[Copy, Any]]:
-        return [(self._copy(STATE, layer, frozenset()), self.version) for layer in self.gradient]
-
-    def _gradient_copies(self) -> list[tuple[Copy, Any]]:
-        return [(self._copy(GRADIENT, la, frozenset(t)), Counter(t)) for la, t in self.gradient.items() if t]
-
-    def _copy(self, kind: str, layer: int, indices: frozenset[int]) -> Copy:
-        last = kind == GRADIENT and layer == self.world.spec.n_layers - 1
-        return Copy(
-            kind=kind,
-            layer=layer,
-            shard=self.rank,
-            step=self.version,
-            epoch=self.epoch,
-            owner=self.agent.name,
-            sequence=next(self.world.sequence),
-            nbytes=8,
-            checksum="",
-            microbatches=indices,
-            losses=tuple((i, float(i)) for i in sorted(indices)) if last else (),
-            node=self.agent.name,
-        )
+        self.agent.replicate(model.queue[0], model.peer, whole)

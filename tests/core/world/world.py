@@ -193,7 +193,7 @@ class Boss:
         self.protected: Plan | None = None
         """The newest plan whose state is whole at the peers."""
         self.halts: list[tuple[int, bool, str]] = []
-        """(epoch, boundary, cause) of every change."""
+        """(epoch, boundary, kind of cause) per change."""
         self.samples: dict[JobPhase, list[JobState]] = {phase: [] for phase in JobPhase}
         self.world.at(TICK_S, self._tick)
 
@@ -316,7 +316,7 @@ class Boss:
                     assert JobPhase(name) in RULES[phase][1], f"{phase} -> {name} is not declared"
                     phase = JobPhase(name)
                 case job.Note("halt", data):
-                    self.halts.append((data["epoch"], data["boundary"], data["cause"]))
+                    self.halts.append((data["epoch"], data["boundary"], data["cause_kind"]))
                 case job.Send(node, m.Install(epoch, assignment)):
                     self._check_install(epoch, assignment)
                 case job.Send(node, m.Fenced()):

@@ -125,7 +125,7 @@ def config(**changes: Any) -> Callable[[Path], None]:
         (edit("events.jsonl", lambda text: text.replace('"seconds"', '"s"')), "seconds"),
         (edit("events.jsonl", lambda text: text.replace('"kind": "job"', '"kind": "jobs"')), "job"),
         (
-            edit("events.jsonl", lambda text: text.replace('"cause": "start"', '"cause": "begin"')),
+            edit("events.jsonl", lambda text: text.replace('"cause_kind": "start"', '"cause_kind": "other"')),
             "began to train",
         ),
         (edit("summary.json", lambda text: text[:10]), "summary.json"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.formulas import discarded, expected_ettr, mttf_hours, wasted_s, young_daly_s
+from elastic_sim.reproduce.formulas import discarded, expected_ettr, mttf_hours, wasted_s
 
 
 def test_torchft_on_300_gpus() -> None:
@@ -27,4 +27,3 @@ def test_meta_s_clusters() -> None:
 def test_gemini() -> None:
     """A checkpoint in every iteration of 65 s, hidden; fetched in 2.5 s."""
     assert wasted_s(0.0, 1 / 65, 2.5) == pytest.approx(35.0)
-    assert young_daly_s(50, 3600) == pytest.approx(600)

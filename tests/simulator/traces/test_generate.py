@@ -136,7 +136,7 @@ def test_any_market_gives_a_trace(
     market = Market(nodes=nodes, mtbf_s=mtbf_s, repair_s=repair_s, shape=shape, diurnal=diurnal)
     trace = generate(market, 12 * HOUR, seed)
     assert isinstance(trace, Trace) and max(n for _, n in counts(trace)) <= nodes
-    assert sum(event.kind == ADD for event in trace.at_start()) == nodes
+    assert sum(event.kind == ADD and event.seconds == 0 for event in trace.events) == nodes
 
 
 @pytest.mark.parametrize(

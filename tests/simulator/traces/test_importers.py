@@ -287,7 +287,7 @@ def test_a_killed_node_goes_when_the_fault_was_carried_out() -> None:
     config = json.dumps({"faults": faults, "devices": ["a40", "h100"]})
     trace = importers.elastic_events(run_of(*rows), "events.jsonl", config)
     assert left(trace) == [(10.5, "node0", 0), (19, "node1", 0)] and trace.end_s == 20
-    assert [e.type for e in trace.at_start()] == ["a40", "h100"]
+    assert [e.type for e in trace.events if e.kind == "add" and e.seconds == 0] == ["a40", "h100"]
     assert left(importers.elastic_events(run_of(*rows), "events.jsonl")) == [(12, "node0", 0)]
     with pytest.raises(FieldError, match=r"line 5: number.*the run has 1 faults"):
         importers.elastic_events(run_of(*rows), "events.jsonl", json.dumps({"faults": faults[:1]}))

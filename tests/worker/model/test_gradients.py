@@ -16,7 +16,7 @@ from elastic.worker.model.gradients import (
     FlatLayout,
     GradientError,
     norm_sq,
-    to_float,
+    to_flat,
 )
 from tests.worker.model.toys import CPU
 
@@ -79,7 +79,7 @@ def test_one_gradient_comes_back_within_half_a_unit(numbers: list[float]) -> Non
     term = [torch.tensor(numbers).view(3, 5), None, None, None, None]
     sums = accumulator()
     sums.add(term)
-    back = to_float(sums.flat, LAYOUT)[0]
+    back = LAYOUT.views(to_flat(sums.flat))[0]
     assert ((back.double() - term[0].double()).abs() <= 0.5 / SCALE).all()
     large = term[0].abs() >= 2.0**-20
     assert torch.equal(back[large], term[0][large])
@@ -94,7 +94,7 @@ def test_sum_matches_float64(accumulate: Accumulate, dtype: torch.dtype) -> None
         term = [g.to(dtype) for g in gradients(i)]
         sums.add(term)
         expected = [e + g.double() for e, g in zip(expected, term, strict=True)]
-    for value, wanted in zip(to_float(sums.flat, LAYOUT, 0.5), expected, strict=True):
+    for value, wanted in zip(LAYOUT.views(to_flat(sums.flat, 0.5)), expected, strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), wanted / 2, rtol=1e-5, atol=1e-6)
     norm = math.sqrt(norm_sq(sums.flat, LAYOUT.slots))

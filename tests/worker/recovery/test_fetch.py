@@ -48,16 +48,6 @@ def test_peers_copies_come_over_the_network(pair: list[MiniNode]) -> None:
     assert got.source == "peer:b" and bytes(got.data.numpy()) == data and got.data.data_ptr() % 64 == 0
 
 
-def test_several_in_order_from_several_vaults(pair: list[MiniNode]) -> None:
-    copies = [put(pair[n % 2].vault, make(content(n), layer=n), content(n)) for n in range(7)]
-    fetcher = Fetcher("a", book(pair))
-    got = fetcher.fetch_all(copies)
-    assert [bytes(f.data.numpy()) for f in got] == [content(n) for n in range(7)]
-    assert [f.source for f in got] == ["shared-memory" if n % 2 == 0 else "peer:b" for n in range(7)]
-    assert fetcher.fetch_all([]) == []
-    fetcher.close()
-
-
 def test_what_is_gone_corrupt_or_unknown(pair: list[MiniNode], tmp_path: Path) -> None:
     a, b = pair
     vaults = book(pair)
@@ -93,7 +83,7 @@ def test_abandoned_transfers_end_at_once(tmp_path: Path, when: str) -> None:
         threading.Timer(0.1, abandon.set, ("epoch 2",)).start()
         copy: Copy = dataclasses.replace(make(content(1)), node="p")
         with pytest.raises(EpochAbandoned, match="epoch 2"):
-            fetcher.fetch_all([copy, copy])
+            fetcher.fetch(copy)
         fetcher.close()
     finally:
         peer.close()

@@ -8,7 +8,7 @@ import torch
 
 from elastic.domain.errors import FieldError, LedgerError, VaultError
 from elastic.domain.types import Accumulate
-from elastic.worker.model.gradients import to_float
+from elastic.worker.model.gradients import to_flat
 from elastic.worker.model.layers import ListStack, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, constant
 from elastic.worker.replica.build import warm_up
@@ -159,7 +159,7 @@ def test_gradient_matches_plain_autograd() -> None:
         (hidden / 4).backward()  # type: ignore[operator]
     for one, other in zip(layers, plain, strict=True):
         for parameter, found in zip(
-            other.module.parameters(), to_float(one.gradient, one.layout), strict=True
+            other.module.parameters(), one.layout.views(to_flat(one.gradient)), strict=True
         ):
             wanted = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             torch.testing.assert_close(found, wanted)
@@ -262,7 +262,7 @@ def test_norm_counts_tied_parameters_once() -> None:
 def test_norm_is_that_of_all_gradients() -> None:
     layers = replicas()
     run(layers, 0, 0)
-    parts = [g.double() for r in layers for g in to_float(r.gradient, r.layout)]
+    parts = [g.double() for r in layers for g in r.layout.views(to_flat(r.gradient))]
     wanted = math.sqrt(sum(float(g.square().sum()) for g in parts))
     assert math.sqrt(sum(r.norm_sq(r.gradient) for r in layers)) == pytest.approx(wanted, rel=1e-6)
 
