@@ -1,7 +1,7 @@
-"""Bring the outputs in docs/guide/capacity.md up to date: python docs/generate/make_capacity.py
+"""Update the outputs in docs/guide/capacity.md: python docs/generate/make_capacity.py
 
-What stands between `<!-- output: X -->` and `<!-- /output -->` is replaced by the output of the command X, by the
-file X, or by the table that X names.
+The text between `<!-- output: X -->` and `<!-- /output -->` is replaced by the output of the
+command X, by the file X, or by the table X.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import csv
 import io
 import re
 import shlex
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from math import isfinite
@@ -25,12 +26,14 @@ from elastic.planning.cost.published_profiles import parameters
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "guide" / "capacity.md"
 BLOCK = re.compile(r"(<!-- output: (.*?) -->\n).*?(<!-- /output -->)", re.S)
-SHOWN = (4, 8, 16, 32, 64)
-"""Nodes in the table of rivals."""
+WIDTH = 100
+"""Columns of a code block."""
+SHOWN = (8, 64)
+"""Numbers of nodes in the table of rivals."""
 
 
 def command(words: str) -> str:
-    """What the command prints, as a user at the root of the repository sees it."""
+    """The command and its output, run in the root of the repository."""
     out = io.StringIO()
     with (
         contextlib.chdir(ROOT),
@@ -43,16 +46,23 @@ def command(words: str) -> str:
 
 
 def fenced(text: str) -> str:
-    return f"```\n{text.rstrip()}\n```"
+    """A code block; lines over WIDTH columns are continued on the next line."""
+    lines = [
+        part
+        for line in text.rstrip().split("\n")
+        for part in (textwrap.wrap(line, WIDTH, subsequent_indent="    ") if line else [""])
+    ]
+    return "\n".join(["```", *lines, "```"])
 
 
 def catalogue() -> str:
     lines = [
-        "| device | dense half-precision Tflop/s | achieved | GiB | GB/s | source of the achieved fraction |"
+        "| device | peak, 16-bit Tflop/s | achieved | GiB | GB/s | source of the achieved rate |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
     lines += [
-        f"| {d.name} | {d.peak / 1e12:g} | {d.achieved:.0%} | {d.memory} | {d.bandwidth / 1e9:g} | {d.source} |"
+        f"| {d.name} | {d.peak / 1e12:g} | {d.achieved:.0%} | {d.memory} | {d.bandwidth / 1e9:g} "
+        f"| {d.source.partition(';')[0]} |"
         for d in HARDWARE
     ]
     lines += [
@@ -61,7 +71,8 @@ def catalogue() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {m.name} | {parameters(m.name) / 1e9:.2f} B | {m.blocks} | {m.hidden} | {m.sequence} | {m.source} |"
+        f"| {m.name} | {parameters(m.name) / 1e9:.2f} B | {m.blocks} | {m.hidden} "
+        f"| {m.sequence} | {m.source.partition(':')[0]} |"
         for m in MODELS
     ]
     return "\n".join(lines)
@@ -77,27 +88,30 @@ def published() -> str:
 
 
 def rivals() -> str:
-    """From the benchmark's last results."""
+    """Our step times, and the others' relative to ours, from the last benchmark results."""
     found = defaultdict(list)
     with (ROOT / "benchmarks" / "results" / "planner-rivals.csv").open() as file:
         for row in csv.DictReader(file):
             times = {name: float(row[f"{name}_s"]) for name in ("ours", "oobleck", "varuna")}
             found[row["model"]].append((int(row["nodes"]), times))
-    heads = [f"{n} nodes" for n in SHOWN]
-    lines = [
-        "| model | planner | " + " | ".join(heads) + " | mean over ours |",
-        "|" + " --- |" * (len(SHOWN) + 3),
-    ]
+    heads = [f"{nodes} nodes" for nodes in SHOWN]
+    lines = ["| model | " + " | ".join(heads) + " | Oobleck | Varuna |"]
+    lines.append("|" + " --- |" * (len(SHOWN) + 3))
     for model, rows in found.items():
-        for name in ("ours", "oobleck", "varuna"):
-            steps = {nodes: times[name] for nodes, times in rows}
-            cells = [f"{steps[n]:.4g}" if isfinite(steps.get(n, float("inf"))) else "no plan" for n in SHOWN]
-            mean = fmean(t[name] / t["ours"] for _, t in rows if isfinite(t[name]))
-            lines.append(f"| {model} | {name} | " + " | ".join(cells) + f" | {mean:.3f} x |")
+        ours = {nodes: times["ours"] for nodes, times in rows}
+        cells = [f"{ours[nodes]:.4g} s" for nodes in SHOWN]
+        for name in ("oobleck", "varuna"):
+            ratios = [t[name] / t["ours"] for _, t in rows if isfinite(t[name])]
+            cells.append(f"{fmean(ratios):.3f} x")
+        lines.append(f"| {model} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"catalogue": catalogue, "published": published, "rivals": rivals}
+TABLES: dict[str, Callable[[], str]] = {
+    "catalogue": catalogue,
+    "published": published,
+    "rivals": rivals,
+}
 
 
 def block(name: str) -> str:

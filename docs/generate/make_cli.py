@@ -15,33 +15,44 @@ from elastic.launcher.flags.flags import SECTIONS, RunCommand
 OUT = Path(__file__).parents[1] / "guide" / "cli.md"
 HEAD = """# Command line
 
-Written by `python docs/generate/make_cli.py` from the commands themselves. Do not edit.
+Written by `python docs/generate/make_cli.py` from the commands. Do not edit.
 
-Every flag may be written `--a-b` or `--a_b`. For `run`, `coordinator` and `agent` an environment variable
-`PET_A_B` that is not empty replaces the default of `--a-b`, as for torchrun. Wrong flags, values and files end
-with exit code 2 and one line on standard error, before anything is started or written.
+This page lists all commands, flags and exit codes. A first run trains a small GPT on four local
+nodes and kills one of them:
 
-TIME is a number of seconds, or text as 10us, 30s, 2m or 1h. SIZE is a number of bytes, or text as 500MB or 16GiB.
-A value that ends in `,...` may be several, separated by commas.
+    elastic run --standalone --nnodes 4 --fault "kill node=2 step=3" -m examples.train_gpt --steps 9
 
-Several machines: run the same `elastic run` on each of them with the same `--rdzv-endpoint HOST:PORT` and
-`--rdzv-backend c10d`, and with `--certs` and `--join-token-file` ([security](../operate/security.md)); the machine that owns the
-address starts the coordinator. `elastic coordinator` and `elastic agent` start the two services by themselves instead.
+To use several machines, run the same command on each of them. The machine that owns the address of
+`--rdzv-endpoint` starts the coordinator:
+
+    elastic run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29400 \\
+        --certs certs/node1 --join-token-file join.token train.py
+
+[Security](../operate/security.md) explains certificates and the token. `elastic coordinator` and
+`elastic agent` start only one of the two services.
+
+- Each flag can be written `--a-b` or `--a_b`.
+- For `run`, `coordinator` and `agent`, the environment variable `PET_A_B` replaces the default of
+  `--a-b`, as for torchrun.
+- A wrong flag, value or file ends the command with exit code 2 and one line on standard error,
+  before it starts or writes anything.
+- TIME is a number of seconds, or text such as 10us, 30s, 2m or 1h. SIZE is a number of bytes, or
+  text such as 500MB or 16GiB. A value that ends in `,...` may be a list.
 """
 EXITS = """
 ## Exit codes
 
 | code | meaning |
 | --- | --- |
-| {EXIT_OK} | the job is done |
-| {EXIT_FAILURE} | it failed: an error in the script or a bug here; the last line tells |
-| {EXIT_USAGE} | a flag, file or message is wrong; nothing was started |
-| {EXIT_UNRECOVERABLE} | more was lost than there were copies, and there is no checkpoint to fall back to |
-| {EXIT_DRAINED} | this node was drained; the job goes on without it |
-| {EXIT_JOB_FAILED} | of `elastic coordinator` and `elastic agent`: it failed; started again they would end so again |
-| {EXIT_INTERRUPTED} | interrupted (Ctrl-C); other signals: 128 + their number |
+| {EXIT_OK} | The job is done. |
+| {EXIT_FAILURE} | The job failed: an error in the script or in elastic; see the last line. |
+| {EXIT_USAGE} | A flag, file or message is wrong. Nothing was started. |
+| {EXIT_UNRECOVERABLE} | State was lost with all its copies, and there is no checkpoint. |
+| {EXIT_DRAINED} | This node was drained. The job continues without it. |
+| {EXIT_JOB_FAILED} | `elastic coordinator` or `agent`: the job failed; a restart would fail too. |
+| {EXIT_INTERRUPTED} | Interrupted (Ctrl-C). Other signals give 128 + their number. |
 
-A script that does not use elastic ends as under torchrun: 0, or 1 once its restarts are used up.
+A script that does not use elastic ends as under torchrun: with 0, or with 1 after its last restart.
 """
 BAR = "\\|"
 Row = tuple[str, str, object, str]

@@ -1,8 +1,7 @@
 """One budget for time: how long a silent peer is tolerated. Every other limit follows from it and from measured times.
 
-`budget` is a pure function; docs/operate/timeouts.md is drawn from this file. What is no limit on waiting for somebody (how
-often something is looked at, how long a program may take to start) is a constant where it is used, and stands in the
-same page with the reason.
+`budget` is a pure function; docs/operate/timeouts.md shows its values. Every other constant in seconds (polling
+intervals, start-up times of programs) stands where it is used, and tests/house/time_constants.py lists it.
 
 Limits scale with the tolerated silence where they wait for a sign of life. They stop growing where waiting longer shows
 nothing more (a closed connection is no silence), and stop shrinking where honest work would be taken for a fault.

@@ -1,0 +1,176 @@
+"""Every constant in seconds below elastic/ that does not follow from `--silence`.
+
+`elastic/core/protocol/timeouts.py` derives all limits on waiting for a peer from one number. Every
+other constant in seconds needs an entry here that says why it is independent of that number.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2] / "elastic"
+BUDGET = SOURCES / "core" / "protocol" / "timeouts.py"
+
+KINDS = {
+    "interval": "Polling or retry interval. No peer is waited for.",
+    "program": "Time that a program takes to start or end. No peer is silent meanwhile.",
+    "person": "Somebody waits at a terminal.",
+    "provider": "Promise of a cloud or of its metadata service.",
+    "evidence": "Bound on a kernel observation or on a question of milliseconds.",
+    "decision": "Figure in a decision, not a wait.",
+    "lock": "Duration of a lock. The fencing token decides, not the time.",
+}
+"""Why a constant is independent of `--silence`."""
+
+CONSTANTS = {
+    "agent/health/monitor.py SAMPLE_S": "interval",
+    "agent/health/monitor.py WINDOW_S": "interval",
+    "agent/health/preflight.py CALL_S": "person",
+    "agent/health/preflight.py CLOCK_S": "decision",
+    "agent/health/preflight.py DEVICE_S": "program",
+    "agent/notices/aws.py HINT_S": "decision",
+    "agent/notices/aws.py NOTICE_S": "provider",
+    "agent/notices/aws.py READ_EVERY_S": "interval",
+    "agent/notices/aws.py TTL_S": "provider",
+    "agent/notices/azure.py FIRST_S": "provider",
+    "agent/notices/azure.py READ_EVERY_S": "interval",
+    "agent/notices/discovery.py PROBE_S": "provider",
+    "agent/notices/file.py LOOK_EVERY_S": "interval",
+    "agent/notices/gcp.py HANG_S": "provider",
+    "agent/notices/gcp.py MAINTENANCE_S": "provider",
+    "agent/notices/gcp.py PAUSE_S": "interval",
+    "agent/notices/gcp.py PREEMPTED_S": "provider",
+    "agent/notices/hook.py CLIENT_S": "provider",
+    "agent/notices/hook.py LOOK_EVERY_S": "interval",
+    "agent/notices/metadata.py REQUEST_S": "provider",
+    "agent/notices/parsing.py DEFAULT_S": "provider",
+    "agent/notices/parsing.py LONGEST_S": "provider",
+    "agent/notices/source.py SLOWEST_S": "interval",
+    "agent/service.py GRACE_S": "program",
+    "agent/service.py LOOK_S": "interval",
+    "agent/vault/replicator.py REPORT_S": "interval",
+    "agent/vault/replicator.py RETRY_LIMIT_S": "interval",
+    "agent/vault/replicator.py RETRY_S": "interval",
+    "agent/vault/server.py ACCEPT_AGAIN_S": "interval",
+    "agent/workers/channels.py LAST_WORDS_S": "program",
+    "agent/workers/output.py finish timeout_s": "program",
+    "agent/workers/processes.py FAMILY_S": "interval",
+    "agent/workers/processes.py IDLE_S": "interval",
+    "coordinator/inbox.py SWITCH_S": "interval",
+    "coordinator/inbox.py WAIT_S": "interval",
+    "coordinator/leadership.py LEASE_S": "lock",
+    "coordinator/leadership.py LOOK_S": "interval",
+    "coordinator/leadership.py SHARED_LEASE_S": "lock",
+    "coordinator/metrics/counters.py LOOK_S": "interval",
+    "coordinator/metrics/gauges.py PREDICT_S": "interval",
+    "coordinator/records/state_saver.py LATEST_S": "interval",
+    "coordinator/records/state_saver.py SOON_S": "interval",
+    "coordinator/service.py ANSWER_S": "person",
+    "coordinator/service.py LINGER_S": "program",
+    "coordinator/service.py SLOWEST_TICK_S": "interval",
+    "coordinator/service.py TICK_S": "interval",
+    "core/coordinator/authorization.py LONGEST_S": "provider",
+    "core/coordinator/transitions.py SCRIPT_S": "program",
+    "core/coordinator/transitions.py STRAGGLER_S": "program",
+    "core/health/compute_speed.py SPAN_UNPROFILED_S": "decision",
+    "core/job/fleet.py FIRST_BACKOFF_S": "interval",
+    "core/job/fleet.py LONGEST_BACKOFF_S": "interval",
+    "core/job/fleet.py LOST_BACKOFF_S": "interval",
+    "core/job/fleet.py STEADY_S": "decision",
+    "core/job/membership.py FIRST_RETRY_S": "interval",
+    "core/job/membership.py LONGEST_RETRY_S": "interval",
+    "core/node/node_state.py BLIND_S": "evidence",
+    "core/node/node_state.py FAMILY_CPU_S": "evidence",
+    "core/node/node_state.py STOPPED_S": "evidence",
+    "core/node/notice_tracker.py SAME_S": "decision",
+    "core/policy/backup_policy.py LOOK_S": "interval",
+    "core/policy/drain.py SAME_S": "decision",
+    "core/protocol/election.py RETRY_FIRST_S": "interval",
+    "core/protocol/election.py RETRY_LAST_S": "interval",
+    "launcher/commands/selfdrain.py LOOK_S": "interval",
+    "launcher/commands/watch.py PATIENCE_S": "person",
+    "launcher/flags/addresses.py LOOK_S": "interval",
+    "launcher/flags/addresses.py NAMES_S": "program",
+    "launcher/ray/ray.py GOODBYE_S": "program",
+    "launcher/ray/remote_agent.py FRESH_S": "program",
+    "launcher/ray/remote_agent.py REACH_S": "program",
+    "launcher/ray/supervisor.py LOOK_S": "interval",
+    "launcher/ray/supervisor.py PATIENCE_S": "person",
+    "launcher/run/supervisor.py FAULT_LOOK_S": "interval",
+    "metrics.py FAST_S": "decision",
+    "metrics.py RECOVERY_S": "decision",
+    "metrics.py SILENT_S": "program",
+    "metrics.py STEP_S": "decision",
+    "rpc/client.py call timeout_s": "person",
+    "rpc/compressing.py TURN_S": "decision",
+    "rpc/front.py HANDSHAKE_S": "evidence",
+    "rpc/front.py SPARED_S": "evidence",
+    "rpc/greeting.py GREETING_S": "evidence",
+    "rpc/loop.py CANCEL_AGAIN_S": "interval",
+    "rpc/options.py CONNECT_TIMEOUT_S": "interval",
+    "rpc/options.py RETRY_MAX_S": "interval",
+    "rpc/options.py RETRY_MIN_S": "interval",
+    "rpc/proofs.py GOOD_S": "lock",
+    "rpc/refusals.py EVERY_S": "interval",
+    "store/etcd/connection.py CALL_S": "lock",
+    "store/etcd/connection.py PATIENCE_S": "lock",
+    "store/sqlite.py POLL_S": "interval",
+    "worker/control/agent_client.py HEARTBEAT_S": "interval",
+    "worker/profiling/emulated.py MOST_OWED_S": "decision",
+    "worker/transport/gloo.py GONE_S": "evidence",
+    "worker/transport/gloo.py LOOK_MOST_S": "interval",
+    "worker/transport/gloo.py LOOK_S": "interval",
+    "worker/transport/gloo.py _POISON_S": "evidence",
+    "worker/transport/linkprobe.py IDLE_S": "interval",
+    "worker/transport/linkprobe.py TIMEOUT_S": "person",
+    "worker/transport/rendezvous.py _BLAME_S": "evidence",
+    "worker/transport/shaped.py LOOK_S": "interval",
+    "worker/transport/threads.py PATIENCE_S": "program",
+}
+"""Kind of each constant. Keys are the path below elastic/ and the name of the constant."""
+
+
+def found() -> set[str]:
+    """Keys of all constants in seconds and of all timeout defaults in the sources."""
+    keys = set()
+    for path in sorted(SOURCES.rglob("*.py")):
+        place = path.relative_to(SOURCES)
+        if path != BUDGET and place.parts[0] != "planning" and "_pb2" not in path.name:
+            tree = ast.parse(path.read_text())
+            keys |= {f"{place} {name}" for name in (*_constants(tree), *_defaults(tree))}
+    return keys
+
+
+def _constants(tree: ast.Module) -> Iterator[str]:
+    """Module-level numbers whose name ends in `_S`."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        values = value.elts if isinstance(value, ast.Tuple) else [value]
+        for one, given in zip(names, values, strict=False):
+            if isinstance(one, ast.Name) and one.id.endswith("_S") and _number(given):
+                yield one.id
+
+
+def _defaults(tree: ast.Module) -> Iterator[str]:
+    """Numeric defaults of timeout parameters, as "function parameter"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            plain, given = node.args.args, node.args.defaults
+            pairs = [*zip(plain[len(plain) - len(given) :], given, strict=True)]
+            named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            pairs += [(argument, default) for argument, default in named if default]
+            for argument, default in pairs:
+                limit = argument.arg in ("timeout_s", "keepalive_s", "grace_s")
+                if limit and _number(default) and ast.unparse(default) != "0.0":
+                    yield f"{node.name} {argument.arg}"
+
+
+def _number(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        return _number(node.left) and _number(node.right)
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
