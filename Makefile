@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos proto clean
+.PHONY: help setup demo test tools check bench soak chaos clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -52,10 +52,6 @@ soak: setup ## 30 minutes of training on a loaded machine: nothing may be done a
 
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
-
-proto: setup ## regenerate *_pb2* in elastic/rpc and elastic/store/etcd (with the oldest grpcio-tools that is allowed: newer code refuses older libraries)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. elastic/rpc/elastic.proto
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. elastic/store/etcd/etcd_api.proto
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -25,14 +25,15 @@ import grpc
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.domain.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
-from elastic.rpc import elastic_pb2, elastic_pb2_grpc
-from elastic.rpc.envelope import Envelope, from_proto, pack, to_proto, unpack
-from elastic.rpc.loop import Loop
-from elastic.rpc.options import client_options
+from elastic.rpc.control.channel_options import client_options
+from elastic.rpc.control.client import CoordinatorStub
+from elastic.rpc.control.envelope import Envelope, encode_body, from_wire, pack, unpack
+from elastic.rpc.control.event_loop import Loop
 
 MEMORY_BYTES = 24 << 30
 """Of a node: a pipeline needs a dozen of them."""
 RETRY_S = 0.5
+NO_RECIPES = encode_body("Install", [])
 RAMP_S = 0.5
 """Agents begin their heartbeats spread over so long."""
 
@@ -47,7 +48,7 @@ def spec_of(layers: int, microbatches: int) -> JobSpec:
 
 def read(envelope: Envelope) -> Any:
     """All agents are told the same, but for recipes, which nobody here follows: it is decoded once."""
-    return _decoded(envelope.kind, b"[]" if envelope.common else envelope.body, envelope.common)
+    return _decoded(envelope.kind, NO_RECIPES if envelope.common else envelope.body, envelope.common)
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,7 +78,7 @@ class Agent:
         self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES))
         self.assignment: Assignment | None = None
         self._heard, self._written_at = False, 0.0
-        self._told, self._heartbeat = (-1, -1), elastic_pb2.Envelope()
+        self._told, self._heartbeat = (-1, -1), Envelope(0, 0, "", b"")
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
@@ -93,16 +94,17 @@ class Agent:
     async def _speak(self) -> None:
         options = client_options(keepalive_s=30.0)
         async with grpc.aio.insecure_channel(self.crowd.address, options=options) as channel:
-            stub = elastic_pb2_grpc.CoordinatorStub(channel)
-            self._call = stub.Session(metadata=(("sender", self.name),), wait_for_ready=True)
+            self._call = CoordinatorStub(channel).session(
+                metadata=(("sender", self.name),), wait_for_ready=True
+            )
             await self._call.wait_for_connection()
             self._writing = asyncio.Lock()
             await self._say(core.report(self.state))
             beats = asyncio.create_task(self._beat())
             try:
-                async for proto in self._call:
+                async for data in self._call:
                     self._heard = True
-                    await self._hear(proto)
+                    await self._hear(from_wire(data))
             finally:
                 beats.cancel()
 
@@ -115,23 +117,22 @@ class Agent:
             next_beat += self.crowd.heartbeat_s
             if (self.state.epoch, self.term) != self._told:  # nothing else in it changes
                 self._told = self.state.epoch, self.term
-                self._heartbeat = self._proto(core.heartbeat(self.state))
+                self._heartbeat = self._packed(core.heartbeat(self.state))
             await self._write(self._heartbeat)
 
     async def _say(self, message: Any) -> None:
         if not self.muted:
-            await self._write(self._proto(message))
+            await self._write(self._packed(message))
 
-    async def _write(self, proto: elastic_pb2.Envelope) -> None:
+    async def _write(self, envelope: Envelope) -> None:
         async with self._writing:
-            await self._call.write(proto)
+            await self._call.write(envelope)
             self._written_at = time.monotonic()
 
-    def _proto(self, message: Any) -> elastic_pb2.Envelope:
-        return to_proto(pack(message, term=self.term, epoch=self.state.epoch, sender=self.name))
+    def _packed(self, message: Any) -> Envelope:
+        return pack(message, term=self.term, epoch=self.state.epoch, sender=self.name)
 
-    async def _hear(self, proto: elastic_pb2.Envelope) -> None:
-        envelope = from_proto(proto)
+    async def _hear(self, envelope: Envelope) -> None:
         self.term = max(self.term, envelope.term)
         message = read(envelope)
         if isinstance(message, m.Fenced) and not self.muted:

@@ -23,7 +23,7 @@ import torch
 from benchmarks.results import Row, save
 from elastic.core.protocol.compression import MARGIN
 from elastic.domain.types import Accumulate
-from elastic.rpc.blocks import BLOCK_BYTES
+from elastic.rpc.bulk.blocks import BLOCK_BYTES
 from elastic.worker.contrib.corpus import ByteCorpus
 from elastic.worker.contrib.data import ByteDataset
 from elastic.worker.contrib.gpt import GPTConfig

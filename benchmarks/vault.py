@@ -24,7 +24,7 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Published
 from elastic.domain.types import STATE, Copy
-from elastic.rpc.bulk import VaultClient, tune
+from elastic.rpc.bulk.transfer import VaultClient, tune
 from elastic.store.shared_memory import checksum
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher

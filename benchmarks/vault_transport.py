@@ -26,7 +26,7 @@ from benchmarks.vault import MIB, describe, memory_directory, timed
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.types import Copy
-from elastic.rpc.bulk import VaultClient, tune
+from elastic.rpc.bulk.transfer import VaultClient, tune
 from elastic.store.shared_memory import Slot
 from elastic.worker.recovery.fetch import Fetcher
 

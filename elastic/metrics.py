@@ -26,8 +26,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from elastic.domain.errors import FieldError
-from elastic.rpc.refusals import REFUSALS, Reason
-from elastic.rpc.security import Contexts, why
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.tls import Certificates, rejection_reason
 
 log = logging.getLogger(__name__)
 FOLDER = "metrics"
@@ -71,7 +71,7 @@ def new_registry() -> CollectorRegistry:
 class _Server(ThreadingWSGIServer):
     """One thread a scrape; with certificates each connection by the ones that are valid then."""
 
-    contexts: Contexts | None = None
+    contexts: Certificates | None = None
 
     def get_request(self) -> tuple[socket.socket, Any]:
         sock, where = super().get_request()
@@ -84,8 +84,8 @@ class _Server(ThreadingWSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, OSError):  # of TLS, too
-            reason = why(error) if isinstance(error, ssl.SSLError) else Reason.HANDSHAKE
-            REFUSALS.count("metrics", reason, client_address, error)
+            reason = rejection_reason(error) if isinstance(error, ssl.SSLError) else Reason.HANDSHAKE
+            REJECTIONS.count("metrics", reason, client_address, error)
         else:
             log.error("a scrape by %s failed", client_address, exc_info=error)
 
@@ -102,7 +102,7 @@ class Exposition:
         """Raises OSError when the address cannot be had, FieldError when the certificates cannot be used."""
         family, *_ = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
         kind: type[_Server] = type("_Server", (_Server,), {"address_family": family})
-        contexts = Contexts(Path(where.certs)) if where.certs else None
+        contexts = Certificates(Path(where.certs)) if where.certs else None
         app = make_wsgi_app(registry)
         self._server: _Server = make_server(
             where.host, where.port, app, server_class=kind, handler_class=_Handler

@@ -21,8 +21,8 @@ from elastic.agent.workers.processes import WorkerGroup
 from elastic.config import JobConfig
 from elastic.domain.types import Copy
 from elastic.metrics import FAST_S
-from elastic.rpc.client import Session
-from elastic.rpc.refusals import REFUSALS
+from elastic.rpc.control.client import Session
+from elastic.rpc.security.rejections import REJECTIONS
 
 KINDS = ("state", "gradient", "reduced", "update", "activation", "cotangent")
 
@@ -168,7 +168,7 @@ class AgentMetrics(Collector):
         refused = CounterMetricFamily(
             "elastic_messages_refused", "Messages that were refused", labels=("reason",)
         )
-        for reason, number in {"stale": 0, **REFUSALS.by_reason()}.items():
+        for reason, number in {"stale": 0, **REJECTIONS.by_reason()}.items():
             refused.add_metric((reason,), number)
         yield refused
 

@@ -44,11 +44,11 @@ from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED, ElasticError, VaultError
 from elastic.domain.types import NodeInfo
 from elastic.metrics import Exposition, Where, new_registry, serve
-from elastic.rpc import security
-from elastic.rpc.client import Session
-from elastic.rpc.compressing import Compressing
-from elastic.rpc.refusals import REFUSALS, Refusal
-from elastic.rpc.shaping import pace_of
+from elastic.rpc.bulk.compression import CompressionPolicy
+from elastic.rpc.control.client import Session
+from elastic.rpc.link_shaping import pace_of
+from elastic.rpc.security import tls
+from elastic.rpc.security.rejections import REJECTIONS, Rejection
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.agent")
@@ -76,7 +76,7 @@ class Agent:
         self._meter = AgentMetrics(new_registry())
         self._exposition: Exposition | None = None
         self._begin()
-        REFUSALS.subscribe(self._queue.put)
+        REJECTIONS.subscribe(self._queue.put)
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
         self._session = Session(
             coordinator, on_message=lambda message, envelope: self._queue.put(message), sender=self._node,
@@ -98,7 +98,7 @@ class Agent:
         tell, limit = Notes(self._node, self._queue.put), self._config.vault_memory_bytes
         self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
         pace = pace_of(self._directory, self._config.link)
-        packs = Compressing(self._config.compress)
+        packs = CompressionPolicy(self._config.compress)
         meter, limits = self._meter, self._config.timeouts
         self._server = VaultServer(
             self._vault, self._host, timeout_s=limits.serve_s, pace=pace, compressing=packs, received=meter.received
@@ -166,7 +166,7 @@ class Agent:
                 if joins:
                     self._report()
                     self._leaving.again()
-            case Refusal():
+            case Rejection():
                 self._say(m.RefusalNote(self._node, *astuple(item)))
             case m.Trim():
                 self._vault.trim(item.epoch, item.step)
@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
-        security.use(security.load(config.run_dir, config.certs, config.certs_name))
+        tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
         agent = Agent(config, args.coordinator, who(args, config))
         agent.serve_metrics(args.metrics_port)
     except ElasticError as error:

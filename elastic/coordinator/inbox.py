@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic.core.job.state import Tick
 from elastic.core.protocol.messages import Heartbeat
-from elastic.rpc.loop import event_loop
+from elastic.rpc.control.event_loop import event_loop
 
 SWITCH_S = 0.0005
 """While decisions are made the network thread waits this long for the interpreter, again and again: with Python's own

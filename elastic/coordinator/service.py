@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import logging
 import os
+import resource
 import sys
 import threading
 import time
@@ -46,9 +47,9 @@ from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.placement.assignment import FEW
-from elastic.rpc import security
-from elastic.rpc.refusals import REFUSALS, Refusal
-from elastic.rpc.server import Server, Session
+from elastic.rpc.control.server import Server, Session
+from elastic.rpc.security import tls
+from elastic.rpc.security.rejections import REJECTIONS, Rejection
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
 from elastic.telemetry import configure_logging
@@ -91,7 +92,7 @@ class Coordinator:
         self._exposed, self._meter = exposed, exposed.meter
         self._saver.tell, self._saver.measured = self._tell, self._meter.saved
         self._keeper = Keeper(store, lease, self._clock.now, self._inbox.put)
-        REFUSALS.subscribe(self._inbox.put)
+        REJECTIONS.subscribe(self._inbox.put)
         self._server = Server(
             address,
             on_open=lambda session: None,
@@ -130,7 +131,7 @@ class Coordinator:
             self._exposed.stand_by()
             self._inbox.close()
             self._keeper.close()
-            REFUSALS.unsubscribe(self._inbox.put)
+            REJECTIONS.unsubscribe(self._inbox.put)
             self._server.close()
             self._records.close()
             self._commits.close()
@@ -160,8 +161,8 @@ class Coordinator:
         announce(self._run_dir, text)
         self._tell("coordinator", text)
         if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
-            self._tell("unencrypted", {"what": "workers", "why": security.WORKERS})
-            log.warning("%s", security.WORKERS)
+            self._tell("unencrypted", {"what": "workers", "why": tls.WORKERS})
+            log.warning("%s", tls.WORKERS)
 
     def _tell(self, kind: str, data: dict[str, Any]) -> None:
         self._records.event(kind, data)
@@ -176,7 +177,7 @@ class Coordinator:
             self._answer(item)
         elif isinstance(item, Future):
             self._committed(item)
-        elif isinstance(item, Refusal):
+        elif isinstance(item, Rejection):
             self._refused("coordinator", *astuple(item))
         elif isinstance(item, tuple):
             self._message(*item)
@@ -387,11 +388,13 @@ def main(argv: list[str] | None = None) -> int:
     args = read_flags(Command("elastic.coordinator.service", params=FLAGS), argv)
     config = load_config(args.run_dir)
     sys.setswitchinterval(SWITCH_S)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor per agent
     configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{name_of(args.slot)}.log")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
-        security.use(security.load(config.run_dir, config.certs, config.certs_name))
+        tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
         return lead(config, args.address, args.slot, args.metrics_port)
     except ElasticError as error:
         print(f"elastic coordinator: {error}", file=sys.stderr)

@@ -10,8 +10,8 @@ from elastic.core.job.state import JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import Refused
 from elastic.core.protocol.messages import NodePhase
-from elastic.rpc.refusals import REFUSALS, Reason
-from elastic.rpc.server import Session
+from elastic.rpc.control.server import Session
+from elastic.rpc.security.rejections import REJECTIONS, Reason
 
 PORT = "coordinator"
 
@@ -30,14 +30,14 @@ class Speakers:
             self._known, self._retired = state.retired, frozenset(state.retired)
         problem = objection(state, session.sender, message, self._retired)
         if problem is not None:
-            REFUSALS.count(PORT, Reason(problem.reason), session, problem.text)
+            REJECTIONS.count(PORT, Reason(problem.reason), session, problem.text)
             if problem.fence:
                 session.send(_farewell(message, problem.text), state.epoch)
             return False
         waits = self._waits(state, message) if isinstance(message, m.NodeReport) else None
         if waits is None:
             return True
-        REFUSALS.count(PORT, Reason.STALE, session, waits.reason)
+        REJECTIONS.count(PORT, Reason.STALE, session, waits.reason)
         session.send(waits, state.epoch)
         return False
 

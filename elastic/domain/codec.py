@@ -1,7 +1,9 @@
-"""Dataclasses to plain JSON values and back, checked against their annotations.
+"""Conversion between frozen dataclasses and plain JSON values, by msgspec.
 
-One codec serves the wire, the store and the event log. Decoding refuses unknown and missing fields and wrong
-types with a `FieldError` that names the path, so that a malformed message is a clear error, never half a value.
+The store, the event log, configuration files and local frames use this form. Network messages use
+MessagePack (`elastic.rpc.control.envelope`) and the same checks. Decoding is strict: it refuses
+unknown fields, missing fields and wrong types with a `FieldError` that names the path of the field,
+so that no message is half read.
 """
 
 from __future__ import annotations
@@ -9,55 +11,64 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
+import re
 import types
 import typing
-from enum import Enum
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
+
+import msgspec
 
 from elastic.domain.errors import FieldError
 
 T = TypeVar("T")
-_newest: dict[Any, tuple[Any, Any]] = {}
-"""Of kinds that say `everywhere_the_same`, which come from thousands of nodes: the newest, raw and decoded."""
-_PLAIN = frozenset({str, int, float, bool, type(None)})
+_WHERE = re.compile(r"^(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_MISSING = re.compile(r"^Object missing required field `(.+)`$")
 
 
 def encode(value: Any) -> Any:
-    """Return `value` as JSON-compatible data. Sets become sorted lists; fields at their default are kept."""
-    kind: type = type(value)
-    if kind in _PLAIN:
-        return value
-    names = _names(kind)
+    """Return `value` as JSON-compatible data.
+
+    Sets become sorted lists, so that equal values give equal text. Dictionaries keep their order.
+    Fields at their default are kept. Raises TypeError for a type that has no JSON form.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): encode(inner) for key, inner in value.items()}
+    kind: Any = type(value)
+    names = _names_around_mappings(kind)
     if names is not None:
-        return {n: v if type(v) in _PLAIN else encode(v) for n in names for v in (getattr(value, n),)}
-    if isinstance(value, (frozenset, set)):
-        return [encode(v) for v in sorted(value)]
-    if isinstance(value, (tuple, list)):
-        return [encode(v) for v in value]
-    if isinstance(value, dict):
-        return {str(k): encode(v) for k, v in value.items()}
-    if isinstance(value, Enum):
-        return value.value
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(f"cannot encode {type(value).__name__}")
+        return {name: encode(getattr(value, name)) for name in names}
+    return msgspec.to_builtins(value, str_keys=True, order="deterministic")
 
 
 def decode(kind: type[T], data: Any, path: str = "") -> T:
-    """Return `data` as a `kind`. Raises FieldError naming the path of the first value that does not fit."""
+    """Return plain `data` as a `kind`. Raises FieldError naming the path of the first value that
+    does not fit.
+
+    `path` names the value in errors; the default is the name of `kind`.
+    """
     path = path or getattr(kind, "__name__", "value")
     try:
-        return typing.cast(T, _decode(kind, data, path))
+        value = msgspec.convert(data, kind, str_keys=True)
+        _refuse_unknown_fields(kind, data, path)
+    except msgspec.ValidationError as error:
+        raise _field_error(kind, data, path, str(error)) from error
     except RecursionError:
         raise FieldError(path, "...", "it is nested too deeply") from None
+    return value
 
 
 def dumps(value: Any) -> str:
+    """Return `value` as JSON text without spaces.
+
+    Infinity and NaN are written as Python's json does.
+    """
     return json.dumps(encode(value), separators=(",", ":"), allow_nan=True)
 
 
 def loads(kind: type[T], text: str | bytes) -> T:
+    """Return the `kind` that a JSON text holds. Raises FieldError."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,117 +76,121 @@ def loads(kind: type[T], text: str | bytes) -> T:
     return decode(kind, data)
 
 
-@functools.cache
-def _names(kind: type) -> tuple[str, ...] | None:
-    """Fields of a dataclass; None: it is none."""
-    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+def _is_dataclass(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
 
 
 @functools.cache
-def _known(kind: type) -> frozenset[str]:
-    return frozenset(_names(kind) or ())
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+def _hints(kind: Any) -> Mapping[str, Any]:
+    """Annotations of a dataclass by field name."""
     hints = typing.get_type_hints(kind)
-    return tuple(
-        (
-            f.name,
-            hints[f.name],
-            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
-        )
-        for f in dataclasses.fields(kind)
-    )
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _decode(kind: Any, data: Any, path: str) -> Any:
-    if kind is Any or (type(data) is kind and kind in _PLAIN):
-        return data
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        return _union(typing.get_args(kind), data, path)
-    if origin is not None:
-        return _container(origin, typing.get_args(kind), data, path)
-    if dataclasses.is_dataclass(kind):
-        return _dataclass(typing.cast(type, kind), data, path)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        try:
-            return kind(data)
-        except ValueError as error:
-            raise FieldError(path, data, f"one of {', '.join(str(m.value) for m in kind)}") from error
-    return _scalar(kind, data, path)
+@functools.cache
+def _names_around_mappings(kind: Any) -> tuple[str, ...] | None:
+    """Fields of a dataclass that has a dictionary among them; None for every other type.
 
-
-def _dataclass(kind: type, data: Any, path: str) -> Any:
-    if not isinstance(data, dict):
-        raise FieldError(path, data, "an object is needed")
-    newest = _newest.get(kind)
-    if newest is not None and newest[0] == data:
-        return newest[1]
-    if not _known(kind).issuperset(data):
-        unknown = min(set(data) - _known(kind))
-        raise FieldError(f"{path}.{unknown}", data[unknown], "unknown field")
-    values = {}
-    for name, hint, required in _fields(kind):
-        if name in data:
-            value = data[name]
-            plain = type(value) is hint and hint in _PLAIN
-            values[name] = value if plain else _decode(hint, value, f"{path}.{name}")
-        elif required:
-            raise FieldError(f"{path}.{name}", None, "missing field")
-    value = kind(**values)
-    if getattr(kind, "everywhere_the_same", False):
-        _newest[kind] = (data, value)
-    return value
-
-
-def _union(options: tuple[Any, ...], data: Any, path: str) -> Any:
-    if data is None and type(None) in options:
+    msgspec sorts sets only together with dictionaries, and the order of a dictionary has a meaning
+    here.
+    """
+    if not _is_dataclass(kind):
         return None
-    rest = [option for option in options if option is not type(None)]
-    if len(rest) != 1:
-        raise TypeError(f"{path}: only optional unions can be decoded")
-    return _decode(rest[0], data, path)
+    hints = _hints(kind)
+    has_mapping = any(typing.get_origin(hint) is dict for hint in hints.values())
+    return tuple(hints) if has_mapping else None
 
 
-def _container(origin: Any, args: tuple[Any, ...], data: Any, path: str) -> Any:
-    if origin is dict:
-        if not isinstance(data, dict):
-            raise FieldError(path, data, "an object is needed")
-        return {_key(args[0], k, path): _decode(args[1], v, f"{path}.{k}") for k, v in data.items()}
-    if not isinstance(data, list):
-        raise FieldError(path, data, "a list is needed")
-    if origin is tuple and not (len(args) == 2 and args[1] is Ellipsis):
-        if len(args) != len(data):
-            raise FieldError(path, data, f"a list of {len(args)} is needed")
-        return tuple(_decode(a, v, f"{path}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
-    items = (_decode(args[0], v, f"{path}[{i}]") for i, v in enumerate(data))
-    if origin in (tuple, frozenset, list):
-        return origin(items)
-    raise TypeError(f"{path}: cannot decode {origin}")
+@functools.cache
+def _without_none(kind: Any) -> Any:
+    """The type inside an optional; any other type as it is."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return next(arg for arg in typing.get_args(kind) if arg is not types.NoneType)
+    return kind
 
 
-def _key(kind: Any, text: str, path: str) -> Any:
-    """A key of a JSON object as the integer or text that it stands for."""
-    if kind is not int:
-        return text
+def _inner(kind: Any, step: str | int) -> Any:
+    """Type of the value at `step` inside `kind`: a field's name, an index or a key."""
+    kind = _without_none(kind)
+    if _is_dataclass(kind):
+        return _hints(kind)[str(step)]
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and args[-1] is not Ellipsis:
+        return args[int(step)]
+    return args[1] if typing.get_origin(kind) is dict else args[0]
+
+
+@functools.cache
+def _objects_inside(kind: Any) -> bool:
+    """Whether a value of `kind` can hold a dataclass."""
+    return _is_dataclass(kind) or any(_objects_inside(arg) for arg in typing.get_args(kind))
+
+
+@functools.cache
+def _nested(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Fields of a dataclass that can hold other dataclasses."""
+    return tuple((name, hint) for name, hint in _hints(kind).items() if _objects_inside(hint))
+
+
+def _refuse_unknown_fields(kind: Any, data: Any, path: str) -> None:
+    """Raise FieldError for a field that its dataclass does not have: msgspec ignores those.
+
+    Everything else about `data` was found to fit `kind`.
+    """
+    kind = _without_none(kind)
+    if data is None or not _objects_inside(kind):
+        return
+    if _is_dataclass(kind):
+        if _is_dataclass(data):  # decoded before
+            return
+        if not data.keys() <= _hints(kind).keys():
+            unknown = min(data.keys() - _hints(kind).keys(), key=str)
+            raise FieldError(f"{path}.{unknown}", data[unknown], "unknown field")
+        for name, hint in _nested(kind):
+            if data.get(name):
+                _refuse_unknown_fields(hint, data[name], f"{path}.{name}")
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            _refuse_unknown_fields(_inner(kind, key), value, f"{path}.{key}")
+    else:
+        for index, value in enumerate(data):
+            _refuse_unknown_fields(_inner(kind, index), value, f"{path}[{index}]")
+
+
+def _field_error(kind: Any, data: Any, path: str, text: str) -> FieldError:
+    """Translate the text of a msgspec.ValidationError, which ends with the path of the value."""
+    found = _WHERE.match(text)
+    assert found is not None
+    problem = found["problem"]
+    for step in _steps(found["path"] or ""):
+        if step == "...":
+            step = next(key for key, value in data.items() if not _fits(_inner(kind, key), value))
+        kind, data = _inner(kind, step), data[step]
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+    if found["key"]:
+        key_kind = (*typing.get_args(_without_none(kind)), str)[0]  # of a dataclass: names
+        wrong = next(key for key in data if not _fits(key_kind, key, strict=False))
+        return FieldError(f"{path}.{wrong}", wrong, f"{problem[:1].lower()}{problem[1:]} as key")
+    missing = _MISSING.match(problem)
+    if missing is not None:
+        return FieldError(f"{path}.{missing[1]}", None, "missing field")
+    if problem.startswith("Invalid enum value"):
+        return FieldError(path, data, f"one of {', '.join(str(m.value) for m in _without_none(kind))}")
+    return FieldError(path, data, problem[:1].lower() + problem[1:])
+
+
+def _steps(path: str) -> Iterator[str | int]:
+    """Split a path such as `.many[1].number`; `...` stands for a key of a dictionary, which msgspec
+    hides.
+    """
+    for name, index in _STEP.findall(path):
+        yield name or (index if index == "..." else int(index))
+
+
+def _fits(kind: Any, data: Any, strict: bool = True) -> bool:
+    """Whether msgspec takes `data` as a `kind`. Not `strict`: an integer may be text, as in a key."""
     try:
-        return int(text)
-    except ValueError as error:
-        raise FieldError(f"{path}.{text}", text, "an integer key is needed") from error
-
-
-def _scalar(kind: Any, data: Any, path: str) -> Any:
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        try:
-            return float(data)
-        except OverflowError as error:
-            raise FieldError(path, data, "a number that a float can hold is needed") from error
-    if kind is int and isinstance(data, bool):
-        raise FieldError(path, data, "an integer is needed")
-    if isinstance(data, kind):
-        return data
-    if kind is float and data is None:
-        return math.nan
-    raise FieldError(path, data, f"{getattr(kind, '__name__', kind)} is needed")
+        msgspec.convert(data, kind, str_keys=True, strict=strict)
+    except msgspec.ValidationError:
+        return False
+    return True

@@ -1,10 +1,11 @@
 """Length-prefixed frames over a stream socket, and typed messages on top of them.
 
-    u32  length of the header | header: JSON | u64  length of the payload | payload        (little-endian)
+    u32  length of the header | header: JSON | u64  length of the payload | payload
+    (little-endian)
 
-`Stream` carries frames with bulk payloads (vaults); `Channel` carries the dataclasses of
-`elastic.core.protocol.messages` (worker <-> agent). Whatever ends a connection (end of file, reset, a closed
-descriptor) is a `ChannelClosed`; a frame that is no frame is a `FieldError`.
+`Stream` carries frames with bulk payloads (vaults). `Channel` carries the dataclasses of
+`elastic.core.protocol.messages` between a worker and its agent. Any end of a connection (end of file, reset,
+a closed descriptor) is a `ChannelClosed`; a malformed frame is a `FieldError`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from elastic.domain.errors import ChannelClosed, FieldError
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
 LEAST_CHUNK_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20
-"""Read at a time, a quarter of the whole between these: so small that a checksum of what just came is computed from the
-cache, and while the rest is under way."""
+"""Bounds of one read, which takes a quarter of the whole: a checksum of the chunk is then computed
+from the cache while the rest arrives."""
 PIECE_BYTES = 64 << 10
-"""Sent at a time on a link that is shaped."""
+"""Bytes sent at a time on a shaped link."""
 _MORE = getattr(socket, "MSG_MORE", 0)
-"""A header waits in the kernel for the payload behind it: one packet, and the reader wakes up once."""
+"""Flag that keeps a header in the kernel until its payload follows: one packet, one wake-up of the
+reader."""
 _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 
 KINDS: dict[str, type] = {
@@ -42,29 +44,32 @@ KINDS: dict[str, type] = {
     for name, kind in vars(messages).items()
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == messages.__name__
 }
-"""Every message that may travel, by class name."""
+"""Every message that may be sent, by class name."""
 
 
 class TooLarge(FieldError):
-    """A frame is longer than may come."""
+    """A frame is longer than allowed."""
 
 
 class Stream:
-    """Frames over a connected socket. Not thread-safe, but for `close`, which wakes a blocked call."""
+    """Frames over a connected socket.
+
+    Not thread-safe, but for `close`, which wakes a blocked call.
+    """
 
     def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
         self._sock: socket.socket | ssl.SSLSocket = sock
         self._plain = not isinstance(sock, ssl.SSLSocket)
         self._ended = False
         self.timeout_s = timeout_s
-        """Seconds without any progress after which a call raises TimeoutError; None: never."""
+        """Seconds without progress after which a call raises TimeoutError; None: no limit."""
         self.until: float | None = None
-        """time.monotonic() from which on every call raises TimeoutError, whatever comes; None: never."""
+        """Deadline (time.monotonic) after which every call raises TimeoutError; None: none."""
         self.most_header, self.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
-        """Longest header and payload that may come; below the defaults for who has not shown yet who it is."""
+        """Longest header and payload accepted; smaller for peers that have not authenticated."""
         self.pace: Callable[[int], None] | None = None
-        """Called before a payload is sent (with 0) and before every piece of it, with its bytes; waits as long as it
-        likes."""
+        """Called with 0 before a payload and with the size of each piece before it is sent; it may
+        wait."""
 
     def send(self, header: Any, payload: Iterable[memoryview] = ()) -> None:
         """Send one frame; the payload is the concatenation of `payload`, flat byte views."""
@@ -74,7 +79,9 @@ class Stream:
             self.write(part)
 
     def begin(self, header: Any, nbytes: int, waits: bool = False) -> None:
-        """Send a frame but for its payload of `nbytes`, which `write` then sends; `waits`: not at once."""
+        """Send a frame without its payload of `nbytes`, which `write` sends next, or later if it
+        `waits`.
+        """
         text = json.dumps(header, separators=(",", ":")).encode()
         _limit("header", len(text), MAX_HEADER_BYTES)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
@@ -94,7 +101,9 @@ class Stream:
             self._write(piece)
 
     def receive(self) -> tuple[Any, int]:
-        """Return the next frame's header and its payload's bytes, which the caller must read or drain."""
+        """Return the next frame's header and its payload's bytes, which the caller must read or
+        drain.
+        """
         (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
         _limit("header", length, self.most_header)
         rest = self._exactly(length + _PAYLOAD.size)
@@ -106,7 +115,7 @@ class Stream:
             raise FieldError("frame header", bytes(text[:80]), f"not JSON: {error}") from error
 
     def read_into(self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None) -> None:
-        """Fill `out` (flat bytes). `on_chunk` gets every piece as it comes."""
+        """Fill `out` (flat bytes). `on_chunk` gets every piece as it arrives."""
         position, chunk = 0, min(max(LEAST_CHUNK_BYTES, len(out) // 4), CHUNK_BYTES)
         with _closing_errors():
             self._sock.settimeout(self._patience())
@@ -121,19 +130,22 @@ class Stream:
                 position += count
 
     def drain(self, nbytes: int) -> None:
-        """Read and forget `nbytes` of payload."""
+        """Read and discard `nbytes` of payload."""
         scratch = memoryview(bytearray(min(nbytes, CHUNK_BYTES)))
         while nbytes > 0:
             self.read_into(scratch[:nbytes])
             nbytes -= min(nbytes, len(scratch))
 
     def secured(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
-        """Go on over what `wrap` makes of the socket, once its handshake is done. Raises OSError (ssl.SSLError)."""
+        """Switch to TLS with the socket that `wrap` returns.
+
+        Raises OSError (ssl.SSLError) if the handshake fails.
+        """
         self._sock.settimeout(self._patience())
         secure = wrap(self._sock)
         self._sock, self._plain = secure, False
         if self._ended:  # while `wrap` had taken the socket over
-            raise ChannelClosed("this side has hung up")
+            raise ChannelClosed("this side has closed the connection")
         try:
             secure.do_handshake()
         except OSError:  # an untrue certificate is a ValueError, too
@@ -142,7 +154,10 @@ class Stream:
             raise ChannelClosed(f"this side has closed: {error}") from error
 
     def hang_up(self) -> None:
-        """Wakes a blocked call, whose thread is to `close`: nothing else takes over the descriptor until then."""
+        """Wake a blocked call, whose thread then calls `close`.
+
+        The descriptor stays reserved until then.
+        """
         self._ended = True
         with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -155,7 +170,10 @@ class Stream:
         return self._sock.fileno()
 
     def _patience(self) -> float | None:
-        """How long the next call may wait. Raises TimeoutError."""
+        """Seconds that the next call may wait; None: no limit.
+
+        Raises TimeoutError after the deadline.
+        """
         if self.until is None:
             return self.timeout_s
         left_s = self.until - time.monotonic()
@@ -169,7 +187,7 @@ class Stream:
         return data
 
     def _write(self, data: memoryview, flags: int = 0) -> None:
-        """Send all of `data`; chunked, because the socket's timeout bounds a whole `sendall`."""
+        """Send all of `data` in chunks, because the socket's timeout bounds a whole `sendall`."""
         with _closing_errors():
             self._sock.settimeout(self._patience())
             for start in range(0, len(data), 8 * CHUNK_BYTES):
@@ -184,7 +202,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a dataclass of `elastic.core.protocol.messages`. Raises ChannelClosed if nobody is there any more."""
+        """Send a dataclass of `elastic.core.protocol.messages`. Raises ChannelClosed if the peer is gone."""
         name = type(message).__name__
         if KINDS.get(name) is not type(message):
             raise FieldError("message", name, "a message of elastic.core.protocol.messages is needed")
@@ -193,7 +211,10 @@ class Channel:
             self._stream.send(frame)
 
     def receive(self) -> Any:
-        """Block for the next message. A FieldError leaves the channel usable: the frame was read whole."""
+        """Block for the next message.
+
+        A FieldError leaves the channel usable: the frame was read whole.
+        """
         header, nbytes = self._stream.receive()
         self._stream.drain(nbytes)
         if not isinstance(header, dict) or header.get("kind") not in KINDS:
@@ -204,7 +225,7 @@ class Channel:
         return codec.decode(kind, header.get("body"))
 
     def close(self) -> None:
-        """Wakes a blocked `receive` with ChannelClosed."""
+        """Wake a blocked `receive` with ChannelClosed."""
         self._stream.close()
 
     def fileno(self) -> int:
@@ -212,7 +233,7 @@ class Channel:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """Listen at `path`, for this user alone; what was there before goes."""
+    """Listen at `path`, for this user alone. An older file there is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -235,7 +256,7 @@ def connect_unix(path: str) -> Channel:
 
 @contextlib.contextmanager
 def _closing_errors() -> Iterator[None]:
-    """Every OSError but a timeout means that the connection is gone."""
+    """Every OSError except a timeout means that the connection is gone."""
     try:
         yield
     except TimeoutError:

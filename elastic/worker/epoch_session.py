@@ -19,7 +19,7 @@ from elastic.core.protocol.fault_spec import Phase
 from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
-from elastic.rpc.shaping import shaper_of
+from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.policy import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner

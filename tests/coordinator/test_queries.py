@@ -19,7 +19,7 @@ from elastic.coordinator.clock import Clock
 from elastic.coordinator.queries import Query
 from elastic.core.coordinator.authorization import LONGEST_S
 from elastic.domain.errors import ElasticError, StaleError, UsageError
-from elastic.rpc.client import call
+from elastic.rpc.control.client import call
 from tests.coordinator.helpers import START
 from tests.coordinator.test_together import Bench, attached, came
 from tests.patience import LONG_S

@@ -13,7 +13,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import Refused
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
-from elastic.rpc.server import Session
+from elastic.rpc.control.server import Session
 from tests.core.health.test_diagnosis import running
 
 NODE = "node1"

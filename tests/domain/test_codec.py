@@ -39,6 +39,7 @@ class Outer:
     numbers: frozenset[int] = frozenset()
     by_name: dict[str, Inner] = dataclasses.field(default_factory=dict)
     by_number: dict[int, str] = dataclasses.field(default_factory=dict)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
     flag: bool = False
     anything: Any = None
 
@@ -52,6 +53,7 @@ GOOD = Outer(
     frozenset({3, 1}),
     {"k": Inner(4)},
     {7: "seven"},
+    {"a": 1},
     True,
     [1, {"b": None}],
 )
@@ -94,6 +96,15 @@ def test_defaults_may_be_missing() -> None:
         ({"numbers": [1, [2]]}, "Outer.numbers[1]"),
         ({"by_name": []}, "Outer.by_name"),
         ({"by_name": {"k": 1}}, "Outer.by_name.k"),
+        ({"by_name": {"j": {"number": 1}, "k": {"number": "x"}}}, "Outer.by_name.k.number"),
+        ({"by_name": {"k": {"number": 1, "extra": 0}}}, "Outer.by_name.k.extra"),
+        ({"by_number": {"7": "seven", "x": "y"}}, "Outer.by_number.x"),
+        ({"by_number": {"7": 8}}, "Outer.by_number.7"),
+        ({"many": [{"number": 1}, {"number": 2, "extra": 0}]}, "Outer.many[1].extra"),
+        ({"counts": {"a": 1, "b": "2"}}, "Outer.counts.b"),
+        ({"counts": {"a": None}}, "Outer.counts.a"),
+        ({7: 1}, "Outer.7"),
+        ({7: 1, "x": 2, None: 3}, "Outer.7"),
         ({"flag": 1}, "Outer.flag"),
         ({"unknown": 1}, "Outer.unknown"),
     ],
@@ -103,6 +114,15 @@ def test_refused(change: dict[str, Any], field: str) -> None:
         codec.decode(Outer, codec.encode(GOOD) | change)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_the_remedy_names_what_is_expected() -> None:
+    with pytest.raises(FieldError, match=r"Outer\.colour: 'green' is not usable: one of red, blue"):
+        codec.decode(Outer, {"name": "a", "colour": "green"})
+    with pytest.raises(
+        FieldError, match=r"Outer\.inner\.number: '1' is not usable: expected `int`, got `str`"
+    ):
+        codec.decode(Outer, {"name": "a", "inner": {"number": "1"}})
 
 
 def test_missing_field() -> None:
@@ -122,7 +142,7 @@ def test_path_can_be_given() -> None:
 
 
 def test_only_plain_values() -> None:
-    with pytest.raises(TypeError, match="cannot encode object"):
+    with pytest.raises(TypeError, match="type object is unsupported"):
         codec.encode(object())
 
 

@@ -31,8 +31,8 @@ from elastic.core.protocol import messages as m
 from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
 from elastic.launcher.flags.certs import make
 from elastic.metrics import Where, new_registry, serve
-from elastic.rpc.refusals import REFUSALS, Reason
-from elastic.rpc.security import CA, CERT, KEY
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.tls import CA, CERT, KEY
 from tests.observability.tools import DASHBOARD, ROOT, RULES
 from tests.patience import LONG_S
 
@@ -339,7 +339,9 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
         assert read(ours, ours)[1] != first, (
             "somebody who says nothing holds up nobody; the new certificate is used"
         )
-    refused = {reason for (port, reason), number in REFUSALS.counts().items() if port == "metrics" and number}
+    refused = {
+        reason for (port, reason), number in REJECTIONS.counts().items() if port == "metrics" and number
+    }
     assert {Reason.NO_CERTIFICATE, Reason.WRONG_CA, Reason.PLAIN_TEXT} <= refused
     served.close()
 

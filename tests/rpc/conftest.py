@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from elastic.domain.errors import ElasticError, FieldError
-from elastic.rpc.client import Session
-from elastic.rpc.envelope import Envelope
-from elastic.rpc.server import Server
-from elastic.rpc.server import Session as ServerSession
+from elastic.rpc.control.client import Session
+from elastic.rpc.control.envelope import Envelope
+from elastic.rpc.control.server import Server
+from elastic.rpc.control.server import Session as ServerSession
 from tests.patience import LONG_S
 
 WAIT_S = LONG_S

@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from elastic.domain.errors import ElasticError, FieldError, UsageError
-from elastic.rpc import elastic_pb2, elastic_pb2_grpc
-from elastic.rpc.client import call
+from elastic.rpc.control.client import CoordinatorStub, call
+from elastic.rpc.control.envelope import CALL, Envelope, to_wire
 from tests.patience import LONG_S
 from tests.rpc.conftest import ServerBench
 
@@ -45,12 +45,20 @@ def test_bug_in_the_coordinator(server: ServerBench) -> None:
 
 @pytest.mark.parametrize("body", [b"\xff", b"[]", b"3", b"{", b"[" * 60_000])
 def test_malformed_question(server: ServerBench, body: bytes) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = elastic_pb2_grpc.CoordinatorStub(channel)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.Call(elastic_pb2.Envelope(kind="echo", body=body), timeout=LONG_S)
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        CoordinatorStub(channel).call(Envelope(0, 0, "echo", body), timeout=LONG_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "echo.body" in caught.value.details()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"\x80", to_wire(Envelope(0, 0, "echo", b""))[:-1], b"\x91" * 9999]
+)
+def test_malformed_envelope(server: ServerBench, data: bytes) -> None:
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(CALL)(data, timeout=LONG_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "envelope: " in caught.value.details()
 
 
 def test_nobody_there() -> None:

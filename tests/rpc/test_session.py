@@ -16,9 +16,18 @@ import pytest
 
 from elastic.core.protocol.messages import Halt, Heartbeat, Stop, Trim
 from elastic.domain.errors import FieldError
-from elastic.rpc import elastic_pb2, elastic_pb2_grpc
-from elastic.rpc.client import Session, call
-from elastic.rpc.envelope import HOLE, MAX_BODY_BYTES, MAX_CALL_BYTES, Rejected, from_proto, unpack
+from elastic.rpc.control.client import CoordinatorStub, Session, call
+from elastic.rpc.control.envelope import (
+    MAX_BODY_BYTES,
+    MAX_CALL_BYTES,
+    SESSION,
+    Envelope,
+    Rejected,
+    encode_body,
+    from_wire,
+    pack,
+    unpack,
+)
 from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench
 
@@ -146,26 +155,30 @@ def test_replaced_coordinator_loses_its_sessions(server: ServerBench, connect: C
     [
         ("Nonsense", b"{}", "kind: 'Nonsense'"),
         ("", b"", "kind: ''"),
-        ("Heartbeat", b"\xff\xfe", "not JSON"),
-        ("Heartbeat", b"", "not JSON"),
-        ("Heartbeat", b"[1]", "an object is needed"),
-        ("Heartbeat", b'{"node":"a"}', "Heartbeat.incarnation: None is not usable: missing field"),
-        ("Heartbeat", b'{"node":"a","incarnation":"b","step":"x","microbatch":0}', "Heartbeat.step: 'x'"),
-        ("Heartbeat", b"[" * 100_000, "Heartbeat"),
-        ("NodeReport", b'{"info":{},"phase":"x","epoch":0}', "NodeReport.info.node"),
+        ("Heartbeat", b"\xc1", "not MessagePack"),
+        ("Heartbeat", b"", "not MessagePack"),
+        ("Heartbeat", b"\x91\x01", "expected `object`, got `array`"),
+        (
+            "Heartbeat",
+            encode_body("", {"node": "a"}),
+            "Heartbeat.incarnation: None is not usable: missing field",
+        ),
+        (
+            "Heartbeat",
+            encode_body("", {"node": "a", "incarnation": "b", "step": "x", "microbatch": 0}),
+            "Heartbeat.step: 'x'",
+        ),
+        ("Heartbeat", b"\x91" * 100_000, "Heartbeat"),
+        ("NodeReport", encode_body("", {"info": {}, "phase": "x", "epoch": 0}), "NodeReport.info.node"),
     ],
 )
 def test_bad_message_is_answered_and_the_session_goes_on(
     server: ServerBench, kind: str, body: bytes, text: str
 ) -> None:
-    good = elastic_pb2.Envelope(
-        kind="Heartbeat", body=b'{"node":"a","incarnation":"b","step":1,"microbatch":0}'
-    )
+    good = pack(Heartbeat("a", "b", 1, 0), term=0, epoch=0)
     with grpc.insecure_channel(server.address) as channel:
-        stream = elastic_pb2_grpc.CoordinatorStub(channel).Session(
-            iter([elastic_pb2.Envelope(kind=kind, body=body), good])
-        )
-        rejected = unpack(from_proto(next(stream)))
+        stream = CoordinatorStub(channel).session(iter([Envelope(0, 0, kind, body), good]))
+        rejected = unpack(from_wire(next(stream)))
         assert isinstance(rejected, Rejected)
         assert rejected.kind == kind
         assert text in rejected.text
@@ -176,16 +189,21 @@ def test_bad_message_is_answered_and_the_session_goes_on(
 
 def test_nobody_makes_the_coordinator_inflate(server: ServerBench) -> None:
     """A few bytes may stand for tens of megabytes; only a coordinator has a use for that."""
-    common = zlib.compress(b'{"epoch":1,"assignment":{' + HOLE + b"}}")
+    common = zlib.compress(encode_body("", {"epoch": 1, "assignment": {}}))
     with grpc.insecure_channel(server.address) as channel:
-        message = elastic_pb2.Envelope(kind="Install", body=b"[]", common=common)
-        rejected = unpack(
-            from_proto(next(elastic_pb2_grpc.CoordinatorStub(channel).Session(iter([message]))))
-        )
-        assert isinstance(rejected, Rejected) and "only a coordinator" in rejected.text
-        asked = elastic_pb2.Envelope(kind="status", body=b"{}", common=bytes(MAX_CALL_BYTES))
+        message = Envelope(0, 0, "Install", b"\x90", common=common)
+        rejected = unpack(from_wire(next(CoordinatorStub(channel).session(iter([message])))))
+        assert isinstance(rejected, Rejected) and "only a coordinator sends it" in rejected.text
+        asked = Envelope(0, 0, "status", b"", common=bytes(MAX_CALL_BYTES))
         with pytest.raises(grpc.RpcError, match="bytes may be asked"):
-            elastic_pb2_grpc.CoordinatorStub(channel).Call(asked, timeout=LONG_S)
+            CoordinatorStub(channel).call(asked, timeout=LONG_S)
+
+
+def test_rubbish_instead_of_an_envelope_ends_the_stream(server: ServerBench) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        assert list(channel.stream_stream(SESSION)(iter([b"\xc1"]))) == []
+    server.accepted()
+    server.expect("close")
 
 
 def test_noise_on_the_port_does_not_hurt(server: ServerBench) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core.protocol.messages import Heartbeat, Trim
 from elastic.domain.errors import FieldError, UsageError
-from elastic.rpc.client import Session, call
+from elastic.rpc.control.client import Session, call
 from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from elastic.rpc.client import call
-from elastic.rpc.security import load
+from elastic.rpc.control.client import call
+from elastic.rpc.security.tls import load
 from tests.patience import LONG_S
 from tests.scenarios.harness import DEADLINE_S, LEASE_S, ROOT, Run
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic.rpc.security import Contexts
+from elastic.rpc.security.tls import Certificates
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.scenarios.paced import paced, paced_reference
@@ -85,7 +85,7 @@ def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: P
 def scraped(discovery: Path, certs: Path) -> str:
     """What a process says at the address that its discovery file tells."""
     ((found,),) = [one["targets"] for one in json.loads(discovery.read_text())]
-    contexts = Contexts(certs)
+    contexts = Certificates(certs)
     host, _, port = found.rpartition(":")
     context = contexts.client()
     context.check_hostname = False  # their one name is the job's

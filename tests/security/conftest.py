@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import elastic.rpc.control  # noqa: F401  (before any test imports gRPC: it sets the lowest version of TLS)
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from tests.patience import LONG_S

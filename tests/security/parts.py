@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from elastic.launcher.flags.certs import make
-from elastic.rpc import refusals
-from elastic.rpc.refusals import REFUSALS, Reason, Refusal
-from elastic.rpc.security import Security
+from elastic.rpc.security import rejections
+from elastic.rpc.security.rejections import REJECTIONS, Reason, Rejection
+from elastic.rpc.security.tls import SecuritySettings
 from tests.patience import LONG_S
 
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -31,8 +31,8 @@ class Authority:
         self.root = root
 
 
-def secure(certs: Path | None, token: str = TOKEN) -> Security:
-    return Security(certs, "", token)
+def secure(certs: Path | None, token: str = TOKEN) -> SecuritySettings:
+    return SecuritySettings(certs, "", token)
 
 
 @contextmanager
@@ -50,17 +50,17 @@ def silent(where: tuple[str, int], count: int, source: str = "") -> Iterator[lis
 def refused(reason: Reason, port: str, times: int = 1) -> Iterator[None]:
     """What happens inside is refused for `reason` at `port`, `times` times at least, within the deadline."""
     enough = threading.Event()
-    wanted = REFUSALS.total(reason, port) + times
+    wanted = REJECTIONS.total(reason, port) + times
 
-    def heard(notice: Refusal) -> None:
-        if REFUSALS.total(reason, port) >= wanted:
+    def heard(notice: Rejection) -> None:
+        if REJECTIONS.total(reason, port) >= wanted:
             enough.set()
 
-    former, refusals.EVERY_S = refusals.EVERY_S, 0.0
-    REFUSALS.subscribe(heard)
+    former, rejections.EVERY_S = rejections.EVERY_S, 0.0
+    REJECTIONS.subscribe(heard)
     try:
         yield
-        assert enough.wait(WAIT_S), f"{reason} at {port}: {dict(REFUSALS.counts())}"
+        assert enough.wait(WAIT_S), f"{reason} at {port}: {dict(REJECTIONS.counts())}"
     finally:
-        REFUSALS.unsubscribe(heard)
-        refusals.EVERY_S = former
+        REJECTIONS.unsubscribe(heard)
+        rejections.EVERY_S = former

@@ -15,7 +15,7 @@ from elastic.launcher import cli
 from elastic.launcher.flags.guarding import is_loopback
 from elastic.launcher.flags.request import Request
 from elastic.launcher.run.rundir import RunDir
-from elastic.rpc.security import TOKEN_FILE, Contexts, load
+from elastic.rpc.security.tls import TOKEN_FILE, Certificates, load
 from tests.launcher import helpers
 from tests.security.parts import TOKEN, Authority
 
@@ -50,7 +50,7 @@ def test_an_authority_and_hosts_are_made_added_and_renewed(
     changed = {path.name for path in before if path.read_bytes() != before[path]}
     assert changed == {"tls.crt", "tls.key"}
     for host in ("node1", "node3", "10.0.0.2"):
-        Contexts(out / host)
+        Certificates(out / host)
     (out / "ca.key").write_bytes((out / "node1" / "tls.key").read_bytes())
     assert cli.main([*made, "node4"]) == 2
     assert "do not belong together" in capsys.readouterr().err

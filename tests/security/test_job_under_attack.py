@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from msgspec.structs import replace
 
 from elastic.core.protocol.messages import Fenced, Heartbeat, Stop
 from elastic.domain.errors import ElasticError, UsageError, VaultError
 from elastic.launcher import cli
-from elastic.rpc import elastic_pb2_grpc
-from elastic.rpc.bulk import VaultClient
-from elastic.rpc.client import _channel, call
-from elastic.rpc.envelope import CHALLENGE, pack, to_proto
-from elastic.rpc.options import client_options
-from elastic.rpc.proofs import answer
-from elastic.rpc.security import CA, TOKEN_FILE, Security, read_token
+from elastic.rpc.bulk.transfer import VaultClient
+from elastic.rpc.control.channel_options import client_options
+from elastic.rpc.control.client import CoordinatorStub, _channel, call
+from elastic.rpc.control.envelope import CHALLENGE, pack
+from elastic.rpc.security.tls import CA, TOKEN_FILE, SecuritySettings, read_token
+from elastic.rpc.security.token_proof import answer
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.scenarios.harness import Run, elastic_run
@@ -34,13 +34,13 @@ from tests.security.parts import WRONG, Authority
 WAIT_S = 120.0
 
 
-def running(run_dir: Path, certs: Path) -> tuple[str, Security, dict[str, Any]]:
+def running(run_dir: Path, certs: Path) -> tuple[str, SecuritySettings, dict[str, Any]]:
     """The coordinator's address, what its members know, and its status, once it trains."""
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         with contextlib.suppress(OSError, ElasticError, ValueError):
             address = json.loads((run_dir / "coordinator.json").read_text())["address"]
-            mine = Security(certs, "", read_token(run_dir / TOKEN_FILE))
+            mine = SecuritySettings(certs, "", read_token(run_dir / TOKEN_FILE))
             status = call(address, "status", {}, secure=mine)
             if status["phase"] == "running" and status["step"] >= 1:
                 return address, mine, status
@@ -48,16 +48,16 @@ def running(run_dir: Path, certs: Path) -> tuple[str, Security, dict[str, Any]]:
     raise AssertionError("the job does not run")
 
 
-def forge(address: str, mine: Security, sender: str, messages: list[tuple[object, int]]) -> None:
+def forge(address: str, mine: SecuritySettings, sender: str, messages: list[tuple[object, int]]) -> None:
     """Say things on a session of `sender`, as somebody who has certificate and token."""
     nonce = str(call(address, CHALLENGE, {"nonce": "0"}, secure=mine)["nonce"])
     metadata = (("sender", sender), ("nonce", nonce), ("proof", answer(mine.token, nonce, "session", sender)))
-    said = [to_proto(pack(message, term=0, epoch=0), number) for message, number in messages]
+    said = [replace(pack(message, term=0, epoch=0), sequence=number) for message, number in messages]
     with _channel(grpc, address, client_options(5.0), mine) as channel:
-        list(elastic_pb2_grpc.CoordinatorStub(channel).Session(iter(said), metadata=metadata, timeout=10))
+        list(CoordinatorStub(channel).session(iter(said), metadata=metadata, timeout=10))
 
 
-def attack(address: str, mine: Security, vault: str, authority: Authority, place: Path) -> None:
+def attack(address: str, mine: SecuritySettings, vault: str, authority: Authority, place: Path) -> None:
     """Everything of the acceptance list, at both ports."""
     foreign = place / "foreign"
     shutil.copytree(authority.foreign, foreign)
@@ -65,8 +65,11 @@ def attack(address: str, mine: Security, vault: str, authority: Authority, place
     shutil.copytree(authority.expired, expired)
     for certs in (foreign, expired):
         shutil.copy(authority.good / CA, certs / CA)
-    others = [Security(None, "", mine.token), *(Security(c, "", mine.token) for c in (foreign, expired))]
-    for who in (*others, Security(mine.certs, "", ""), Security(mine.certs, "", WRONG)):
+    others = [
+        SecuritySettings(None, "", mine.token),
+        *(SecuritySettings(c, "", mine.token) for c in (foreign, expired)),
+    ]
+    for who in (*others, SecuritySettings(mine.certs, "", ""), SecuritySettings(mine.certs, "", WRONG)):
         with contextlib.suppress(UsageError):
             call(address, "drain", {"node": "node1", "deadline_s": 0}, secure=who, timeout_s=5)
             raise AssertionError(who)
@@ -111,9 +114,9 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
     assert not [r for r in run.summary["recoveries"] if not r["planned"]]
     assert run.summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     told = {(e["port"], e["reason"]) for e in run.events if e["kind"] == "refused"}
-    shared = {"plain-text", "wrong-ca", "expired", "token"}
-    assert {(port, reason) for port in ("coordinator", "vault") for reason in shared} <= told
-    assert {("coordinator", reason) for reason in ("oversize", "replayed", "forged", "stale")} <= told
+    assert {("vault", reason) for reason in ("plain-text", "wrong-ca", "expired", "token")} <= told
+    coordinator = ("handshake", "token", "oversize", "replayed", "forged", "stale")
+    assert {("coordinator", reason) for reason in coordinator} <= told
     assert all(e["count"] >= 1 and e["total"] >= e["count"] for e in run.events if e["kind"] == "refused")
     assert [e["what"] for e in run.events if e["kind"] == "unencrypted"] == ["workers"]
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from elastic.core.protocol.messages import Heartbeat
-from elastic.rpc.client import Session, call
-from elastic.rpc.refusals import Reason
-from elastic.rpc.security import Security
-from elastic.rpc.server import Server
+from elastic.rpc.control.client import Session, call
+from elastic.rpc.control.server import Server
+from elastic.rpc.security.rejections import Reason
+from elastic.rpc.security.tls import SecuritySettings
 from tests.rpc.conftest import Recorder
 from tests.rpc.test_several import free_address
 from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
@@ -20,7 +20,7 @@ from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
 class Bench(Recorder):
     """A coordinator of `term` at `address`."""
 
-    def __init__(self, address: str, term: int, asked: Security) -> None:
+    def __init__(self, address: str, term: int, asked: SecuritySettings) -> None:
         super().__init__()
         self.server = Server(
             address,
@@ -90,7 +90,7 @@ def test_a_stranger_at_one_address_is_not_followed(
 def test_another_authority_at_one_address_is_not_followed(places: list[str], authority: Authority) -> None:
     told = Recorder()
     callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
-    stranger = Bench(places[0], 99, Security(authority.foreign, "", TOKEN))
+    stranger = Bench(places[0], 99, SecuritySettings(authority.foreign, "", TOKEN))
     with refused(Reason.HANDSHAKE, "agent"):
         session = Session(",".join(places), sender="node0", secure=secure(authority.good), **callbacks)
     ours = Bench(places[1], 3, secure(authority.good))

@@ -29,7 +29,7 @@ from elastic.core.protocol.health_report import (
 )
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, StepRecord
-from elastic.rpc.envelope import KINDS
+from elastic.rpc.control.envelope import KINDS
 from tests.agent.vault.copies import content, make
 from tests.core.recovery.job_model import make_spec
 

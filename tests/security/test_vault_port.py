@@ -16,10 +16,10 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, FieldError, VaultError
-from elastic.rpc.bulk import Put
-from elastic.rpc.proofs import GOOD_S, Gate, answer
-from elastic.rpc.refusals import REFUSALS, Reason
-from elastic.rpc.security import CA
+from elastic.rpc.bulk.transfer import Put
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.tls import CA
+from elastic.rpc.security.token_proof import GOOD_S, TokenGate, answer
 from tests.agent.vault.copies import content, make
 from tests.patience import LONG_S
 from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
@@ -115,7 +115,7 @@ def test_what_was_captured_cannot_be_sent_again(
 
 def test_a_nonce_is_good_once_and_not_for_long() -> None:
     now = 5.0
-    gate = Gate(TOKEN, lambda: now)
+    gate = TokenGate(TOKEN, lambda: now)
     nonce = gate.nonce()
     assert gate.check(nonce, answer(TOKEN, nonce, "x"), "x") is None
     assert gate.check(nonce, answer(TOKEN, nonce, "x"), "x") is Reason.REPLAYED
@@ -123,7 +123,7 @@ def test_a_nonce_is_good_once_and_not_for_long() -> None:
     late = gate.nonce()
     now += GOOD_S + 1
     assert gate.check(late, answer(TOKEN, late, "x"), "x") is Reason.REPLAYED
-    other = Gate(TOKEN, lambda: now).nonce()
+    other = TokenGate(TOKEN, lambda: now).nonce()
     assert gate.check(other, answer(TOKEN, other, "x"), "x") is Reason.REPLAYED
 
 
@@ -203,13 +203,13 @@ def test_rubbish_hurts_nobody(server: VaultServer, authority: Authority, raw: by
 
 def test_after_all_of_it_members_are_served(server: VaultServer, authority: Authority) -> None:
     certs = certs_of(server, authority)
-    before = sum(REFUSALS.counts().values())
+    before = sum(REJECTIONS.counts().values())
     with refused(Reason.MALFORMED, PORT):
         stream = dial(server, certs)
         enter(stream)
         stream.write(memoryview(struct.pack("<I", 7) + b"rubbish" + struct.pack("<Q", 0)))
         ended(stream)
-    assert sum(REFUSALS.counts().values()) > before
+    assert sum(REJECTIONS.counts().values()) > before
     serves(server, certs)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from elastic.agent.vault.server import VaultServer
 from elastic.domain.errors import ChannelClosed
-from elastic.rpc.bulk import VaultClient
+from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.frames import Stream
-from elastic.rpc.proofs import answer, new_nonce
-from elastic.rpc.security import CA, CERT, KEY
+from elastic.rpc.security.tls import CA, CERT, KEY
+from elastic.rpc.security.token_proof import answer, new_nonce
 from tests.agent.vault.copies import content, make
 from tests.patience import LONG_S
 from tests.security.parts import TOKEN, Authority, secure
@@ -24,7 +24,7 @@ COPY = make(DATA)
 
 
 def certs_of(server: VaultServer, authority: Authority) -> Path | None:
-    return authority.good if server._contexts is not None else None
+    return authority.good if server._certificates is not None else None
 
 
 def client(server: VaultServer, certs: Path | None, token: str = TOKEN) -> VaultClient:

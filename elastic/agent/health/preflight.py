@@ -26,8 +26,8 @@ from elastic.agent.health.devices import Devices
 from elastic.agent.health.monitor import disk_of
 from elastic.core.protocol.health_report import LONG, Check, Preflight
 from elastic.domain.errors import ElasticError
-from elastic.rpc.bulk import VaultClient
-from elastic.rpc.client import call
+from elastic.rpc.bulk.transfer import VaultClient
+from elastic.rpc.control.client import call
 
 SIZE, ROUNDS = 256, 5
 """Matrices that are multiplied, and how often: the quickest counts."""
@@ -151,7 +151,10 @@ def network_checks(
     pace: Callable[[int], None] | None = None,
     ask: Callable[..., dict[str, Any]] = call,
 ) -> list[Check]:
-    """Latency and clock of the coordinator, bandwidth to a peer's vault. `ask`: as `elastic.rpc.client.call`."""
+    """Latency and clock of the coordinator, bandwidth to a peer's vault.
+
+    `ask` is called as `elastic.rpc.control.client.call` is.
+    """
     try:
         best, offset, peers = math.inf, 0.0, []
         for _ in range(2):

@@ -15,7 +15,7 @@ from elastic.core.node.node_state import NodeState
 from elastic.core.protocol.health_report import Check, HealthReport, Preflight, Refused
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
-from elastic.rpc.shaping import pace_of
+from elastic.rpc.link_shaping import pace_of
 
 log = logging.getLogger("elastic.agent")
 News = HealthReport | Preflight | Refused

@@ -8,7 +8,7 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Prefetch
 from elastic.domain.errors import StaleError, VaultError
 from elastic.domain.types import STATE, Copy
-from elastic.rpc.bulk import VaultClient
+from elastic.rpc.bulk.transfer import VaultClient
 
 log = logging.getLogger(__name__)
 

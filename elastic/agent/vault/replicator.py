@@ -21,8 +21,8 @@ from elastic.core.protocol.messages import Published
 from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain.errors import ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.domain.types import Assignment, Copy
-from elastic.rpc.bulk import VaultClient
-from elastic.rpc.compressing import Compressing
+from elastic.rpc.bulk.compression import CompressionPolicy
+from elastic.rpc.bulk.transfer import VaultClient
 
 RETRY_S, RETRY_LIMIT_S = 0.05, 2.0
 REPORT_S = 5.0
@@ -55,7 +55,7 @@ class Replicator:
         prepare: Callable[[Published], None] = lambda published: None,
         pace: Callable[[int], None] | None = None,
         short: Callable[[str, str], None] = lambda peer, why: None,
-        compressing: Compressing | None = None,
+        compressing: CompressionPolicy | None = None,
         sent: Callable[[str, int, float], None] = lambda peer, nbytes, seconds: None,
         delivered: Callable[[Sequence[Copy], float, bool], None] = lambda copies, seconds, kept: None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Serves a vault to peers and local workers over TCP; the protocol is `elastic.rpc.bulk`.
+"""Serves a vault to peers and local workers over TCP; the protocol is `elastic.rpc.bulk.transfer`.
 
 One thread a connection: a node has a handful of peers, and each waits in the kernel.
 """
@@ -20,9 +20,10 @@ from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.domain.types import Copy
-from elastic.rpc import security
-from elastic.rpc.blocks import CODECS, drain_blocks
-from elastic.rpc.bulk import (
+from elastic.rpc.bulk.blocks import CODECS, drain_blocks
+from elastic.rpc.bulk.compression import CompressionPolicy
+from elastic.rpc.bulk.handshake import HANDSHAKE_S, HandshakeRejected, verify_client, wrap_server
+from elastic.rpc.bulk.transfer import (
     REQUESTS,
     Get,
     Inventory,
@@ -36,12 +37,11 @@ from elastic.rpc.bulk import (
     send_copy,
     tune,
 )
-from elastic.rpc.compressing import Compressing
 from elastic.rpc.frames import Stream, TooLarge
-from elastic.rpc.greeting import GREETING_S, Turned, receive, wrap_server
-from elastic.rpc.proofs import Gate
-from elastic.rpc.refusals import REFUSALS, Reason
-from elastic.rpc.strangers import Strangers
+from elastic.rpc.security import tls
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.token_proof import TokenGate
+from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
 
 __all__ = ["VaultClient", "VaultServer"]
 
@@ -71,21 +71,21 @@ class VaultServer:
         *,
         timeout_s: float = DEFAULT.serve_s,
         pace: Callable[[int], None] | None = None,
-        compressing: Compressing | None = None,
-        secure: security.Security | None = None,
+        compressing: CompressionPolicy | None = None,
+        secure: tls.SecuritySettings | None = None,
         received: Callable[[Sequence[Copy]], object] = lambda copies: None,
     ) -> None:
         """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are. `secure`: what is asked
         of those who come; None: what this process goes by. `received` hears of copies that were taken in, from any
         thread."""
-        secure = secure or security.current()
-        self._gate, self._contexts = Gate(secure.token), secure.contexts
-        self._pace, self._compressing = pace, compressing or Compressing("off")
+        secure = secure or tls.current()
+        self._gate, self._certificates = TokenGate(secure.token), secure.certificates
+        self._pace, self._compressing = pace, compressing or CompressionPolicy("off")
         self._received = received
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
-        self._strangers, self._known = Strangers[Stream](), set[Stream]()
+        self._strangers, self._known = UnauthenticatedConnections[Stream](), set[Stream]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self.address = ""
@@ -135,7 +135,7 @@ class VaultServer:
                     return
                 stream = Stream(tune(sock))
                 stream.pace = self._pace
-                stream.until = time.monotonic() + min(GREETING_S, self._timeout_s)
+                stream.until = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
                 self._room(where[0])
                 self._strangers.enter(stream, where[0])
                 self._streams.add(stream)
@@ -147,7 +147,7 @@ class VaultServer:
         first = strangers.crowded(address, MOST_OF_ONE) or strangers.full(MOST_STRANGERS)
         if first is not None:
             whose = strangers.leave(first)
-            REFUSALS.count(PORT, Reason.TOO_MANY, whose, "it has not shown whose it is; others wait")
+            REJECTIONS.count(PORT, Reason.TOO_MANY, whose, "it has not shown whose it is; others wait")
             first.hang_up()
 
     def _serve(self, stream: Stream, peer: str) -> None:
@@ -164,12 +164,12 @@ class VaultServer:
         except (ChannelClosed, TimeoutError) as error:
             log.debug("vault connection ended: %s", error)
         except TooLarge as error:
-            REFUSALS.count(PORT, Reason.OVERSIZE, peer, error)
+            REJECTIONS.count(PORT, Reason.OVERSIZE, peer, error)
         except FieldError as error:
-            REFUSALS.count(PORT, Reason.MALFORMED, peer, error)
+            REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
         except Exception as error:  # whatever came must not take the vault along
             log.exception("vault %s: a client is dropped", self._vault.node)
-            REFUSALS.count(PORT, Reason.MALFORMED, peer, type(error).__name__)
+            REJECTIONS.count(PORT, Reason.MALFORMED, peer, type(error).__name__)
         finally:
             stream.close()
             with self._lock:
@@ -186,22 +186,22 @@ class VaultServer:
             if standing < MOST_CONNECTIONS:
                 self._known.add(stream)
                 return True
-        REFUSALS.count(PORT, Reason.TOO_MANY, peer, f"{standing} connections stand")
+        REJECTIONS.count(PORT, Reason.TOO_MANY, peer, f"{standing} connections stand")
         return False
 
     def _welcome(self, stream: Stream, peer: str) -> str | None:
         """TLS and join token, as far as they are asked for: the node that is there ("": nobody was asked), or None."""
         try:
-            if self._contexts is not None:
-                stream.secured(wrap_server(self._contexts))
+            if self._certificates is not None:
+                stream.secured(wrap_server(self._certificates))
         except (ssl.SSLError, OSError) as error:
-            REFUSALS.count(PORT, security.why(error), peer, error)
+            REJECTIONS.count(PORT, tls.rejection_reason(error), peer, error)
             return None
         if self._gate.open:
             return ""
-        found = receive(stream, self._gate)
-        if isinstance(found, Turned):
-            REFUSALS.count(PORT, found.reason, peer, found.text)
+        found = verify_client(stream, self._gate)
+        if isinstance(found, HandshakeRejected):
+            REJECTIONS.count(PORT, found.reason, peer, found.text)
             return None
         return found
 
@@ -213,7 +213,7 @@ class VaultServer:
         request: Any = codec.decode(kind, header.get("body"))
         try:
             if isinstance(request, Locate) and node and request.node != node:
-                REFUSALS.count(PORT, Reason.FORGED, node, f"it asks in the name of {request.node}")
+                REJECTIONS.count(PORT, Reason.FORGED, node, f"it asks in the name of {request.node}")
                 raise VaultError(f"this connection is of {node}, not of {request.node}")
             if isinstance(request, Put):
                 self._put(stream, request, nbytes)

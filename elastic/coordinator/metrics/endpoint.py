@@ -9,7 +9,7 @@ from elastic.coordinator.metrics.counters import CoordinatorMetrics
 from elastic.coordinator.metrics.gauges import JobCollector, Standing
 from elastic.core.job.state import JobState
 from elastic.metrics import Where, new_registry, serve
-from elastic.rpc.refusals import REFUSALS
+from elastic.rpc.security.rejections import REJECTIONS
 
 STANDBY = Standing(False, 0, 0, 0)
 Reading = Callable[[], tuple[JobState | None, Standing]]
@@ -22,7 +22,7 @@ class Exposed:
     def __init__(self, config: JobConfig, name: str, port: int, clock: Callable[[], float]) -> None:
         """`port` 0: any free one; -1: nothing is served, only counted."""
         self.meter = CoordinatorMetrics(new_registry(), clock())
-        self.meter.count_refused(REFUSALS.by_reason)
+        self.meter.count_refused(REJECTIONS.by_reason)
         self._clock = clock
         self._reading: Reading = _nobody
         collector = JobCollector(config.job_id, lambda: self._reading(), self.meter, clock)

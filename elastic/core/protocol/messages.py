@@ -337,7 +337,7 @@ class CheckpointPart:
 
 @dataclass(frozen=True, slots=True)
 class RefusalNote:
-    """This node's port refused something (`elastic.rpc.refusals`); told at a bounded rate."""
+    """This node's port refused something (`elastic.rpc.security.rejections`); told at a bounded rate."""
 
     node: str
     port: str

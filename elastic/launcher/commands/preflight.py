@@ -16,7 +16,7 @@ from elastic.launcher.commands.queries import ENDPOINT, JSON, SECRETS, show, wit
 from elastic.launcher.flags.guarding import asking
 from elastic.launcher.flags.request import memory_root
 from elastic.launcher.flags.values import FOLDER, SIZE
-from elastic.rpc import security
+from elastic.rpc.security import tls
 
 
 @click.command(cls=Command)
@@ -40,7 +40,7 @@ def preflight(
     """Check this machine as a node; exit code 1 if it would be refused."""
     directories = [("run", run_dir), ("memory", memory_root())]
     directories += [("checkpoints", checkpoint_dir)] if checkpoint_dir else []
-    security.use(asking(SimpleNamespace(**secrets), os.environ, None))
+    tls.use(asking(SimpleNamespace(**secrets), os.environ, None))
 
     from elastic.agent.health.preflight import local_checks, network_checks, standing_of
     from elastic.core.protocol.health_report import Preflight

@@ -133,7 +133,7 @@ def ask(job: SimpleNamespace, kind: str, body: dict[str, Any]) -> dict[str, Any]
     """The coordinator's answer. `job`: the values of `query_options`."""
     where = _where(job)
     from elastic.launcher.flags.guarding import asking
-    from elastic.rpc.client import call
+    from elastic.rpc.control.client import call
 
     local = job.run_dir or not job.rdzv_endpoint
     secure = asking(job, os.environ, (job.run_dir or LATEST) if local else None)

@@ -19,7 +19,7 @@ import click
 from elastic.command_line import Command, Parsed
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags.values import FOLDER
-from elastic.rpc.security import CA, CERT, KEY
+from elastic.rpc.security.tls import CA, CERT, KEY
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 from elastic.command_line import Parsed
 from elastic.domain.errors import FieldError
-from elastic.rpc import security
-from elastic.rpc.security import TOKEN_FILE, Security
+from elastic.rpc.security import tls
+from elastic.rpc.security.tls import TOKEN_FILE, SecuritySettings
 
 TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
 TOKEN_BYTES = 32
@@ -40,7 +40,7 @@ class Guard:
 def _certs(flag: str, text: str) -> str:
     """Absolute path of a certificate directory that can be used."""
     path = Path(text).expanduser().absolute()
-    security.Contexts(path)
+    tls.Certificates(path)
     return str(path)
 
 
@@ -56,9 +56,9 @@ def certificates(flags: SimpleNamespace, secured: Guard, run_dir: Path) -> tuple
 def read_token(flags: SimpleNamespace, environ: Mapping[str, str], *, alone: bool = False) -> str:
     """The join token that was given; for a job on this machine alone a new one if none was. Raises FieldError."""
     if flags.join_token_file:
-        return security.read_token(Path(flags.join_token_file).expanduser(), "--join-token-file")
+        return tls.read_token(Path(flags.join_token_file).expanduser(), "--join-token-file")
     if environ.get(TOKEN_VARIABLE):
-        return security.check_token(TOKEN_VARIABLE, environ[TOKEN_VARIABLE].strip(), "...")
+        return tls.check_token(TOKEN_VARIABLE, environ[TOKEN_VARIABLE].strip(), "...")
     return secrets.token_hex(TOKEN_BYTES) if alone else ""
 
 
@@ -114,13 +114,13 @@ def is_loopback(place: str) -> bool:
     return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
 
 
-def asking(flags: SimpleNamespace, environ: Mapping[str, str], run_dir: Path | None) -> Security:
+def asking(flags: SimpleNamespace, environ: Mapping[str, str], run_dir: Path | None) -> SecuritySettings:
     """What a command goes by that asks a running job: its flags, and what lies in the run directory if it has one."""
     certs, name, token = flags.certs or "", flags.certs_name or "", read_token(flags, environ)
     if run_dir is not None:
-        token = token or security.read_token(run_dir / TOKEN_FILE)
+        token = token or tls.read_token(run_dir / TOKEN_FILE)
         certs, name = _configured(run_dir) if not certs else (certs, name)
-    return Security(Path(certs) if certs else None, name, token)
+    return SecuritySettings(Path(certs) if certs else None, name, token)
 
 
 def _configured(run_dir: Path) -> tuple[str, str]:

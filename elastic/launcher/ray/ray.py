@@ -29,7 +29,7 @@ from elastic.launcher.flags.request import Request
 from elastic.launcher.ray.remote_agent import REACH_S, AgentHost
 from elastic.launcher.ray.supervisor import ClusterSupervisor, Host
 from elastic.launcher.run.rundir import RunDir, free_port
-from elastic.rpc import security
+from elastic.rpc.security import tls
 
 ZONE = "ray.io/availability-zone"
 """The label of a Ray node that is its failure domain."""
@@ -52,7 +52,7 @@ def launch(request: Request) -> int:
         if request.guard.warning:
             print(f"elastic: {request.guard.warning}", file=sys.stderr)
         run_dir = RunDir(request)
-        security.use(security.load(run_dir.path, run_dir.config.certs, run_dir.config.certs_name))
+        tls.use(tls.load(run_dir.path, run_dir.config.certs, run_dir.config.certs_name))
         try:
             resources = dict(options.resources) or usual(request.config.nproc_per_node)
             cluster = RayCluster(resources, request.config.min_nodes)

@@ -26,7 +26,7 @@ from elastic.launcher.run.progress import Bar
 from elastic.launcher.run.rundir import RunDir
 from elastic.launcher.run.supervisor import Supervisor
 from elastic.metrics import FOLDER, discovery, write_discovery
-from elastic.rpc.security import CA, CERT, KEY, TOKEN_FILE
+from elastic.rpc.security.tls import CA, CERT, KEY, TOKEN_FILE
 
 LOOK_S = 0.25
 """How often the cluster is asked for its machines."""

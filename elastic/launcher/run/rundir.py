@@ -15,7 +15,7 @@ from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.flags.certs import make_private
 from elastic.launcher.flags.guarding import PRIVATE, TOKEN_VARIABLE
 from elastic.launcher.flags.request import LOOPBACK, Request
-from elastic.rpc.security import TOKEN_FILE, write_token
+from elastic.rpc.security.tls import TOKEN_FILE, write_token
 from elastic.store.shared_memory import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")

@@ -44,7 +44,7 @@ from elastic.launcher.run.processes import Child, Lifeline
 from elastic.launcher.run.progress import Bar, View, make_view
 from elastic.launcher.run.reports import LINES, event_line
 from elastic.launcher.run.rundir import RunDir, free_port
-from elastic.rpc import security
+from elastic.rpc.security import tls
 from elastic.store.open_store import check_store
 
 FAULT_LOOK_S = 0.02
@@ -66,7 +66,7 @@ def launch(request: Request) -> int:
         print(f"elastic: {request.guard.warning}", file=sys.stderr)
     run_dir = RunDir(request)
     config = run_dir.config
-    security.use(security.load(run_dir.path, config.certs, config.certs_name))
+    tls.use(tls.load(run_dir.path, config.certs, config.certs_name))
     try:
         return Supervisor(request, run_dir, address, mine, host).run()
     finally:
@@ -253,7 +253,7 @@ class Supervisor:
                 self._view.note(f"{spec.kind} does nothing here: this machine does not run the coordinator")
 
     def _drain(self, spec: FaultSpec) -> None:
-        from elastic.rpc.client import call
+        from elastic.rpc.control.client import call
 
         try:
             call(self._address, "drain", {"node": spec.node, "deadline_s": spec.deadline_s})

@@ -21,8 +21,8 @@ from elastic.core.protocol.timeouts import DEFAULT, SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, UsageError
 from elastic.planning.cost.profile import Link
-from elastic.rpc import security
 from elastic.rpc.frames import Channel
+from elastic.rpc.security import tls
 from elastic.worker.transport.cancellation import Abandon
 
 HEARTBEAT_S = 0.2
@@ -63,10 +63,8 @@ class WorkerSettings:
                 "this script trains under `elastic run`; try: elastic run --standalone --nnodes 2 SCRIPT"
             )
         env = os.environ
-        security.use(
-            security.load(
-                env["ELASTIC_RUN_DIR"], env.get("ELASTIC_CERTS", ""), env.get("ELASTIC_CERTS_NAME", "")
-            )
+        tls.use(
+            tls.load(env["ELASTIC_RUN_DIR"], env.get("ELASTIC_CERTS", ""), env.get("ELASTIC_CERTS_NAME", ""))
         )
         return WorkerSettings(
             agent=env["ELASTIC_AGENT"],

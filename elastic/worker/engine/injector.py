@@ -11,7 +11,7 @@ from pathlib import Path
 from elastic.config import claim_fault
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase, due, format_fault
-from elastic.rpc.shaping import shaper_of
+from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.control.agent_client import WorkerSettings
 
 

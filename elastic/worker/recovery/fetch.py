@@ -13,7 +13,7 @@ from torch import Tensor
 from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
-from elastic.rpc.bulk import VaultClient
+from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.frames import CHUNK_BYTES
 from elastic.store.shared_memory import SlotReader
 from elastic.worker.transport.cancellation import Abandon

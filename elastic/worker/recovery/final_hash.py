@@ -9,7 +9,7 @@ from torch import Tensor
 from elastic.domain.errors import VaultError
 from elastic.domain.types import STATE, Copy, JobSpec, Plan, Slot, slot_of
 from elastic.planning.plan.schemes import portion_of, state_of
-from elastic.rpc.bulk import VaultClient
+from elastic.rpc.bulk.transfer import VaultClient
 from elastic.worker.model.state_codec import as_memory, join_portions
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.replica.export import params_sha256

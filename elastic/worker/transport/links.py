@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from elastic.domain.errors import FieldError
-from elastic.rpc.shaping import Shaper
+from elastic.rpc.link_shaping import LinkShaper
 from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed, abandonable
 from elastic.worker.transport.devicefault import broke_here
@@ -97,7 +97,7 @@ class Links:
         holder_sets: Sequence[tuple[int, ...]] = (),
         pairs: Sequence[tuple[int, int]] = (),
         backend: str = "",
-        shaper: Shaper | None = None,
+        shaper: LinkShaper | None = None,
         remote: Collection[int] = (),
     ) -> Links:
         """Meet all other ranks of `epoch` at the store and connect.

@@ -1,4 +1,4 @@
-"""A transport whose messages to other nodes take as long as on a slower network (`elastic.rpc.shaping`).
+"""A transport whose messages to other nodes take as long as on a slower network (`elastic.rpc.link_shaping`).
 
 A send returns at once, as always; a thread hands the message over when its bytes would have arrived. Sums over holders
 take the time of a ring: each rank sends 2 (k - 1) / k of the data, in 2 (k - 1) turns. A gather is half of one.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic.rpc.shaping import Shaper
+from elastic.rpc.link_shaping import LinkShaper
 from elastic.worker.transport.gloo import Operation, Transport
 
 LOOK_S = 0.5
@@ -47,7 +47,7 @@ class _Until:
 class ShapedTransport:
     """Shapes what goes to the ranks in `remote`; the rest goes through `inner` as it is."""
 
-    def __init__(self, inner: Transport, shaper: Shaper, remote: Collection[int]) -> None:
+    def __init__(self, inner: Transport, shaper: LinkShaper, remote: Collection[int]) -> None:
         self._inner, self._shaper, self._remote = inner, shaper, frozenset(remote)
         self._queue: queue.SimpleQueue[tuple[float, torch.Tensor, int, int, _Later] | None] = (
             queue.SimpleQueue()

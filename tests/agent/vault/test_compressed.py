@@ -19,10 +19,10 @@ from elastic.agent.vault.vault import Vault
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, FieldError, VaultError
 from elastic.domain.types import Copy
-from elastic.rpc import blocks
-from elastic.rpc.blocks import BLOCK_BYTES, BLOSC, pack, unpack
-from elastic.rpc.bulk import Put, Reply, VaultClient, read_copy, split_address
-from elastic.rpc.compressing import LEAST_SENDS, SAMPLE_EVERY, SENDS, TURN_S, Compressing
+from elastic.rpc.bulk import blocks
+from elastic.rpc.bulk.blocks import BLOCK_BYTES, BLOSC, pack, unpack
+from elastic.rpc.bulk.compression import LEAST_SENDS, SAMPLE_EVERY, SENDS, TURN_S, CompressionPolicy
+from elastic.rpc.bulk.transfer import Put, Reply, VaultClient, read_copy, split_address
 from elastic.rpc.frames import Stream
 from tests.agent.vault.copies import gradient, make, put
 from tests.patience import LONG_S
@@ -44,14 +44,14 @@ def vault(tmp_path: Path) -> Vault:
 
 @pytest.fixture
 def server(vault: Vault) -> Iterator[VaultServer]:
-    server = VaultServer(vault, timeout_s=LONG_S, compressing=Compressing("on")).start()
+    server = VaultServer(vault, timeout_s=LONG_S, compressing=CompressionPolicy("on")).start()
     yield server
     server.close()
 
 
 @pytest.fixture
 def client(server: VaultServer) -> Iterator[VaultClient]:
-    client = VaultClient(server.address, node="b", timeout_s=LONG_S, compressing=Compressing("on"))
+    client = VaultClient(server.address, node="b", timeout_s=LONG_S, compressing=CompressionPolicy("on"))
     yield client
     client.close()
 
@@ -216,18 +216,18 @@ class Clock:
         return self.looks * 1e-3
 
 
-def ask(compressing: Compressing, data: bytes, times: int = 1) -> list[str]:
+def ask(compressing: CompressionPolicy, data: bytes, times: int = 1) -> list[str]:
     return [compressing.codec(gradient(data, 1, {0}), memoryview(data)) for _ in range(times)]
 
 
-def slow(compressing: Compressing) -> None:
+def slow(compressing: CompressionPolicy) -> None:
     """Sends over a link of 10 MiB/s."""
     for _ in range(SENDS):
         compressing.sent(10 * MIB, 1.0)
 
 
 def test_slow_links_switch_it_on_and_fast_ones_off(caplog: pytest.LogCaptureFixture) -> None:
-    compressing, data = Compressing("auto", Clock()), sums(1, 4 * MIB)
+    compressing, data = CompressionPolicy("auto", Clock()), sums(1, 4 * MIB)
     with caplog.at_level("INFO"):
         assert ask(compressing, data) == [""], "nothing is known of the link"
         for _ in range(LEAST_SENDS):
@@ -246,7 +246,7 @@ def test_slow_links_switch_it_on_and_fast_ones_off(caplog: pytest.LogCaptureFixt
 
 
 def test_what_does_not_shrink_is_not_compressed() -> None:
-    compressing, noise = Compressing("auto", Clock()), random.Random(1).randbytes(4 * MIB)
+    compressing, noise = CompressionPolicy("auto", Clock()), random.Random(1).randbytes(4 * MIB)
     slow(compressing)
     assert ask(compressing, noise) == [""]
     state = make(sums(1, 4 * MIB))
@@ -255,7 +255,7 @@ def test_what_does_not_shrink_is_not_compressed() -> None:
 
 def test_samples_are_taken_now_and_then() -> None:
     clock = Clock()
-    compressing, data = Compressing("auto", clock), sums(1, 2 * MIB)
+    compressing, data = CompressionPolicy("auto", clock), sums(1, 2 * MIB)
     slow(compressing)
     assert set(ask(compressing, data, SAMPLE_EVERY)) == {BLOSC}
     assert clock.looks == 2
@@ -264,7 +264,7 @@ def test_samples_are_taken_now_and_then() -> None:
 
 
 def test_turning_round_is_not_the_link() -> None:
-    compressing = Compressing("auto", Clock())
+    compressing = CompressionPolicy("auto", Clock())
     for _ in range(LEAST_SENDS):
         compressing.sent(MIB, TURN_S + 1e-3)
     assert compressing.link_bytes_per_s == pytest.approx(MIB / 1e-3)
@@ -275,7 +275,7 @@ def test_turning_round_is_not_the_link() -> None:
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_on_and_off_measure_nothing(mode: str) -> None:
     clock = Clock()
-    compressing = Compressing(mode, clock)
+    compressing = CompressionPolicy(mode, clock)
     slow(compressing)
     assert ask(compressing, sums(1, MIB)) == [BLOSC if mode == "on" else ""]
     assert clock.looks == 0
@@ -285,7 +285,7 @@ def test_puts_tell_how_fast_the_link_is(vault: Vault) -> None:
     """A link of 5 MB/s: the first bundles go as they are, the next ones compressed, and as fast as the link is."""
     waited = threading.Event()
     server = VaultServer(vault, timeout_s=LONG_S).start()
-    compressing = Compressing("auto")
+    compressing = CompressionPolicy("auto")
     client = VaultClient(
         server.address,
         timeout_s=LONG_S,

@@ -14,7 +14,7 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import VaultError
 from elastic.domain.types import GRADIENT, REDUCED, STATE, UPDATE, Copy
-from elastic.rpc.bulk import VaultClient
+from elastic.rpc.bulk.transfer import VaultClient
 from elastic.store.shared_memory import SlotReader
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.patience import LONG_S

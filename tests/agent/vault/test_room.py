@@ -12,8 +12,8 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import StaleError, VaultError, VaultFull
 from elastic.domain.types import Copy
-from elastic.rpc.bulk import ASK_BYTES, VaultClient
-from elastic.rpc.compressing import Compressing
+from elastic.rpc.bulk.compression import CompressionPolicy
+from elastic.rpc.bulk.transfer import ASK_BYTES, VaultClient
 from tests.agent.vault.copies import LocalWriter, content, make
 from tests.agent.vault.nodes import nodes
 from tests.agent.vault.test_replicator import bundle
@@ -43,7 +43,9 @@ def halves(count: int, layer: int = 0, epoch: int = 1) -> list[tuple[Copy, memor
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_what_finds_no_room_is_not_sent(vault: Vault, server: VaultServer, mode: str) -> None:
     pieces: list[int] = []
-    client = VaultClient(server.address, timeout_s=LONG_S, pace=pieces.append, compressing=Compressing(mode))
+    client = VaultClient(
+        server.address, timeout_s=LONG_S, pace=pieces.append, compressing=CompressionPolicy(mode)
+    )
     with pytest.raises(VaultFull, match="--vault-memory"):
         client.put(halves(3))
     vault.fence(2)

@@ -15,7 +15,7 @@ import pytest
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import FieldError, StaleError, VaultError
-from elastic.rpc.bulk import VaultClient, split_address
+from elastic.rpc.bulk.transfer import VaultClient, split_address
 from elastic.rpc.frames import Stream
 from tests.agent.vault.copies import LocalWriter, content, make, put
 from tests.patience import LONG_S

@@ -20,7 +20,7 @@ from elastic.core.node.node_state import NodeState, Worker, hung
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.timeouts import BEATS, DEFAULT, NOTHING, Seen, Timeouts, budget, coarse
 from elastic.domain.types import NodeInfo, StepRecord
-from elastic.rpc.options import RETRY_MAX_S
+from elastic.rpc.control.channel_options import RETRY_MAX_S
 
 SILENCES = st.floats(0.06, 86400.0)
 TIMES = st.floats(0.0, 1e5)

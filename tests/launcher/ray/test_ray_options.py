@@ -15,7 +15,7 @@ from elastic.launcher.flags.ray_options import RayOptions
 from elastic.launcher.flags.request import Request
 from elastic.launcher.ray.supervisor import secrets
 from elastic.launcher.run.rundir import RunDir
-from elastic.rpc.security import Contexts
+from elastic.rpc.security.tls import Certificates
 from tests.launcher import helpers
 
 
@@ -44,7 +44,7 @@ def test_what_secures_the_job_is_made_by_the_launcher(
     assert Path(config.certs).parent == run_dir.path and config.certs_name == PRIVATE_NAME
     handed = secrets(config, run_dir.path)
     assert set(handed) == {"join.token", "job-certs/ca.crt", "job-certs/tls.crt", "job-certs/tls.key"}
-    Contexts(Path(config.certs))
+    Certificates(Path(config.certs))
     run_dir.close()
     assert not Path(config.certs).exists() and not (run_dir.path / "join.token").exists()
     make(tmp_path / "c", [["localhost"]])

@@ -1,9 +1,9 @@
-"""A node's link to the others, made as slow as asked: for tests and what-ifs on one machine (`--link`).
+"""Slows a node's link to the others down, for tests and what-ifs on one machine (`--link`).
 
-All processes of a node share one link: a file in the node's shared memory says until when it is taken. Who wants to
-send reserves a place behind what was reserved before, and sends when that time has come. There are two lanes:
-training's messages pass copies that wait, as a network with priorities would let them; a copy is sent in pieces, and
-reserves for each when the one before is gone.
+All processes of a node share one link. A file in the node's shared memory holds the time until
+which the link is taken. A sender reserves time behind the reservations so far, and sends when its
+time has come. There are two lanes: training messages pass copies that wait, as in a network with
+priorities. A copy is sent in pieces, and each piece is reserved when the one before is gone.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from pathlib import Path
 from elastic.planning.cost.profile import Link
 
 _TAKEN = struct.Struct("<ddd")
-"""Until when each lane is taken; how many times slower than its limit the link is (0: it is not)."""
+"""End of the reservations of each lane; factor by which the link is slower than its limit (0:
+none)."""
 
 
-class Shaper:
-    """One process's end of the link of its node. Thread-safe."""
+class LinkShaper:
+    """One process's access to the link of its node. Thread-safe."""
 
     def __init__(self, path: Path, limit: Link) -> None:
-        """`path`: the node's file, made by whoever comes first."""
+        """`path`: the node's file, created by the first process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.limit, self._path = limit, path
 
     def reserve(self, nbytes: int, *, training: bool = False) -> float:
-        """When (time.monotonic) so many bytes will have left; asking takes the link until then."""
+        """Reserve the link for `nbytes`. Returns the end of the reservation (time.monotonic)."""
         if self.limit.bytes_per_s <= 0:
             return time.monotonic()
         with self._locked() as descriptor:
@@ -44,13 +45,13 @@ class Shaper:
         return end
 
     def slow_down(self, factor: float) -> None:
-        """From now on the link carries that many times less, for all processes of the node."""
+        """Divide the link's speed by `factor` from now on, for all processes of the node."""
         with self._locked() as descriptor:
             ahead, behind, _ = _read(descriptor)
             os.pwrite(descriptor, _TAKEN.pack(ahead, behind, factor), 0)
 
     def pass_on(self, nbytes: int) -> None:
-        """Wait until a piece of a copy has left; 0 bytes: for the latency."""
+        """Wait until a piece of a copy has left; 0 bytes: wait for the latency."""
         if nbytes:
             wait_until(self.reserve(nbytes))
         else:
@@ -58,7 +59,7 @@ class Shaper:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """The file, opened each time: locks belong to open files, and threads must exclude each other too."""
+        """The file, locked. It is opened each time, so that threads exclude each other too."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -75,19 +76,19 @@ def _read(descriptor: int) -> tuple[float, float, float]:
     return float(ahead), float(behind), float(factor)
 
 
-def shaper_of(directory: Path | str, limit: Link) -> Shaper | None:
+def shaper_of(directory: Path | str, limit: Link) -> LinkShaper | None:
     """The shaper of the node whose shared memory is `directory`; None without a limit."""
-    return Shaper(Path(directory) / "link", limit) if limit != Link() else None
+    return LinkShaper(Path(directory) / "link", limit) if limit != Link() else None
 
 
 def pace_of(directory: Path | str, limit: Link) -> Callable[[int], None] | None:
-    """What the bulk connections of that node wait for before each piece (`elastic.rpc.frames.Stream.pace`)."""
+    """The `pace` of bulk connections of that node (`elastic.rpc.frames.Stream`)."""
     shaper = shaper_of(directory, limit)
     return shaper.pass_on if shaper else None
 
 
 def wait_until(moment: float) -> None:
-    """Sleep until `time.monotonic()` says `moment`."""
+    """Sleep until `time.monotonic()` reaches `moment`."""
     left = moment - time.monotonic()
     if left > 0:
         time.sleep(left)

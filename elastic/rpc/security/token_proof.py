@@ -1,9 +1,10 @@
-"""Who knows the join token, shown without sending it.
+"""Proves knowledge of the join token without sending it.
 
-The side that is asked gives a nonce; the side that asks answers with an HMAC over it, over who it is and over what it
-asks. A nonce is good once, for a short time, and in the process that gave it: what was captured cannot be used again.
-Nonces carry their own proof of origin, so that whoever asks for many of them fills no memory. Both sides prove
-themselves: an answer of somebody who does not know the token is not believed either.
+The server gives a nonce. The client answers with an HMAC over the nonce, its own name and its
+request. A nonce is valid once, for a short time, and only in the process that gave it, so a
+captured answer is useless. Each nonce carries a proof of its origin, so a client that asks for many
+fills no memory. Both sides prove themselves: an answer from a server that does not know the token
+is not believed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from elastic.rpc.refusals import Reason
+from elastic.rpc.security.rejections import Reason
 
 NONCE_BYTES = 16
 GOOD_S = 30.0
-"""How long a nonce may be answered."""
+"""How long a nonce is valid."""
 
 
 def new_nonce() -> str:
@@ -27,14 +28,14 @@ def new_nonce() -> str:
 
 
 def prove(token: str, *words: str) -> str:
-    """HMAC-SHA256 of `words` under the token, hexadecimal. The words cannot run into each other."""
+    """HMAC-SHA256 of `words` under the token, hexadecimal. Each word is preceded by its length."""
     raw = [word.encode("utf-8", "surrogatepass") for word in words]
     text = b"".join(len(word).to_bytes(8, "little") + word for word in raw)
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
 def proved(token: str, proof: str, *words: str) -> bool:
-    """Whether `proof` is right; takes the same time whatever is wrong with it."""
+    """Whether `proof` is right. Takes the same time for every wrong proof."""
     return hmac.compare_digest(prove(token, *words).encode(), proof.encode("utf-8", "replace"))
 
 
@@ -42,8 +43,8 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class Gate:
-    """The asked side: gives nonces and checks answers. Thread-safe."""
+class TokenGate:
+    """The server's side: gives nonces and checks answers. Thread-safe."""
 
     def __init__(self, token: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._token, self._clock = token, clock
@@ -53,20 +54,23 @@ class Gate:
 
     @property
     def open(self) -> bool:
-        """No token is asked for."""
+        """No token is required."""
         return not self._token
 
     def nonce(self) -> str:
-        """A new one."""
+        """Return a new nonce."""
         body = f"{self._clock():.3f}.{new_nonce()}"
         return f"{body}.{prove(self._secret, body)}"
 
     def show(self, *words: str) -> str:
-        """This side's own proof."""
+        """Return the server's own proof."""
         return prove(self._token, "server", *words)
 
     def check(self, nonce: str, proof: str, *words: str) -> Reason | None:
-        """Why the answer to `nonce` is refused, or None; each nonce is good for one right answer."""
+        """Return why the answer to `nonce` is rejected, or None.
+
+        A nonce is valid for one right answer.
+        """
         if self.open:
             return None
         body, _, origin = nonce.rpartition(".")
@@ -85,5 +89,5 @@ class Gate:
 
 
 def answer(token: str, nonce: str, *words: str) -> str:
-    """The asking side's proof for `nonce`."""
+    """Return the client's proof for `nonce`."""
     return prove(token, "client", nonce, *words)

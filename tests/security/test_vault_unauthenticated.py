@@ -13,8 +13,8 @@ import pytest
 from elastic.agent.vault import server as vault_server
 from elastic.agent.vault.server import VaultServer
 from elastic.domain.errors import VaultError
-from elastic.rpc import strangers
-from elastic.rpc.refusals import Reason
+from elastic.rpc.security import unauthenticated
+from elastic.rpc.security.rejections import Reason
 from tests.patience import LONG_S
 from tests.security.parts import Authority, refused, silent
 from tests.security.vault_ports import COPY, DATA, PORT, certs_of, client, dial, serves, where
@@ -42,7 +42,7 @@ def test_strangers_take_no_members_place(
 ) -> None:
     """Silent ones fill all places of theirs: who was there first leaves, and members come and stay."""
     monkeypatch.setattr(vault_server, "MOST_STRANGERS", 3)
-    monkeypatch.setattr(vault_server, "GREETING_S", LONG_S)
+    monkeypatch.setattr(vault_server, "HANDSHAKE_S", LONG_S)
     monkeypatch.setattr(vault_server, "MOST_CONNECTIONS", 4)
     certs = certs_of(server, authority)
     member = client(server, certs)
@@ -57,9 +57,9 @@ def test_strangers_take_no_members_place(
 def test_one_address_puts_out_its_own_strangers_alone(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "_loopback", lambda address: False)
+    monkeypatch.setattr(unauthenticated, "_loopback", lambda address: False)
     monkeypatch.setattr(vault_server, "MOST_OF_ONE", 2)
-    monkeypatch.setattr(vault_server, "GREETING_S", LONG_S)
+    monkeypatch.setattr(vault_server, "HANDSHAKE_S", LONG_S)
     with silent(where(server), 1, "127.0.0.2") as (other,), silent(where(server), 3) as held:
         assert held[0].recv(1) == b""
         serves(server, certs_of(server, authority))
@@ -82,8 +82,8 @@ def test_who_drips_bytes_is_held_no_longer_than_the_greeting_may_take(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header byte by byte, each well in time: TLS, where it is spoken, and the greeting have one deadline."""
-    greeting_s = vault_server.GREETING_S
-    monkeypatch.setattr(vault_server, "GREETING_S", 1.0)
+    greeting_s = vault_server.HANDSHAKE_S
+    monkeypatch.setattr(vault_server, "HANDSHAKE_S", 1.0)
     certs = certs_of(server, authority)
     for before_tls in (True, False):
         stream = in_time(partial(dial, server, None if before_tls else certs))
@@ -103,14 +103,14 @@ def test_who_drips_bytes_is_held_no_longer_than_the_greeting_may_take(
                 break
         assert over
         stream.close()
-    monkeypatch.setattr(vault_server, "GREETING_S", greeting_s)
+    monkeypatch.setattr(vault_server, "HANDSHAKE_S", greeting_s)
     serves(server, certs)
 
 
 def test_a_member_is_not_held_to_the_greetings_deadline(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vault_server, "GREETING_S", 0.5)
+    monkeypatch.setattr(vault_server, "HANDSHAKE_S", 0.5)
     mine = client(server, certs_of(server, authority))
     in_time(mine.inventory)
     time.sleep(0.7)

@@ -1,19 +1,19 @@
-"""The vaults' bulk protocol: requests, and the client that agents and workers use.
+"""The vaults' bulk protocol: the requests, and the client of agents and workers.
 
-Frames (`elastic.rpc.frames`) whose header is {"kind": request, "body": fields}; payloads are the copies'
-bytes, one after another. A copy for which the header names a codec comes in its blocks (`elastic.rpc.blocks`) in place
-of its bytes; the length of the payload and all checksums are those of the raw bytes all the same. Every request is
-answered by a `Reply`, whose `error` is empty when all went well.
+Each request is a frame (`elastic.rpc.frames`) with the header {"kind": request, "body": fields};
+the payload is the bytes of the copies, one after another. If the header names a codec for a copy,
+its blocks (`elastic.rpc.bulk.blocks`) take the place of its bytes; payload length and checksums
+still count raw bytes. Every request is answered by a `Reply`, whose `error` is empty on success.
 
-    Put(copies) + bytes   verified, then kept: all of them or none; the reply is the acknowledgement. Large bundles
-                          `ask` between header and bytes: an error is then the only reply, and no bytes follow
+    Put(copies) + bytes   verified, then kept: all or none; the reply is the acknowledgement.
+                          Large bundles `ask` between header and bytes: after an error no bytes follow
     Get(key)              the copy's bytes
-    Locate(key, node)     where the copy lies in shared memory; only for requesters on the vault's own node
+    Locate(key, node)     position of the copy in shared memory; only on the vault's own node
     Inventory()           all whole copies
     Verify(key)           compare a copy with its checksum again; a corrupt one is dropped
-    Probe() + bytes       nothing: what a link carries can be seen from how long it takes
+    Probe() + bytes       discarded; the time that they take measures the link
 
-Where a join token is set, a connection begins with `elastic.rpc.greeting`; with certificates all of it is TLS.
+With certificates or a join token, a connection begins with `elastic.rpc.bulk.handshake`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.domain.types import Copy
-from elastic.rpc import security
-from elastic.rpc.blocks import CODECS, read_blocks, send_blocks
-from elastic.rpc.compressing import Compressing
+from elastic.rpc.bulk.blocks import CODECS, read_blocks, send_blocks
+from elastic.rpc.bulk.compression import CompressionPolicy
+from elastic.rpc.bulk.handshake import authenticate, wrap_client
 from elastic.rpc.frames import Stream
-from elastic.rpc.greeting import greet, wrap_client
+from elastic.rpc.security import tls
 
 BUFFER_BYTES = 1 << 20
-"""Socket buffers: fewer turns between the two sides of a big copy."""
+"""Size of socket buffers: a large copy then needs fewer switches between both sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
     copies: tuple[Copy, ...]
     codecs: tuple[str, ...] = ()
-    """How each copy comes; (): all as they are."""
+    """Codec of each copy; (): all uncompressed."""
     ask: bool = False
-    """The payload waits for a first reply: whether there is room."""
+    """The payload waits for a first reply, which says whether there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class Probe:
 class Reply:
     error: str = ""
     stale: bool = False
-    """The error is a refusal of an old epoch."""
+    """The error is that the epoch is old."""
     full: bool = False
     """The error is that there is no room."""
     copies: tuple[Copy, ...] = ()
     codec: str = ""
-    """How the copy that was asked for comes."""
+    """Codec of the requested copy."""
     path: str = ""
     offset: int = 0
 
@@ -95,11 +95,11 @@ REQUESTS: dict[str, type] = {kind.__name__: kind for kind in (Put, Get, Locate, 
 
 
 ASK_BYTES = 4 << 20
-"""Bundles from this size on ask for room before they are sent."""
+"""Bundles of this size or more ask for room before they are sent."""
 
 
 def tune(sock: socket.socket) -> socket.socket:
-    """Set the options that both sides of a bulk connection want."""
+    """Set the socket options of a bulk connection."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -127,14 +127,16 @@ class VaultClient:
         node: str = "",
         timeout_s: float = DEFAULT.bulk_s,
         pace: Callable[[int], None] | None = None,
-        compressing: Compressing | None = None,
-        secure: security.Security | None = None,
+        compressing: CompressionPolicy | None = None,
+        secure: tls.SecuritySettings | None = None,
     ) -> None:
-        """`node` is the requester's own; `timeout_s` bounds every wait without progress; `pace` see `Stream`;
-        `compressing` decides how copies are sent, None: as they are; `secure`: None: what this process goes by."""
+        """`node`: the client's own. `timeout_s` bounds every wait without progress. `pace`: see
+        `Stream`. `compressing` chooses codecs; None: uncompressed. `secure`: None means the
+        settings of this process.
+        """
         self.address, self._pace = address, pace
-        self._secure = secure or security.current()
-        self._compressing = compressing or Compressing("off")
+        self._secure = secure or tls.current()
+        self._compressing = compressing or CompressionPolicy("off")
         self._where = split_address(address)
         self._node, self._timeout_s = node, timeout_s
         self._stream: Stream | None = None
@@ -142,10 +144,10 @@ class VaultClient:
         self._calling, self._lock = threading.Lock(), threading.Lock()
 
     def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
-        """Send copies with their bytes; returns once the vault holds all of them, verified.
+        """Send copies with their bytes. Returns when the vault holds all of them, verified.
 
-        Raises StaleError when the vault has been fenced against their epoch, VaultFull when it has no room, VaultError
-        for everything else.
+        Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, VaultError
+        otherwise.
         """
         codecs = tuple(self._compressing.codec(copy, data) for copy, data in bundle)
         total = sum(data.nbytes for _, data in bundle)
@@ -165,7 +167,8 @@ class VaultClient:
             self._compressing.sent(sent, seconds + time.perf_counter())
 
     def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
-        """Read `copy` into `out` (of its size; by default a new buffer) and return that, verified.
+        """Read `copy`, verified, into `out` (of its size; the default is a new buffer), and return
+        the buffer.
 
         Raises VaultError if the copy is gone or corrupt.
         """
@@ -183,7 +186,10 @@ class VaultClient:
         return data
 
     def locate(self, copy: Copy) -> tuple[str, int]:
-        """(path, offset) of a copy on this very node. VaultError if it is gone or the node another one."""
+        """(path, offset) of a copy on this node.
+
+        Raises VaultError if it is gone or on another node.
+        """
         with self._calling, self._connected() as stream:
             _ask(stream, Locate(copy.key, self._node))
             reply, _ = _reply(stream)
@@ -195,13 +201,13 @@ class VaultClient:
             return _reply(stream)[0].copies
 
     def verify(self, copy: Copy) -> bool:
-        """Let the vault look at the copy again; False (and dropped there) if it is not whole."""
+        """Let the vault check the copy again. False: it was corrupt and is dropped."""
         with self._calling, self._connected() as stream:
             _ask(stream, Verify(copy.key))
             return bool(_reply(stream)[0].copies)
 
     def probe(self, nbytes: int) -> float:
-        """Seconds that so many bytes take to the vault, its answer included; they are thrown away there."""
+        """Seconds from sending `nbytes` to the vault's answer; the vault discards them."""
         with self._calling, self._connected() as stream:
             began = time.perf_counter()
             with _reason_first():
@@ -211,7 +217,7 @@ class VaultClient:
             return time.perf_counter() - began
 
     def close(self) -> None:
-        """For good; calls in progress and later ones raise VaultError."""
+        """Close for good; calls in progress and later ones raise VaultError."""
         self._closed = True
         self._drop()
 
@@ -222,7 +228,10 @@ class VaultClient:
             stream.close()
 
     def _open(self) -> Stream:
-        """The connection, made if there is none; known before it stands, so that `close` can end the wait."""
+        """The connection, opened if there is none.
+
+        It is registered before it is open, so that `close` can end the wait.
+        """
         if self._stream is not None:
             return self._stream
         family, kind, protocol, _, where = socket.getaddrinfo(*self._where, type=socket.SOCK_STREAM)[0]
@@ -235,15 +244,18 @@ class VaultClient:
             raise ChannelClosed("this side has closed")
         sock.settimeout(self._timeout_s)
         sock.connect(where)
-        if self._secure.contexts is not None:
+        if self._secure.certificates is not None:
             stream.secured(wrap_client(self._secure, self._where[0]))
         if self._secure.token:
-            greet(stream, self._secure.token, self._node)
+            authenticate(stream, self._secure.token, self._node)
         return stream
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Stream]:
-        """The connection; dropped after anything but a clean answer: it may be in the middle of a frame."""
+        """The connection.
+
+        After an error that is no clean answer it is dropped: it may be inside a frame.
+        """
         try:
             yield self._open()
         except _Refused as refusal:
@@ -260,7 +272,10 @@ class VaultClient:
 
 
 def send_copy(stream: Stream, data: memoryview, how: str) -> tuple[int, float]:
-    """Send a copy, as it is ("") or by a codec. Return the bytes sent and the seconds spent on compressing."""
+    """Send a copy, uncompressed ("") or by a codec.
+
+    Returns bytes sent and seconds spent on compression.
+    """
     if how:
         return send_blocks(stream, data)
     stream.write(data)
@@ -270,10 +285,10 @@ def send_copy(stream: Stream, data: memoryview, how: str) -> tuple[int, float]:
 def read_copy(
     stream: Stream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
 ) -> VaultError | None:
-    """Fill `out` with a copy that comes as `how` says; `on_chunk` gets it piece by piece.
+    """Read a copy with the codec `how` into `out`; `on_chunk` gets it piece by piece.
 
-    Returns what is wrong with the compressed bytes, which are read to their end all the same. Raises FieldError for a
-    codec that is none.
+    Returns the error of corrupt blocks, which are read to their end all the same. Raises FieldError
+    for an unknown codec.
     """
     if how not in CODECS:
         raise FieldError("codec", how[:80], f"one of {', '.join(filter(None, CODECS))}")
@@ -293,7 +308,7 @@ def _begin(stream: Stream, request: Any, nbytes: int, waits: bool = False) -> No
 
 
 def _reason_first() -> contextlib.AbstractContextManager[None]:
-    """A vault that refuses early and closes has left its reason to read."""
+    """Ignore a closed connection while sending: a vault that rejects early has sent its reason."""
     return contextlib.suppress(ChannelClosed)
 
 
@@ -308,7 +323,7 @@ def _reply(stream: Stream) -> tuple[Reply, int]:
 
 
 class _Refused(Exception):
-    """A clean refusal: the connection can be used on."""
+    """A clean error reply: the connection remains usable."""
 
     def __init__(self, error: ElasticError) -> None:
         super().__init__(str(error))

@@ -1,8 +1,9 @@
-"""What the coordinator says to many nodes at once, encoded once.
+"""Encodes a message to many nodes once.
 
-An epoch change sends every node the same `Halt` and nearly the same `Install`: the recipes, by far its largest part,
-are for single nodes, and each node gets its own alone. The rest is deflated once: a job of thousands of nodes would
-send a gigabyte otherwise, during which no heartbeat gets through.
+An epoch change sends every node the same `Halt` and nearly the same `Install`. The recipes are by
+far the largest part of an `Install`, and each recipe is for a single node; a node receives only its
+own. The rest is encoded and deflated once. Otherwise a job of thousands of nodes would send a
+gigabyte, and heartbeats would wait behind it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.protocol.messages import Install
-from elastic.domain import codec
 from elastic.domain.types import Assignment, Recipe
-from elastic.rpc.envelope import Envelope, check_size, pack
+from elastic.rpc.control.envelope import Envelope, encode_body, pack
 
 
-class Parcels:
+class BroadcastEncoder:
     """Remembers the newest message. One thread at a time."""
 
     def __init__(self) -> None:
@@ -27,7 +27,9 @@ class Parcels:
         self._recipes: dict[str, list[tuple[str, Recipe]]] = {}
 
     def pack(self, message: Any, *, term: int, epoch: int, node: str) -> Envelope:
-        """As `elastic.rpc.envelope.pack`, for `node`; "": for anybody."""
+        """Wrap a message for `node` as `elastic.rpc.control.envelope.pack` does; an empty `node`:
+        for any.
+        """
         if isinstance(message, Install) and node:
             return self._install(message, term, epoch, node)
         last = self._last
@@ -44,16 +46,15 @@ class Parcels:
 
     def _install(self, message: Install, term: int, epoch: int, node: str) -> Envelope:
         if message.assignment is not self._assignment:
-            self._learn(message)
-        own = codec.dumps(self._recipes.get(node, [])).encode()
+            self._prepare(message)
+        own = encode_body("Install", self._recipes.get(node, []))
         return Envelope(term, max(epoch, 0), "Install", own, common=self._common)
 
-    def _learn(self, message: Install) -> None:
-        """Encode what is common, and sort recipes by node."""
+    def _prepare(self, message: Install) -> None:
+        """Encode the common part, and sort the recipes by node."""
         assignment = message.assignment
         self._recipes = {}
         for node, recipe in assignment.recipes:
             self._recipes.setdefault(node, []).append((node, recipe))
-        text = codec.dumps(replace(message, assignment=replace(assignment, recipes=()))).encode()
-        check_size("Install", text)
-        self._common, self._assignment = zlib.compress(text), assignment
+        common = encode_body("Install", replace(message, assignment=replace(assignment, recipes=())))
+        self._common, self._assignment = zlib.compress(common), assignment

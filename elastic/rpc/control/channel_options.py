@@ -1,19 +1,25 @@
-"""Channel settings of both sides, and what an address looks like."""
+"""gRPC settings of both sides, and the format of addresses."""
 
 from __future__ import annotations
 
 from elastic.domain.errors import FieldError
-from elastic.rpc.envelope import MAX_BODY_BYTES, PIECE_BYTES
-from elastic.rpc.front import HANDSHAKE_S
+from elastic.rpc.control.connection_watch import HANDSHAKE_S
+from elastic.rpc.control.envelope import MAX_BODY_BYTES, PIECE_BYTES
 
 SPARE_BYTES = 4096
-"""Of an envelope, besides its body."""
+"""Size of an envelope besides its body."""
 
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
-"""Waits between two attempts to reach the coordinator (jittered)."""
+"""Waits between two attempts to reach the coordinator, with jitter."""
 CONNECT_TIMEOUT_S = 2.0
+IDLE_S = 30.0
+"""A connection without a call is closed after this time. Agents always have a call: their
+session."""
+MAX_CONNECTIONS = 16_384
+MAX_CALLS = 100
+"""Calls at a time on one connection. An agent has two at most, a command one."""
 TERM = "term"
-"""Metadata with which a coordinator opens a stream: its term."""
+"""Metadata key of a stream: the term of the coordinator that opened it."""
 
 
 def addresses_of(text: str) -> tuple[str, ...]:
@@ -32,7 +38,7 @@ def check_address(address: str, lowest_port: int = 1) -> None:
 
 
 def client_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """No proxies; look for a dead server often; notice a silent one within two keepalive intervals."""
+    """No proxies, frequent reconnects; a silent server is noticed in two keepalive intervals."""
     return [
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
@@ -40,19 +46,26 @@ def client_options(keepalive_s: float) -> list[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", _ms(RETRY_MIN_S)),
         ("grpc.max_reconnect_backoff_ms", _ms(RETRY_MAX_S)),
-        ("grpc.min_reconnect_backoff_ms", _ms(CONNECT_TIMEOUT_S)),  # how long one attempt may take
+        ("grpc.min_reconnect_backoff_ms", _ms(CONNECT_TIMEOUT_S)),  # time limit of one attempt
         *_both(keepalive_s, MAX_BODY_BYTES),
     ]
 
 
 def server_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """One server a port; anybody may ping as often as it likes; notice silent nodes. Messages come in pieces: gRPC
-    reads one whole before anybody can ask for a proof."""
+    """One server per port, no limit on pings, and silent nodes noticed within two keepalive
+    intervals.
+
+    The largest message is a piece: gRPC reads a message whole before the server can require a
+    proof.
+    """
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_S)),
+        ("grpc.max_connection_idle_ms", _ms(IDLE_S)),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_concurrent_streams", MAX_CALLS),
         *_both(keepalive_s, PIECE_BYTES),
     ]
 
@@ -63,7 +76,7 @@ def _both(keepalive_s: float, received_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", MAX_BODY_BYTES + SPARE_BYTES),
         ("grpc.keepalive_time_ms", _ms(keepalive_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive_s)),
-        ("grpc.http2.ping_timeout_ms", _ms(keepalive_s)),  # else the keepalive's own ping may take a minute
+        ("grpc.http2.ping_timeout_ms", _ms(keepalive_s)),  # the default is a minute
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -1,10 +1,10 @@
-"""A node's side of its stream to the coordinator, and one-shot calls.
+"""A node's side of its stream to the coordinator, and single calls.
 
-A `Session` looks for its coordinator for as long as it is open: a dead coordinator is found again within
-about half a second of its return. Nothing is kept while it is away; a node tells its whole condition anew in
-`on_up`. Of several coordinators the one with the highest term is followed (`elastic.core.protocol.election`). All
-addresses are tried all the time: one that took over is found although the former one is only paused, and its
-stream open.
+A `Session` tries to reach its coordinator for as long as it is open; it finds a coordinator again
+about half a second after its return. Nothing is kept while the coordinator is away: in `on_up` a
+node sends its whole condition anew. Among several coordinators the one with the highest term is
+followed (`elastic.core.protocol.election`). All addresses are tried all the time, so a new leader is found
+even while the former one is only paused and its stream open.
 """
 
 from __future__ import annotations
@@ -20,25 +20,12 @@ from functools import partial
 from typing import Any
 
 import grpc
+from msgspec.structs import replace
 
 from elastic.core.protocol.election import accepts
 from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain.errors import ElasticError, FieldError, UsageError
-from elastic.rpc import elastic_pb2_grpc, security
-from elastic.rpc.envelope import (
-    CHALLENGE,
-    Envelope,
-    Rejected,
-    from_proto,
-    pack,
-    pack_call,
-    pieces,
-    to_proto,
-    unpack,
-    unpack_call,
-)
-from elastic.rpc.loop import Dispatcher, ended, event_loop, run
-from elastic.rpc.options import (
+from elastic.rpc.control.channel_options import (
     CONNECT_TIMEOUT_S,
     RETRY_MAX_S,
     RETRY_MIN_S,
@@ -46,19 +33,48 @@ from elastic.rpc.options import (
     addresses_of,
     client_options,
 )
-from elastic.rpc.proofs import answer, digest, new_nonce, proved
-from elastic.rpc.refusals import REFUSALS, Reason
+from elastic.rpc.control.envelope import (
+    CALL,
+    CHALLENGE,
+    SESSION,
+    Envelope,
+    Rejected,
+    from_wire,
+    pack,
+    pack_call,
+    pieces,
+    to_wire,
+    unpack,
+    unpack_call,
+)
+from elastic.rpc.control.event_loop import Dispatcher, ended, event_loop, run
+from elastic.rpc.security import tls
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.token_proof import answer, digest, new_nonce, proved
 
 log = logging.getLogger(__name__)
 
 
-class Session:
-    """Keeps one stream open, to the leader among `address` (host:port, several separated by commas), from the
-    moment it is made until `close`.
+class CoordinatorStub:
+    """The coordinator's methods on a channel of gRPC, synchronous or asyncio.
 
-    Callbacks run on one thread of this session, in order: `on_up()` when the coordinator has accepted the
-    stream, `on_message(message, envelope)`, `on_down(reason)` when it is lost; up and down alternate.
-    Messages of an older term than the highest seen are dropped (and counted in `stale`).
+    Requests are envelopes. Answers are bytes for `from_wire`, because gRPC turns the error of a
+    deserializer into an answer of None.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self.session = channel.stream_stream(SESSION, request_serializer=to_wire)
+        self.call = channel.unary_unary(CALL, request_serializer=to_wire)
+
+
+class Session:
+    """Keeps one stream open, to the leader among `address` (host:port, several separated by
+    commas), from the moment it is made until `close`.
+
+    Callbacks run on one thread of this session, in order: `on_up()` when the coordinator has
+    accepted the stream, `on_message(message, envelope)`, `on_down(reason)` when it is lost; up and
+    down alternate. Messages of an older term than the highest seen are dropped (and counted in
+    `stale`).
     """
 
     def __init__(
@@ -70,26 +86,26 @@ class Session:
         on_down: Callable[[str], object],
         sender: str,
         keepalive_s: float = DEFAULT.keepalive_s,
-        secure: security.Security | None = None,
+        secure: tls.SecuritySettings | None = None,
     ) -> None:
-        """`secure`: what this side proves itself with; None: what this process goes by."""
+        """`secure`: certificates and token of this side; None: those of this process."""
         addresses = addresses_of(address)
-        self._secure = secure or security.current()
+        self._secure = secure or tls.current()
         self.address, self.sender = address, sender
         self.term = 0
         """Highest coordinator term seen."""
         self.stale = 0
-        """Messages refused because their term was older."""
+        """Number of messages refused because their term was older."""
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._outbox: asyncio.Queue[Envelope] | None = None
         self._closed = False
         self._active: Any = None
-        """The stream that is followed, and ..."""
+        """The stream that is followed."""
         self._active_term = 0
         self._left: set[Any] = set()
-        """Streams given up for a newer coordinator's."""
+        """Streams that were cancelled in favour of a newer coordinator's."""
         self._silent: set[str] = set()
-        """Addresses of which it was told that they do not answer."""
+        """Addresses whose silence is in the log already."""
         self._dispatcher = Dispatcher(f"rpc-{sender}")
         self._tasks = run(self._start(addresses, keepalive_s))
 
@@ -98,8 +114,9 @@ class Session:
         return self._outbox is not None
 
     def send(self, message: Any, epoch: int) -> bool:
-        """Queue a message and return at once; thread-safe. False: the coordinator is away, nothing was
-        queued.
+        """Queue a message and return at once.
+
+        Thread-safe. False: the coordinator is away, nothing was queued.
         """
         outbox = self._outbox
         if outbox is None:
@@ -109,8 +126,9 @@ class Session:
         return True
 
     def close(self) -> None:
-        """End the stream. No callback begins any more, and none is running when this returns, unless it is
-        called from one. Idempotent.
+        """End the stream.
+
+        Idempotent. Unless it is called from a callback, no callback runs when this returns.
         """
         if not self._closed:
             self._closed = True
@@ -122,8 +140,9 @@ class Session:
         return {asyncio.create_task(self._keep_up(address, keepalive_s)) for address in addresses}
 
     async def _keep_up(self, address: str, keepalive_s: float) -> None:
-        """Open one stream after another. gRPC itself searches for the server; the wait here is between
-        streams.
+        """Open one stream after another.
+
+        gRPC itself reconnects; the wait here is between streams.
         """
         delay_s = RETRY_MIN_S
         while True:
@@ -136,20 +155,20 @@ class Session:
                     delay_s = RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * delay_s, RETRY_MAX_S)
                     await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
 
-    def _stamp(self) -> security.Stamp:
-        """Other than before: the certificates were replaced, and the next connection goes by the new ones."""
-        contexts = self._secure.contexts
-        return contexts.stamp() if contexts is not None else ()
+    def _stamp(self) -> tls.Stamp:
+        """Changes when the certificates are replaced; new connections use the new ones."""
+        certificates = self._secure.certificates
+        return certificates.stamp() if certificates is not None else ()
 
     async def _attempt(self, address: str, channel: grpc.aio.Channel) -> None:
-        """Prove who we are, where that is asked, and use one stream until it ends."""
-        stub = elastic_pb2_grpc.CoordinatorStub(channel)
+        """Prove this side's identity if that is required, and use one stream until it ends."""
+        stub = CoordinatorStub(channel)
         metadata: tuple[tuple[str, str], ...] = (("sender", self.sender),)
         if self._secure.token or self._secure.certs is not None:
             mine = new_nonce()
-            question = to_proto(pack_call(CHALLENGE, {"nonce": mine}))
+            question = pack_call(CHALLENGE, {"nonce": mine})
             try:
-                reply = unpack_call(from_proto(await stub.Call(question, timeout=CONNECT_TIMEOUT_S)))
+                reply = unpack_call(from_wire(await stub.call(question, timeout=CONNECT_TIMEOUT_S)))
                 self._silent.discard(address)
                 metadata += _proof(self._secure.token, mine, reply, "session", self.sender)
             except grpc.aio.AioRpcError as error:
@@ -157,13 +176,13 @@ class Session:
                     log.info("%s: %s does not answer: %s", self.sender, address, error.details())
                 self._silent.add(address)
                 if "andshake" in str(error.details()) or "ertificate" in str(error.details()):
-                    REFUSALS.count("agent", Reason.HANDSHAKE, address, error.details())
+                    REJECTIONS.count("agent", Reason.HANDSHAKE, address, error.details())
                 await _ready(channel)
                 return
             except ElasticError as error:
-                REFUSALS.count("agent", Reason.TOKEN, address, error)
+                REJECTIONS.count("agent", Reason.TOKEN, address, error)
                 return
-        await self._stream(address, stub.Session(metadata=metadata, wait_for_ready=True))
+        await self._stream(address, stub.session(metadata=metadata, wait_for_ready=True))
 
     async def _stream(self, address: str, call: Any) -> None:
         """Use one stream until it ends."""
@@ -179,12 +198,12 @@ class Session:
             self._outbox = outbox
             self._dispatcher.post(self._on_up)
             newest = 0
-            async for proto in call:
+            async for data in call:
                 if call is not self._active:
                     continue
-                envelope = from_proto(proto)
+                envelope = from_wire(data)
                 if envelope.sequence <= newest and newest:
-                    REFUSALS.count("agent", Reason.REPLAYED, address, envelope.kind)
+                    REJECTIONS.count("agent", Reason.REPLAYED, address, envelope.kind)
                     continue
                 newest = envelope.sequence
                 self._receive(address, envelope)
@@ -192,7 +211,10 @@ class Session:
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                REFUSALS.count("agent", Reason.TOKEN, address, reason)
+                REJECTIONS.count("agent", Reason.TOKEN, address, reason)
+        except FieldError as error:
+            reason = str(error)
+            REJECTIONS.count("agent", Reason.MALFORMED, address, reason)
         except asyncio.CancelledError:
             if call not in self._left:
                 raise
@@ -207,7 +229,7 @@ class Session:
                 log.info("%s: no stream to %s: %s", self.sender, address, reason)
 
     def _follow(self, call: Any, term: int) -> bool:
-        """Whether this stream is the one to use from now on; the one used so far is given up for it."""
+        """Whether to use this stream from now on. If so, the stream in use is cancelled."""
         if not accepts(term, self.term, self._active_term if self._active is not None else None):
             return False
         if self._active is not None:
@@ -225,7 +247,7 @@ class Session:
         if envelope.term < self.term:
             self.stale += 1
             what = f"{envelope.kind} of term {envelope.term}: term {self.term} rules"
-            REFUSALS.count("agent", Reason.STALE, address, what)
+            REJECTIONS.count("agent", Reason.STALE, address, what)
             return
         self.term = envelope.term
         try:
@@ -234,7 +256,11 @@ class Session:
             log.error("the coordinator sent a message that cannot be read: %s", error)
             return
         if isinstance(message, Rejected):
-            log.error("the coordinator could not read a message of kind %s: %s", message.kind, message.text)
+            log.error(
+                "the coordinator could not read a message of kind %s: %s",
+                message.kind,
+                message.text,
+            )
             return
         self._dispatcher.post(partial(self._on_message, message, envelope))
 
@@ -244,14 +270,16 @@ def call(
     kind: str,
     body: dict[str, Any],
     timeout_s: float = 5.0,
-    secure: security.Security | None = None,
+    secure: tls.SecuritySettings | None = None,
 ) -> dict[str, Any]:
-    """Ask the coordinator at `address` (several separated by commas: the one of them that answers) one question.
+    """Ask the coordinator one question. `address` may list several, separated by commas: the first
+    that answers.
 
-    Raises UsageError if it cannot be reached or refuses the question (with its words), ElasticError if it
-    cannot do what was asked. `secure`: what this side proves itself with; None: what this process goes by.
+    Raises UsageError if no coordinator can be reached or it refuses the question, ElasticError if
+    it cannot do it; the texts are the coordinator's. `secure`: certificates and token of this side;
+    None: those of this process.
     """
-    secure = secure or security.current()
+    secure = secure or tls.current()
     *others, last = addresses_of(address)
     for other in others:
         try:
@@ -266,43 +294,46 @@ class Unreachable(UsageError):
 
 
 def _call(
-    address: str, kind: str, body: dict[str, Any], timeout_s: float, secure: security.Security
+    address: str, kind: str, body: dict[str, Any], timeout_s: float, secure: tls.SecuritySettings
 ) -> dict[str, Any]:
     with _channel(grpc, address, client_options(keepalive_s=DEFAULT.keepalive_s), secure) as channel:
-        stub = elastic_pb2_grpc.CoordinatorStub(channel)
+        stub = CoordinatorStub(channel)
         question = pack_call(kind, body)
         metadata: tuple[tuple[str, str], ...] = ()
         try:
             if secure.token:
                 mine = new_nonce()
-                reply = stub.Call(to_proto(pack_call(CHALLENGE, {"nonce": mine})), timeout=timeout_s)
+                reply = stub.call(pack_call(CHALLENGE, {"nonce": mine}), timeout=timeout_s)
                 words = ("call", kind, digest(question.body))
-                metadata = _proof(secure.token, mine, unpack_call(from_proto(reply)), *words)
-            answered = stub.Call(to_proto(question), timeout=timeout_s, metadata=metadata)
+                metadata = _proof(secure.token, mine, unpack_call(from_wire(reply)), *words)
+            answered = stub.call(question, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise _in_words(address, kind, timeout_s, error) from error
-    return unpack_call(from_proto(answered))
+    return unpack_call(from_wire(answered))
 
 
-def _channel(api: Any, address: str, options: list[tuple[str, Any]], secure: security.Security) -> Any:
+def _channel(api: Any, address: str, options: list[tuple[str, Any]], secure: tls.SecuritySettings) -> Any:
     """A channel of gRPC's `api` (synchronous or asyncio) to `address`."""
-    contexts = secure.contexts
-    if contexts is None:
+    certificates = secure.certificates
+    if certificates is None:
         return api.insecure_channel(address, options=options)
-    ca, cert, key = contexts.pem()
+    ca, cert, key = certificates.pem()
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
     named = [("grpc.ssl_target_name_override", secure.name)] if secure.name else []
     return api.secure_channel(address, credentials, options=[*options, *named])
 
 
 async def _ready(channel: grpc.aio.Channel) -> None:
-    """Wait until the other side can be reached, but not for long: then the next attempt tells why it cannot."""
+    """Wait a short time for the connection. The next attempt reports why there is none."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
 
 
 def _proof(token: str, mine: str, reply: dict[str, Any], *words: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that answers a challenge. Raises UsageError when the other side does not know the token."""
+    """Metadata that answers a challenge.
+
+    Raises UsageError if the other side does not know the token.
+    """
     nonce = str(reply.get("nonce", ""))
     if token and not proved(token, str(reply.get("proof", "")), "server", mine, nonce):
         raise UsageError("the coordinator does not know the join token: is it this job's?")
@@ -310,18 +341,18 @@ def _proof(token: str, mine: str, reply: dict[str, Any], *words: str) -> tuple[t
 
 
 def _term_of(metadata: Any) -> int:
-    """The term with which a coordinator opened a stream; 0: it did not say."""
+    """The term with which a coordinator opened a stream; 0: not given."""
     text = str(dict(metadata or ()).get(TERM, "0"))
     return int(text) if text.isdecimal() else 0
 
 
 async def _write(outbox: asyncio.Queue[Envelope], call: Any) -> None:
-    """Send what is queued. A stream that ends meanwhile is the reader's news, not ours."""
+    """Send the queued messages. The reader reports the end of the stream."""
     try:
         numbers = itertools.count(1)
         while True:
             for envelope in pieces(await outbox.get()):
-                await call.write(to_proto(envelope, next(numbers)))
+                await call.write(replace(envelope, sequence=next(numbers)))
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return
 

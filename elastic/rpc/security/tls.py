@@ -1,7 +1,8 @@
-"""What a process proves itself with, and what it asks of others: certificates and the join token.
+"""Certificates and join token of a process, and of the job that it belongs to.
 
-One setting a process (`use`, `current`): every port and every connection of a job goes by it. Certificates are read
-again when their files change, for connections made from then on: they can be replaced under a running job.
+There is one setting per process (`use`, `current`), and every port and connection of the process
+follows it. Certificates are read again when their files change, and new connections use the new
+ones, so they can be replaced while a job runs.
 """
 
 from __future__ import annotations
@@ -15,48 +16,55 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.domain.errors import FieldError
-from elastic.rpc.refusals import Reason
+from elastic.rpc.security.rejections import Reason
 
 log = logging.getLogger(__name__)
 CA, CERT, KEY = "ca.crt", "tls.crt", "tls.key"
-"""Files of a certificate directory: as in a Kubernetes secret of type kubernetes.io/tls with its authority."""
+"""Files of a certificate directory, named as in a Kubernetes secret of type kubernetes.io/tls."""
 TOKEN_FILE = "join.token"
-"""Of a run directory, mode 0600: how the token reaches services, workers and commands of this machine."""
+"""File of a run directory, mode 0600: services, workers and commands of this machine read the token
+here."""
 LEAST_TOKEN_CHARS = 16
 WORKERS = (
-    "what workers send each other (gloo or NCCL, and their rendezvous store) is not encrypted: this torch has no TLS "
-    "for it; keep those ports in a private network (docs/operate/security.md)"
+    "traffic between workers (gloo or NCCL, and their rendezvous store) is not encrypted: this torch "
+    "has no TLS for it; keep those ports in a private network (docs/operate/security.md)"
 )
-"""Said at the start of every job that uses certificates."""
+"""Warning at the start of every job that uses certificates."""
 Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Security:
-    """Nothing given: plain text, everybody welcome."""
+class SecuritySettings:
+    """What a process proves itself with and requires of others.
+
+    The default: plain text, no token.
+    """
 
     certs: Path | None = None
-    """Directory with CA, CERT and KEY; connections are mutual TLS."""
+    """Directory with CA, CERT and KEY: connections use mutual TLS. None: no TLS."""
     name: str = ""
-    """Name that peers' certificates must carry; "": the host or address that was dialled."""
+    """Name that peers' certificates must carry. Empty: the host or address of the connection."""
     token: str = field(default="", repr=False)
-    """Whoever opens a session, calls or connects to a vault must know it; "": anybody may."""
+    """Join token, required for sessions, calls and vault connections. Empty: none is required."""
 
     def __post_init__(self) -> None:
         if self.certs is not None:
-            object.__setattr__(self, "_contexts", Contexts(self.certs))
+            object.__setattr__(self, "_certificates", Certificates(self.certs))
 
     @property
-    def contexts(self) -> Contexts | None:
-        """None: no TLS."""
-        return getattr(self, "_contexts", None)
+    def certificates(self) -> Certificates | None:
+        """The files in `certs`; None: no TLS."""
+        return getattr(self, "_certificates", None)
 
 
-class Contexts:
-    """TLS settings from a certificate directory, made anew when its files have changed. Thread-safe."""
+class Certificates:
+    """TLS settings from a certificate directory, read again when its files have changed.
+
+    Thread-safe.
+    """
 
     def __init__(self, certs: Path) -> None:
-        """Raises FieldError if the files are not there or do not belong together."""
+        """Raises FieldError if the files are missing or do not belong together."""
         self.certs = certs
         self._lock = threading.Lock()
         self._made: dict[str, tuple[Stamp, ssl.SSLContext]] = {}
@@ -64,24 +72,24 @@ class Contexts:
         self.server()
         self.pem()
 
-    def server(self, alpn: str = "") -> ssl.SSLContext:
-        """For ports: TLS 1.3, a certificate of the job's authority is asked of whoever connects."""
+    def server(self) -> ssl.SSLContext:
+        """Settings for ports: TLS 1.3; clients need a certificate from the job's authority."""
 
         def make() -> ssl.SSLContext:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.num_tickets = 0  # every connection shows its certificate: none is taken up again without
-            if alpn:
-                context.set_alpn_protocols([alpn])
+            context.num_tickets = 0  # no resumption: every connection shows its certificate
             return context
 
-        return self._get(f"server {alpn}", make)
+        return self._get("server", make)
 
     def client(self) -> ssl.SSLContext:
-        """For connections: TLS 1.3, the server's certificate must be of the authority and carry its name."""
+        """Settings for clients: TLS 1.3; the server's certificate is from the authority and carries
+        its name.
+        """
         return self._get("client", lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def pem(self) -> tuple[bytes, bytes, bytes]:
-        """(authority, certificate chain, key) as they are now; as they were, while a file is missing."""
+        """(authority, certificate chain, key) as PEM; the last ones while a file is missing."""
         try:
             ca, cert, key = (self._path(name).read_bytes() for name in (CA, CERT, KEY))
         except OSError as error:
@@ -92,7 +100,7 @@ class Contexts:
         return self._pem
 
     def stamp(self) -> Stamp:
-        """Changes whenever a file does; () while one is missing."""
+        """A value that changes when a file does; () while one is missing."""
         try:
             found = [os.stat(self._path(name)) for name in (CA, CERT, KEY)]
         except OSError:
@@ -110,7 +118,7 @@ class Contexts:
             except FieldError as error:
                 if known is None:
                     raise
-                log.warning("the certificates that were read before stay in use: %s", error)
+                log.warning("the former certificates stay in use: %s", error)
                 return known[1]
             if known is not None:
                 log.info("certificates in %s were read again", self.certs)
@@ -132,27 +140,30 @@ class Contexts:
         return self.certs / name
 
 
-_current = Security()
+_current = SecuritySettings()
 
 
-def use(security: Security) -> Security:
-    """Let the whole process go by `security`; returns what it went by before."""
+def use(settings: SecuritySettings) -> SecuritySettings:
+    """Set the settings of this process; returns the former ones."""
     global _current
-    former, _current = _current, security
+    former, _current = _current, settings
     return former
 
 
-def current() -> Security:
+def current() -> SecuritySettings:
     return _current
 
 
-def load(run_dir: str | Path, certs: str, name: str = "") -> Security:
-    """What a process of the job in `run_dir` goes by. Raises FieldError."""
-    return Security(Path(certs) if certs else None, name, read_token(Path(run_dir) / TOKEN_FILE))
+def load(run_dir: str | Path, certs: str, name: str = "") -> SecuritySettings:
+    """Return the settings of a process of the job in `run_dir`. Raises FieldError."""
+    return SecuritySettings(Path(certs) if certs else None, name, read_token(Path(run_dir) / TOKEN_FILE))
 
 
 def read_token(path: Path, flag: str = "") -> str:
-    """The token in a file; "" if there is none and no `flag` asks for it. Raises FieldError naming the flag."""
+    """Read the token from a file; "" if the file is missing and no `flag` names it.
+
+    Raises FieldError.
+    """
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -163,7 +174,10 @@ def read_token(path: Path, flag: str = "") -> str:
 
 
 def check_token(field_name: str, token: str, shown: str) -> str:
-    """`token`, if it is one; `shown` stands for it in the error, which never tells it."""
+    """Return `token`.
+
+    Raises FieldError, which shows `shown` in its place, if it is too short or not printable.
+    """
     if len(token) < LEAST_TOKEN_CHARS or not token.isascii() or not token.isprintable():
         remedy = (
             f"a token of {LEAST_TOKEN_CHARS} printable characters or more, as `openssl rand -hex 32` makes"
@@ -173,7 +187,7 @@ def check_token(field_name: str, token: str, shown: str) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """Keep the token in a file for this user alone."""
+    """Write the token to a file that only this user can read."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -191,11 +205,11 @@ _ABOUT = {
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": Reason.EXPIRED,
 }
 _DATES = (9, 10)
-"""OpenSSL's codes for a certificate that is not valid yet, or any more."""
+"""OpenSSL's codes for a certificate that is not valid yet, and one that has expired."""
 
 
-def why(error: BaseException) -> Reason:
-    """What a failed handshake was about."""
+def rejection_reason(error: BaseException) -> Reason:
+    """Return why a handshake failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return Reason.EXPIRED if error.verify_code in _DATES else Reason.WRONG_CA
     if isinstance(error, ssl.SSLError):

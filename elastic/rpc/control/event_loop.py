@@ -1,12 +1,15 @@
-"""The event loop thread that all gRPC work of a process runs on, and threads that run callbacks in order.
+"""The event loop thread that runs all gRPC work of a process, and threads that run callbacks in
+order.
 
-One loop a process, because gRPC's asyncio layer shares one completion queue between loops and complains when
-there are several. Callbacks never run on it: a slow one would hold up everybody's messages and keepalives.
+There is one loop per process, because gRPC's asyncio layer shares one completion queue between
+loops and complains about several. Callbacks never run on it: a slow one would delay everybody's
+messages and keepalives.
 
-gRPC's poller thread wakes the loop by a byte for each event, in a socket that takes a few hundred; its reader handles
-all events that are there, but takes one byte. So each event cost a turn of the loop; and when turns became long, as
-with a busy second thread, the socket was full, the poller waited for one byte a turn, and messages for seconds. Our
-loop takes all bytes but the one (decision 023).
+gRPC's poller thread wakes the loop by one byte per event, through a socket that holds a few
+hundred. gRPC's reader handles all events that are there, but takes one byte, so each event cost a
+turn of the loop. When turns became long, as with a busy second thread, the socket was full, the
+poller waited for one byte per turn, and messages waited for seconds. `Loop` therefore takes all
+bytes but one (decision 023).
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 log = logging.getLogger(__name__)
 WAKES = 1 << 16
-"""More bytes than the socket takes."""
+"""More bytes than the socket holds."""
 CANCEL_AGAIN_S = 2.0
-"""Time for a task to end once it is cancelled; then it is told again."""
+"""A cancelled task that has not ended after this time is cancelled again."""
 _starting = threading.Lock()
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """One on which gRPC's poller never waits for more than one turn."""
+    """An event loop on which gRPC's poller never waits for more than one turn."""
 
     spared = 0
-    """Turns that were not needed."""
+    """Number of turns that were saved."""
 
     def add_reader(self, fd: FileDescriptorLike, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
         function = getattr(callback, "func", callback)
@@ -49,7 +52,7 @@ class Loop(asyncio.SelectorEventLoop):
             super().add_reader(fd, callback, *args)
 
     def _woken(self, wakes: socket.socket, handle: Callable[[], Any]) -> None:
-        """Bytes first, events then: what comes in between has a byte that is still there."""
+        """Take the bytes before the events: an event that arrives in between still has its byte."""
         with suppress(BlockingIOError):
             more = len(wakes.recv(WAKES, socket.MSG_PEEK)) - 1
             if more > 0:
@@ -58,7 +61,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The running loop of this process; started at first use, ends with the process."""
+    """The running loop of this process. It starts at the first use and ends with the process."""
     with _starting:
         return _started_loop()
 
@@ -78,7 +81,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks and return when all have ended.
 
-    They are told again: in Python 3.11 `asyncio.wait_for` forgets a cancellation that meets the end of its wait.
+    They are cancelled repeatedly: in Python 3.11 `asyncio.wait_for` loses a cancellation at the end
+    of its wait.
     """
     pending = set(tasks)
     while pending:
@@ -87,21 +91,23 @@ async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-class Directly:
-    """In place of a dispatcher where callbacks return at once: they run on the loop itself, in order."""
+class InlineDispatcher:
+    """Replaces a `Dispatcher` where callbacks return at once: it runs them on the loop itself, in
+    order.
+    """
 
     def post(self, callback: Callable[[], object]) -> None:
         try:
             callback()
-        except Exception:  # its owner reads of it in the log; the others must be served
+        except Exception:  # it is logged; the other callbacks must run
             log.exception("a callback failed")
 
     def close(self) -> None:
-        """Nothing is left to run."""
+        """Do nothing: every callback has run."""
 
 
 class Dispatcher:
-    """One thread that runs callbacks one after another, in the order in which they were posted."""
+    """One thread that runs callbacks in the order in which they were posted."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -113,11 +119,14 @@ class Dispatcher:
         self._queue.put(callback)
 
     def abandon(self) -> None:
-        """Begin no callback any more; the one at hand goes on."""
+        """Start no further callback; the current one continues."""
         self._abandoned = True
 
     def close(self) -> None:
-        """Run what was posted so far, then end. Waits for the end, unless called from a callback."""
+        """Run the callbacks posted so far, then end.
+
+        Waits for the end, unless called from a callback.
+        """
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -126,5 +135,5 @@ class Dispatcher:
         while (callback := self._queue.get()) is not None and not self._abandoned:
             try:
                 callback()
-            except Exception:  # its owner reads of it in the log; the others must be served
+            except Exception:  # it is logged; the other callbacks must run
                 log.exception("a callback failed")

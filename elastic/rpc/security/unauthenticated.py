@@ -1,7 +1,8 @@
-"""Connections that have not shown yet whose they are: places of their own, so that they take none of the members'.
+"""Places for connections that have not authenticated yet, apart from those of members.
 
-A member shows itself within milliseconds, a stranger never: where the places are all taken, the one that came first
-leaves for the one that comes. Of one address there are fewer places than in all, so that it puts out its own alone.
+A member authenticates within milliseconds, an attacker never. When all places are taken, the oldest
+connection leaves for the next one. One address has fewer places than all together, so it displaces
+only its own connections.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Generic, TypeVar
 C = TypeVar("C", bound=Hashable)
 
 
-class Strangers(Generic[C]):
-    """Who holds a place, in the order in which they came. Not thread-safe."""
+class UnauthenticatedConnections(Generic[C]):
+    """Connections that hold a place, oldest first. Not thread-safe."""
 
     def __init__(self) -> None:
         self._held: dict[C, str] = {}
@@ -24,21 +25,23 @@ class Strangers(Generic[C]):
         return len(self._held)
 
     def enter(self, connection: C, address: str) -> None:
-        """Give it a place, whether there is room or not."""
+        """Give a connection a place, whether there is room or not."""
         self._held[connection] = address
         self._of.setdefault(address, {})[connection] = None
 
     def crowded(self, address: str, most: int) -> C | None:
-        """The first from `address`, if that has no place for another one."""
+        """The oldest connection from `address` if that holds `most` places already; never for
+        loopback.
+        """
         mine = self._of.get(address, {})
         return next(iter(mine)) if len(mine) >= most and not _loopback(address) else None
 
     def full(self, most: int) -> C | None:
-        """The first of all, if there is no place for another one."""
+        """The oldest connection of all if `most` places are taken."""
         return next(iter(self._held)) if len(self._held) >= most else None
 
     def leave(self, connection: C) -> str:
-        """It is none of them any more; its address ("": it was none of them)."""
+        """Free the place of a connection. Returns its address, "" if it had no place."""
         address = self._held.pop(connection, "")
         if not address:
             return ""
@@ -50,7 +53,7 @@ class Strangers(Generic[C]):
 
 
 def _loopback(address: str) -> bool:
-    """Of this machine, where all nodes of a job may be."""
+    """Whether an address is of this machine, where all nodes of a job may be."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,11 +1,13 @@
-"""Copies as compressed blocks on the wire.
+"""Format of compressed copies on the wire.
 
-A copy of n bytes is sent as ceil(n / BLOCK_BYTES) blocks, each of BLOCK_BYTES of it but for the last one:
+A copy of n bytes is sent as ceil(n / BLOCK_BYTES) blocks. Each block holds BLOCK_BYTES of the copy;
+the last block holds the rest:
 
     u32  bytes of the block (little-endian) | a Blosc buffer: bit shuffle over 8 bytes, then LZ4
 
-So one block is compressed while the one before it leaves, and neither side holds more than one. Nothing in a block is
-believed: what it unpacks to is known from the copy's size, and the copy's checksum, over the raw bytes, decides.
+A block is compressed while the one before it is sent, and neither side holds more than one. The
+receiver trusts nothing in a block: it knows the raw size from the copy, and the copy's checksum
+over the raw bytes decides.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from elastic.domain.errors import FieldError, VaultError
 from elastic.rpc.frames import Stream
 
 BLOSC = "blosc"
-"""Name of the codec, in requests and replies; "" is: as it is."""
+"""Name of the codec in requests and replies; "" means uncompressed."""
 CODECS = ("", BLOSC)
 BLOCK_BYTES = 1 << 20
 _OVERHEAD = 16
-"""Most that a block grows when it cannot be compressed: Blosc's header."""
+"""Most bytes that a block can grow: Blosc's header."""
 _LENGTH = struct.Struct("<I")
 _SIZES = struct.Struct("<4xIII")
-"""Of a Blosc header: raw bytes, block size, compressed bytes."""
+"""Fields of a Blosc header: raw bytes, block size, compressed bytes."""
 
 blosc.set_nthreads(1)
 blosc.set_releasegil(True)
 
 
 def pack(raw: memoryview) -> bytes:
-    """Compress one block, of at most BLOCK_BYTES."""
+    """Compress one block of at most BLOCK_BYTES."""
     packed: bytes = blosc.compress(raw, typesize=8, clevel=5, shuffle=blosc.BITSHUFFLE, cname="lz4")
     return packed
 
 
 def unpack(block: bytes | bytearray, out: memoryview) -> None:
-    """Fill `out` with what `block` holds. Raises VaultError if that is not just as much, or nothing at all."""
+    """Decompress `block` into `out`. Raises VaultError if it is corrupt or of another size."""
     if len(block) < _OVERHEAD:
         raise VaultError(f"a compressed block of {len(block)} bytes")
     nbytes, _, packed = _SIZES.unpack_from(block)
@@ -59,7 +61,7 @@ def unpack(block: bytes | bytearray, out: memoryview) -> None:
 
 
 def send_blocks(stream: Stream, data: memoryview) -> tuple[int, float]:
-    """Send a copy compressed. Return the bytes sent and the seconds spent on compressing."""
+    """Send a copy compressed. Returns the bytes sent and the seconds spent on compression."""
     sent, spent = 0, 0.0
     for piece in _pieces(data):
         began = time.perf_counter()
@@ -73,10 +75,10 @@ def send_blocks(stream: Stream, data: memoryview) -> tuple[int, float]:
 def read_blocks(
     stream: Stream, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
 ) -> VaultError | None:
-    """Fill `out` with the copy that comes compressed; `on_chunk` gets it piece by piece.
+    """Read a compressed copy into `out`; `on_chunk` gets it piece by piece.
 
-    All its blocks are read, whatever is wrong with what they hold, and the connection stays in step; what was wrong is
-    returned. Raises FieldError for what cannot be the length of a block.
+    All blocks are read even if one is corrupt, so that the connection stays in step; the first
+    error is returned. Raises FieldError for an impossible length of a block.
     """
     problem: VaultError | None = None
     for piece in _pieces(out):
@@ -93,7 +95,7 @@ def read_blocks(
 
 
 def drain_blocks(stream: Stream, nbytes: int) -> None:
-    """Read and forget the blocks of a copy of `nbytes`."""
+    """Read and discard the blocks of a copy of `nbytes`."""
     for start in range(0, nbytes, BLOCK_BYTES):
         _read_block(stream, min(BLOCK_BYTES, nbytes - start))
 

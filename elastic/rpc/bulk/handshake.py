@@ -1,0 +1,102 @@
+"""Opens a bulk connection: TLS where certificates are set, and then both sides prove that they know
+the join token.
+
+    client -> vault   {"kind": "Hello", "body": {"node", "nonce"}} vault -> client   {"nonce",
+    "proof"}                            over both nonces client -> vault   {"kind": "Proof", "body":
+    {"proof"}}          over the vault's nonce and the node vault -> client   {"error"}
+    "": accepted
+
+Until then the vault reads nothing but these messages, of at most MAX_BYTES each.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.domain.errors import FieldError, VaultError
+from elastic.rpc.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Stream
+from elastic.rpc.security.rejections import Reason
+from elastic.rpc.security.tls import Certificates, SecuritySettings
+from elastic.rpc.security.token_proof import TokenGate, answer, new_nonce, proved
+
+MAX_BYTES = 1024
+"""Longest header of the handshake."""
+HANDSHAKE_S = 10.0
+"""Time limit of TLS and the proofs together."""
+
+
+@dataclass(frozen=True)
+class HandshakeRejected:
+    """Why a connection was rejected."""
+
+    reason: Reason
+    text: str
+
+
+def authenticate(stream: Stream, token: str, node: str) -> None:
+    """Run the client's side. Raises VaultError when either side rejects the other."""
+    mine = new_nonce()
+    stream.send({"kind": "Hello", "body": {"node": node, "nonce": mine}})
+    challenge = _received(stream)
+    nonce, proof = str(challenge.get("nonce", "")), str(challenge.get("proof", ""))
+    if not proved(token, proof, "server", mine, nonce):
+        raise VaultError(f"the vault does not know the join token ({challenge.get('error', '')})")
+    stream.send({"kind": "Proof", "body": {"proof": answer(token, nonce, "vault", node)}})
+    error = _received(stream).get("error", "")
+    if error:
+        raise VaultError(f"the vault rejects this node: {error}")
+
+
+def verify_client(stream: Stream, gate: TokenGate) -> str | HandshakeRejected:
+    """Run the vault's side.
+
+    Returns the node, or why it is rejected. Raises the errors of `Stream`.
+    """
+    stream.most_header, stream.most_payload = MAX_BYTES, 0
+    hello = _body(stream, "Hello")
+    if hello is None:
+        stream.send({"error": "a proof of the join token is needed first"})
+        return HandshakeRejected(Reason.TOKEN, "no proof")
+    node, theirs = str(hello.get("node", "")), str(hello.get("nonce", ""))
+    nonce = gate.nonce()
+    stream.send({"nonce": nonce, "proof": gate.show(theirs, nonce)})
+    proof = _body(stream, "Proof") or {}
+    problem = gate.check(nonce, str(proof.get("proof", "")), "vault", node)
+    stream.send({"error": "the join token is missing or wrong" if problem else ""})
+    if problem is not None:
+        return HandshakeRejected(problem, f"as {node}")
+    stream.most_header, stream.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+    return node
+
+
+def wrap_client(secure: SecuritySettings, host: str) -> Callable[[socket.socket], ssl.SSLSocket]:
+    """TLS to `host`, whose certificate must carry this name or the one in the settings."""
+    certificates = secure.certificates
+    assert certificates is not None
+    context = certificates.client()
+    name = secure.name or host
+    return lambda sock: context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+
+
+def wrap_server(certificates: Certificates) -> Callable[[socket.socket], ssl.SSLSocket]:
+    """TLS with a client, which must have a certificate."""
+    return lambda sock: certificates.server().wrap_socket(
+        sock, server_side=True, do_handshake_on_connect=False
+    )
+
+
+def _received(stream: Stream) -> dict[str, Any]:
+    header, nbytes = stream.receive()
+    if not isinstance(header, dict) or nbytes:
+        raise FieldError("handshake", str(header)[:80], "an object is needed")
+    return header
+
+
+def _body(stream: Stream, kind: str) -> dict[str, Any] | None:
+    header = _received(stream)
+    body = header.get("body")
+    return body if header.get("kind") == kind and isinstance(body, dict) else None

@@ -1,0 +1,223 @@
+"""Bounds the connections to gRPC's TLS port whose other side has not shown a valid certificate yet.
+
+gRPC ends a handshake after HANDSHAKE_S, but it sets no limit on how many there are at a time, and
+it reports none that fails. A flood of silent connections could therefore use up this process's
+descriptors. The watch looks at the sockets of its own process instead: it knows from gRPC how many
+handshakes began, from the system which connections stand, and from the server which of them made a
+call. A connection is unauthenticated until its first call. Where too many are unauthenticated, the
+watch shuts the oldest ones down.
+
+gRPC keeps each socket; the watch only duplicates a descriptor for the moment in which it looks at
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
+
+HANDSHAKE_S = 5.0
+"""Time limit of a handshake, kept by gRPC (on a port without TLS: of the opening of HTTP/2)."""
+SPARED_S = 0.5
+"""A younger handshake is not shut down, so that many members can connect at the same moment."""
+MAX_HANDSHAKES, MAX_PER_ADDRESS = 256, 64
+"""Unauthenticated connections at a time, in all and from one address unless it is loopback."""
+MAX_SPARED = 2048
+"""Unauthenticated connections above which younger ones are shut down, too."""
+SHORTEST_LOOK_S, LOOK_S = 0.05, 0.25
+"""Times between two looks: at least; and while any connection is unauthenticated."""
+PORT = "coordinator"
+Peer = tuple[str, int]
+"""Address and port of the other side."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    descriptor: int
+    peer: Peer
+    since: float
+
+
+class ConnectionWatch:
+    """Watches the connections to one port of this process. Not thread-safe, but for `began`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """`loop` runs everything but `began`."""
+        self.port = 0
+        """Set before the first handshake."""
+        self._loop = loop
+        self._sockets: dict[int, _Connection | None] = {}
+        """Sockets of this process by inode; None: not a connection to the port."""
+        self._waiting = UnauthenticatedConnections[int]()
+        self._authenticated: set[Peer] = set()
+        self._began = self._passed = self._failed = self._shut = 0
+        self._looked_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def began(self) -> None:
+        """A handshake begins. From any thread."""
+        self._loop.call_soon_threadsafe(self._handshake_began)
+
+    def authenticated(self, peer: str) -> None:
+        """A call came from `peer`, as gRPC writes it: its handshake succeeded."""
+        key = peer_of(peer)
+        if key is not None and key not in self._authenticated:
+            self._authenticated.add(key)
+            self._passed += 1
+
+    def close(self) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _handshake_began(self) -> None:
+        self._began += 1
+        self._look_in(max(0.0, self._looked_at + SHORTEST_LOOK_S - self._loop.time()))
+
+    def _look_in(self, seconds: float) -> None:
+        """Look once more, no later than in so many seconds."""
+        if self._closed or (self._timer is not None and self._timer.when() <= self._loop.time() + seconds):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """Compare the sockets of this process with those of the last look."""
+        self._timer, self._looked_at = None, self._loop.time()
+        before, self._sockets = self._sockets, self._current()
+        peers = {found.peer for found in self._sockets.values() if found is not None}
+        self._authenticated &= peers
+        gone = []
+        for inode, ended in before.items():
+            if ended is not None and inode not in self._sockets and self._waiting.leave(inode):
+                gone.append(ended.peer)
+        for inode, found in self._sockets.items():
+            if found is None:
+                continue
+            if found.peer in self._authenticated:
+                self._waiting.leave(inode)
+            elif inode not in before:
+                self._enter(inode, found)
+        self._make_room()
+        self._count_failures(gone)
+        if self._began > self._passed + self._failed + self._shut:
+            self._look_in(LOOK_S)
+
+    def _current(self) -> dict[int, _Connection | None]:
+        """The sockets of this process; those of the last look as they were found then."""
+        found: dict[int, _Connection | None] = {}
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                status = os.fstat(int(name))
+            except OSError:
+                continue
+            if stat.S_ISSOCK(status.st_mode):
+                inode = status.st_ino
+                known = inode in self._sockets
+                found[inode] = self._sockets[inode] if known else self._inspect(int(name), inode)
+        return found
+
+    def _inspect(self, descriptor: int, inode: int) -> _Connection | None:
+        with _duplicate(descriptor, inode) as sock:
+            if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            try:
+                if sock.getsockname()[1] != self.port:
+                    return None
+                host, port = sock.getpeername()[:2]
+            except OSError:  # it listens, or has ended
+                return None
+        return _Connection(descriptor, (_plain(host), port), self._loop.time())
+
+    def _enter(self, inode: int, found: _Connection) -> None:
+        host = found.peer[0]
+        own = self._waiting.crowded(host, MAX_PER_ADDRESS)
+        if own is not None:
+            self._shut_down(own)
+        self._waiting.enter(inode, host)
+
+    def _make_room(self) -> None:
+        """Shut the oldest unauthenticated connections down while there are too many."""
+        while (first := self._waiting.full(MAX_HANDSHAKES + 1)) is not None:
+            found = self._sockets[first]
+            assert found is not None
+            young = self._loop.time() - found.since < SPARED_S
+            if young and len(self._waiting) <= MAX_SPARED:
+                return
+            self._shut_down(first)
+
+    def _shut_down(self, inode: int) -> None:
+        found = self._sockets[inode]
+        assert found is not None
+        self._waiting.leave(inode)
+        self._shut += 1
+        REJECTIONS.count(PORT, Reason.TOO_MANY, _text(found.peer), "its handshake is not over; others wait")
+        with _duplicate(found.descriptor, inode) as sock:
+            if sock is not None:
+                with contextlib.suppress(OSError):  # it has ended
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _count_failures(self, gone: list[Peer]) -> None:
+        """Count the handshakes that are over without a call.
+
+        `gone`: peers of those that were seen to end.
+        """
+        failed = self._began - self._passed - self._shut - len(self._waiting)
+        for _ in range(failed - self._failed):
+            peer = _text(gone.pop()) if gone else ""
+            REJECTIONS.count(PORT, Reason.HANDSHAKE, peer, "no TLS with a certificate of the job's authority")
+        self._failed = max(self._failed, failed)
+
+
+def peer_of(text: str) -> Peer | None:
+    """Address and port from gRPC's name of a peer, e.g.
+
+    `ipv6:%5B::1%5D:443`; None for anything else.
+    """
+    scheme, _, rest = urllib.parse.unquote(text).partition(":")
+    host, _, port = rest.rpartition(":")
+    if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
+        return None
+    return _plain(host.strip("[]")), int(port)
+
+
+def _plain(host: str) -> str:
+    """An IP address in one spelling: a port for both protocols sees IPv4 addresses inside IPv6
+    ones.
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _text(peer: Peer) -> str:
+    return f"{peer[0]}:{peer[1]}"
+
+
+@contextlib.contextmanager
+def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
+    """The socket behind a descriptor that another thread may close; None if it is no longer the
+    same one.
+    """
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        yield None
+        return
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)
+        yield None
+        return
+    with socket.socket(fileno=copy) as sock:
+        yield sock

@@ -1,0 +1,228 @@
+"""Wire format of control messages: an envelope around one dataclass of `elastic.core.protocol.messages`.
+
+Envelopes and messages are MessagePack, written and read by msgspec. MessagePack was chosen over
+JSON because it carries NaN, infinities and bytes as they are: a training that diverges reports such
+losses. An envelope is an array of its fields; a message is a map from field names to values. The
+class of a message is not in the body but in the envelope's `kind`, and only the classes in `KINDS`
+are ever made. Questions of the command line and their answers are free JSON objects, and travel as
+JSON text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from elastic.core.protocol import health_report as vitals
+from elastic.core.protocol import messages
+from elastic.core.protocol.messages import NodeReport
+from elastic.domain import codec
+from elastic.domain.errors import FieldError
+from elastic.domain.types import JobSpec
+
+MAX_BODY_BYTES = 64 << 20
+PIECE_BYTES = 1 << 20
+"""Largest body of one envelope that a node sends. The coordinator reads no more than this from a
+sender that it has not authenticated yet."""
+PIECE = "Piece"
+"""Kind of an envelope that holds a part of the next envelope's body."""
+MAX_CALL_BYTES = 64 << 10
+"""Largest question of the command line."""
+CHALLENGE = "challenge"
+"""The call that returns a nonce (`elastic.rpc.security.token_proof`); the only one that needs no
+proof."""
+SERVICE = "elastic.Coordinator"
+SESSION, CALL = f"/{SERVICE}/Session", f"/{SERVICE}/Call"
+"""gRPC methods: one stream per node for as long as the node lives; one question with one answer."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Answer on a session to a message that could not be read; the session goes on."""
+
+    kind: str
+    text: str
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One control message on the wire."""
+
+    term: Count
+    """Highest coordinator term that the sender knows."""
+    epoch: Count
+    """Epoch that the body belongs to."""
+    kind: str
+    """Class name of the body, or the name of a call."""
+    body: bytes
+    """MessagePack; of a call JSON."""
+    sender: str = ""
+    """Node id; empty from the coordinator."""
+    sequence: Count = 0
+    """Number in its session and direction, from 1: a message that comes twice is refused. 0: not
+    numbered."""
+    common: bytes = b""
+    """An `Install` without recipes, as deflated MessagePack (RFC 1950): the coordinator encodes it
+    once for all nodes. `body` is then the list of the receiver's own recipes. Empty: `body` is the
+    whole message."""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ENVELOPES = msgspec.msgpack.Decoder(Envelope)
+_VALUES = msgspec.msgpack.Decoder()
+_newest_spec: tuple[Any, JobSpec | None] = (None, None)
+"""JobSpec of the newest NodeReport, raw and decoded: all nodes send the same one, so it is decoded
+once."""
+
+
+def _kinds() -> dict[str, type]:
+    found = {
+        name: kind
+        for module in (messages, vitals)
+        for name, kind in inspect.getmembers(module, inspect.isclass)
+        if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
+    }
+    return found | {Rejected.__name__: Rejected}
+
+
+KINDS: dict[str, type] = _kinds()
+"""Every message that a session carries, by class name."""
+
+
+def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
+    """Wrap a message.
+
+    Raises FieldError if it is no known message, is too large or has an integer over 64 bits.
+    """
+    kind = type(message).__name__
+    if KINDS.get(kind) is not type(message):
+        raise FieldError(
+            "message", kind, "a dataclass of elastic.core.protocol.messages (or vitals) is needed"
+        )
+    return Envelope(term, max(epoch, 0), kind, encode_body(kind, message), sender)
+
+
+def unpack(envelope: Envelope) -> Any:
+    """Return the message inside. Raises FieldError naming the kind or the field that is wrong."""
+    kind = KINDS.get(envelope.kind)
+    if kind is None:
+        raise FieldError("kind", envelope.kind, "unknown message; do all machines run the same version?")
+    data = _joined(envelope) if envelope.common else _value(envelope.kind, envelope.body)
+    if kind is NodeReport and isinstance(data, dict) and data.get("spec") is not None:
+        return _decode_report(data)
+    return codec.decode(kind, data)
+
+
+def pack_call(kind: str, body: dict[str, Any], term: int = 0) -> Envelope:
+    """Wrap a question or an answer of the command line: any JSON object.
+
+    Raises FieldError if it is too large.
+    """
+    return Envelope(term, 0, kind, _checked(kind, codec.dumps(body).encode()))
+
+
+def unpack_call(envelope: Envelope) -> dict[str, Any]:
+    """Return the object of a question or an answer. Raises FieldError."""
+    field = f"{envelope.kind}.body"
+    try:
+        data = json.loads(envelope.body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise FieldError(field, envelope.body[:80], f"not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise FieldError(field, data, "an object is needed")
+    return data
+
+
+def encode_body(kind: str, value: Any) -> bytes:
+    """Return `value` as MessagePack.
+
+    Raises FieldError if it is too large or has an integer over 64 bits.
+    """
+    try:
+        try:
+            return _checked(kind, _ENCODER.encode(value))
+        except UnicodeEncodeError:  # as in a file name that is no UTF-8
+            text = json.dumps(codec.encode(value), ensure_ascii=False).encode(errors="replace")
+            return _checked(kind, _ENCODER.encode(json.loads(text)))
+    except OverflowError as error:
+        raise FieldError(f"{kind}.body", "an integer", f"it must fit into 64 bits: {error}") from error
+
+
+def _checked(kind: str, body: bytes) -> bytes:
+    """Return `body`. Raises FieldError if it is too large."""
+    if len(body) > MAX_BODY_BYTES:
+        raise FieldError(f"{kind}.body", f"{len(body)} bytes", f"at most {MAX_BODY_BYTES} bytes can be sent")
+    return body
+
+
+def to_wire(envelope: Envelope) -> bytes:
+    """Serialize an envelope for gRPC."""
+    return _ENCODER.encode(envelope)
+
+
+def from_wire(data: bytes) -> Envelope:
+    """Read an envelope from gRPC. Raises FieldError if it is none."""
+    try:
+        return _ENVELOPES.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise FieldError("envelope", data[:80], f"cannot be read: {error}") from error
+
+
+def pieces(envelope: Envelope) -> Iterator[Envelope]:
+    """Split an envelope with a long body; the last piece keeps the kind of the message."""
+    body = envelope.body
+    last = max(0, (len(body) - 1) // PIECE_BYTES * PIECE_BYTES)
+    for start in range(0, last, PIECE_BYTES):
+        yield replace(envelope, kind=PIECE, body=body[start : start + PIECE_BYTES])
+    yield replace(envelope, body=body[last:]) if last else envelope
+
+
+def _value(field: str, body: bytes) -> Any:
+    """Read MessagePack as plain values. Raises FieldError naming `field`."""
+    try:
+        return _VALUES.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise FieldError(field, body[:80], f"not MessagePack: {error}") from error
+
+
+def _joined(envelope: Envelope) -> Any:
+    """Put the receiver's recipes into the common part of an `Install`. Raises FieldError."""
+    field = f"{envelope.kind}.common"
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(envelope.common, MAX_BODY_BYTES)
+    except zlib.error as error:
+        raise FieldError(field, envelope.common[:80], f"not deflated: {error}") from error
+    if not inflater.eof:
+        raise FieldError(
+            field, envelope.common[:80], f"at most {MAX_BODY_BYTES} bytes, all of them, are needed"
+        )
+    data = _value(field, text)
+    try:
+        data["assignment"]["recipes"] = _value(envelope.kind, envelope.body)
+    except (LookupError, TypeError) as error:
+        raise FieldError(field, text[:80], "an Install with an assignment is needed") from error
+    return data
+
+
+def _decode_report(data: dict[str, Any]) -> Any:
+    """Decode a NodeReport, and share the JobSpec with the reports of the other nodes if it is the
+    same.
+    """
+    global _newest_spec
+    raw, (newest, spec) = data["spec"], _newest_spec
+    if raw == newest:
+        data["spec"] = spec
+        return codec.decode(NodeReport, data)
+    report = codec.decode(NodeReport, data)
+    _newest_spec = (raw, report.spec)
+    return report

@@ -1,0 +1,337 @@
+"""The coordinator's side: one session per node, and calls of the command line.
+
+Session callbacks `on_open`, `on_message` and `on_close` run on one thread, one after another, in
+order per session. `on_call` runs on a small pool beside it and may block. A message that cannot be
+read is answered with `Rejected`, and the session goes on. A bad call ends with INVALID_ARGUMENT. A
+sender that knows a newer term than this server shows that another coordinator took over: its
+session is refused.
+
+With certificates (`elastic.rpc.security.tls`) gRPC serves mutual TLS 1.3. With a join token a
+session or call is accepted only with a proof over a nonce of this server
+(`elastic.rpc.security.token_proof`); the call CHALLENGE returns one. Rejections are counted
+(`elastic.rpc.security.rejections`), also those of repeated messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+from msgspec.structs import replace
+
+from elastic.core.protocol.timeouts import DEFAULT
+from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageError
+from elastic.rpc.control.broadcast import BroadcastEncoder
+from elastic.rpc.control.channel_options import TERM, check_address, server_options
+from elastic.rpc.control.connection_watch import PORT, ConnectionWatch
+from elastic.rpc.control.envelope import (
+    CHALLENGE,
+    MAX_BODY_BYTES,
+    MAX_CALL_BYTES,
+    PIECE,
+    SERVICE,
+    Envelope,
+    Rejected,
+    from_wire,
+    pack_call,
+    to_wire,
+    unpack,
+    unpack_call,
+)
+from elastic.rpc.control.event_loop import Dispatcher, InlineDispatcher, event_loop, run
+from elastic.rpc.security import tls
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.token_proof import TokenGate, digest
+
+log = logging.getLogger(__name__)
+CALL_THREADS = 4
+WORDS_CHARS = 2000
+"""Longest error text in an answer: gRPC drops answers whose headers exceed 8 KiB."""
+
+
+class Session:
+    """A node's open stream. All methods are thread-safe and return at once."""
+
+    def __init__(
+        self,
+        sender: str,
+        peer: str,
+        term: Callable[[], int],
+        encoder: BroadcastEncoder | None = None,
+    ) -> None:
+        """`encoder` is shared by the sessions of one coordinator."""
+        self.sender, self.peer, self._encoder = sender, peer, encoder or BroadcastEncoder()
+        self._term = term
+        self._outbox: asyncio.Queue[Envelope | None] = asyncio.Queue()
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"Session({self.sender or '?'} at {self.peer})"
+
+    @property
+    def open(self) -> bool:
+        return self._open
+
+    def send(self, message: Any, epoch: int) -> bool:
+        """Queue a message of `elastic.core.protocol.messages`.
+
+        False: the session is closed and nothing was sent.
+        """
+        if not self._open:
+            return False
+        self._put(self._encoder.pack(message, term=self._term(), epoch=epoch, node=self.sender))
+        return True
+
+    def close(self) -> None:
+        """End the stream after the queued messages were sent; `on_close` follows."""
+        self._put(None)
+
+    async def write_to(self, context: Any) -> None:
+        """Send the queued messages until `close`."""
+        for number in itertools.count(1):
+            envelope = await self._outbox.get()
+            if envelope is None:
+                return
+            await context.write(replace(envelope, sequence=number))
+
+    def ended(self) -> None:
+        """The stream has ended: nothing can be sent any more."""
+        self._open = False
+
+    def _put(self, envelope: Envelope | None) -> None:
+        event_loop().call_soon_threadsafe(self._outbox.put_nowait, envelope)
+
+
+class Server:
+    """Serves on `address` (host:port; port 0: any free one) from the moment it is made until
+    `close`.
+
+    Raises FieldError if the address is not available. `term` is called for every envelope and must
+    not block.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        on_open: Callable[[Session], object],
+        on_message: Callable[[Session, Any, Envelope], object],
+        on_close: Callable[[Session], object],
+        on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
+        term: Callable[[], int],
+        keepalive_s: float = DEFAULT.keepalive_s,
+        prompt: bool = False,
+        secure: tls.SecuritySettings | None = None,
+    ) -> None:
+        """`prompt`: the session callbacks return at once, so they run without a thread of their
+        own; with thousands of nodes, switching threads would cost more than the callbacks.
+        `secure`: required from clients; None: the settings of this process.
+        """
+        check_address(address, lowest_port=0)
+        secure = secure or tls.current()
+        self._gate, self._certificates = TokenGate(secure.token), secure.certificates
+        self._watch: ConnectionWatch | None = None
+        self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
+        self._on_call, self._term, self._encoder = on_call, term, BroadcastEncoder()
+        self._dispatcher: Dispatcher | InlineDispatcher = (
+            InlineDispatcher() if prompt else Dispatcher("rpc-server")
+        )
+        self._pool = ThreadPoolExecutor(CALL_THREADS, "rpc-call")
+        try:
+            self.address = run(self._start(address, keepalive_s))
+        except BaseException:
+            self._dispatcher.close()
+            raise
+
+    def close(self) -> None:
+        """End all sessions and free the port. Every `on_close` has run when this returns."""
+        run(self._stop())
+        self._dispatcher.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self, address: str, keepalive_s: float) -> str:
+        self._server = grpc.aio.server(options=server_options(keepalive_s))
+        # Requests arrive as bytes: gRPC turns the error of a deserializer into a request of None.
+        methods = {
+            "Session": grpc.stream_stream_rpc_method_handler(self._session, response_serializer=to_wire),
+            "Call": grpc.unary_unary_rpc_method_handler(self._call, response_serializer=to_wire),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        try:
+            if self._certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                self._watch = ConnectionWatch(asyncio.get_running_loop())
+                credentials = _credentials(self._certificates, self._watch.began)
+                port = self._server.add_secure_port(address, credentials)
+                self._watch.port = port
+        except RuntimeError as error:
+            raise FieldError("address", address, "a free port of this machine is needed") from error
+        await self._server.start()
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    async def _stop(self) -> None:
+        await self._server.stop(grace=None)
+        if self._watch is not None:
+            self._watch.close()
+
+    async def _admit(self, context: Any, *words: str) -> None:
+        """Abort the call unless it has a proof of the join token."""
+        metadata = dict(context.invocation_metadata() or ())
+        nonce, proof = str(metadata.get("nonce", "")), str(metadata.get("proof", ""))
+        problem = self._gate.check(nonce, proof, *words)
+        if problem is not None:
+            REJECTIONS.count(PORT, problem, context.peer(), " ".join(words[:2]))
+            text = (
+                "the join token is missing or wrong"
+                if problem is Reason.TOKEN
+                else "this proof was used before"
+            )
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    def _peer(self, context: Any) -> str:
+        """The other side of a call, which thereby has authenticated itself to TLS."""
+        peer: str = context.peer()
+        if self._watch is not None:
+            self._watch.authenticated(peer)
+        return peer
+
+    async def _session(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Serve one node's stream from its opening to its end."""
+        peer = self._peer(context)
+        metadata = dict(context.invocation_metadata() or ())
+        session = Session(str(metadata.get("sender", "")), peer, self._term, self._encoder)
+        await self._admit(context, "session", session.sender)
+        self._dispatcher.post(partial(self._on_open, session))
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            # Before the writer starts: gRPC refuses two sends at a time.
+            await context.send_initial_metadata(((TERM, str(self._term())),))
+            tasks.add(asyncio.create_task(self._read(session, requests)))
+            tasks.add(asyncio.create_task(session.write_to(context)))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for error in filter(None, (task.exception() for task in done)):
+                log.info("%s ended: %s", session, error)
+                if isinstance(error, StaleError):
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        finally:
+            session.ended()
+            self._dispatcher.post(partial(self._on_close, session))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, session: Session, requests: AsyncIterator[bytes]) -> None:
+        """Hand on every message until the stream ends."""
+        newest, begun = 0, bytearray()
+        async for request in requests:
+            try:
+                envelope = from_wire(request)
+            except FieldError as error:
+                REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
+                raise
+            if envelope.sequence <= newest and newest:
+                REJECTIONS.count(PORT, Reason.REPLAYED, session, f"{envelope.kind} {envelope.sequence}")
+                session.send(Rejected(envelope.kind[:80], "it was received before"), 0)
+                continue
+            newest = envelope.sequence
+            if envelope.term > self._term():
+                REJECTIONS.count(PORT, Reason.STALE, session, f"it knows term {envelope.term}")
+                raise StaleError(
+                    f"this coordinator has term {self._term()}, {session.sender} knows {envelope.term}"
+                )
+            begun += envelope.body
+            if len(begun) > MAX_BODY_BYTES:
+                REJECTIONS.count(PORT, Reason.OVERSIZE, session, f"{len(begun)} bytes and more")
+                raise FieldError("body", f"{len(begun)} bytes and more", f"at most {MAX_BODY_BYTES}")
+            if envelope.kind == PIECE:
+                continue
+            envelope, begun = replace(envelope, body=bytes(begun)), bytearray()
+            try:
+                if envelope.common:
+                    raise FieldError(f"{envelope.kind}.common", "...", "only a coordinator sends it")
+                message = unpack(envelope)
+            except FieldError as error:
+                REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
+                session.send(Rejected(envelope.kind[:80], str(error)), 0)
+            else:
+                self._dispatcher.post(partial(self._on_message, session, message, envelope))
+
+    async def _call(self, request: bytes, context: Any) -> Envelope:
+        """Answer one question of the command line."""
+        peer = self._peer(context)
+        if len(request) > MAX_CALL_BYTES:
+            REJECTIONS.count(PORT, Reason.OVERSIZE, peer, f"a call of {len(request)} bytes")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_CALL_BYTES} bytes may be asked"
+            )
+        try:
+            envelope = from_wire(request)
+        except FieldError as error:
+            REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
+        if envelope.kind != CHALLENGE:
+            await self._admit(context, "call", envelope.kind, digest(envelope.body))
+        try:
+            body = self._question(envelope, peer)
+            if envelope.kind == CHALLENGE:
+                return pack_call(CHALLENGE, self._challenge(body), self._term())
+            answer = await event_loop().run_in_executor(self._pool, self._on_call, envelope.kind, body)
+            return pack_call(envelope.kind, answer, self._term())
+        except UsageError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
+        except ElasticError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _words(error))
+        raise AssertionError("abort raises")
+
+    def _question(self, envelope: Envelope, peer: str) -> dict[str, Any]:
+        try:
+            return unpack_call(envelope)
+        except FieldError as error:
+            REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
+            raise
+
+    def _challenge(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a nonce, and this server's own proof over the client's nonce."""
+        nonce, theirs = self._gate.nonce(), str(body.get("nonce", ""))
+        return {"nonce": nonce, "proof": self._gate.show(theirs, nonce)}
+
+
+def _credentials(certificates: tls.Certificates, began: Callable[[], None]) -> grpc.ServerCredentials:
+    """Mutual TLS with certificates that may be replaced.
+
+    `began` is called for each handshake, from any thread.
+    """
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        authority, chain, key = certificates.pem()
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=authority)
+
+    served = certificates.server()
+
+    def newest() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC before each handshake. None: the certificates have not changed.
+
+        They are returned only if they have: gRPC 1.85 crashes if it often replaces them while
+        other handshakes begin (decision 033).
+        """
+        nonlocal served
+        began()
+        found = certificates.server()
+        if found is served:
+            return None
+        served = found
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), newest, require_client_authentication=True)
+
+
+def _words(error: ElasticError) -> str:
+    """Return the error as a text that fits into an answer: it may quote the question."""
+    return str(error)[:WORDS_CHARS].encode(errors="backslashreplace").decode()

@@ -1,0 +1,132 @@
+"""Counts what the ports of this process reject, by port and reason, and reports it at a bounded
+rate.
+
+A sender of rubbish must neither fill the disk nor hide important news. Each pair of port and reason
+gives one log line and one notice per `EVERY_S` at most; the counts are exact all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+log = logging.getLogger(__name__)
+EVERY_S = 5.0
+DETAIL_CHARS = 200
+
+
+class Reason(StrEnum):
+    """Why something was rejected."""
+
+    PLAIN_TEXT = "plain-text"
+    """The connection does not use TLS, and must."""
+    NO_CERTIFICATE = "no-certificate"
+    WRONG_CA = "wrong-ca"
+    """The certificate is not from the job's authority."""
+    EXPIRED = "expired"
+    """The certificate is no longer valid, or not yet."""
+    HANDSHAKE = "handshake"
+    """The TLS handshake failed or took too long. gRPC hides the reason, so this is the only one of
+    its port."""
+    TOKEN = "token"
+    """The join token is missing or wrong."""
+    REPLAYED = "replayed"
+    """A message or proof was received before."""
+    OVERSIZE = "oversize"
+    MALFORMED = "malformed"
+    STALE = "stale"
+    """The sender has an older term, or is a former member."""
+    FORGED = "forged"
+    """The sender may not send this: it is in another node's name, or not for nodes to send."""
+    TOO_MANY = "too-many"
+    """There are too many connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """One notice: the last rejection for a reason, and how many there were."""
+
+    port: str
+    """Whose port: coordinator | vault | agent | metrics."""
+    reason: Reason
+    peer: str
+    """The sender, as far as known."""
+    detail: str
+    count: int
+    """Rejections since the last notice."""
+    total: int
+    """All rejections of this process for this reason at this port."""
+
+
+class Rejections:
+    """Counters of one process. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._counts: dict[tuple[str, Reason], int] = {}
+        self._reported: dict[tuple[str, Reason], tuple[float, int]] = {}
+        self._subscribers: list[Callable[[Rejection], object]] = []
+
+    def count(self, port: str, reason: Reason, peer: object = "", detail: object = "") -> None:
+        """Count one rejection.
+
+        `peer` and `detail` come from outside, so they are shortened and quoted.
+        """
+        key, now = (port, reason), self._clock()
+        with self._lock:
+            total = self._counts[key] = self._counts.get(key, 0) + 1
+            when, before = self._reported.get(key, (-EVERY_S, 0))
+            if now - when < EVERY_S:
+                return
+            self._reported[key] = now, total
+            subscribers = tuple(self._subscribers)
+        notice = Rejection(port, reason, _plain(peer), _plain(detail), total - before, total)
+        log.warning(
+            "%s port rejected (%s, %d since the last report) from %s: %s",
+            port,
+            reason,
+            notice.count,
+            notice.peer or "?",
+            notice.detail,
+        )
+        for subscriber in subscribers:
+            subscriber(notice)
+
+    def counts(self) -> Mapping[tuple[str, Reason], int]:
+        """Number of rejections per (port, reason); for metrics."""
+        with self._lock:
+            return dict(self._counts)
+
+    def by_reason(self) -> Mapping[str, int]:
+        """Number of rejections per reason, over all ports."""
+        found: dict[str, int] = {}
+        for (_, reason), number in self.counts().items():
+            found[reason.value] = found.get(reason.value, 0) + number
+        return found
+
+    def total(self, reason: Reason, port: str = "") -> int:
+        """Number of rejections for `reason`, at `port` or at any."""
+        return sum(n for (where, why), n in self.counts().items() if why is reason and port in ("", where))
+
+    def subscribe(self, subscriber: Callable[[Rejection], object]) -> None:
+        """Call `subscriber` with every notice, on the thread that rejects; it must not block."""
+        with self._lock:
+            self._subscribers.append(subscriber)
+
+    def unsubscribe(self, subscriber: Callable[[Rejection], object]) -> None:
+        with self._lock:
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+
+REJECTIONS = Rejections()
+"""The counters of this process."""
+
+
+def _plain(text: object) -> str:
+    """One printable line."""
+    return str(text)[:DETAIL_CHARS].encode("ascii", "backslashreplace").decode().replace("\n", "\\n")
