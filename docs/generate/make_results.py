@@ -73,7 +73,8 @@ traffic of all nodes per step.""",
         pivots=(
             (
                 "scheme, pipelines",
-                r"(?P<column>step time|processor time|exposed|sent)(?: in a step)?, (?P<row>.*pipelines?)",
+                r"(?P<column>step time|processor time|exposed|sent)(?: in a step)?, "
+                r"(?P<row>.*pipelines?)",
             ),
         ),
         shorten=(
@@ -103,7 +104,8 @@ example GPT's vaults would send. The last column is the link speed below which c
         pivots=(
             (
                 "copy",
-                "(?P<row>[^:]+): (?:blosc bit shuffle lz4, )?(?P<column>ratio|packed|unpacked|pays on links below)",
+                "(?P<row>[^:]+): (?:blosc bit shuffle lz4, )?"
+                "(?P<column>ratio|packed|unpacked|pays on links below)",
             ),
         ),
     ),
@@ -356,7 +358,8 @@ def value(results: dict[str, dict[str, Any]], name: str, begin: str) -> float:
 
 def example(results: dict[str, dict[str, Any]]) -> str:
     seconds = value(results, "recovery", "total, median")
-    return f"one of four nodes is killed, training continues within {seconds:.2g} s (median of 20 kills)"
+    text = "one of four nodes is killed, training continues within"
+    return f"{text} {seconds:.2g} s (median of 20 kills)"
 
 
 def readme_block(results: dict[str, dict[str, Any]]) -> str:
@@ -382,18 +385,19 @@ def readme_block(results: dict[str, dict[str, Any]]) -> str:
     return f"""\
 - After one of four local nodes is killed, training continues within {total:.2f} s
   (median of 20 kills; [recovery](docs/results.md#recovery)).
-- With the backups that `auto` chooses, a step takes {one:.2f} times (one pipeline) and {two:.2f} times
-  (two pipelines) as long as without backups ([overhead](docs/results.md#backup-overhead)).
+- With the backups that `auto` chooses, a step takes {one:.2f} times (one pipeline) and
+  {two:.2f} times (two pipelines) as long as without backups
+  ([overhead](docs/results.md#backup-overhead)).
 - The engine runs {speed:.2f} times as fast as torch's `Schedule1F1B` on four stages
   ([engine](docs/results.md#pipeline-engine)).
 - The planner takes {plan:.2g} s for 1,024 nodes of three types and {again:.2g} s after a loss. Its
   plans are {median:.1f} % (median) to {worst:.1f} % (worst) above a proven bound
   ([planner](docs/results.md#planner)).
-- Predicted step times differ from measured ones by {error:.1f} % (median) and {largest:.1f} % (worst of
-  12 plans; [prediction](docs/results.md#predicted-step-time)).
+- Predicted step times differ from measured ones by {error:.1f} % (median) and
+  {largest:.1f} % (worst of 12 plans; [prediction](docs/results.md#predicted-step-time)).
 - In simulation this runtime trains more samples than the best modelled rival in
-  {counts["ahead"]:.0f} of {sum(counts.values()):.0f} scenarios and fewer in {counts["behind"]:.0f} \
-([comparison](docs/simulator/headline.md)).
+  {counts["ahead"]:.0f} of {sum(counts.values()):.0f} scenarios and fewer in
+  {counts["behind"]:.0f} ([comparison](docs/simulator/headline.md)).
 """
 
 
