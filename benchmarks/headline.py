@@ -6,8 +6,9 @@ Two sweeps (`elastic-sim sweep`) for each type of node: AWS p3 and g4dn as recor
 minute of their record; and 30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h, replaced within 20
 minutes. Oobleck's five models run on A40s as in its artifact, Llama-3 on nodes of today that it fits on.
 Ours alone also on p3 with AWS's two minutes' notice of each loss, which most rivals' models do not use.
-docs/simulator/headline.md has ours and the best rival of each scenario, which are compared seed by seed;
-benchmarks/results/headline-policies.csv has all policies. Goodput is a share of the feasible oracle's samples.
+docs/simulator/headline.md has ours and the best rival of each scenario, compared seed by seed.
+benchmarks/results/headline-policies.csv has all policies. Goodput is a share of the feasible
+oracle's samples.
 `--quick`: one model, short, no recorded traces; writes nothing.
 """
 
@@ -110,7 +111,7 @@ def places(found: dict[str, Any]) -> list[Place]:
 
 
 def table(rows: Sequence[Place]) -> str:
-    """Markdown, one row per scenario: goodput of ours and of the best rival in percent, and their ratio."""
+    """Markdown, one row per scenario: goodput of ours and of the best rival (percent), ratio."""
     lines = ["| model | trace | ours | best rival | ours / rival |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         ours, rival = (_cell(row.goodput[name]) for name in ("ours", row.best))
@@ -120,7 +121,7 @@ def table(rows: Sequence[Place]) -> str:
 
 
 def all_goodputs(rows: Sequence[Place]) -> str:
-    """CSV, one row per scenario and policy: goodput as a share of the oracle's, half of its 95 % interval."""
+    """CSV, one row per scenario and policy: goodput (fraction), half of its 95 % interval."""
     lines = ["model,trace,policy,goodput,margin"]
     for row in rows:
         for name in ("ours", *NAMES):
@@ -131,7 +132,8 @@ def all_goodputs(rows: Sequence[Place]) -> str:
 
 def _cell(mean: Mean) -> str:
     """In percent, with half of the 95 % interval unless it rounds to 0."""
-    return f"{100 * mean.value:.1f}" + (f" ± {100 * mean.margin:.1f}" if mean.margin >= 0.0005 else "")
+    margin = f" ± {100 * mean.margin:.1f}" if mean.margin >= 0.0005 else ""
+    return f"{100 * mean.value:.1f}{margin}"
 
 
 def noticed(found: dict[str, Any]) -> dict[str, Mean]:
