@@ -6,8 +6,9 @@ Two sweeps (`elastic-sim sweep`) for each type of node: AWS p3 and g4dn as recor
 minute of their record; and 30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h, replaced within 20
 minutes. Oobleck's five models run on A40s as in its artifact, Llama-3 on nodes of today that it fits on.
 Ours alone also on p3 with AWS's two minutes' notice of each loss, which most rivals' models do not use.
-docs/simulator/headline.md has the tables; goodput is a share of the feasible oracle's samples. Ours and the best rival are
-compared seed by seed.
+docs/simulator/headline.md has ours and the best rival of each scenario, compared seed by seed.
+benchmarks/results/headline-policies.csv has all policies. Goodput is a share of the feasible
+oracle's samples.
 `--quick`: one model, short, no recorded traces; writes nothing.
 """
 
@@ -31,6 +32,8 @@ from benchmarks.results import Row, save
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/simulator/headline.md"
+CSV = ROOT / "benchmarks/results/headline-policies.csv"
+"""Goodput of every policy in every scenario."""
 BEGIN, END = "<!-- tables -->", "<!-- /tables -->"
 MODELS = {
     "a40": ("bert-large", "gpt2", "gpt3-medium", "gpt3-2.7b", "gpt3-6.7b"),
@@ -108,22 +111,29 @@ def places(found: dict[str, Any]) -> list[Place]:
 
 
 def table(rows: Sequence[Place]) -> str:
-    """Markdown: goodput of each policy in percent, the best rival in bold."""
-    names = ["ours", *NAMES]
-    lines = [
-        "| model | trace | " + " | ".join(names) + " | ours over the best rival |",
-        "| --- | --- | " + " | ".join("---" for _ in names) + " | --- |",
-    ]
+    """Markdown, one row per scenario: goodput of ours and of the best rival (percent), ratio."""
+    lines = ["| model | trace | ours | best rival | ours / rival |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
-        cells = [_cell(row.goodput[name], bold=name == row.best) for name in names]
-        ahead = f"{row.ahead.value:.3f} ± {row.ahead.margin:.3f}, {row.verdict}"
-        lines.append(f"| {row.model} | {row.trace} | " + " | ".join(cells) + f" | {ahead} |")
+        ours, rival = (_cell(row.goodput[name]) for name in ("ours", row.best))
+        ratio = f"{row.ahead.value:.3f} ± {row.ahead.margin:.3f}, {row.verdict}"
+        lines.append(f"| {row.model} | {row.trace} | {ours} | **{row.best}** {rival} | {ratio} |")
     return "\n".join(lines)
 
 
-def _cell(mean: Mean, *, bold: bool) -> str:
-    text = f"{100 * mean.value:.1f}" + (f" ± {100 * mean.margin:.1f}" if mean.margin >= 0.0005 else "")
-    return f"**{text}**" if bold else text
+def all_goodputs(rows: Sequence[Place]) -> str:
+    """CSV, one row per scenario and policy: goodput (fraction), half of its 95 % interval."""
+    lines = ["model,trace,policy,goodput,margin"]
+    for row in rows:
+        for name in ("ours", *NAMES):
+            mean = row.goodput[name]
+            lines.append(f"{row.model},{row.trace},{name},{mean.value:.3f},{mean.margin:.3f}")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(mean: Mean) -> str:
+    """In percent, with half of the 95 % interval unless it rounds to 0."""
+    margin = f" ± {100 * mean.margin:.1f}" if mean.margin >= 0.0005 else ""
+    return f"{100 * mean.value:.1f}{margin}"
 
 
 def noticed(found: dict[str, Any]) -> dict[str, Mean]:
@@ -134,10 +144,10 @@ def noticed(found: dict[str, Any]) -> dict[str, Mean]:
 
 def notice_table(found: Sequence[Place], told: Mapping[str, Mean]) -> str:
     """Markdown: ours on p3 without and with notices, in percent of the oracle."""
-    lines = ["| model, on p3 | no notice | two minutes' notice |", "| --- | --- | --- |"]
+    lines = ["| model | no notice | two minutes' notice |", "| --- | --- | --- |"]
     for one in found:
         if one.trace.startswith("p3"):
-            cells = (one.model, _cell(one.goodput["ours"], bold=False), _cell(told[one.model], bold=False))
+            cells = (one.model, _cell(one.goodput["ours"]), _cell(told[one.model]))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -173,8 +183,8 @@ def main() -> int:
         folder = args.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         if args.quick:
-            words = "--mtbf 10m --nodes 6 --duration 1h --seeds 2 --model bert-large --microbatches 16 --workers 1"
-            found = places(sweep(folder / "rates", *words.split()))
+            options = "--mtbf 10m --nodes 6 --duration 1h --seeds 2 --model bert-large --microbatches 16 --workers 1"
+            found = places(sweep(folder / "rates", *options.split()))
             print(table(found))
             return 0
         traces = data_directory(args.data) / "traces/bamboo"
@@ -195,6 +205,7 @@ def main() -> int:
     PAGE.write_text(
         f"{before}{BEGIN}\n{table(found)}\n\n{notice_table(found, told)}\n{END}{rest.partition(END)[2]}"
     )
+    CSV.write_text(all_goodputs(found))
     save("headline", rows_of(found, told))
     return 0
 

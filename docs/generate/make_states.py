@@ -1,9 +1,10 @@
-"""Draw docs/design/states.md from the tables in the code: python docs/generate/make_states.py"""
+"""Write docs/design/states.md from the transition tables: python docs/generate/make_states.py"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import pairwise
@@ -16,35 +17,41 @@ from elastic.core.node import node
 from elastic.core.protocol import messages
 
 OUT = Path(__file__).parents[1] / "design" / "states.md"
+WIDTH = 100
 HEAD = """# State machines
 
-Drawn by `python docs/generate/make_states.py` from `elastic.core.coordinator.transitions.RULES` and
-`elastic.core.node.node.MOVES`. Do not edit.
+This page shows the two state machines of the runtime, for people who read event logs or change
+transitions. For example, a lost node takes the job from `running` through `halting` and
+`installing` back to `running`. Terms are in the [glossary](../glossary.md).
 
-Both machines are pure functions (state, event, time) -> (state, actions, reason). The shells around them
-(`elastic/coordinator/service.py`, `elastic/agent/service.py`) feed events in one at a time and carry the
-actions out.
+`python docs/generate/make_states.py` writes this page from the tables
+`elastic.core.coordinator.transitions.RULES` and `elastic.core.node.node.MOVES`. Do not edit it.
+
+Both machines are pure functions (state, event, time) -> (state, actions, reason). The services in
+`elastic/coordinator` and `elastic/agent` pass events to them one at a time and execute the actions.
 """
 JOB = """
-## The job, as the coordinator sees it
+## The job, in the coordinator
 
-Each event first updates what is known; then the rules of the current phase are applied until none has
-anything to say. Rules look at conditions, not at messages: lost, repeated and reordered messages lead to the
-same decisions. `halting` to itself: a fault while a planned change waits for the end of the running step; the
-change then happens at once.
+Each event first updates the known facts. Then the rules of the current phase are applied until no
+rule makes a decision. Rules test conditions, not messages, so lost, repeated and reordered messages
+lead to the same decisions. The arrow from `halting` to itself is a fault while a planned change
+waits for the end of the step; the change then happens at once.
 """
 NODE = """
-## A node, as its agent sees it
+## A node, in its agent
 
-The agent reports its whole condition after every change, so the coordinator never depends on having seen an
-earlier report. A node that is fenced off forgets everything and begins again as a new member in `empty`.
+The agent reports its whole condition after every change, so the coordinator does not depend on
+earlier reports. A node that is fenced drops everything and joins again as a new member in `empty`.
 """
 
 
-def meanings(module: ModuleType, kind: type[StrEnum]) -> dict[str, str]:
-    """Value of each member -> the docstring under it in the source, or ""."""
+def docstrings(module: ModuleType, kind: type[StrEnum]) -> dict[str, str]:
+    """Docstring below each member of `kind` in the source, by value; "" if it has none."""
     tree = ast.parse(inspect.getsource(module))
-    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__).body
+    body = next(
+        n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__
+    ).body
     found = dict.fromkeys((member.value for member in kind), "")
     for before, after in pairwise(body):
         if not (isinstance(before, ast.Assign) and isinstance(before.value, ast.Constant)):
@@ -62,26 +69,34 @@ def diagram(start: str, arrows: Iterable[tuple[str, str, str]], ends: Iterable[s
     return "\n".join(("```mermaid", *lines, "```"))
 
 
+def phases(kind: type[StrEnum], meaning: dict[str, str], rules: dict[str, str]) -> list[str]:
+    """One list item per phase that has a meaning or rules: both of them."""
+    lines = []
+    for phase in kind:
+        words = [word for word in (meaning[phase.value], rules.get(phase.value, "")) if word]
+        if words:
+            item = f"- `{phase.value}`: {' '.join(words)}"
+            lines += textwrap.wrap(item, WIDTH, subsequent_indent="  ")
+    return lines
+
+
 def job_part() -> str:
-    rules, told = coordinator.RULES, meanings(job, job.JobPhase)
-    arrows = [(p.value, "", follower.value) for p, (_, followers) in rules.items() for follower in followers]
+    rules = coordinator.RULES
+    arrows = [(p.value, "", after.value) for p, (_, ends) in rules.items() for after in ends]
     ends = [p.value for p, (_, followers) in rules.items() if not followers]
-    rows = ["| phase | meaning | rules | may be followed by |", "| --- | --- | --- | --- |"]
-    for phase, (named, followers) in rules.items():
-        names = ", ".join(f"`{rule.__name__}`" for rule in named)
-        after = ", ".join(follower.value for follower in followers) or "nothing"
-        rows.append(f"| {phase.value} | {told[phase.value]} | {names} | {after} |")
-    return "\n".join((JOB, diagram("waiting", arrows, ends), "", *rows))
+    names = {
+        p.value: ", ".join(f"`{rule.__name__}`" for rule in named)
+        for p, (named, _) in rules.items()
+    }
+    deciding = {phase: f"Decided by {name}." for phase, name in names.items() if phase not in ends}
+    items = phases(job.JobPhase, docstrings(job, job.JobPhase), deciding)
+    return "\n".join((JOB, diagram("waiting", arrows, ends), "", *items))
 
 
 def node_part() -> str:
-    told = meanings(messages, messages.NodePhase)
     arrows = [(p.value, why, after.value) for befores, why, after in node.MOVES for p in befores]
-    rows = ["| why | from | to |", "| --- | --- | --- |"]
-    for befores, why, after in node.MOVES:
-        rows.append(f"| {why} | {', '.join(p.value for p in befores)} | {after.value} |")
-    phases = [f"- `{name}`: {text}" for name, text in told.items() if text]
-    return "\n".join((NODE, diagram("empty", arrows, ()), "", *rows, "", *phases))
+    items = phases(messages.NodePhase, docstrings(messages, messages.NodePhase), {})
+    return "\n".join((NODE, diagram("empty", arrows, ()), "", *items))
 
 
 def text() -> str:
