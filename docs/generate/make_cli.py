@@ -99,9 +99,14 @@ def command_part(path: str, command: click.Command) -> str:
         return f"{title}\n\n{table(map(option_row, options))}"
     if path == "elastic run":
         tables = [(title, options) for title, options in command.sections.items()]
-        parts = [f"{name[0].upper()}{name[1:]}:\n\n{table(map(option_row, rows))}" for name, rows in tables]
+        parts = [
+            f"{name[0].upper()}{name[1:]}:\n\n{table(map(option_row, rows))}"
+            for name, rows in tables
+        ]
         return f"{title}\n\n" + "\n".join(parts)
-    own = [option for name, rows in command.sections.items() if name not in SECTIONS for option in rows]
+    own = [
+        option for name, rows in command.sections.items() if name not in SECTIONS for option in rows
+    ]
     return f"{title} Besides the flags of `elastic run`, without Ray's:\n\n{table(map(option_row, own))}"
 
 
@@ -109,7 +114,12 @@ def example_part() -> str:
     from examples.train_gpt import parser
 
     rows = [
-        (f"`{action.option_strings[0]}`", "" if action.nargs == 0 else "X", action.default, action.help or "")
+        (
+            f"`{action.option_strings[0]}`",
+            "" if action.nargs == 0 else "X",
+            action.default,
+            action.help or "",
+        )
         for action in parser()._actions
         if action.dest != "help"
     ]
