@@ -48,7 +48,7 @@ bench: setup ## every benchmark; results in benchmarks/results/
 		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
 
 docs: setup ## the documentation site in build/docs; fails on a broken link
-	$(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
 	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/test_soak.py

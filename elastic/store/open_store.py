@@ -13,15 +13,13 @@ from elastic.store.sqlite import SqliteStore
 def open_store(config: JobConfig) -> Store:
     """Open the store on etcd if the configuration has its address, else the SQLite file.
 
-    Raises StoreError if the store cannot be used, FieldError if the package for etcd is missing.
+    Raises StoreError if the store cannot be used, MissingExtra if the package for etcd is missing.
     An unreachable etcd raises StoreUnavailable only at the first call of a method.
     """
     if not config.store.shared:
         return SqliteStore(Path(config.run_dir) / "coordinator.db")
-    try:
-        from elastic.store.etcd import EtcdStore
-    except ImportError as error:
-        raise FieldError("--store", config.store.url, str(error)) from error
+    from elastic.store.etcd import EtcdStore
+
     return EtcdStore(config.store, f"elastic/{config.name}")
 
 

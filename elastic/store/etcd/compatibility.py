@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from elastic.store.etcd import etcd_api_pb2
+from elastic.domain.errors import needs_extra
 
 
 def load_etcd3() -> ModuleType:
-    """Return the package `etcd3`. Raises ImportError, naming the extra, if it is not installed.
+    """Return the package `etcd3`. Raises MissingExtra if it is not installed.
 
     etcd3 0.12.0 ships message classes that were generated for protobuf 3. Later versions of
     protobuf refuse to import them. This function registers our own generated classes under the
@@ -17,10 +17,9 @@ def load_etcd3() -> ModuleType:
     messages. All message names in protobuf's global registry are our own, so other users of
     protobuf in this process see no difference.
     """
-    sys.modules.setdefault("etcd3.etcdrpc.rpc_pb2", etcd_api_pb2)
-    try:
+    with needs_extra("etcd", "A store on etcd"):
+        from elastic.store.etcd import etcd_api_pb2
+
+        sys.modules.setdefault("etcd3.etcdrpc.rpc_pb2", etcd_api_pb2)
         import etcd3
-    except ModuleNotFoundError as error:
-        text = f"no package {error.name}; run: pip install elastic-runtime[etcd]"
-        raise ImportError(text) from error
     return etcd3  # type: ignore[no-any-return]

@@ -12,13 +12,15 @@ from html import escape
 from textwrap import wrap
 from typing import Any
 
-from plotly import graph_objects as go
-from plotly.offline import get_plotlyjs
-from plotly.subplots import make_subplots
-
+from elastic.domain.errors import needs_extra
 from elastic.planning.capacity.svg import COLOURS, NAMES, Panel, seconds
 from elastic_sim.report.durations import axis_unit, clock, duration
 from elastic_sim.steps.time_accounting import Use
+
+with needs_extra("simulator", "An HTML page"):
+    from plotly import graph_objects as go
+    from plotly.offline import get_plotlyjs
+    from plotly.subplots import make_subplots
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a100")
 """Colours of policies: Okabe and Ito's palette for colour-blind readers, with a darker yellow."""

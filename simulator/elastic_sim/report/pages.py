@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
+from elastic.domain.errors import needs_extra
 from elastic_sim.report import charts
+
+with needs_extra("simulator", "An HTML page"):
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
 
 def page(template: str, values: dict[str, Any]) -> str:
