@@ -22,12 +22,12 @@ from elastic.domain.types import WHOLE, Accumulate, JobSpec, Portion, Unit
 from elastic.worker.backup.copier import beside
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
-from elastic.worker.control.agent_client import Control, WorkerSettings
-from elastic.worker.engine.injector import Injector
+from elastic.worker.control.agent_client import AgentClient, WorkerSettings
+from elastic.worker.engine.injector import FaultInjector
 from elastic.worker.model.device import choose_device
 from elastic.worker.model.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec
-from elastic.worker.profiling.profiled import EMULATE, check_fit
+from elastic.worker.profiling.run_profile import EMULATE, check_profile
 from elastic.worker.replica.build import build_replica, warm_up
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.rendezvous import host_store
@@ -61,9 +61,9 @@ class WorkerContext:
     tp: TensorParallel
     store: TCPStore
     """Rendezvous store that this worker hosts; the plan of any epoch may name it."""
-    agent: Control
+    agent: AgentClient
     publisher: Publisher
-    injector: Injector
+    injector: FaultInjector
     replicas: dict[int, LayerReplica] = field(default_factory=dict)
     """Layers that this worker holds, by index; each epoch keeps the usable ones."""
     protection: Protection | None = None
@@ -76,7 +76,7 @@ class WorkerContext:
         Raises FieldError if the job does not fit the profile or the number of workers per node.
         """
         spec = job.spec
-        check_fit(settings, spec)
+        check_profile(settings, spec)
         if settings.local_world_size % spec.tp:
             remedy = f"it must divide the {settings.local_world_size} workers of a node"
             raise FieldError("tp", spec.tp, remedy)
@@ -88,7 +88,7 @@ class WorkerContext:
         tp = job.stack.tensor_parallel(shard, spec.tp, f"{settings.tp_store}.{group}", device)
         warm_up(job.stack, tp, job.optimizer, job.accumulate, device)
         store, address = host_store(settings.host)
-        agent = Control(settings.agent)
+        agent = AgentClient(settings.agent)
         memory = Path(settings.memory_dir) / settings.node
         context = cls(
             settings=settings,
@@ -99,7 +99,7 @@ class WorkerContext:
             store=store,
             agent=agent,
             publisher=Publisher(agent, memory, settings.node, shard, beside=beside(device)),
-            injector=Injector(settings, agent.send),
+            injector=FaultInjector(settings, agent.send),
         )
         agent.send(m.Attach(settings.local_rank, os.getpid(), spec, address))
         agent.start(context.on_acked)

@@ -23,15 +23,15 @@ from elastic.rpc.shaping import shaper_of
 from elastic.worker.backup.policy import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
-from elastic.worker.engine.step import Outcome, StepRunner
+from elastic.worker.engine.step import StepResult, StepRunner
 from elastic.worker.model.layers import Microbatch
 from elastic.worker.model.tensor_parallel import tp_sync
-from elastic.worker.profiling.profiled import EMULATE
+from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import Installed, Installer
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
-from elastic.worker.transport.devicefault import broke, broke_here
+from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
 from elastic.worker.transport.links import Links
 
 
@@ -85,9 +85,9 @@ class EpochSession:
         A collective of a tensor-parallel group fails when another rank of the group dies. The
         agent knows of that death: it ends this worker too, or a new epoch is announced.
         """
-        alone = self._context.tp.size == 1 or broke_here(error)
+        alone = self._context.tp.size == 1 or is_local_device_fault(error)
         if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
-            if broke(error):
+            if is_device_fault(error):
                 raise error
             self._fail(error)
 
@@ -252,7 +252,7 @@ class EpochSession:
             self._resumed = True
             self._send(m.Resumed(self._order.epoch, time.time()))
 
-    def _report_step(self, outcome: Outcome) -> None:
+    def _report_step(self, outcome: StepResult) -> None:
         self._report_resumed()
         if self._rank == 0:
             spec = self._context.job.spec

@@ -20,9 +20,9 @@ from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
-from elastic.worker.profiling.profiled import stack_of
-from elastic.worker.profiling.profiling import measure_job
-from elastic.worker.transport.devicefault import crashing
+from elastic.worker.profiling.run_profile import select_stack
+from elastic.worker.profiling.measure import measure_job
+from elastic.worker.transport.device_fault import crash_on_device_fault
 
 
 class Trainer:
@@ -57,7 +57,7 @@ class Trainer:
             if value < least:
                 raise FieldError(name, value, f"a whole number from {least} up")
         self._settings = WorkerSettings.from_environment()
-        stack = stack_of(self._settings, stack)
+        stack = select_stack(self._settings, stack)
         accumulate = Accumulate(self._settings.accumulate)
         spec = JobSpec(
             layers=stack.specs(accumulate, optimizer),
@@ -95,7 +95,7 @@ class Trainer:
                     raise SystemExit(order.code)
                 return
             if isinstance(order, m.Install) and order.epoch > left_epoch:
-                with crashing(context.agent.send, self._settings.local_rank):
+                with crash_on_device_fault(context.agent.send, self._settings.local_rank):
                     EpochSession(context, order).run()
                 left_epoch = order.epoch
 

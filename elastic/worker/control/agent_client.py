@@ -1,7 +1,7 @@
 """The worker's line to its agent: orders in, news out, heartbeats.
 
 One thread reads; another sends a heartbeat with the main thread's progress. The main thread asks for its next
-order with `next_order` and computes under an `Abandon` that a newer epoch sets at once.
+order with `next_order` and computes under an `AbandonSignal` that a newer epoch sets at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.domain.errors import ChannelClosed, UsageError
 from elastic.planning.cost.profile import Link
 from elastic.rpc import security
 from elastic.rpc.frames import Channel
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 HEARTBEAT_S = 0.2
 
@@ -87,7 +87,7 @@ class WorkerSettings:
         )
 
 
-class Position:
+class TrainingPosition:
     """Where the main thread is; written there, read by the heartbeat."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Position:
         self.microbatch = self.microbatch if microbatch is None else microbatch
 
 
-class Control:
+class AgentClient:
     """Connection to the agent, at the Unix socket `path`."""
 
     def __init__(self, path: str) -> None:
@@ -111,13 +111,13 @@ class Control:
         self._channel = Channel(sock)
         self._orders: queue.Queue[Any] = queue.Queue()
         self._lock = threading.Lock()
-        self._abandon = Abandon()
+        self._abandon = AbandonSignal()
         self._epoch = 0
         self._halt = threading.Condition(self._lock)
         self._newest = m.Halt(0)
         self._stopping = False
         self._closing = threading.Event()
-        self.position = Position()
+        self.position = TrainingPosition()
 
     def start(self, on_acked: Callable[[m.Acked], None]) -> None:
         """Begin to listen and to send heartbeats, after Attach was sent.
@@ -137,11 +137,11 @@ class Control:
         assert isinstance(order, (m.Install, m.Stop, m.Halt))
         return order
 
-    def enter(self, epoch: int) -> Abandon:
+    def enter(self, epoch: int) -> AbandonSignal:
         """Return the token under which `epoch` runs; it is set already if a newer epoch was announced."""
         with self._lock:
             self._epoch = epoch
-            self._abandon = Abandon()
+            self._abandon = AbandonSignal()
             if self._newest.epoch > epoch and not self._newest.boundary:
                 self._abandon.set(f"epoch {self._newest.epoch}")
             return self._abandon

@@ -22,7 +22,7 @@ Times = dict[tuple[Kind, int], list[float]]
 """(kind of action, stage): seconds."""
 
 
-class Meter:
+class StepTimer:
     """Times the compute actions of one step. `sending` says whether copies are on their way to a peer."""
 
     def __init__(self, device: torch.device, sending: Callable[[], bool] = lambda: False) -> None:

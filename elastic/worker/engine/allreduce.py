@@ -23,7 +23,7 @@ TAG_TIED = 2**16
 Tied = tuple[tuple[tuple[int, str], ...], ...]
 
 
-class Gradient(Protocol):
+class ReducibleLayer(Protocol):
     """What the reduction needs of `elastic.worker.replica.replica.LayerReplica`."""
 
     index: int
@@ -38,7 +38,7 @@ def _nothing(layer: int) -> None:
     return None
 
 
-class Reduction:
+class GradientAllReduce:
     """The reduction of one worker's layers, for one epoch; its buffers are reused every step.
 
     Args:
@@ -47,7 +47,7 @@ class Reduction:
     """
 
     def __init__(
-        self, replicas: Sequence[Gradient], links: Links, roster: Roster, rank: int, tied: Tied = ()
+        self, replicas: Sequence[ReducibleLayer], links: Links, roster: Roster, rank: int, tied: Tied = ()
     ) -> None:
         self._replicas, self._links, self._roster, self._rank, self._tied = (
             replicas,
@@ -60,13 +60,13 @@ class Reduction:
         self._pipeline = roster.members[rank].pipeline
         shared = {layer for group in tied for layer, _ in group}
         self._buckets = [
-            _Bucket(layers, ranks, copied=len(ranks) > 1 or any(r.index in shared for r in layers))
+            _ReduceBucket(layers, ranks, copied=len(ranks) > 1 or any(r.index in shared for r in layers))
             for layers, ranks in self._group(shared)
         ]
 
-    def _group(self, tied: set[int]) -> list[tuple[list[Gradient], tuple[int, ...]]]:
+    def _group(self, tied: set[int]) -> list[tuple[list[ReducibleLayer], tuple[int, ...]]]:
         """Neighbouring layers with the same holders, up to BUCKET_BYTES; the same cuts at all holders."""
-        groups: list[tuple[list[Gradient], tuple[int, ...], bool]] = []
+        groups: list[tuple[list[ReducibleLayer], tuple[int, ...], bool]] = []
         for replica in self._replicas:
             ranks, is_tied = self._roster.holders(replica.index, self._shard), replica.index in tied
             follows = groups and groups[-1][0][-1].index == replica.index - 1
@@ -140,10 +140,10 @@ class Reduction:
         return next(r for r in ranks if self._roster.members[r].pipeline == self._pipeline)
 
 
-class _Bucket:
+class _ReduceBucket:
     """Layers that are summed in one go."""
 
-    def __init__(self, layers: list[Gradient], ranks: tuple[int, ...], *, copied: bool) -> None:
+    def __init__(self, layers: list[ReducibleLayer], ranks: tuple[int, ...], *, copied: bool) -> None:
         self.ranks = tuple(sorted(ranks))
         self._layers, self._copied = layers, copied
         self._buffer: torch.Tensor | None = None

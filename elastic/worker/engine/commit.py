@@ -33,7 +33,7 @@ _HEADER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShare:
+class LayerContribution:
     """One worker's part of one layer."""
 
     ledger: frozenset[int]
@@ -48,7 +48,7 @@ class Contribution:
     epoch: int
     halt_epoch: int
     """Epoch of a planned change that was asked for, or -1."""
-    layers: tuple[LayerShare, ...]
+    layers: tuple[LayerContribution, ...]
     losses: Mapping[int, float]
     common: bool = False
     """The ledgers are those of sums that all holders have alike."""
@@ -97,7 +97,7 @@ def commit(
         LedgerError: a micro-batch is missing or doubled in some layer, or the workers are not at the same
         step. EpochAbandoned, LinkFailed: nothing was decided here.
     """
-    shares = tuple(LayerShare(frozenset(r.ledger), norms_sq[r.index]) for r in replicas)
+    shares = tuple(LayerContribution(frozenset(r.ledger), norms_sq[r.index]) for r in replicas)
     last = replicas[-1]
     losses = last.losses if last.index == roster.n_layers - 1 else {}
     mine = Contribution(step, links.epoch, halt_epoch, shares, losses, common)
@@ -125,7 +125,7 @@ def unpack(words: Sequence[int], member: Member, roster: Roster) -> Contribution
     for _ in member.layers:
         mask = sum((word & (2**64 - 1)) << (64 * i) for i, word in enumerate(words[at : at + n_words]))
         ledger = frozenset(m for m in range(n_words * 64) if mask >> m & 1)
-        shares.append(LayerShare(ledger, _float(words[at + n_words])))
+        shares.append(LayerContribution(ledger, _float(words[at + n_words])))
         at += n_words + 1
     losses = {}
     if member.layers[-1] == roster.n_layers - 1:

@@ -29,14 +29,14 @@ from elastic.planning.plan.rank_map import Roster
 from elastic.planning.schedule.reduction_rounds import Rounds, rounds_of
 from elastic.planning.schedule.schedule import Action
 from elastic.worker.engine import allreduce as reduction
-from elastic.worker.engine.stage_runner import Agreement
+from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.replica.gradient_sum import Part
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.links import Links, Sum
+from elastic.worker.transport.links import Links, PendingCollective
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class _RoundBucket:
     """Layers of one stage with the same holders, summed in one go."""
 
     layers: tuple[LayerReplica, ...]
@@ -44,17 +44,17 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Sums:
+class _PendingReduction:
     """One bucket of a round under way."""
 
-    bucket: _Bucket
+    bucket: _RoundBucket
     gradients: Tensor
     counts: Tensor
     """int64 [layers, or one more for the losses' bits; micro-batches]"""
-    waits: tuple[Sum, Sum]
+    waits: tuple[PendingCollective, PendingCollective]
 
 
-class CommonSums:
+class IncrementalAllReduce:
     """The rounds of one worker, for one epoch."""
 
     def __init__(
@@ -64,14 +64,14 @@ class CommonSums:
         roster: Roster,
         rank: int,
         every: int,
-        agreement: Agreement,
+        agreement: GroupAgreement,
     ) -> None:
         """`every`: micro-batches of a round, in the pipeline that runs most."""
         self._replicas, self._links, self._roster = replicas, links, roster
         self._pipeline, self._every, self._agreement = roster.members[rank].pipeline, every, agreement
         self._buckets = list(_buckets(replicas, roster, roster.members[rank].shard))
-        self._under_way: deque[list[_Sums]] = deque()
-        self._spare: dict[_Bucket, list[Tensor]] = {bucket: [] for bucket in self._buckets}
+        self._under_way: deque[list[_PendingReduction]] = deque()
+        self._spare: dict[_RoundBucket, list[Tensor]] = {bucket: [] for bucket in self._buckets}
         self._joined, self._rounds = 0, Rounds(1, (0,), (1,))
         self._finishing: Iterator[int] = iter(())
         self._finished: dict[int, int] = {}
@@ -125,7 +125,7 @@ class CommonSums:
             self._under_way.append([self._start(bucket) for bucket in self._buckets])
             self._joined += 1
 
-    def _start(self, bucket: _Bucket) -> _Sums:
+    def _start(self, bucket: _RoundBucket) -> _PendingReduction:
         sent, n = [layer.hand_over() for layer in bucket.layers], self._roster.n_microbatches
         last = sent[-1].index == self._roster.n_layers - 1
         rows = [[int(m in part.ledger) for m in range(n)] for part in sent]
@@ -135,9 +135,9 @@ class CommonSums:
             counts = torch.cat([counts, losses.view(torch.int64)[None]])
         gradients = self._buffer(bucket, sent)
         waits = self._links.all_reduce(gradients, bucket.ranks), self._links.all_reduce(counts, bucket.ranks)
-        return _Sums(bucket, gradients, counts, waits)
+        return _PendingReduction(bucket, gradients, counts, waits)
 
-    def _buffer(self, bucket: _Bucket, sent: Sequence[Part]) -> Tensor:
+    def _buffer(self, bucket: _RoundBucket, sent: Sequence[Part]) -> Tensor:
         """The gradients side by side."""
         parts, spare = [part.gradient for part in sent], self._spare[bucket]
         return torch.cat(parts, out=spare.pop()) if spare else torch.cat(parts)
@@ -156,11 +156,11 @@ class CommonSums:
         self.shared = True
 
 
-def _done(round_: Sequence[_Sums]) -> bool:
+def _done(round_: Sequence[_PendingReduction]) -> bool:
     return all(wait.done() for sums in round_ for wait in sums.waits)
 
 
-def _share(sums: _Sums) -> None:
+def _share(sums: _PendingReduction) -> None:
     """Give each layer of a bucket what all of its holders brought. Raises LedgerError if one was there twice."""
     layers = sums.bucket.layers
     totals = torch.split(sums.gradients, [layer.gradient.numel() for layer in layers])
@@ -176,18 +176,18 @@ def _share(sums: _Sums) -> None:
         layer.share(total, ledger, losses)
 
 
-def _buckets(replicas: Sequence[LayerReplica], roster: Roster, shard: int) -> Iterator[_Bucket]:
+def _buckets(replicas: Sequence[LayerReplica], roster: Roster, shard: int) -> Iterator[_RoundBucket]:
     """Neighbouring layers that are in the same stage at all of their holders, up to BUCKET_BYTES: the same at all."""
     layers: list[LayerReplica] = []
     for replica in replicas:
         size = sum(other.gradient.nbytes for other in (*layers, replica))
         together = layers and _stages(roster, layers[-1].index) == _stages(roster, replica.index)
         if layers and (not together or size > reduction.BUCKET_BYTES):
-            yield _Bucket(tuple(layers), _holders(roster, layers[0].index, shard))
+            yield _RoundBucket(tuple(layers), _holders(roster, layers[0].index, shard))
             layers = []
         layers.append(replica)
     if layers:
-        yield _Bucket(tuple(layers), _holders(roster, layers[0].index, shard))
+        yield _RoundBucket(tuple(layers), _holders(roster, layers[0].index, shard))
 
 
 def _holders(roster: Roster, layer: int, shard: int) -> tuple[int, ...]:

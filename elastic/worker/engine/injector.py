@@ -15,7 +15,7 @@ from elastic.rpc.shaping import shaper_of
 from elastic.worker.control.agent_client import WorkerSettings
 
 
-class Injector:
+class FaultInjector:
     """Asks at every point of a step whether a fault is due here, and carries it out once."""
 
     def __init__(self, settings: WorkerSettings, send: Callable[[object], None]) -> None:

@@ -15,12 +15,12 @@ from elastic.planning.plan.rank_map import Member, Roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import read
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import Hooks, StageRunner
 from elastic.worker.replica.replica import LayerReplica
 
 
-def wanted(assignment: Assignment, member: Member) -> Iterator[Copy]:
+def needed_messages(assignment: Assignment, member: Member) -> Iterator[Copy]:
     """Copies of messages that `member` starts from."""
     for run in assignment.partial:
         if run.pipeline != member.pipeline:
@@ -35,7 +35,7 @@ class PartialRunner:
     """The runs of one worker in an epoch's first step.
 
     Args:
-        messages: bytes of the copies that `wanted` names, by key.
+        messages: bytes of the copies that `needed_messages` names, by key.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PartialRunner:
 
     def run(
         self,
-        make: Callable[[Sequence[Chunk]], StageRunner],
+        make: Callable[[Sequence[LocalStage]], StageRunner],
         skip: Mapping[int, frozenset[int]],
         hooks: Hooks,
     ) -> None:
@@ -81,14 +81,14 @@ class PartialRunner:
                 self._runners.append(runner)
                 runner.run(self.step, actions, skip, hooks, self._given(runs))
 
-    def _chunks(self, first: int, last: int) -> list[Chunk]:
+    def _chunks(self, first: int, last: int) -> list[LocalStage]:
         """The parts of this worker's stages between `first` and `last`."""
         chunks = []
         for place in self._places:
             stage = place.stage
             layers = [self._layers[i] for i in stage.layers if first <= i < last]
             if layers:
-                chunk = Chunk(
+                chunk = LocalStage(
                     layers,
                     previous=place.previous if stage.first > first else None,
                     following=place.following if stage.last < last else None,

@@ -20,16 +20,16 @@ from elastic.planning.plan.rank_map import Roster
 from elastic.worker.engine.allreduce import BUCKET_BYTES
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.links import Links, Sum
+from elastic.worker.transport.links import Links, PendingCollective
 
 
-class Shards:
+class ParameterGather:
     """The gathers of one worker, for one epoch."""
 
     def __init__(self, replicas: Sequence[LayerReplica], links: Links, roster: Roster, rank: int) -> None:
         self._links, shard = links, roster.members[rank].shard
         self._buckets = [
-            _Bucket(layers, ranks) for layers, ranks in _runs(replicas, roster, shard) if len(ranks) > 1
+            _GatherBucket(layers, ranks) for layers, ranks in _runs(replicas, roster, shard) if len(ranks) > 1
         ]
         most = max((bucket.nbytes for bucket in self._buckets), default=0)
         self._most, self._device = most, replicas[0].device
@@ -38,21 +38,21 @@ class Shards:
 
     def gather(self) -> None:
         """Complete all layers. Raises EpochAbandoned, LinkFailed: then some may not be complete."""
-        before: tuple[_Bucket, Sum] | None = None
+        before: tuple[_GatherBucket, PendingCollective] | None = None
         for number, bucket in enumerate(self._buckets):
             begun = bucket, bucket.begin(self._links, self._buffer(number % 2, bucket))
             self._end(before)
             before = begun
         self._end(before)
 
-    def _buffer(self, number: int, bucket: _Bucket) -> Tensor:
+    def _buffer(self, number: int, bucket: _GatherBucket) -> Tensor:
         while len(self._buffers) <= number:
             widest = max(len(other.ranks) + 1 for other in self._buckets)
             self._buffers.append(torch.empty(widest * self._most, dtype=torch.uint8, device=self._device))
         return self._buffers[number][: (len(bucket.ranks) + 1) * bucket.nbytes].view(-1, bucket.nbytes)
 
     @staticmethod
-    def _end(begun: tuple[_Bucket, Sum] | None) -> None:
+    def _end(begun: tuple[_GatherBucket, PendingCollective] | None) -> None:
         if begun is not None:
             bucket, wait = begun
             wait()
@@ -81,7 +81,7 @@ def _nbytes(layers: Sequence[LayerReplica]) -> int:
     return sum(parameter.nbytes for layer in layers for parameter in layer.parameters)
 
 
-class _Bucket:
+class _GatherBucket:
     """Layers next to each other with the same holders."""
 
     def __init__(self, layers: list[LayerReplica], ranks: tuple[int, ...]) -> None:
@@ -91,7 +91,7 @@ class _Bucket:
         """Of a portion of all layers; of the first, which is the longest."""
         self._rows: tuple[Tensor, ...] = ()
 
-    def begin(self, links: Links, buffer: Tensor) -> Sum:
+    def begin(self, links: Links, buffer: Tensor) -> PendingCollective:
         """`buffer`: [holders + 1, nbytes]; the last row is what goes out."""
         *rows, mine = buffer.unbind()
         self._rows, at = tuple(rows), 0

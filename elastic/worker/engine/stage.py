@@ -13,7 +13,7 @@ from elastic.worker.model.layers import Microbatch
 from elastic.worker.model.split_backward import WeightPart, backward_input
 
 
-class Layer(Protocol):
+class StageLayer(Protocol):
     """What a stage needs of `elastic.worker.replica.replica.LayerReplica`."""
 
     index: int
@@ -41,7 +41,7 @@ class _Loss:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _MicrobatchPass:
     """A micro-batch between its forward pass and the end of its backward pass."""
 
     microbatch: Microbatch
@@ -52,7 +52,7 @@ class _Pass:
     """After the input part: what is left to do."""
 
 
-class Chunk:
+class LocalStage:
     """The layers of one stage, and the micro-batches on their way through it.
 
     Args:
@@ -65,7 +65,7 @@ class Chunk:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[StageLayer],
         *,
         previous: int | None = None,
         following: int | None = None,
@@ -78,7 +78,7 @@ class Chunk:
         self.begins = previous is None if begins is None else begins
         self.ends = following is None if ends is None else ends
         self._recompute = recompute
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _MicrobatchPass] = {}
         self._losses: dict[int, _Loss] = {}
 
     @property
@@ -100,7 +100,7 @@ class Chunk:
             hidden.requires_grad_()
         output = self._run(microbatch, hidden)
         kept = None if self._recompute else output
-        self._passes[microbatch.index] = _Pass(microbatch, hidden, kept)
+        self._passes[microbatch.index] = _MicrobatchPass(microbatch, hidden, kept)
         if self.ends:
             self._losses[microbatch.index] = _Loss(output)
         return output.detach()
@@ -141,11 +141,11 @@ class Chunk:
         assert hidden is not None
         return hidden
 
-    def _output(self, run: _Pass) -> Tensor:
+    def _output(self, run: _MicrobatchPass) -> Tensor:
         return self._run(run.microbatch, run.hidden) if run.output is None else run.output
 
     @staticmethod
-    def _input_gradient(run: _Pass) -> Tensor | None:
+    def _input_gradient(run: _MicrobatchPass) -> Tensor | None:
         if run.hidden is None:
             return None
         gradient, run.hidden = run.hidden.grad, None

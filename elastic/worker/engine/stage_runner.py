@@ -18,12 +18,12 @@ from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import Logged
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.layers import Microbatch
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import Links, Receive
 
-AHEAD = 2
+RECEIVES_AHEAD = 2
 """Receives posted in advance, per neighbour."""
 
 
@@ -37,7 +37,7 @@ class Hooks(Protocol):
         """All layers of one stage hold micro-batch `index`; the previous stage has been sent its gradient."""
 
 
-class Agreement:
+class GroupAgreement:
     """All ranks of a tensor-parallel group leave an epoch at the same point, or none does.
 
     The ranks run the same collectives inside every layer, so one that stopped alone would leave the others
@@ -47,7 +47,7 @@ class Agreement:
     may raise EpochAbandoned, LinkFailed or VaultError. It may be nested; the debt is paid once.
     """
 
-    def __init__(self, sync: Callable[[bool], bool] | None, abandon: Abandon) -> None:
+    def __init__(self, sync: Callable[[bool], bool] | None, abandon: AbandonSignal) -> None:
         self._sync, self._abandon = sync, abandon
         self._settled = sync is None
 
@@ -66,7 +66,7 @@ class Agreement:
         self.check()
         return yes if self._sync is None else not self._sync(not yes)
 
-    def __enter__(self) -> Agreement:
+    def __enter__(self) -> GroupAgreement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -76,8 +76,8 @@ class Agreement:
             self._sync(True)
 
 
-class _Expected:
-    """The messages of one neighbour, in order, the next `AHEAD` of them posted."""
+class _PostedReceives:
+    """The messages of one neighbour, in order, the next `RECEIVES_AHEAD` of them posted."""
 
     def __init__(self, actions: Iterable[Action], post: Callable[[Action], Receive]) -> None:
         self._left, self._post = deque(actions), post
@@ -85,7 +85,7 @@ class _Expected:
         self._top_up()
 
     def _top_up(self) -> None:
-        while self._left and len(self._posted) < AHEAD:
+        while self._left and len(self._posted) < RECEIVES_AHEAD:
             self._posted.append(self._post(self._left.popleft()))
 
     def take(self) -> torch.Tensor:
@@ -109,12 +109,12 @@ class StageRunner:
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[LocalStage],
         links: Links,
         *,
         n_microbatches: int,
         data: Callable[[int, int], Microbatch],
-        abandon: Abandon,
+        abandon: AbandonSignal,
         tp_sync: Callable[[bool], bool] | None = None,
         keep: Callable[[Logged], None] | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class StageRunner:
         self._chunks = {chunk.number: chunk for chunk in chunks}
         self._first, self._links = chunks[0], links
         self._scale, self._data = 1.0 / n_microbatches, data
-        self.agreement = Agreement(tp_sync, abandon)
+        self.agreement = GroupAgreement(tp_sync, abandon)
         self.started: set[int] = set()
         """Micro-batches of the current step whose forward pass was begun here."""
         self.sent: set[int] = set()
@@ -134,7 +134,7 @@ class StageRunner:
             chunk.forget()
         self._received: dict[Action, torch.Tensor] = {}
         self._outgoing: dict[Action, torch.Tensor] = {}
-        self._passed: tuple[Chunk, int] | None = None
+        self._passed: tuple[LocalStage, int] | None = None
         """Stage and micro-batch whose gradients lie in the parameters' `.grad`, not yet in the layers' sums."""
 
     def run(
@@ -193,18 +193,18 @@ class StageRunner:
             if action.kind.receives:
                 incoming[self._sender(chunk, action)].append(action)
         self._expected = {
-            rank: _Expected(found, lambda action, rank=rank: self._links.recv(rank, _tag(action)))  # type: ignore[misc]
+            rank: _PostedReceives(found, lambda action, rank=rank: self._links.recv(rank, _tag(action)))  # type: ignore[misc]
             for rank, found in incoming.items()
         }
 
-    def _chunk(self, action: Action) -> Chunk:
+    def _chunk(self, action: Action) -> LocalStage:
         chunk = self._chunks.get(action.stage)
         if chunk is None:
             raise FieldError("actions", str(action), f"this worker has stages {sorted(self._chunks)}")
         return chunk
 
     @staticmethod
-    def _sender(chunk: Chunk, action: Action) -> int:
+    def _sender(chunk: LocalStage, action: Action) -> int:
         rank = chunk.previous if action.kind is Kind.RECV_F else chunk.following
         if rank is None:
             raise FieldError("actions", str(action), "this stage has no neighbour on that side")
@@ -242,7 +242,7 @@ class StageRunner:
         if self._keep_sent is not None:
             self._keep_sent(Logged(kind, layer, step, action.microbatch, tensor.detach()))
 
-    def _forward(self, chunk: Chunk, step: int, action: Action) -> None:
+    def _forward(self, chunk: LocalStage, step: int, action: Action) -> None:
         m = action.microbatch
         if chunk is self._first:
             self.started.add(m)
@@ -261,7 +261,7 @@ class StageRunner:
         received = self._taken(Kind.RECV_B, action)
         return self._scale if received is None else received
 
-    def _keep(self, chunk: Chunk, action: Action, gradient: torch.Tensor | None) -> None:
+    def _keep(self, chunk: LocalStage, action: Action, gradient: torch.Tensor | None) -> None:
         """Have the input's gradient ready for the previous stage."""
         if gradient is not None and chunk.previous is not None:
             self._outgoing[Action(Kind.SEND_B, action.microbatch, action.stage)] = gradient

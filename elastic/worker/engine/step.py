@@ -21,20 +21,20 @@ from elastic.planning.plan.rank_map import Roster
 from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_of
 from elastic.worker.backup.policy import Protection
-from elastic.worker.control.agent_client import Position
-from elastic.worker.control.step_timing import Meter
-from elastic.worker.engine.allreduce import Reduction
+from elastic.worker.control.agent_client import TrainingPosition
+from elastic.worker.control.step_timing import StepTimer
+from elastic.worker.engine.allreduce import GradientAllReduce
 from elastic.worker.engine.commit import commit
-from elastic.worker.engine.incremental_allreduce import CommonSums
-from elastic.worker.engine.injector import Injector
+from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
+from elastic.worker.engine.injector import FaultInjector
 from elastic.worker.engine.partial import PartialRunner
-from elastic.worker.engine.sharded_update import Shards
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.sharded_update import ParameterGather
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
 
 UNRECEIVED_A_UNIT = 2
@@ -42,7 +42,7 @@ UNRECEIVED_A_UNIT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepResult:
     """What a step came to; the same on every worker."""
 
     record: StepRecord
@@ -66,11 +66,11 @@ class StepRunner:
         stack: LayerStack,
         optimizer: OptimizerSpec,
         data: Callable[[int, int], Microbatch],
-        abandon: Abandon,
+        abandon: AbandonSignal,
         tp_sync: Callable[[bool], bool] | None,
         protection: Protection,
-        injector: Injector,
-        position: Position,
+        injector: FaultInjector,
+        position: TrainingPosition,
         boundary_requested: Callable[[], int],
         on_microbatch: Callable[[], None],
         partial: PartialRunner | None = None,
@@ -90,25 +90,25 @@ class StepRunner:
             tp_sync=tp_sync,
             keep=protection.log.keep if protection.log is not None else None,
         )
-        self.runner = self._make_runner(chunks_of(roster, rank, replicas))
+        self.runner = self._make_runner(stages_of_rank(roster, rank, replicas))
         self._partial, self._in_part = partial, False
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
         links.most_unreceived = max(links.most_unreceived, UNRECEIVED_A_UNIT * n_units)
-        self._reduction = Reduction(replicas, links, roster, rank, stack.tied)
-        self._shards = Shards(replicas, links, roster, rank)
+        self._reduction = GradientAllReduce(replicas, links, roster, rank, stack.tied)
+        self._shards = ParameterGather(replicas, links, roster, rank)
         self._tied = {layer for group in stack.tied for layer, _ in group}
         every = gradients_of(plan.gradients).rounds
         self._common = (
-            CommonSums(replicas, links, roster, rank, every, self.runner.agreement) if every else None
+            IncrementalAllReduce(replicas, links, roster, rank, every, self.runner.agreement) if every else None
         )
         self.step, self._began, self._computing = -1, 0.0, False
-        self.meter = Meter(links.device, lambda: protection.sending)
+        self.meter = StepTimer(links.device, lambda: protection.sending)
         self.record: StepRecord | None = None
         """Record of the last step whose update was begun here."""
 
     def run(
         self, step: int, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
-    ) -> Outcome:
+    ) -> StepResult:
         """Do step `step`: this worker's micro-batches (`todo`: those of each pipeline), then the common end.
 
         `covered[layer]`: micro-batches that some holder's ledger has already. Raises EpochAbandoned or LinkFailed; the
@@ -157,7 +157,7 @@ class StepRunner:
         self._position.at("wait", step)
         with self.runner.agreement:
             self._shards.gather()
-        return Outcome(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
+        return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
     def _run_in_part(self, step: int, covered: Mapping[int, frozenset[int]]) -> None:
         """What some layers run alone; once, and not measured."""
@@ -221,11 +221,11 @@ class StepRunner:
             self.meter.end()
 
 
-def chunks_of(roster: Roster, rank: int, replicas: Sequence[LayerReplica]) -> list[Chunk]:
+def stages_of_rank(roster: Roster, rank: int, replicas: Sequence[LayerReplica]) -> list[LocalStage]:
     """The stages of `rank`. `replicas`: all of its layers."""
     layers, places = {replica.index: replica for replica in replicas}, roster.places(rank)
     return [
-        Chunk(
+        LocalStage(
             [layers[layer] for layer in place.stage.layers],
             previous=place.previous,
             following=place.following,

@@ -26,11 +26,11 @@ from elastic.worker.model.optimizer import OptimizerSpec
 
 WIDTH = 4
 """Bytes of an element: parameters and messages are float32."""
-MOST_OWED_S = 0.02
+MAX_CARRYOVER_S = 0.02
 """Lateness that later waits make up for; a longer one is a real delay."""
 
 
-class Waiter:
+class PassTimer:
     """Sleeps to deadlines. What one wait is late the next one is shorter by, so that errors do not add up.
 
     Waits of one action (a pass of one micro-batch through the layers of a stage) follow each other without a gap,
@@ -48,17 +48,17 @@ class Waiter:
         `action` begins with the step. Times are those of time.perf_counter. A deadline that has passed already is
         not waited for.
         """
-        if action != self._action or began - self._deadline > MOST_OWED_S:
+        if action != self._action or began - self._deadline > MAX_CARRYOVER_S:
             used = time.thread_time() - self._cpu if action[0] == self._action[0] else 0.0
-            self._action, self._deadline = action, began - min(self._owed + used, MOST_OWED_S)
+            self._action, self._deadline = action, began - min(self._owed + used, MAX_CARRYOVER_S)
         self._deadline += seconds
         while (left := self._deadline - time.perf_counter()) > 0:
             time.sleep(left)
-        self._owed = min(time.perf_counter() - self._deadline, MOST_OWED_S)
+        self._owed = min(time.perf_counter() - self._deadline, MAX_CARRYOVER_S)
         self._cpu = time.thread_time()
 
 
-class _Visit:
+class _LayerPass:
     """One micro-batch's passage through one layer: which backward pass waits for what.
 
     Autograd runs a backward pass in one go, and then the parameters' side first, which was built last. Or it runs
@@ -66,7 +66,7 @@ class _Visit:
     first tells which of these it is; the number of the running pass tells that a whole one goes on.
     """
 
-    def __init__(self, waiter: Waiter, times: LayerTimes, microbatch: Microbatch, has_input: bool) -> None:
+    def __init__(self, waiter: PassTimer, times: LayerTimes, microbatch: Microbatch, has_input: bool) -> None:
         self._waiter, self._times, self._has_input = waiter, times, has_input
         self._microbatch = (microbatch.step, microbatch.index)
         self._input = times.backward_input_s or times.backward_s / 2
@@ -98,7 +98,7 @@ class _InputPath(torch.autograd.Function):
     """mean(hidden) in every element of the output; backward it waits the input part's time, or the whole pass's."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, numel: int, visit: _Visit) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, numel: int, visit: _LayerPass) -> Tensor:
         ctx.visit, ctx.shape = visit, hidden.shape
         return hidden.new_empty(numel).fill_(hidden.mean())
 
@@ -115,7 +115,7 @@ class _WeightPath(torch.autograd.Function):
     """noise * mean(weight), of which all elements are equal; backward it waits the weight part's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, noise: Tensor, visit: _Visit) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, noise: Tensor, visit: _LayerPass) -> Tensor:
         ctx.visit, ctx.noise, ctx.numel = visit, noise, weight.numel()
         return weight[:1] * noise
 
@@ -131,7 +131,7 @@ class _WeightPath(torch.autograd.Function):
 class EmulatedLayer(nn.Module):
     """One layer of `param_bytes` that takes the times of one device type."""
 
-    def __init__(self, spec: LayerSpec, times: LayerTimes, value: float, last: bool, waiter: Waiter) -> None:
+    def __init__(self, spec: LayerSpec, times: LayerTimes, value: float, last: bool, waiter: PassTimer) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((_elements(spec.param_bytes),), value))
         self._numel, self._last = 1 if last else _elements(spec.output_bytes), last
@@ -140,7 +140,7 @@ class EmulatedLayer(nn.Module):
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
         """[any shape] or None -> [output elements], or the scalar loss."""
         began = time.perf_counter()
-        visit = _Visit(self._waiter, self._times, microbatch, hidden is not None)
+        visit = _LayerPass(self._waiter, self._times, microbatch, hidden is not None)
         noise = torch.rand(()) + 0.5
         mean = None if hidden is None else _InputPath.apply(hidden, self._numel, visit)  # type: ignore[no-untyped-call]
         bias: Tensor = _WeightPath.apply(self.weight, noise, visit)  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ class EmulatedStack(LayerStack):
         """Raises FieldError when the profile does not know `device`."""
         self._profile, self.seed = profile, seed
         self._times = profile.device(device).layers
-        self._waiter = Waiter()
+        self._waiter = PassTimer()
 
     @property
     def n_layers(self) -> int:

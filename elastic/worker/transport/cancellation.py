@@ -1,6 +1,6 @@
 """How an epoch ends: a flag that anybody may set and that wakes every wait, or a broken link.
 
-`Abandon.set` may come from any thread (usually the one that reads the agent's messages). Whoever blocks in
+`AbandonSignal.set` may come from any thread (usually the one that reads the agent's messages). Whoever blocks in
 native code, where an event cannot wake it, registers a callback that makes that code fail.
 """
 
@@ -28,7 +28,7 @@ class LinkFailed(ElasticError):
         super().__init__(f"link to rank {', '.join(map(str, ranks)) or 'unknown'} failed: {detail}")
 
 
-class Abandon:
+class AbandonSignal:
     """One epoch's flag; set at most once, never cleared."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class Abandon:
             self._callbacks = [c for c in self._callbacks if c != callback]
 
 
-def abandonable(
-    work: Callable[[], T], abandon: Abandon, name: str, discard: Callable[[T], None] | None = None
+def run_abandonable(
+    work: Callable[[], T], abandon: AbandonSignal, name: str, discard: Callable[[T], None] | None = None
 ) -> T:
     """Run `work` in a thread of its own and return its result, or leave it behind when `abandon` is set.
 

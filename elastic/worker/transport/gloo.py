@@ -29,10 +29,10 @@ from elastic.worker.transport import threads
 
 _POISON_TAG = 2**20
 _POISON_S = 0.001
-LOOK_S = 0.25
+PEER_CHECK_S = 0.25
 """After this long a wait looks whether its peers are still connected; then after twice as long, and so on."""
-LOOK_MOST_S = 8.0
-GONE_S = 2.0
+MAX_PEER_CHECK_S = 8.0
+DISCONNECT_GRACE_S = 2.0
 """A peer that is gone may have done its part: of a collective the rest may still come from others."""
 _CLOSED = "the links were closed"
 
@@ -44,7 +44,7 @@ class Operation(Protocol):
         """Whether waiting would end at once, well or not. Of what goes from one rank to another gloo cannot tell."""
 
 
-class Group(Protocol):
+class BackendGroup(Protocol):
     """What both backends offer; torch's type stubs leave it out."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work: ...
@@ -82,11 +82,11 @@ class Transport(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Under:
+class _GlooOperation:
     """An operation of gloo."""
 
     work: Work
-    group: Group
+    group: BackendGroup
     peers: tuple[int, ...]
     """Those ranks of `group` that have a part in it."""
     over: threading.Event = field(default_factory=threading.Event)
@@ -113,7 +113,7 @@ class _Under:
             _probe(self.group, peer)
 
 
-def _end_in_turn(waited: SimpleQueue[_Under | None]) -> None:
+def _end_in_turn(waited: SimpleQueue[_GlooOperation | None]) -> None:
     while (operation := waited.get()) is not None:
         operation.end()
         del operation
@@ -127,15 +127,15 @@ class GlooTransport:
         self._timeout = timedelta(seconds=timeout_s)
         self._mesh = self._open("mesh", rank, size)
         self._peers = [r for r in range(size) if r != rank]
-        self._sets: dict[tuple[int, ...], Group] = {tuple(range(size)): self._mesh}
+        self._sets: dict[tuple[int, ...], BackendGroup] = {tuple(range(size)): self._mesh}
         self._lock, self._closed = threading.Lock(), False
-        self._collectives: list[_Under] = []
-        self._waited: SimpleQueue[_Under | None] = SimpleQueue()
+        self._collectives: list[_GlooOperation] = []
+        self._waited: SimpleQueue[_GlooOperation | None] = SimpleQueue()
         self._waits: threading.Thread | None = None
-        self._waiting: _Under | None = None
+        self._waiting: _GlooOperation | None = None
         weakref.finalize(self, self._waited.put, None)
 
-    def _open(self, name: str, rank: int, size: int) -> Group:
+    def _open(self, name: str, rank: int, size: int) -> BackendGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         device = (
@@ -145,27 +145,27 @@ class GlooTransport:
         )
         options._devices = [device]
         store = PrefixStore(name, self._store)
-        return cast(Group, ProcessGroupGloo(store, rank, size, options))
+        return cast(BackendGroup, ProcessGroupGloo(store, rank, size, options))
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> _Under:
-        return _Under(self._mesh.send([tensor], dst, tag), self._mesh, (dst,))
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> _GlooOperation:
+        return _GlooOperation(self._mesh.send([tensor], dst, tag), self._mesh, (dst,))
 
-    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> _Under:
-        return _Under(self._mesh.recv([tensor], src, tag), self._mesh, (src,))
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> _GlooOperation:
+        return _GlooOperation(self._mesh.recv([tensor], src, tag), self._mesh, (src,))
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> _Under:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> _GlooOperation:
         return self.collective(lambda group: group.allreduce([tensor]), ranks)
 
-    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]) -> _Under:
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]) -> _GlooOperation:
         return self.collective(lambda group: group.allgather([outputs], [tensor]), ranks)
 
-    def collective(self, begin: Callable[[Group], Work], ranks: tuple[int, ...]) -> _Under:
+    def collective(self, begin: Callable[[BackendGroup], Work], ranks: tuple[int, ...]) -> _GlooOperation:
         """Begin something over a set that is open."""
         group, peers = self._sets[ranks], tuple(r for r, rank in enumerate(ranks) if rank != self._rank)
         with self._lock:
             if self._closed:
                 raise RuntimeError(_CLOSED)
-            under = _Under(begin(group), group, peers)
+            under = _GlooOperation(begin(group), group, peers)
             self._collectives = [*(one for one in self._collectives if not one.is_completed()), under]
         return under
 
@@ -177,7 +177,7 @@ class GlooTransport:
                 _poison(group, ranks.index(self._rank), len(ranks))
 
     def wait(self, operation: Operation) -> None:
-        under = cast(_Under, operation)
+        under = cast(_GlooOperation, operation)
         if under.work.is_completed() and not under.ended:
             under.end()
         if not under.ended:
@@ -187,7 +187,7 @@ class GlooTransport:
         if not under.ended:
             raise RuntimeError(_CLOSED)
 
-    def _wait(self, under: _Under) -> None:
+    def _wait(self, under: _GlooOperation) -> None:
         """Until it has ended, the transport is closed, or a peer is gone (RuntimeError)."""
         with self._lock:
             if self._closed:
@@ -196,14 +196,14 @@ class GlooTransport:
         if self._waits is None:
             self._waits = threads.start("waits", partial(_end_in_turn, self._waited))
         self._waited.put(under)
-        patience = LOOK_S
+        patience = PEER_CHECK_S
         while not under.over.wait(patience):
             try:
                 under.look()
             except RuntimeError:
-                if not under.over.wait(GONE_S):
+                if not under.over.wait(DISCONNECT_GRACE_S):
                     raise
-            patience = min(2 * patience, LOOK_MOST_S)
+            patience = min(2 * patience, MAX_PEER_CHECK_S)
 
     def disconnected(self) -> tuple[int, ...]:
         """Ranks whose connection has ended."""
@@ -232,12 +232,12 @@ class GlooTransport:
         self._waited.put(None)
 
 
-def _probe(group: Group, peer: int) -> None:
+def _probe(group: BackendGroup, peer: int) -> None:
     """Raise RuntimeError if the connection has ended. Harmless: a receive that is never waited for."""
     group.recv([torch.empty(1)], peer, _POISON_TAG)
 
 
-def _poison(group: Group, rank: int, size: int) -> None:
+def _poison(group: BackendGroup, rank: int, size: int) -> None:
     """Fail everything in `group`: a receive from any peer that is still connected does it for all of them."""
     for peer in range(size):
         if peer != rank:
@@ -247,6 +247,6 @@ def _poison(group: Group, rank: int, size: int) -> None:
                 continue
 
 
-def sets_of(rank: int, sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def groups_of_rank(rank: int, sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The sets that `rank` is in, in the one order in which all ranks open them: none waits in vain."""
     return sorted(s for s in set(sets) if rank in s)

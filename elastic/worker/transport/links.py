@@ -1,6 +1,6 @@
 """The communication of one epoch: point to point between stages, sums over holders, small gathers over all.
 
-Every blocking call ends at once when the epoch's `Abandon` is set (EpochAbandoned) and when a peer goes away
+Every blocking call ends at once when the epoch's `AbandonSignal` is set (EpochAbandoned) and when a peer goes away
 (LinkFailed). After either, the links are closed for good; the next epoch opens its own. `elastic.worker.transport.gloo`
 says how waits are ended.
 
@@ -22,18 +22,18 @@ from torch._C._distributed_c10d import PrefixStore
 from elastic.domain.errors import FieldError
 from elastic.rpc.shaping import Shaper
 from elastic.worker.transport import threads
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed, abandonable
-from elastic.worker.transport.devicefault import broke_here
-from elastic.worker.transport.gloo import GlooTransport, Operation, Transport, sets_of
-from elastic.worker.transport.rendezvous import blame, connect
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed, run_abandonable
+from elastic.worker.transport.device_fault import is_local_device_fault
+from elastic.worker.transport.gloo import GlooTransport, Operation, Transport, groups_of_rank
+from elastic.worker.transport.rendezvous import agree_on_failed_ranks, connect_store
 from elastic.worker.transport.shaped import ShapedTransport
-from elastic.worker.transport.tensor_header import MAX_DIMS, Form, form_of, pack_form, unpack_form
+from elastic.worker.transport.tensor_header import MAX_DIMS, TensorSpec, spec_of, pack_header, unpack_header
 
 MAX_UNRECEIVED = 32
 """Messages under way from one rank before a send waits for the oldest of them, unless more are allowed for."""
 
 
-class _Guard:
+class _ErrorTranslator:
     """Turns a transport's RuntimeError into what really happened."""
 
     def __init__(self, links: Links, peer: int | None) -> None:
@@ -44,7 +44,7 @@ class _Guard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
-            if broke_here(error) and not self._links.abandon.is_set():
+            if is_local_device_fault(error) and not self._links.abandon.is_set():
                 return  # no link's fault
             raise self._links.failure(self._peer, error) from error
         if error is None:
@@ -52,7 +52,7 @@ class _Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class PendingCollective:
     """A reduction under way; to call it waits until the tensor holds the sum."""
 
     wait: Callable[[], None]
@@ -67,7 +67,7 @@ class Links:
     """Open links of one rank; made by `open`."""
 
     def __init__(
-        self, epoch: int, rank: int, world_size: int, device: torch.device, abandon: Abandon
+        self, epoch: int, rank: int, world_size: int, device: torch.device, abandon: AbandonSignal
     ) -> None:
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
         self.device, self.abandon = device, abandon
@@ -75,8 +75,8 @@ class Links:
         self._store: PrefixStore | None = None
         self._control: GlooTransport | None = None
         self._data: Transport | None = None
-        self._peers: dict[int, Peer] = {}
-        self._forms: dict[tuple[int, int], Form] = {}
+        self._peers: dict[int, IncomingMessages] = {}
+        self._forms: dict[tuple[int, int], TensorSpec] = {}
         self._unreceived: deque[tuple[Operation, torch.Tensor, Transport]] = deque()
         self.most_unreceived = MAX_UNRECEIVED
         self._sets_opened = threading.Event()
@@ -92,7 +92,7 @@ class Links:
         store_address: str,
         device: torch.device,
         timeout_s: float,
-        abandon: Abandon,
+        abandon: AbandonSignal,
         host: str = "127.0.0.1",
         holder_sets: Sequence[tuple[int, ...]] = (),
         pairs: Sequence[tuple[int, int]] = (),
@@ -123,7 +123,7 @@ class Links:
         links.data_device = device if nccl else torch.device("cpu")
 
         def meet() -> tuple[GlooTransport, Transport]:
-            links._store = store = connect(store_address, epoch, timeout_s)
+            links._store = store = connect_store(store_address, epoch, timeout_s)
             control = GlooTransport(store, rank, world_size, timeout_s, host)
             if nccl:
                 return control, links._open_data(store, control, timeout_s, pairs)
@@ -134,11 +134,11 @@ class Links:
             pair[1].close()
 
         try:
-            links._control, links._data = abandonable(meet, abandon, f"open-epoch{epoch}", discard)
+            links._control, links._data = run_abandonable(meet, abandon, f"open-epoch{epoch}", discard)
         except RuntimeError as error:
             raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
         abandon.subscribe(links.close)
-        threads.start(f"sets-epoch{epoch}", lambda: links._open_sets(sets_of(rank, holder_sets)))
+        threads.start(f"sets-epoch{epoch}", lambda: links._open_sets(groups_of_rank(rank, holder_sets)))
         return links
 
     def _open_data(
@@ -171,8 +171,8 @@ class Links:
         assert self._data is not None, "a single rank communicates with nobody"
         return self._data
 
-    def guard(self, peer: int | None = None) -> _Guard:
-        return _Guard(self, peer)
+    def guard(self, peer: int | None = None) -> _ErrorTranslator:
+        return _ErrorTranslator(self, peer)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Hand `tensor` to `dst` without waiting. It must not change until `flush`.
@@ -180,7 +180,7 @@ class Links:
         Raises FieldError if dtype or shape differ from the first tensor of this flow.
         """
         tensor = tensor.detach().to(self.data_device).contiguous()
-        form = form_of(tensor)
+        form = spec_of(tensor)
         known = self._forms.get((dst, tag))
         if known is not None and known != form:
             text = f"within an epoch tensors of one flow are alike; the first was {known[0]} {known[1]}"
@@ -188,7 +188,7 @@ class Links:
         with self.guard(dst):
             if known is None:
                 self._forms[(dst, tag)] = form
-                header = pack_form(form)
+                header = pack_header(form)
                 self._keep(self.control.send(header, dst, header_tag(tag)), header, self.control)
             self._keep(self.data.send(tensor, dst, data_tag(tag)), tensor, self.data)
 
@@ -206,7 +206,7 @@ class Links:
         with self.guard(src):
             peer = self._peers.get(src)
             if peer is None:
-                peer = self._peers[src] = Peer(self, src)
+                peer = self._peers[src] = IncomingMessages(self, src)
             return peer.expect(tag)
 
     def flush(self) -> None:
@@ -226,13 +226,13 @@ class Links:
             self.control.wait(self.control.all_gather(outputs, tensor, tuple(range(self.world_size))))
         return outputs
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Sum:
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingCollective:
         """Begin to sum `tensor` in place over `ranks` (ascending, this rank among them).
 
         All of them must begin their common reductions and gathers in the same order.
         """
         if len(ranks) == 1:
-            return Sum(self.abandon.check, lambda: True)
+            return PendingCollective(self.abandon.check, lambda: True)
         with self.guard():
             self._need_sets()
             staged = tensor.to(self.data_device)
@@ -244,11 +244,11 @@ class Links:
             if staged is not tensor:
                 tensor.copy_(staged)
 
-        return Sum(wait, lambda: bool(work.is_completed()))
+        return PendingCollective(wait, lambda: bool(work.is_completed()))
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
-    ) -> Sum:
+    ) -> PendingCollective:
         """Begin to fill `outputs` with the `tensor` (alike everywhere) of each of `ranks`; see `all_reduce`."""
         with self.guard():
             self._need_sets()
@@ -262,7 +262,7 @@ class Links:
                 if found is not output:
                     output.copy_(found)
 
-        return Sum(wait, lambda: bool(work.is_completed()))
+        return PendingCollective(wait, lambda: bool(work.is_completed()))
 
     def _need_sets(self) -> None:
         """Wait until the sets are open, or raise when the epoch is left."""
@@ -281,7 +281,7 @@ class Links:
         if isinstance(error, LinkFailed):
             return error
         suspects = self.control.disconnected() or (() if peer is None else (peer,))
-        ranks = blame(self._store, suspects, self.abandon)
+        ranks = agree_on_failed_ranks(self._store, suspects, self.abandon)
         self.close()
         return LinkFailed(ranks, str(error).split("\n")[0][:200])
 
@@ -295,12 +295,12 @@ class Links:
 class Receive:
     """An expected message: requested early, waited for late."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: IncomingFlow) -> None:
         self.inbox = inbox
         self._work: Operation | None = None
         self._buffer: torch.Tensor | None = None
 
-    def post(self, form: Form) -> None:
+    def post(self, form: TensorSpec) -> None:
         links = self.inbox.peer.links
         self._buffer = torch.empty(form[1], dtype=form[0], device=links.data_device)
         self._work = links.data.recv(self._buffer, self.inbox.peer.src, data_tag(self.inbox.tag))
@@ -316,7 +316,7 @@ class Receive:
         return self._buffer.to(peer.links.device)
 
 
-class Peer:
+class IncomingMessages:
     """All messages from one rank, in the order in which that rank sends them.
 
     NCCL knows no tags, so receives of all flows are posted in the order of `expect`. A receive is
@@ -325,13 +325,13 @@ class Peer:
 
     def __init__(self, links: Links, src: int) -> None:
         self.links, self.src = links, src
-        self._inboxes: dict[int, Inbox] = {}
+        self._inboxes: dict[int, IncomingFlow] = {}
         self._unposted: deque[Receive] = deque()
 
     def expect(self, tag: int) -> Receive:
         inbox = self._inboxes.get(tag)
         if inbox is None:
-            inbox = self._inboxes[tag] = Inbox(self, tag)
+            inbox = self._inboxes[tag] = IncomingFlow(self, tag)
         receive = Receive(inbox)
         self._unposted.append(receive)
         self._post()
@@ -347,18 +347,18 @@ class Peer:
             self._unposted.popleft().post(form)
 
 
-class Inbox:
+class IncomingFlow:
     """The receiving end of one flow: all messages from one rank with one tag."""
 
-    def __init__(self, peer: Peer, tag: int) -> None:
+    def __init__(self, peer: IncomingMessages, tag: int) -> None:
         self.peer, self.tag = peer, tag
-        self.form: Form | None = None
+        self.form: TensorSpec | None = None
         self._header = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
         self._header_work = peer.links.control.recv(self._header, peer.src, header_tag(tag))
 
     def read_header(self) -> None:
         self.peer.links.control.wait(self._header_work)
-        self.form = unpack_form(self._header, self.peer.src)
+        self.form = unpack_header(self._header, self.peer.src)
 
 
 def data_tag(tag: int) -> int:

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupNCCL, Store, Work
 
-from elastic.worker.transport.gloo import Group, Operation
+from elastic.worker.transport.gloo import BackendGroup, Operation
 
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch's own watchdog would end the whole process when a peer dies."""
@@ -61,8 +61,8 @@ class NcclTransport:
         group.eager_connect_single_device(self._device)
         return group
 
-    def _group(self, kind: str, ranks: tuple[int, ...]) -> Group:
-        return cast(Group, self._open(kind, ranks))
+    def _group(self, kind: str, ranks: tuple[int, ...]) -> BackendGroup:
+        return cast(BackendGroup, self._open(kind, ranks))
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self._group("pair", (self._rank, dst)).send([tensor], 1, tag)

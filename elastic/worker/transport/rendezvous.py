@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic.domain.errors import FieldError
 from elastic.worker.transport import threads
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 _BLAME_S = 0.2
 _BLAME = "blame"
@@ -28,7 +28,7 @@ def host_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
     return store, f"{host}:{port}"
 
 
-def connect(address: str, epoch: int, timeout_s: float) -> PrefixStore:
+def connect_store(address: str, epoch: int, timeout_s: float) -> PrefixStore:
     """A connection of its own to the epoch's part of the store. RuntimeError if nobody answers."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -37,7 +37,7 @@ def connect(address: str, epoch: int, timeout_s: float) -> PrefixStore:
     return PrefixStore(f"epoch{epoch}", TCPStore(host, int(port), is_master=False, timeout=timeout))
 
 
-def blame(store: PrefixStore | None, suspects: tuple[int, ...], abandon: Abandon) -> tuple[int, ...]:
+def agree_on_failed_ranks(store: PrefixStore | None, suspects: tuple[int, ...], abandon: AbandonSignal) -> tuple[int, ...]:
     """Agree with the other ranks on whose connection broke first: who sees it first says so at the epoch's store.
 
     To be called before closing one's own connections, which would mislead the rest. `store` is the connection that

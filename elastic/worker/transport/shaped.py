@@ -17,11 +17,11 @@ import torch
 from elastic.rpc.shaping import Shaper
 from elastic.worker.transport.gloo import Operation, Transport
 
-LOOK_S = 0.5
+CLOSE_CHECK_S = 0.5
 """A message that came too late for the thread is found out after this."""
 
 
-class _Later:
+class _DelayedSend:
     """A message that is not handed over yet."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _Later:
         return self.begun.is_set() and self.work is not None and bool(self.work.is_completed())
 
 
-class _Until:
+class _DelayedCollective:
     """A sum that is not done before `moment`."""
 
     def __init__(self, work: Operation, moment: float) -> None:
@@ -49,7 +49,7 @@ class ShapedTransport:
 
     def __init__(self, inner: Transport, shaper: Shaper, remote: Collection[int]) -> None:
         self._inner, self._shaper, self._remote = inner, shaper, frozenset(remote)
-        self._queue: queue.SimpleQueue[tuple[float, torch.Tensor, int, int, _Later] | None] = (
+        self._queue: queue.SimpleQueue[tuple[float, torch.Tensor, int, int, _DelayedSend] | None] = (
             queue.SimpleQueue()
         )
         self._closed = threading.Event()
@@ -58,7 +58,7 @@ class ShapedTransport:
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Operation:
         if dst not in self._remote:
             return self._inner.send(tensor, dst, tag)
-        later = _Later()
+        later = _DelayedSend()
         moment = self._shaper.reserve(tensor.nbytes, training=True) + self._shaper.limit.latency_s
         self._queue.put((moment, tensor, dst, tag, later))
         return later
@@ -72,7 +72,7 @@ class ShapedTransport:
             return work
         sent = int(2 * (k - 1) / k * tensor.nbytes)
         moment = self._shaper.reserve(sent, training=True) + 2 * (k - 1) * self._shaper.limit.latency_s
-        return _Until(work, moment)
+        return _DelayedCollective(work, moment)
 
     def all_gather(
         self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
@@ -81,22 +81,22 @@ class ShapedTransport:
         if not self._remote.intersection(ranks):
             return work
         moment = self._shaper.reserve(turns * tensor.nbytes, training=True)
-        return _Until(work, moment + turns * self._shaper.limit.latency_s)
+        return _DelayedCollective(work, moment + turns * self._shaper.limit.latency_s)
 
     def open_set(self, ranks: tuple[int, ...]) -> None:
         self._inner.open_set(ranks)
 
     def wait(self, operation: Operation) -> None:
         one: Any = operation
-        if isinstance(one, _Later):
-            while not one.begun.wait(LOOK_S):
+        if isinstance(one, _DelayedSend):
+            while not one.begun.wait(CLOSE_CHECK_S):
                 if self._closed.is_set():
                     raise RuntimeError("the links were closed")
             if one.error is not None:
                 raise one.error
             assert one.work is not None
             self._inner.wait(one.work)
-        elif isinstance(one, _Until):
+        elif isinstance(one, _DelayedCollective):
             self._inner.wait(one.work)
             if self._closed.wait(max(0.0, one.moment - time.monotonic())):
                 raise RuntimeError("the links were closed")

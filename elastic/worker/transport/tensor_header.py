@@ -22,14 +22,14 @@ DTYPES = (
 )
 MAX_DIMS = 8
 
-Form = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
-def form_of(tensor: torch.Tensor) -> Form:
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def pack_form(form: Form) -> torch.Tensor:
+def pack_header(form: TensorSpec) -> torch.Tensor:
     """The header. Raises FieldError for what cannot be sent."""
     dtype, shape = form
     if dtype not in DTYPES or len(shape) > MAX_DIMS:
@@ -39,8 +39,8 @@ def pack_form(form: Form) -> torch.Tensor:
     return torch.tensor([DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))])
 
 
-def unpack_form(header: torch.Tensor, src: int) -> Form:
-    """The form that `pack_form` packed. Raises LinkFailed if it is none."""
+def unpack_header(header: torch.Tensor, src: int) -> TensorSpec:
+    """The form that `pack_header` packed. Raises LinkFailed if it is none."""
     code, n_dims, *dims = header.tolist()
     if not (0 <= code < len(DTYPES) and 0 <= n_dims <= MAX_DIMS and min(dims) >= 0):
         raise LinkFailed((src,), f"malformed header {header.tolist()}")

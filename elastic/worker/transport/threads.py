@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-PATIENCE_S = 5.0
+JOIN_TIMEOUT_S = 5.0
 """How long all of them together are waited for; one that hangs longer is left."""
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -25,7 +25,7 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def wait(seconds: float = PATIENCE_S) -> bool:
+def wait(seconds: float = JOIN_TIMEOUT_S) -> bool:
     """Wait for all that were started; False if some still run."""
     end = time.monotonic() + seconds
     for thread in list(_started):

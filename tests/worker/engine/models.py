@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, one_f_one_b
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import LayerStack, ListStack, Microbatch, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
-from tests.worker.engine.ranks import Rank
+from tests.worker.engine.rank_processes import Rank
 
 WIDTH, BATCH = 16, 3
 
@@ -86,12 +86,12 @@ def runner(
     layers: Sequence[LayerReplica],
     links: Links,
     n_microbatches: int,
-    chunks: Sequence[Chunk] | None = None,
+    chunks: Sequence[LocalStage] | None = None,
     tp_sync: Callable[[bool], bool] | None = None,
     data: Callable[[int, int], Microbatch] = data,
 ) -> StageRunner:
     return StageRunner(
-        chunks or [Chunk(layers)],
+        chunks or [LocalStage(layers)],
         links,
         n_microbatches=n_microbatches,
         data=data,
@@ -100,7 +100,7 @@ def runner(
     )
 
 
-def lonely_links(abandon: Abandon | None = None) -> Links:
+def lonely_links(abandon: AbandonSignal | None = None) -> Links:
     return Links.open(
         epoch=1,
         rank=0,
@@ -108,7 +108,7 @@ def lonely_links(abandon: Abandon | None = None) -> Links:
         store_address="",
         device=torch.device("cpu"),
         timeout_s=1.0,
-        abandon=abandon or Abandon(),
+        abandon=abandon or AbandonSignal(),
     )
 
 

@@ -10,12 +10,12 @@ import torch
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import one_f_one_b
 from elastic.worker.engine import allreduce as reduction
-from elastic.worker.engine.allreduce import Reduction
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.allreduce import GradientAllReduce
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import Quiet, lonely_links, on_one_worker, replicas, runner, stack
 from tests.worker.engine.plans import roster_of
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 4, 4
 PLANS = [
@@ -35,8 +35,8 @@ def train_and_reduce(
     me = roster.members[rank.rank]
     links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
     layers = replicas(model, me.layers, accumulate)
-    stage = runner(layers, links, M, chunks_of(roster, rank.rank, layers))
-    reducer = Reduction(layers, links, roster, rank.rank, model.tied)
+    stage = runner(layers, links, M, stages_of_rank(roster, rank.rank, layers))
+    reducer = GradientAllReduce(layers, links, roster, rank.rank, model.tied)
     for _ in range(2):
         for layer in layers:
             layer.clear()
@@ -58,7 +58,7 @@ def test_exact_sums_are_those_of_one_worker(
     model, size = stack(N_LAYERS, tied), sum(map(len, cuts))
     layers = on_one_worker(model, M, Accumulate.EXACT)
     roster = roster_of([[0]], N_LAYERS, [tuple(range(M))])
-    expected = Reduction(layers, lonely_links(), roster, 0, model.tied).run()
+    expected = GradientAllReduce(layers, lonely_links(), roster, 0, model.tied).run()
     if tied:
         both = layers[0].gradient + layers[-1].gradient
         assert torch.equal(expected[0], both) and torch.equal(expected[N_LAYERS - 1], both)
@@ -104,7 +104,7 @@ def die_in_reduction(rank: Rank) -> bool:
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.EXACT)
     runner(layers, links, M).run(0, one_f_one_b(0, 1, (2 * rank.rank, 2 * rank.rank + 1)), {}, Quiet())
     before = [layer.gradient.clone() for layer in layers]
-    reducer = Reduction(layers, links, roster, rank.rank)
+    reducer = GradientAllReduce(layers, links, roster, rank.rank)
     if rank.rank == 1:
         reducer.run(lambda layer: (rank.report(layer), rank.await_word()))
     with pytest.raises(LinkFailed) as caught:

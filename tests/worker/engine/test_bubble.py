@@ -19,11 +19,11 @@ from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes, simulate
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.model.layers import Microbatch
 from elastic.worker.profiling.emulated import EmulatedStack
 from tests.worker.engine.models import Quiet, replicas, runner
-from tests.worker.engine.ranks import Rank, run_ranks
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 D, M, V = 4, 8, 2
 N_LAYERS = D * V
@@ -77,7 +77,7 @@ def run_steps(rank: Rank, text: str, n_steps: int) -> list[tuple[float, float, f
     layers = replicas(stack, ranks.members[rank.rank].layers, Accumulate.EXACT)
     links = rank.open(pairs=ranks.pairs())
     worker = runner(
-        layers, links, M, chunks_of(ranks, rank.rank, layers), data=lambda s, i: Microbatch(s, i, {})
+        layers, links, M, stages_of_rank(ranks, rank.rank, layers), data=lambda s, i: Microbatch(s, i, {})
     )
     actions, found = actions_of(plan.pipelines[0])[rank.rank], []
     for step in range(n_steps):

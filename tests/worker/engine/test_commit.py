@@ -14,7 +14,7 @@ from elastic.planning.plan.rank_map import Roster
 from elastic.worker.engine.commit import (
     Commit,
     Contribution,
-    LayerShare,
+    LayerContribution,
     commit,
     decide,
     pack,
@@ -22,7 +22,7 @@ from elastic.worker.engine.commit import (
     unpack,
 )
 from tests.worker.engine.plans import roster_of
-from tests.worker.engine.ranks import Rank, run_ranks
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 ROSTER = roster_of([[0, 2], [0, 1]], 3, [(0, 1), (2, 3)])
 SINGLE = roster_of([[0]], 1, [tuple(range(130))])
@@ -35,7 +35,7 @@ def contributions(roster: Roster, norm: float = 2.0) -> list[Contribution]:
     for member in roster.members:
         ledger = frozenset(range(member.pipeline * per, member.pipeline * per + per))
         losses = {m: 1.0 + m for m in ledger} if member.layers[-1] == roster.n_layers - 1 else {}
-        shares = tuple(LayerShare(ledger, norm * (layer + 1)) for layer in member.layers)
+        shares = tuple(LayerContribution(ledger, norm * (layer + 1)) for layer in member.layers)
         found.append(Contribution(7, 1, -1, shares, losses))
     return found
 
@@ -119,7 +119,7 @@ def test_one_request_halts_all() -> None:
 )
 def test_rows_round_trip(ledger: frozenset[int], norm: float, step: int, halt: int, common: bool) -> None:
     losses = {m: m / 3 for m in ledger}
-    before = Contribution(step, 3, halt, (LayerShare(ledger, norm),), losses, common)
+    before = Contribution(step, 3, halt, (LayerContribution(ledger, norm),), losses, common)
     words = pack(before, SINGLE)
     assert len(words) == row_length(SINGLE)
     assert all(-(2**63) <= word < 2**63 for word in words)
@@ -127,14 +127,14 @@ def test_rows_round_trip(ledger: frozenset[int], norm: float, step: int, halt: i
 
 
 def test_an_empty_ledger_round_trips_on_the_last_stage() -> None:
-    before = Contribution(0, 1, -1, (LayerShare(frozenset(), 0.0),), {})
+    before = Contribution(0, 1, -1, (LayerContribution(frozenset(), 0.0),), {})
     assert unpack(pack(before, SINGLE), SINGLE.members[0], SINGLE) == before
 
 
 class Held:
     """A layer as the commit sees it."""
 
-    def __init__(self, index: int, share: LayerShare, losses: dict[int, float]) -> None:
+    def __init__(self, index: int, share: LayerContribution, losses: dict[int, float]) -> None:
         self.index, self.ledger, self.losses = index, set(share.ledger), losses
 
 

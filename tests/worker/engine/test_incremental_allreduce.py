@@ -16,13 +16,13 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.reduction_rounds import rounds_of
 from elastic.planning.schedule.schedule import Action, actions_of, one_f_one_b
 from elastic.worker.engine import allreduce as reduction
-from elastic.worker.engine.incremental_allreduce import CommonSums
-from elastic.worker.engine.stage import Chunk
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
+from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import Quiet, lonely_links, on_one_worker, replicas, runner, stack
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 8, 7
 
@@ -56,7 +56,7 @@ class Found:
 class Joining(Quiet):
     """The hooks of a step, as `elastic.worker.engine.step` has them."""
 
-    def __init__(self, common: CommonSums) -> None:
+    def __init__(self, common: IncrementalAllReduce) -> None:
         super().__init__()
         self._common = common
 
@@ -79,9 +79,9 @@ class Worker:
         self.member = ranks.members[self.rank.rank]
         self.layers: list[LayerReplica] = replicas(stack(N_LAYERS), self.member.layers, self.accumulate)
         links = self.rank.open(pairs=ranks.pairs(), holder_sets=ranks.holder_sets())
-        chunks: list[Chunk] = chunks_of(ranks, self.rank.rank, self.layers)
+        chunks: list[LocalStage] = stages_of_rank(ranks, self.rank.rank, self.layers)
         self.stage = runner(self.layers, links, M, chunks)
-        self.common = CommonSums(self.layers, links, ranks, self.rank.rank, self.every, self.stage.agreement)
+        self.common = IncrementalAllReduce(self.layers, links, ranks, self.rank.rank, self.every, self.stage.agreement)
         self.hooks = Joining(self.common)
 
     def step(self, todo: tuple[tuple[int, ...], ...], skip: dict[int, frozenset[int]] | None = None) -> None:
@@ -186,7 +186,7 @@ def test_what_a_recovery_gave_to_one_holder_is_common_after_the_first_round() ->
 class KilledAt(Joining):
     """Reports after some micro-batch's rounds, and waits to be killed."""
 
-    def __init__(self, common: CommonSums, rank: Rank, at: int) -> None:
+    def __init__(self, common: IncrementalAllReduce, rank: Rank, at: int) -> None:
         super().__init__(common)
         self._rank, self._at = rank, at
 

@@ -26,14 +26,14 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, message_of, one_f_one_b
 from elastic.worker.backup.activation_log import Logged, read
-from elastic.worker.engine.partial import PartialRunner, wanted
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.partial import PartialRunner, needed_messages
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.engine.models import Quiet, data, lonely_links, replicas, runner, stack
-from tests.worker.engine.ranks import Rank, run_ranks
-from tests.worker.engine.test_schedules import N_LAYERS, PIPELINES, M, plan_of
+from tests.worker.engine.rank_processes import Rank, run_ranks
+from tests.worker.engine.test_runner_schedules import N_LAYERS, PIPELINES, M, plan_of
 
 SPANS = ((0, 2, 6), (1, 2, 6), (2, 0, 4), (3, 3, 4), (3, 5, N_LAYERS))
 """(micro-batch, first, last): what runs in part; the others run whole."""
@@ -83,7 +83,7 @@ def logged() -> dict[str, torch.Tensor]:
         return tensor
 
     for index in range(M):
-        chunks = [Chunk([layer]) for layer in layers]
+        chunks = [LocalStage([layer]) for layer in layers]
         hidden = None
         for chunk in chunks:
             chunk.ends = chunk is chunks[-1]
@@ -115,16 +115,16 @@ def run_units(rank: Rank, text: str) -> Found:
     links = lonely_links() if rank.size == 1 else rank.open(pairs=ranks.pairs())
     hooks, assignment = Quiet(), Assignment(plan, 0, partial=runs())
     everything = logged()
-    needed = {copy.key: everything[copy.key] for copy in wanted(assignment, ranks.members[rank.rank])}
+    needed = {copy.key: everything[copy.key] for copy in needed_messages(assignment, ranks.members[rank.rank])}
     part = PartialRunner(assignment, ranks, rank.rank, layers, needed)
 
-    def make(chunks: list[Chunk]) -> StageRunner:
+    def make(chunks: list[LocalStage]) -> StageRunner:
         return runner(layers, links, M, chunks)
 
     part.run(make, skipped(), hooks)  # type: ignore[arg-type]
     assert not part._messages, "fetched, and not used"
     actions = [str(action) for action in hooks.actions if action.kind.computes]
-    worker = runner(layers, links, M, chunks_of(ranks, rank.rank, layers))
+    worker = runner(layers, links, M, stages_of_rank(ranks, rank.rank, layers))
     worker.run(0, actions_of(plan.pipelines[0], WHOLE)[rank.rank], skipped(), hooks)
     assert all(p.grad is None for layer in layers for p in layer.module.parameters())
     return Found(

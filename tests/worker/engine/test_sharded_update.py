@@ -11,14 +11,14 @@ from elastic.domain.types import Accumulate, Pipeline, Plan, Stage, Unit
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.worker.engine import sharded_update as shards_module
 from elastic.worker.engine.allreduce import BUCKET_BYTES
-from elastic.worker.engine.sharded_update import Shards
+from elastic.worker.engine.sharded_update import ParameterGather
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import stack
 from tests.worker.engine.plans import roster_of
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 from tests.worker.model.toys import ALONE, CPU
 
 N_LAYERS = 4
@@ -46,7 +46,7 @@ def update_and_gather(rank: Rank, cuts: list[list[int]]) -> dict[int, list[torch
     me = made.members[rank.rank]
     links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [layer(index, (me.pipeline, len(cuts))) for index in me.layers]
-    shards = Shards(layers, links, made, rank.rank)
+    shards = ParameterGather(layers, links, made, rank.rank)
     for step in range(2):
         for replica in layers:
             replica.update(reduced(replica, step), 0.5, 0.01)
@@ -73,7 +73,7 @@ def gather_interleaved(rank: Rank, most: int) -> dict[int, list[torch.Tensor]]:
     me = made.members[rank.rank]
     links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [layer(index, (me.pipeline, 3)) for index in me.layers]
-    shards = Shards(layers, links, made, rank.rank)
+    shards = ParameterGather(layers, links, made, rank.rank)
     for step in range(2):
         for replica in layers:
             replica.update(reduced(replica, step), 0.5, 0.01)
@@ -107,7 +107,7 @@ def gather_and_lose(rank: Rank) -> tuple[bool, int]:
     made = roster_of([[0], [0]], N_LAYERS, [(0,), (1,)])
     links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [layer(index, (rank.rank, 2)) for index in range(N_LAYERS)]
-    shards = Shards(layers, links, made, rank.rank)
+    shards = ParameterGather(layers, links, made, rank.rank)
     shards.gather()
     for replica in layers:
         replica.update(reduced(replica, 0), 0.5, 0.01)

@@ -12,9 +12,9 @@ import torch
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, Kind, one_f_one_b, parse_actions
-from elastic.worker.engine.stage_runner import Agreement
-from elastic.worker.engine.step import chunks_of
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.engine.stage_runner import GroupAgreement
+from elastic.worker.engine.step import stages_of_rank
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from tests.patience import LONG_S
 from tests.worker.engine.models import (
     Quiet,
@@ -27,7 +27,7 @@ from tests.worker.engine.models import (
     stack,
 )
 from tests.worker.engine.plans import roster_of
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 4, 5
 CUTS = [[0], [0, 1], [0, 3], [0, 1, 2], [0, 1, 2, 3]]
@@ -38,7 +38,7 @@ def run_stage(
 ) -> list[tuple[torch.Tensor, dict[int, float]]]:
     roster = roster_of([cuts], N_LAYERS, [tuple(range(M))])
     layers = replicas(stack(N_LAYERS), roster.members[rank.rank].layers, accumulate)
-    stage = runner(layers, rank.open(), M, chunks_of(roster, rank.rank, layers))
+    stage = runner(layers, rank.open(), M, stages_of_rank(roster, rank.rank, layers))
     hooks = Quiet()
     actions = one_f_one_b(rank.rank, len(cuts), tuple(range(M)))
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_actions_must_fit_the_stage() -> None:
 class AbandonAt(Quiet):
     """Sets the flag before one action."""
 
-    def __init__(self, abandon: Abandon, at: str) -> None:
+    def __init__(self, abandon: AbandonSignal, at: str) -> None:
         super().__init__()
         self._abandon, self._at = abandon, at
 
@@ -127,7 +127,7 @@ AT = [("F0", []), ("B0", []), ("F1", [0]), ("B4", [0, 1, 2, 3])]
 
 @pytest.mark.parametrize(("at", "whole"), AT)
 def test_abandoned_between_actions_ledgers_are_whole(at: str, whole: list[int]) -> None:
-    abandon = Abandon()
+    abandon = AbandonSignal()
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.EXACT)
     hooks = AbandonAt(abandon, at)
     stage = runner(layers, lonely_links(abandon), M)
@@ -142,7 +142,7 @@ def lose_a_stage(rank: Rank, at: str) -> tuple[set[int], set[int], set[int]]:
     """Three stages; the last one is killed before `at`."""
     roster = roster_of([[0, 1, 2]], N_LAYERS, [tuple(range(M))])
     layers = replicas(stack(N_LAYERS), roster.members[rank.rank].layers, Accumulate.EXACT)
-    stage = runner(layers, rank.open(), M, chunks_of(roster, rank.rank, layers))
+    stage = runner(layers, rank.open(), M, stages_of_rank(roster, rank.rank, layers))
     hooks = TellAt(rank, at) if rank.rank == 2 else Quiet()
     with pytest.raises(LinkFailed) as caught:
         stage.run(0, one_f_one_b(rank.rank, 3, tuple(range(M))), {}, hooks)
@@ -182,13 +182,13 @@ class Group:
 
 
 def together(
-    bodies: list[Callable[[Agreement], None]], abandons: list[Abandon]
+    bodies: list[Callable[[GroupAgreement], None]], abandons: list[AbandonSignal]
 ) -> tuple[list[type[BaseException] | None], list[int]]:
     """Run one body per rank of a group; return what each raised and how often each called `sync`."""
     group, found = Group(len(bodies)), [None] * len(bodies)
 
     def run(rank: int) -> None:
-        agreement = Agreement(group.sync_of(rank), abandons[rank])
+        agreement = GroupAgreement(group.sync_of(rank), abandons[rank])
         try:
             with agreement, agreement:
                 bodies[rank](agreement)
@@ -203,20 +203,20 @@ def together(
     return found, group.calls
 
 
-def check_thrice(agreement: Agreement) -> None:
+def check_thrice(agreement: GroupAgreement) -> None:
     for _ in range(3):
         agreement.check()
 
 
 def test_a_group_goes_on_while_nobody_must_leave() -> None:
-    found, calls = together([check_thrice, check_thrice], [Abandon(), Abandon()])
+    found, calls = together([check_thrice, check_thrice], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([None, None], [3, 3])
 
 
 def test_a_group_leaves_at_the_same_check() -> None:
-    abandons = [Abandon(), Abandon()]
+    abandons = [AbandonSignal(), AbandonSignal()]
 
-    def leave_after_one(agreement: Agreement) -> None:
+    def leave_after_one(agreement: GroupAgreement) -> None:
         agreement.check()
         abandons[0].set("told")
         check_thrice(agreement)
@@ -227,22 +227,22 @@ def test_a_group_leaves_at_the_same_check() -> None:
 
 @pytest.mark.parametrize("error", [EpochAbandoned("told while waiting"), LinkFailed((4,), "broken")])
 def test_one_that_fails_elsewhere_tells_the_others_once(error: Exception) -> None:
-    def fail_after_one(agreement: Agreement) -> None:
+    def fail_after_one(agreement: GroupAgreement) -> None:
         agreement.check()
         raise error
 
-    found, calls = together([fail_after_one, check_thrice], [Abandon(), Abandon()])
+    found, calls = together([fail_after_one, check_thrice], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([type(error), EpochAbandoned], [2, 2])
-    found, calls = together([fail_after_one, fail_after_one], [Abandon(), Abandon()])
+    found, calls = together([fail_after_one, fail_after_one], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([type(error)] * 2, [2, 2])
 
 
 def test_errors_of_the_user_are_not_shared() -> None:
-    def broken(agreement: Agreement) -> None:
+    def broken(agreement: GroupAgreement) -> None:
         agreement.check()
         raise FieldError("x", 1, "fix it")
 
-    found, calls = together([broken], [Abandon()])
+    found, calls = together([broken], [AbandonSignal()])
     assert (found, calls) == ([FieldError], [1])
 
 

@@ -14,7 +14,7 @@ from elastic.domain.types import Accumulate, LayerSpec
 from elastic.planning.cost.profile import Device, LayerTimes, Profile
 from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.split_backward import backward_input
-from elastic.worker.profiling.emulated import EmulatedStack, Waiter
+from elastic.worker.profiling.emulated import EmulatedStack, PassTimer
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.model.toys import CPU, sgd
@@ -156,7 +156,7 @@ def test_tensor_parallel_is_refused() -> None:
 
 def test_waits_do_not_add_up_their_errors() -> None:
     """A hundred waits end where one long one would: never before, and late by one wait's error at most."""
-    waiter, began = Waiter(), time.perf_counter()
+    waiter, began = PassTimer(), time.perf_counter()
     for _ in range(100):
         waiter.until((0, "a"), time.perf_counter(), 0.001)
     assert time.perf_counter() - began >= 0.1
@@ -164,7 +164,7 @@ def test_waits_do_not_add_up_their_errors() -> None:
 
 def test_a_new_action_begins_when_it_is_begun() -> None:
     """What a wait was late is taken off the next one; time between actions is not."""
-    waiter = Waiter()
+    waiter = PassTimer()
     waiter.until((0, "a"), time.perf_counter() - 0.01, 0.005)
     assert waiter._owed >= 0.005
     began = time.perf_counter()
@@ -176,7 +176,7 @@ def test_a_new_action_begins_when_it_is_begun() -> None:
 def test_what_the_engine_computes_between_two_actions_is_taken_off() -> None:
     """Within a step; the work at the end of a step is the step's own."""
     for step, hidden in ((0, True), (1, False)):
-        waiter = Waiter()
+        waiter = PassTimer()
         waiter.until((0, "a"), time.perf_counter(), 0.0)
         used = time.thread_time()
         while time.thread_time() - used < 0.01:

@@ -13,14 +13,14 @@ from contextlib import closing
 import pytest
 import torch
 
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed, abandonable
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed, run_abandonable
 from elastic.worker.transport.links import Links
 from tests.patience import LONG_S
-from tests.worker.engine.ranks import Rank, Ranks
+from tests.worker.engine.rank_processes import Rank, Ranks
 
 
 def test_the_first_reason_stays_and_callbacks_run_once() -> None:
-    abandon, calls = Abandon(), []
+    abandon, calls = AbandonSignal(), []
     abandon.subscribe(lambda: calls.append("early"))
     abandon.check()
     abandon.set("a fault")
@@ -32,7 +32,7 @@ def test_the_first_reason_stays_and_callbacks_run_once() -> None:
 
 
 def test_work_that_is_left_behind_is_discarded() -> None:
-    abandon, release, discarded = Abandon(), threading.Event(), threading.Event()
+    abandon, release, discarded = AbandonSignal(), threading.Event(), threading.Event()
 
     def work() -> int:
         abandon.set("changed plans")
@@ -40,16 +40,16 @@ def test_work_that_is_left_behind_is_discarded() -> None:
         return 1
 
     with pytest.raises(EpochAbandoned):
-        abandonable(work, abandon, "work", lambda result: discarded.set())
+        run_abandonable(work, abandon, "work", lambda result: discarded.set())
     assert not discarded.is_set()
     release.set()
     assert discarded.wait(LONG_S)
 
 
 def test_work_returns_or_raises() -> None:
-    assert abandonable(lambda: 3, Abandon(), "work") == 3
+    assert run_abandonable(lambda: 3, AbandonSignal(), "work") == 3
     with pytest.raises(ZeroDivisionError):
-        abandonable(lambda: 1 // 0, Abandon(), "work")
+        run_abandonable(lambda: 1 // 0, AbandonSignal(), "work")
 
 
 def wait_recv(links: Links, rank: int) -> None:
@@ -75,7 +75,7 @@ WAITS: list[Callable[[Links, int], None]] = [wait_recv, wait_send, wait_gather, 
 
 def wait_then_reopen(rank: Rank, wait: Callable[[Links, int], None]) -> tuple[str, str, list[float]]:
     """Wait in epoch 1 until it breaks, then meet the other survivors in epoch 2."""
-    abandon = Abandon()
+    abandon = AbandonSignal()
     links = rank.open(abandon)
     rank.report("open")
     if rank.rank == rank.size - 1:
@@ -122,7 +122,7 @@ def open_in_vain(rank: Rank) -> list[float]:
     if rank.rank == 2:
         rank.report("absent")
         rank.await_word()
-    abandon = Abandon()
+    abandon = AbandonSignal()
     threading.Thread(target=lambda: abandon.set(rank.await_word()), daemon=True).start()
     rank.report("opening")
     with pytest.raises(EpochAbandoned):
@@ -140,7 +140,7 @@ def test_opening_can_be_abandoned() -> None:
 
 def set_in_vain(rank: Rank) -> str:
     """The holder set (0, 2) never opens, because rank 2 does not ask for it."""
-    abandon = Abandon()
+    abandon = AbandonSignal()
     links = rank.open(abandon, holder_sets=((0, 2),) if rank.rank == 0 else ())
     rank.report("open")
     if rank.rank != 0:
@@ -163,7 +163,7 @@ def test_a_holder_set_that_never_opens_can_be_abandoned() -> None:
 def many_epochs(rank: Rank) -> list[float]:
     """Nine epochs are left in the middle of a message; the tenth must not see anything of them."""
     for epoch in range(1, 10):
-        abandon = Abandon()
+        abandon = AbandonSignal()
         left = pytest.raises(
             (EpochAbandoned, LinkFailed)
         )  # the other rank may have left before this one is in

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
-from elastic.worker.transport.devicefault import broke, broke_here
-from elastic.worker.transport.links import Links, _Guard
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
+from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
+from elastic.worker.transport.links import Links, _ErrorTranslator
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 accelerator: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
@@ -30,24 +30,24 @@ accelerator: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeErro
     ],
 )
 def test_broke(error: Exception, expected: bool) -> None:
-    assert broke(error) is expected
-    assert broke_here(error) is (expected and "NCCL" not in str(error))
+    assert is_device_fault(error) is expected
+    assert is_local_device_fault(error) is (expected and "NCCL" not in str(error))
 
 
 def test_a_device_that_breaks_in_a_wait_is_no_broken_link() -> None:
     """Else its peer would be suspected; who has left the epoch looks at no error any more."""
-    links = Links(1, 0, 1, torch.device("cpu"), Abandon())
-    with pytest.raises(RuntimeError, match="uncorrectable ECC"), _Guard(links, 1):
+    links = Links(1, 0, 1, torch.device("cpu"), AbandonSignal())
+    with pytest.raises(RuntimeError, match="uncorrectable ECC"), _ErrorTranslator(links, 1):
         raise RuntimeError(ECC)
     links.abandon.set("epoch 2")
-    with pytest.raises(EpochAbandoned), _Guard(links, 1):
+    with pytest.raises(EpochAbandoned), _ErrorTranslator(links, 1):
         raise RuntimeError(ECC)
     assert not issubclass(RuntimeError, LinkFailed)
 
 
 SCRIPT = """
 import sys
-from elastic.worker.transport.devicefault import crashing
+from elastic.worker.transport.device_fault import crashing
 try:
     with crashing(print, 3):
         raise {error}

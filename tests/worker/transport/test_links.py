@@ -12,14 +12,14 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.profile import Link
 from elastic.rpc.shaping import Shaper
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
-from elastic.worker.transport.tensor_header import DTYPES, pack_form, unpack_form
-from tests.worker.engine.ranks import Rank, run_ranks
+from elastic.worker.transport.tensor_header import DTYPES, pack_header, unpack_header
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 
 def alone() -> Links:
-    abandon = Abandon()
+    abandon = AbandonSignal()
     return Links.open(
         epoch=1,
         rank=0,
@@ -124,16 +124,16 @@ def test_one_rank_needs_no_store() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forms_round_trip(dtype: torch.dtype) -> None:
-    assert unpack_form(pack_form((dtype, (4, 0, 7))), 0) == (dtype, (4, 0, 7))
+    assert unpack_header(pack_header((dtype, (4, 0, 7))), 0) == (dtype, (4, 0, 7))
 
 
 def test_malformed_headers_are_refused() -> None:
     for words in ([99, 1], [0, 9], [0, 1, -1], [-1, 0]):
         header = torch.tensor(words + [0] * (10 - len(words)))
         with pytest.raises(LinkFailed, match="rank 3"):
-            unpack_form(header, 3)
+            unpack_header(header, 3)
     with pytest.raises(FieldError):
-        pack_form((torch.complex64, (1,)))
+        pack_header((torch.complex64, (1,)))
 
 
 def test_a_store_that_is_not_there() -> None:
@@ -145,7 +145,7 @@ def test_a_store_that_is_not_there() -> None:
             store_address="127.0.0.1:1",
             device=torch.device("cpu"),
             timeout_s=0.5,
-            abandon=Abandon(),
+            abandon=AbandonSignal(),
         )
     with pytest.raises(FieldError, match="host:port"):
         Links.open(
@@ -155,7 +155,7 @@ def test_a_store_that_is_not_there() -> None:
             store_address="nonsense",
             device=torch.device("cpu"),
             timeout_s=0.5,
-            abandon=Abandon(),
+            abandon=AbandonSignal(),
         )
 
 
@@ -188,7 +188,7 @@ def test_shaped_links_take_their_time_and_carry_the_same(tmp_path: Path) -> None
 
 def leave_while_sending(rank: Rank, path: str) -> str:
     """What is queued on a slow link holds nobody when the epoch is left."""
-    abandon = Abandon()
+    abandon = AbandonSignal()
     shaper = Shaper(Path(path) / str(rank.rank), Link(1e3))
     links = rank.open(abandon, shaper=shaper, remote=(1 - rank.rank,))
     if rank.rank == 0:

@@ -17,12 +17,12 @@ import torch
 
 from elastic.worker.transport import gloo as transport
 from elastic.worker.transport import threads
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.gloo import Operation
 from elastic.worker.transport.links import Links, data_tag, header_tag
 from elastic.worker.transport.tensor_header import MAX_DIMS
 from tests.patience import LONG_S
-from tests.worker.engine.ranks import Rank, Ranks
+from tests.worker.engine.rank_processes import Rank, Ranks
 
 LONG = 16 * 2**20
 """Elements of a message that no socket's buffers hold."""
@@ -34,7 +34,7 @@ Victim = Callable[[Rank, Links], None]
 
 def survive(rank: Rank, kind: str) -> tuple[str, float]:
     """Rank 0 is in the middle of a message with the victim; then it meets rank 1 in epoch 2."""
-    abandon = Abandon()
+    abandon = AbandonSignal()
     links = rank.open(abandon, holder_sets=((0, VICTIM),))
     if rank.rank == VICTIM:
         KINDS[kind][1](rank, links)
@@ -171,9 +171,9 @@ def outlast(rank: Rank) -> str:
         links.send(torch.ones(1), 0)
         links.flush()
         return "sent"
-    transport.GONE_S, probe = LONG_S, transport._probe
+    transport.DISCONNECT_GRACE_S, probe = LONG_S, transport._probe
 
-    def told(group: transport.Group, peer: int) -> None:
+    def told(group: transport.BackendGroup, peer: int) -> None:
         try:
             probe(group, peer)
         except RuntimeError:

@@ -51,7 +51,7 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     tp = job.stack.tensor_parallel(settings.local_rank, job.spec.tp, settings.tp_store, device)
     microbatch = job.data(0, 0)
     fields = {name: tensor.to(device) for name, tensor in microbatch.fields.items()}
-    found = _Layers(job, device, tp, order).run(Microbatch(0, 0, fields))
+    found = _LayerMeasurement(job, device, tp, order).run(Microbatch(0, 0, fields))
     if tp.rank == 0:
         _answer(order, job.spec, device, found)
     job.stack.release()
@@ -75,7 +75,7 @@ def _answer(order: Order, spec: JobSpec, device: torch.device, found: list[tuple
     os.replace(draft, order.out)
 
 
-class _Layers:
+class _LayerMeasurement:
     """One job's layers on one device."""
 
     def __init__(
@@ -113,7 +113,7 @@ class _Layers:
     ) -> tuple[LayerSpec, int, Tensor]:
         """Return (the layer, its index, its output)."""
         last = replica.index == self._spec.n_layers - 1
-        clock, given = self._clock, _Pass(replica, hidden, microbatch)
+        clock, given = self._clock, _MeasuredPass(replica, hidden, microbatch)
         kept = activation_bytes(given.forward, replica.module, self._device)
         output = given.forward().detach()
         reduced = torch.zeros_like(replica.gradient)
@@ -130,7 +130,7 @@ class _Layers:
         return layer, replica.index, output
 
 
-class _Pass:
+class _MeasuredPass:
     """One micro-batch through one layer, again and again."""
 
     def __init__(self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch) -> None:

@@ -17,10 +17,10 @@ from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes, simulate
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.links import Links, Receive
 from tests.worker.engine.models import Quiet, replicas, runner, stack
-from tests.worker.engine.ranks import Rank, run_ranks
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 N_LAYERS, M = 8, 8
 STAGES = {
@@ -74,7 +74,7 @@ def run_on_a_clock(rank: Rank, text: str, times: Sequence[StageTimes]) -> float:
     ranks, links = roster(plan), rank.open()
     layers = replicas(stack(N_LAYERS), ranks.members[rank.rank].layers, Accumulate.FAST)
     clock = Clock(links, times, rank.rank)
-    worker = runner(layers, links, M, chunks_of(ranks, rank.rank, layers))
+    worker = runner(layers, links, M, stages_of_rank(ranks, rank.rank, layers))
     worker._links = cast(Links, clock)
     worker.run(0, actions_of(plan.pipelines[0])[rank.rank], {}, clock)
     return clock.now

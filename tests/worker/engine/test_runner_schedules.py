@@ -13,8 +13,8 @@ from elastic.domain.types import Accumulate, Plan
 from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import actions_of, parse_actions
-from elastic.worker.engine.stage import Chunk
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import (
     Quiet,
@@ -26,7 +26,7 @@ from tests.worker.engine.models import (
     runner,
     stack,
 )
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 8, 5
 
@@ -58,7 +58,7 @@ def run_units(rank: Rank, text: str, accumulate: Accumulate) -> Found:
     plan = plan_of(text)
     ranks = roster(plan)
     layers = replicas(stack(N_LAYERS), ranks.members[rank.rank].layers, accumulate)
-    worker = runner(layers, rank.open(pairs=ranks.pairs()), M, chunks_of(ranks, rank.rank, layers))
+    worker = runner(layers, rank.open(pairs=ranks.pairs()), M, stages_of_rank(ranks, rank.rank, layers))
     hooks, actions = Quiet(), actions_of(plan.pipelines[0])[rank.rank]
     for _ in range(2):
         for layer in layers:
@@ -92,7 +92,7 @@ def lose_a_unit(rank: Rank, text: str, at: str) -> tuple[dict[int, set[int]], se
     plan = plan_of(text)
     ranks = roster(plan)
     layers = replicas(stack(N_LAYERS), ranks.members[rank.rank].layers, Accumulate.EXACT)
-    worker = runner(layers, rank.open(pairs=ranks.pairs()), M, chunks_of(ranks, rank.rank, layers))
+    worker = runner(layers, rank.open(pairs=ranks.pairs()), M, stages_of_rank(ranks, rank.rank, layers))
     actions, last = actions_of(plan.pipelines[0])[rank.rank], rank.rank == rank.size - 1
     with pytest.raises(LinkFailed) as caught:
         worker.run(0, actions, {}, TellAt(rank, at) if last else Quiet())
@@ -127,7 +127,7 @@ def test_parts_of_several_microbatches_may_be_mixed(recompute: bool) -> None:
     """Nothing is in `.grad` or in a ledger before the weight part, and then it is what a whole pass gives."""
     whole = on_one_worker(stack(N_LAYERS), M, Accumulate.FAST)
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.FAST)
-    first, rest = Chunk(layers[:3], following=1), Chunk(layers[3:], previous=0, recompute=recompute)
+    first, rest = LocalStage(layers[:3], following=1), LocalStage(layers[3:], previous=0, recompute=recompute)
     parameters = [p for layer in layers for p in layer.module.parameters()]
 
     def input_part(m: int) -> None:
@@ -155,6 +155,6 @@ def test_parts_of_several_microbatches_may_be_mixed(recompute: bool) -> None:
 
 
 def test_actions_name_stages_of_this_worker() -> None:
-    worker = runner([], lonely_links(), M, [Chunk([], number=3)])
+    worker = runner([], lonely_links(), M, [LocalStage([], number=3)])
     with pytest.raises(FieldError, match=r"\[3\]"):
         worker.run(0, parse_actions("2F0"), {}, Quiet())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
 from elastic.worker.transport.rendezvous import host_store
 from tests.launcher.helpers import send
@@ -39,7 +39,7 @@ class Rank:
     def await_word(self) -> Any:
         return self.pipe.recv()
 
-    def open(self, abandon: Abandon | None = None, *, epoch: int = 1, **options: Any) -> Links:
+    def open(self, abandon: AbandonSignal | None = None, *, epoch: int = 1, **options: Any) -> Links:
         return Links.open(
             epoch=epoch,
             rank=options.pop("rank", self.rank),
@@ -47,7 +47,7 @@ class Rank:
             store_address=self.store,
             device=torch.device("cpu"),
             timeout_s=10 * DEADLINE_S,
-            abandon=abandon or Abandon(),
+            abandon=abandon or AbandonSignal(),
             **options,
         )
 

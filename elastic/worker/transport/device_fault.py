@@ -24,20 +24,20 @@ _ACCELERATOR: type[BaseException] | tuple[()] = getattr(torch, "AcceleratorError
 _MEMORY: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ())
 
 
-def broke(error: BaseException) -> bool:
+def is_device_fault(error: BaseException) -> bool:
     """Whether a device, its driver or a link of devices raised this, and not for what the script asked."""
     if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or of_script(str(error)):
         return False
     return isinstance(error, _ACCELERATOR) or of_device(str(error))
 
 
-def broke_here(error: BaseException) -> bool:
+def is_local_device_fault(error: BaseException) -> bool:
     """The same, where the other end of a link cannot have caused it."""
-    return broke(error) and not of_link(str(error))
+    return is_device_fault(error) and not of_link(str(error))
 
 
 @contextmanager
-def crashing(send: Callable[[object], None], local_rank: int) -> Iterator[None]:
+def crash_on_device_fault(send: Callable[[object], None], local_rank: int) -> Iterator[None]:
     """End this process, with the error as its last words, when its device breaks inside.
 
     At once: what the interpreter would tidy up waits for the device, which may never answer.
@@ -45,7 +45,7 @@ def crashing(send: Callable[[object], None], local_rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not broke(error):
+        if not is_device_fault(error):
             raise
         try:
             traceback.print_exception(error)

@@ -1,4 +1,4 @@
-"""Measures a link: two processes over the transport that training uses. `python -m elastic.worker.transport.linkprobe`.
+"""Measures a link: two processes over the transport that training uses. `python -m elastic.worker.transport.link_probe`.
 
 One-way seconds of messages of several sizes, as half of a round trip's; bandwidth and latency from them. Then
 contention: how much longer a computation takes while messages go out beside it. And how fast copies for the backup are
@@ -23,20 +23,20 @@ import torch
 
 from elastic.planning.cost.profile import Link
 from elastic.store.shared_memory import SlotPool, checksum
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
 from elastic.worker.transport.rendezvous import host_store
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Bytes of the messages."""
 TIMEOUT_S = 120.0
-IDLE_S = 0.005
+PAUSE_S = 0.005
 """Between messages, as in a pipeline: whoever waits is asleep when one comes."""
-COMPUTE = 256
+MATRIX_ROWS = 256
 """Rows of the matrices that are multiplied while messages go out."""
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     """The link of these one-way times: latency of the smallest message, bandwidth between larger ones."""
     latency = seconds[0]
     points = pairwise(zip(sizes, seconds, strict=True))
@@ -50,7 +50,7 @@ def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
     tensor, found = torch.zeros(nbytes // 4), []
     for _ in range(repeat):
         expected = links.recv(1 - links.rank, tag)
-        time.sleep(IDLE_S if links.rank == 0 else 0.0)
+        time.sleep(PAUSE_S if links.rank == 0 else 0.0)
         began = time.perf_counter()
         if links.rank == 0:
             links.send(tensor, 1, tag)
@@ -105,7 +105,7 @@ def copy_rate(nbytes: int = SIZES[-1], repeat: int = 9) -> float:
 
 
 def _compute(loops: int) -> None:
-    matrix = torch.ones(COMPUTE, COMPUTE)
+    matrix = torch.ones(MATRIX_ROWS, MATRIX_ROWS)
     for _ in range(loops):
         matrix @ matrix
 
@@ -140,10 +140,10 @@ def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
         store_address=store,
         device=torch.device("cpu"),
         timeout_s=TIMEOUT_S,
-        abandon=Abandon(),
+        abandon=AbandonSignal(),
     )
     seconds = [one_way(links, nbytes, tag, repeat) for tag, nbytes in enumerate(SIZES)]
-    link = fit(SIZES, seconds)
+    link = fit_link(SIZES, seconds)
     slows = contention(links, link, len(SIZES), 3)
     links.gather(torch.zeros(1))
     return {
@@ -157,7 +157,7 @@ def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="elastic.worker.transport.linkprobe")
+    parser = argparse.ArgumentParser(prog="elastic.worker.transport.link_probe")
     parser.add_argument("--store", default="")
     parser.add_argument("--repeat", type=int, default=20)
     args = parser.parse_args(argv)
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     words = [
         sys.executable,
         "-m",
-        "elastic.worker.transport.linkprobe",
+        "elastic.worker.transport.link_probe",
         "--store",
         address,
         "--repeat",

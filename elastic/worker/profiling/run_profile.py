@@ -13,7 +13,7 @@ from elastic.worker.profiling.emulated import EmulatedStack
 EMULATE = "emulate"
 
 
-def stack_of(settings: WorkerSettings, stack: LayerStack) -> LayerStack:
+def select_stack(settings: WorkerSettings, stack: LayerStack) -> LayerStack:
     """The layers to run: the script's own, or under --emulate the profile's."""
     profile = _profile(settings)
     if settings.profile != EMULATE or profile is None:
@@ -21,7 +21,7 @@ def stack_of(settings: WorkerSettings, stack: LayerStack) -> LayerStack:
     return EmulatedStack(profile, settings.device, stack.seed)
 
 
-def check_fit(settings: WorkerSettings, spec: JobSpec) -> None:
+def check_profile(settings: WorkerSettings, spec: JobSpec) -> None:
     """Raise FieldError when the job is planned by a profile of another model."""
     profile = _profile(settings)
     if profile is None:

@@ -1,4 +1,4 @@
-"""Tries this node's devices: `python -m elastic.worker.transport.devicecheck` prints one line of JSON.
+"""Tries this node's devices: `python -m elastic.worker.transport.device_check` prints one line of JSON.
 
 Whole numbers are multiplied in float32, so that the result is known to the last bit; the slowest device counts.
 """
@@ -14,7 +14,7 @@ import torch
 SIZE, ROUNDS = 2048, 8
 
 
-def trial(device: torch.device) -> tuple[float, str]:
+def check_device(device: torch.device) -> tuple[float, str]:
     """(T operations a second, what is wrong or "")."""
     a = (torch.arange(SIZE * SIZE, dtype=torch.float32).reshape(SIZE, SIZE) % 3) - 1
     expected = (a[:64].double() @ a.double()).float()
@@ -36,7 +36,7 @@ def main() -> int:
     found = []
     for device in devices:
         try:
-            found.append(trial(device))
+            found.append(check_device(device))
         except RuntimeError as error:
             found.append((0.0, f"{device}: {error}"))
     rate = min(rate for rate, _ in found)
