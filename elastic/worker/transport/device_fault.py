@@ -1,7 +1,8 @@
-"""A device that breaks is a crash of its worker: the agent starts it again, and the job goes on.
+"""Faults of a device: the worker crashes, the agent restarts it, and the job goes on.
 
-What a broken device holds is lost with the process; what was published lies in the vaults. Running out of memory, or
-asking for what no device can do, is the script's own fault and ends the job (`elastic.core.protocol.device_errors`).
+The contents of a broken device are lost with the process; recovery reads the published copies from
+the vaults. Running out of memory, or an operation that no device supports, is an error of the
+script and ends the job (`elastic.core.protocol.device_errors`).
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from elastic.core.protocol.device_errors import of_device, of_link, of_script
 from elastic.domain.errors import EXIT_FAILURE
 
 CAUSE_CHARS = 300
-"""Of an error's text, as the cause of a crash."""
+"""Maximum length of an error's text in a crash report."""
 _ACCELERATOR: type[BaseException] | tuple[()] = getattr(torch, "AcceleratorError", ())
 _MEMORY: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ())
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether a device, its driver or a link of devices raised this, and not for what the script asked."""
+    """Whether a device, its driver or a link between devices caused `error`, not the script."""
     if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or of_script(str(error)):
         return False
     return isinstance(error, _ACCELERATOR) or of_device(str(error))
 
 
 def is_local_device_fault(error: BaseException) -> bool:
-    """The same, where the other end of a link cannot have caused it."""
+    """Whether `error` is a device fault that the other end of a link cannot have caused."""
     return is_device_fault(error) and not of_link(str(error))
 
 
 @contextmanager
 def crash_on_device_fault(send: Callable[[object], None], local_rank: int) -> Iterator[None]:
-    """End this process, with the error as its last words, when its device breaks inside.
+    """Report a device fault inside the block through `send`, and end this process.
 
-    At once: what the interpreter would tidy up waits for the device, which may never answer.
+    The process ends without the interpreter's cleanup, which would wait for the broken device.
     """
     try:
         yield
@@ -49,7 +50,8 @@ def crash_on_device_fault(send: Callable[[object], None], local_rank: int) -> It
             raise
         try:
             traceback.print_exception(error)
-            send(m.Crashed(f"{type(error).__name__}: {error}".splitlines()[0][:CAUSE_CHARS], local_rank))
+            cause = f"{type(error).__name__}: {error}".splitlines()[0][:CAUSE_CHARS]
+            send(m.Crashed(cause, local_rank))
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
