@@ -203,7 +203,7 @@ def _share(reduction: _PendingReduction) -> None:
         counts = reduction.counts[row].tolist()
         wrong = {m: count for m, count in enumerate(counts) if count not in (0, 1)}
         if wrong:
-            text = f"micro-batches not contributed exactly once, with their counts: {wrong}"
+            text = f"micro-batches contributed more than once, with their counts: {wrong}"
             raise LedgerError(f"layer {layer.index}: {text}")
         ledger, losses = {m for m, count in enumerate(counts) if count}, {}
         if layer is layers[-1] and len(reduction.counts) > len(layers):

@@ -17,7 +17,7 @@ from torch import Tensor
 from elastic.domain.state_layout import span
 from elastic.domain.types import WHOLE
 from elastic.planning.plan.rank_map import Roster
-from elastic.worker.engine.allreduce import BUCKET_BYTES
+from elastic.worker.engine import allreduce
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links, PendingCollective
@@ -81,7 +81,7 @@ def _group(
     for replica in (r for r in replicas if r.portion != WHOLE):
         holders = roster.holders(replica.index, shard)
         follows = layers and layers[-1].index == replica.index - 1 and holders == ranks
-        if layers and not (follows and _nbytes([*layers, replica]) <= BUCKET_BYTES):
+        if layers and not (follows and _nbytes([*layers, replica]) <= allreduce.BUCKET_BYTES):
             yield layers, ranks
             layers = []
         layers, ranks = [*layers, replica], holders

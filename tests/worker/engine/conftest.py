@@ -1,4 +1,4 @@
-"""Property tests of this area are not timed: the machine may be busy."""
+"""Disables the deadline of property tests, because the machine may be busy."""
 
 from __future__ import annotations
 
