@@ -64,8 +64,9 @@ class StepTimer:
                     (with_transfer if before else without_transfer)[key].append(seconds)
         if not any(kind is Kind.F for kind, _ in times):
             return None
-        forward = sum(median(found) for (kind, _), found in times.items() if kind is Kind.F)
-        backward = sum(median(found) for (kind, _), found in times.items() if kind is not Kind.F)
+        medians = {key: median(seconds) for key, seconds in times.items()}
+        forward = sum(s for (kind, _), s in medians.items() if kind is Kind.F)
+        backward = sum(s for (kind, _), s in medians.items() if kind is not Kind.F)
         slowdown = _slowdown(with_transfer, without_transfer)
         return Measured(epoch, step, local_rank, forward, backward, slowdown, traffic)
 

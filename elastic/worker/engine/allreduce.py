@@ -130,7 +130,7 @@ class GradientAllReduce:
         if self._rank not in owners:
             return
         slices = {r.index: r.gradient_slice for r in self._replicas}
-        mine = {
+        own = {
             row: reduced[layer][slices[layer](name)]
             for row, (layer, name) in enumerate(group)
             if owners[row] == self._rank
@@ -138,14 +138,14 @@ class GradientAllReduce:
         others = [(row, rank) for row, rank in enumerate(owners) if rank != self._rank]
         expected = {row: self._links.recv(rank, tag) for row, rank in others}
         for rank in sorted(set(owners) - {self._rank}):
-            for row in mine.values():
+            for row in own.values():
                 self._links.send(row, rank, tag)
-        rows = [mine[row] if row in mine else expected[row].wait() for row in range(len(group))]
+        rows = [own[row] if row in own else expected[row].wait() for row in range(len(group))]
         total = rows[0].clone()
         for row_tensor in rows[1:]:
             total += row_tensor
         self._links.flush()
-        for row_tensor in mine.values():
+        for row_tensor in own.values():
             row_tensor.copy_(total)
 
     def _owner(self, layer: int) -> int:

@@ -111,8 +111,8 @@ def commit(
     layers = tuple(LayerContribution(frozenset(r.ledger), norms_sq[r.index]) for r in replicas)
     last = replicas[-1]
     losses = last.losses if last.index == roster.n_layers - 1 else {}
-    mine = Contribution(step, links.epoch, halt_epoch, layers, losses, common)
-    row = torch.tensor(pack(mine, roster), dtype=torch.int64)
+    own = Contribution(step, links.epoch, halt_epoch, layers, losses, common)
+    row = torch.tensor(pack(own, roster), dtype=torch.int64)
     rows = [gathered.tolist() for gathered in links.gather(row)]
     members = zip(rows, roster.members, strict=True)
     return decide([unpack(words, member, roster) for words, member in members], roster)

@@ -1,4 +1,4 @@
-"""The gradient scheme `reduce`: all-reduce in rounds while the step goes on.
+"""The gradient scheme `reduce`: all-reduce in rounds while the step runs.
 
 When a worker joins a round, it hands over the gradient sums of its layers, starts new ones, and
 starts an all-reduce of a copy. When the round is over, the total moves into the layer's *common*

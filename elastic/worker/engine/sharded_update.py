@@ -109,12 +109,12 @@ class _GatherBucket:
         Args:
             buffer: uint8 [holders + 1, nbytes]; the last row holds the bytes that are sent.
         """
-        *rows, mine = buffer.unbind()
+        *rows, sent = buffer.unbind()
         self._rows, at = tuple(rows), 0
         for part in self._parts(self._portion):
-            mine[at : at + part.numel()] = part
+            sent[at : at + part.numel()] = part
             at += part.numel()
-        return links.all_gather(rows, mine, self.ranks)
+        return links.all_gather(rows, sent, self.ranks)
 
     def end(self) -> None:
         """Copy the gathered portions into the parameters and mark the layers complete."""

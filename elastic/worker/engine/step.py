@@ -128,7 +128,7 @@ class StepRunner:
             covered: layer -> micro-batches that some holder's ledger has already.
 
         Raises:
-            EpochAbandoned, LinkFailed: the ledgers and versions of the replicas tell how far the
+            EpochAbandoned, LinkFailed: the ledgers and versions of the replicas show how far the
                 step came.
         """
         started = time.perf_counter()

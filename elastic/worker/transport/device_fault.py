@@ -1,4 +1,4 @@
-"""Faults of a device: the worker crashes, the agent restarts it, and the job goes on.
+"""Faults of a device: the worker crashes, the agent restarts it, and the job continues.
 
 The contents of a broken device are lost with the process; recovery reads the published copies from
 the vaults. Running out of memory, or an operation that no device supports, is an error of the

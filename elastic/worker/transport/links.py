@@ -153,12 +153,8 @@ class Links:
                 return control, links._open_nccl(store, control, timeout_s, pairs)
             return control, ShapedTransport(control, shaper, remote) if shaper else control
 
-        def discard(pair: tuple[GlooTransport, Transport]) -> None:
-            pair[0].close()
-            pair[1].close()
-
         try:
-            opened = run_abandonable(connect, abandon, f"open-epoch{epoch}", discard)
+            opened = run_abandonable(connect, abandon, f"open-epoch{epoch}", _close_all)
         except RuntimeError as error:
             raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
         links._control, links._data = opened
@@ -234,7 +230,7 @@ class Links:
     def _keep(self, work: Operation, tensor: torch.Tensor, transport: Transport) -> None:
         """Keep a tensor that is being sent; wait for the oldest one if there are too many.
 
-        The limit is needed because gloo does not tell when a message has been received.
+        The limit is needed because gloo does not report the receipt of a message.
         """
         self._unreceived.append((work, tensor, transport))
         while self._unreceived and self._unreceived[0][0].is_completed():
@@ -267,9 +263,9 @@ class Links:
             self.abandon.check()
             return [tensor.clone()]
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        everybody = tuple(range(self.world_size))
+        all_ranks = tuple(range(self.world_size))
         with self.translate_errors():
-            self.control.wait(self.control.all_gather(outputs, tensor, everybody))
+            self.control.wait(self.control.all_gather(outputs, tensor, all_ranks))
         return outputs
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingCollective:
@@ -416,6 +412,11 @@ class IncomingFlow:
     def read_header(self) -> None:
         self.incoming.links.control.wait(self._header_work)
         self.spec = unpack_header(self._header, self.incoming.src)
+
+
+def _close_all(transports: tuple[GlooTransport, Transport]) -> None:
+    for transport in transports:
+        transport.close()
 
 
 def data_tag(tag: int) -> int:

@@ -37,7 +37,7 @@ from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 N_LAYERS, M = 8, 7
 
 PLANS = {
-    "alike": ("1f1b: a[0:4] b[4:8]", "1f1b: c[0:4] d[4:8]"),
+    "equal cuts": ("1f1b: a[0:4] b[4:8]", "1f1b: c[0:4] d[4:8]"),
     "other cuts": ("1f1b: a[0:2] b[2:8]", "zero-bubble: c[0:3] d[3:7] e[7:8]"),
     "several stages per worker": (
         "interleaved: a[0:1] b[1:4] a[4:5] b[5:8]",
@@ -143,8 +143,8 @@ def two_steps(
 @pytest.mark.parametrize(
     ("name", "every", "accumulate", "bucket"),
     [
-        ("alike", 1, Accumulate.EXACT, 2**25),
-        ("alike", 2, Accumulate.FAST, 1),
+        ("equal cuts", 1, Accumulate.EXACT, 2**25),
+        ("equal cuts", 2, Accumulate.FAST, 1),
         ("other cuts", 1, Accumulate.EXACT, 2500),
         ("several stages per worker", 1, Accumulate.EXACT, 2**25),
         ("several stages per worker", 3, Accumulate.FAST, 1),
@@ -182,7 +182,7 @@ def step_after_recovery(rank: Rank) -> dict[int, torch.Tensor]:
     Micro-batches 0 to 4 are done: pipeline 0 holds them for layers 0 to 3, pipeline 1 for layers 4
     to 7. Pipeline 0 runs 5 and 6, and layer 3 has 6 already.
     """
-    worker = Worker(plan_of(PLANS["alike"]), rank, Accumulate.EXACT, 1)
+    worker = Worker(plan_of(PLANS["equal cuts"]), rank, Accumulate.EXACT, 1)
     held = {layer: frozenset(range(5)) for layer in range(4)}
     held |= {
         3: frozenset((0, 1, 2, 3, 4, 6)),
@@ -239,7 +239,7 @@ HeldParts = dict[int, list[tuple[frozenset[int], torch.Tensor]]]
 
 def interrupted_step(rank: Rank, victim: int, at: int, every: int) -> HeldParts:
     """Layer -> (ledger, gradient) of its parts, after the victim's micro-batch number `at`."""
-    worker = Worker(plan_of(PLANS["alike"]), rank, Accumulate.EXACT, every)
+    worker = Worker(plan_of(PLANS["equal cuts"]), rank, Accumulate.EXACT, every)
     if rank.rank == victim:
         worker.hooks = PauseAfter(worker.common, rank, at)
     with contextlib.suppress(LinkFailed):  # the last stages may have received everything
@@ -257,7 +257,7 @@ def interrupted_step(rank: Rank, victim: int, at: int, every: int) -> HeldParts:
 def test_survivors_hold_each_microbatch_once_and_the_promised_ones_of_the_lost_rank(
     victim: int, at: int, every: int
 ) -> None:
-    plan = plan_of(PLANS["alike"])
+    plan = plan_of(PLANS["equal cuts"])
     single = [gradients_of(m) for m in range(M)]
     with Ranks(interrupted_step, 4, victim, at, every) as ranks:
         assert ranks.reports(victim) == ["paused"]
