@@ -29,12 +29,12 @@ from elastic.domain.types import Accumulate, Pipeline, Plan, Stage, Unit
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, one_f_one_b
 from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.model.layers import ListStack, Microbatch, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
 from elastic.worker.transport.rendezvous import host_store
 
@@ -157,7 +157,7 @@ class Ours:
             store_address=store,
             device=CPU,
             timeout_s=300.0,
-            abandon=Abandon(),
+            abandon=AbandonSignal(),
             pairs=ranks.pairs(),
         )
         self._replicas, self._batch, self._n = (
@@ -166,7 +166,7 @@ class Ours:
             setting.microbatches,
         )
         self._runner = StageRunner(
-            chunks_of(ranks, rank, replicas),
+            stages_of_rank(ranks, rank, replicas),
             links,
             n_microbatches=self._n,
             data=self._data,

@@ -28,7 +28,7 @@ from elastic.rpc.bulk.transfer import VaultClient, tune
 from elastic.store.shared_memory import checksum
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -139,7 +139,7 @@ def local(directory: Path) -> list[Row]:
     """What publishing costs the worker's main thread, and reading back through shared memory."""
     loop = Loop()
     loop.publisher = Publisher(loop, directory / "slots", "a")
-    lump, abandon = Lump(), Abandon()
+    lump, abandon = Lump(), AbandonSignal()
     vault = Vault("a", directory / "a")
     server = VaultServer(vault).start()
     fetcher = Fetcher("a", {"a": server.address}, abandon)

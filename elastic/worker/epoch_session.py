@@ -1,9 +1,9 @@
-"""One worker in one epoch: install, connect, train, leave, and report what it holds.
+"""One worker in one epoch: install, connect, train, leave, and report the layers it holds.
 
-The session begins with an `Install` order and ends when the worker has sent `Halted`, or when the
-job is over. It owns the links to the other workers and the step runner, which end with it. It
-borrows everything else from the `WorkerContext`, where it leaves the layers and their backup for
-the next session.
+The session begins with an `Install` order. It ends when the worker has sent `Halted`, or when the
+job is over. It owns the links to the other workers and the step runner, which end with it. All
+other objects belong to the `WorkerContext`, where the session leaves the layers and their backup
+for the next session.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.policy import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
-from elastic.worker.engine.step import Outcome, StepRunner
+from elastic.worker.engine.step import StepResult, StepRunner
 from elastic.worker.model.layers import Microbatch
 from elastic.worker.model.tensor_parallel import tp_sync
-from elastic.worker.profiling.profiled import EMULATE
+from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import Installed, Installer
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
-from elastic.worker.transport.devicefault import broke, broke_here
+from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
 from elastic.worker.transport.links import Links
 
 
@@ -40,7 +40,7 @@ class EpochSession:
 
     def __init__(self, context: WorkerContext, order: m.Install) -> None:
         self._context, self._order = context, order
-        self._abandon = context.agent.enter(order.epoch)
+        self._abandon = context.agent.begin_epoch(order.epoch)
         self._assignment = order.assignment
         self._plan = order.assignment.plan
         self._roster: Roster = roster(self._plan)
@@ -53,11 +53,11 @@ class EpochSession:
         self._resumed = False
 
     def run(self) -> None:
-        """Train until the job is done, a newer epoch is announced or something breaks.
+        """Train until the job is done, a newer epoch is announced or a fault occurs.
 
         A broken link or a missing copy is reported to the agent; the session then waits for the
-        next epoch. Returns once this worker has reported what it holds, or when the job is over.
-        Raises SystemExit, or the error itself, if the job cannot go on.
+        next epoch. Returns once this worker has sent `Halted`, or when the job is over. Raises
+        SystemExit, or the original error, if the job cannot continue.
         """
         try:
             self._train()
@@ -80,19 +80,20 @@ class EpochSession:
         self._await_halt()
 
     def _on_runtime_error(self, error: RuntimeError) -> None:
-        """Return if a sibling's end explains the error. Else the script or the device caused it.
+        """Return if the end of another rank of the tensor-parallel group caused the error.
 
-        A collective of a tensor-parallel group fails when another rank of the group dies. The
-        agent knows of that death: it ends this worker too, or a new epoch is announced.
+        The collectives of a group fail when one of its ranks dies. The agent notices that death
+        and ends this worker too, or a new epoch is announced. Otherwise the script or the device
+        caused the error, and it is raised or reported as the job's failure.
         """
-        alone = self._context.tp.size == 1 or broke_here(error)
+        alone = self._context.tp.size == 1 or is_local_device_fault(error)
         if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
-            if broke(error):
+            if is_device_fault(error):
                 raise error
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Report that the job failed. Exit with the code of our own errors; raise any other."""
+        """Report that the job failed. Raises SystemExit for an ElasticError, else `error`."""
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
         text = f"{type(error).__name__}: {error}"
         self._send(m.Failed(text, code, self._context.settings.local_rank))
@@ -106,7 +107,7 @@ class EpochSession:
     # ---- installing ----
 
     def _train(self) -> None:
-        """Install and train until the last step is done or the workers agree to stop."""
+        """Install the assignment, and train until the last step or an agreed halt."""
         context = self._context
         if self._rank < 0:
             context.replicas.clear()
@@ -118,10 +119,10 @@ class EpochSession:
         n_steps = context.job.spec.n_steps
         todo, covered = self._assignment.todo, dict(self._assignment.covered)
         for step in range(self._assignment.step, n_steps):
-            outcome = steps.run(step, todo, covered)
+            result = steps.run(step, todo, covered)
             self._record_timing(steps, step)
-            self._report_step(outcome)
-            if outcome.halt_epoch > self._order.epoch:
+            self._report_step(result)
+            if result.halt_epoch > self._order.epoch:
                 break
             todo, covered = tuple(p.microbatches for p in self._plan.pipelines), {}
         # A tensor-parallel rank that failed in the last commit waits here for the others.
@@ -130,9 +131,9 @@ class EpochSession:
             self._finish()
 
     def _install(self) -> StepRunner:
-        """Bring the layers to the assigned version, connect, and report `Ready`."""
+        """Load the layers at the assigned version, connect, and report `Ready`."""
         context = self._context
-        context.agent.position.at("install", self._assignment.step)
+        context.agent.position.update("install", self._assignment.step)
         began = time.perf_counter()
         context.job.optimizer.check(shared=state_of(self._plan.state).sharded)
         recipes = [recipe for _, recipe in self._assignment.recipes]
@@ -149,7 +150,7 @@ class EpochSession:
         return steps
 
     def _load_layers(self, recovering: bool) -> Installed:
-        """Keep the usable live layers, read the missing ones; `context.replicas` holds all."""
+        """Keep the usable live layers and read the missing ones into `context.replicas`."""
         context = self._context
         member = self._roster.members[self._rank]
 
@@ -182,7 +183,7 @@ class EpochSession:
         return installed
 
     def _open_links(self) -> Links:
-        """Meet the other workers of the epoch."""
+        """Connect to the other workers of the epoch."""
         context, settings, members = self._context, self._context.settings, self._roster.members
         node = settings.node
         return Links.open(
@@ -201,7 +202,7 @@ class EpochSession:
         )
 
     def _protect(self, installed: Installed) -> Protection:
-        """The backup of the installed layers by the scheme of the plan."""
+        """Return the backup of the installed layers, by the plan's scheme."""
         return Protection(
             self._context.publisher,
             self._plan,
@@ -214,7 +215,7 @@ class EpochSession:
         )
 
     def _runner(self, installed: Installed, links: Links, protection: Protection) -> StepRunner:
-        """The runner of the epoch's steps on the installed layers."""
+        """Return the runner of the epoch's steps on the installed layers."""
         context, job, replicas = self._context, self._context.job, installed.replicas
         assignment, messages = self._assignment, installed.messages
         return StepRunner(
@@ -239,7 +240,7 @@ class EpochSession:
     # ---- training ----
 
     def _data(self, step: int, index: int) -> Microbatch:
-        """The user's micro-batch on this device; an emulated job reads no data."""
+        """Return the user's micro-batch on this device. An emulated job reads no data."""
         if self._context.settings.profile == EMULATE:
             return Microbatch(step, index, {})
         microbatch, device = self._context.job.data(step, index), self._context.device
@@ -247,33 +248,33 @@ class EpochSession:
         return Microbatch(step, index, fields)
 
     def _report_resumed(self) -> None:
-        """Report, once, that training goes on."""
+        """Report once that training has resumed."""
         if not self._resumed:
             self._resumed = True
             self._send(m.Resumed(self._order.epoch, time.time()))
 
-    def _report_step(self, outcome: Outcome) -> None:
+    def _report_step(self, result: StepResult) -> None:
         self._report_resumed()
         if self._rank == 0:
             spec = self._context.job.spec
             tokens = spec.n_microbatches * spec.tokens_per_microbatch
             epoch = self._order.epoch
-            self._send(m.StepDone(epoch, outcome.record, outcome.seconds, outcome.lr, tokens))
+            self._send(m.StepDone(epoch, result.record, result.seconds, result.lr, tokens))
 
     def _record_timing(self, steps: StepRunner, step: int) -> None:
-        """Let the heartbeat carry how long the computing of `step` took."""
+        """Put the compute times of `step` into the heartbeat."""
         context = self._context
         traffic = context.publisher.traffic.take()
         local_rank = context.settings.local_rank
-        measured = steps.meter.take(self._order.epoch, step, local_rank, traffic)
+        measured = steps.timer.take(self._order.epoch, step, local_rank, traffic)
         if measured:
             context.agent.position.measured = measured
 
     def _finish(self) -> None:
-        """Wait for the last states of all workers to reach vaults. Rank 0 hashes the result."""
+        """Wait until all workers' final states are in vaults. Rank 0 hashes the result."""
         context, spec = self._context, self._context.job.spec
         assert context.protection is not None and self._links is not None
-        context.agent.position.at("wait", spec.n_steps)
+        context.agent.position.update("wait", spec.n_steps)
         self._report_resumed()
         context.protection.finish()
         self._links.gather(torch.zeros(1, dtype=torch.int64))
@@ -286,19 +287,19 @@ class EpochSession:
     # ---- leaving ----
 
     def _await_halt(self) -> None:
-        """Wait for the next epoch, put all layers into the local vault, and report `Halted`."""
+        """Wait for the next epoch, publish all layers to the local vault, and send `Halted`."""
         context = self._context
-        context.agent.position.at("wait")
+        context.agent.position.update("wait")
         newest = context.agent.await_halt(self._order.epoch)
         if newest is None:
             return
         if context.protection is not None:
             context.protection.flush()
         self._send(self._halted(newest))
-        context.agent.position.at("idle")
+        context.agent.position.update("idle")
 
     def _halted(self, epoch: int) -> m.Halted:
-        """The report of what this worker holds, for the plan of `epoch`."""
+        """Return the report of the layers that this worker holds, for the plan of `epoch`."""
         steps, replicas = self._steps, self._context.replicas.values()
         version = min((replica.version for replica in replicas), default=-1)
         if steps is None or not replicas:

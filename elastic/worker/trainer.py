@@ -1,10 +1,11 @@
-"""The user's entry point: a training description, and a loop over the agent's orders.
+"""The user's entry point: a training description and the loop over the agent's orders.
 
     Trainer(stack=..., optimizer=..., data=..., steps=..., microbatches=...).run()
 
-The worker attaches to its agent once. Then it follows orders: each `Install` begins one epoch, an
-`EpochSession`, which installs the assigned layers, connects to the other workers and trains until
-a fault or a newer epoch ends it. Process, device context and layers stay (`WorkerContext`).
+The worker attaches to its agent once and then follows orders. Each `Install` begins an epoch. An
+`EpochSession` installs the assigned layers, connects to the other workers and trains until a fault
+or a newer epoch ends it. The process, its device and its layers outlive the epoch
+(`WorkerContext`).
 """
 
 from __future__ import annotations
@@ -20,19 +21,30 @@ from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
-from elastic.worker.profiling.profiled import stack_of
-from elastic.worker.profiling.profiling import measure_job
-from elastic.worker.transport.devicefault import crashing
+from elastic.worker.profiling.measure import measure_job
+from elastic.worker.profiling.run_profile import select_stack
+from elastic.worker.transport.device_fault import crash_on_device_fault
 
 
 class Trainer:
-    """Trains `stack` for `steps` steps of `microbatches` micro-batches, on the nodes there are.
+    """Trains `stack` for `steps` steps of `microbatches` micro-batches, on the available nodes.
 
-    `data(step, index)` returns micro-batch `index` of `step`. It must depend on these two numbers
-    alone. Global batch, sample order, dropout and learning rate do not depend on the nodes. With
-    `--accumulate exact` the parameters do not either, bit for bit.
+    Global batch, sample order, dropout and learning rate do not depend on the number of nodes.
+    With `--accumulate exact`, the parameters do not depend on it either, bit for bit.
 
-    Raises FieldError for a number out of range, and UsageError outside of `elastic run`.
+    Args:
+        stack: the model's layers.
+        optimizer: optimizer and learning rate schedule.
+        data: data(step, index) -> micro-batch `index` of `step`; a function of these two numbers
+            alone.
+        steps: optimizer steps of the whole training.
+        microbatches: micro-batches per step, over all pipelines.
+        seed: seed of parameters and dropout.
+        tp: workers per tensor-parallel group.
+        tokens_per_microbatch: for the reported tokens per second; 0 if unknown.
+        checkpoint_every: steps between two checkpoints; 0 for none.
+
+    Raises FieldError for a number out of range, and UsageError outside `elastic run`.
     """
 
     def __init__(
@@ -57,7 +69,7 @@ class Trainer:
             if value < least:
                 raise FieldError(name, value, f"a whole number from {least} up")
         self._settings = WorkerSettings.from_environment()
-        stack = stack_of(self._settings, stack)
+        stack = select_stack(self._settings, stack)
         accumulate = Accumulate(self._settings.accumulate)
         spec = JobSpec(
             layers=stack.specs(accumulate, optimizer),
@@ -78,9 +90,9 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the end. Under `elastic profile`, measure the layers instead.
+        """Train until the job is done. Under `elastic profile`, measure the layers instead.
 
-        Returns when the job is done. Raises SystemExit with the job's code if it failed.
+        Raises SystemExit with the job's exit code if the job failed.
         """
         if self._settings.measure:
             measure_job(self._settings, self._job)
@@ -95,12 +107,12 @@ class Trainer:
                     raise SystemExit(order.code)
                 return
             if isinstance(order, m.Install) and order.epoch > left_epoch:
-                with crashing(context.agent.send, self._settings.local_rank):
+                with crash_on_device_fault(context.agent.send, self._settings.local_rank):
                     EpochSession(context, order).run()
                 left_epoch = order.epoch
 
     def _attach(self) -> WorkerContext:
-        """Attach to the agent. If that fails, tell the agent why and raise SystemExit."""
+        """Attach to the agent. On an error, report it to the agent and raise SystemExit."""
         try:
             return WorkerContext.attach(self._settings, self._job)
         except ElasticError as error:

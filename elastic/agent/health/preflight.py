@@ -43,7 +43,7 @@ DEVICE_S = 90.0
 """For the child that tries the devices, which has to import torch."""
 STEP = 1.25
 """Nodes whose scores differ by less than this factor have the same standing."""
-TRIAL = "elastic.worker.transport.devicecheck"
+TRIAL = "elastic.worker.transport.device_check"
 
 
 def local_checks(

@@ -28,7 +28,7 @@ from elastic.planning.cost.measurement import Measurement, Order, merge, new_pro
 from elastic.planning.cost.profile import Link, Profile, format_profile
 
 OUT = "profile.json"
-PROBE = "elastic.worker.transport.linkprobe"
+PROBE = "elastic.worker.transport.link_probe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

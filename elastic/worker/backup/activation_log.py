@@ -16,8 +16,8 @@ from torch import Tensor
 from elastic.domain.errors import ElasticError, VaultError, VaultFull
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.state_codec import as_bytes
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
-from elastic.worker.transport.tensor_header import MAX_DIMS, form_of, pack_form, unpack_form
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
+from elastic.worker.transport.tensor_header import MAX_DIMS, pack_header, spec_of, unpack_header
 
 HEADER_BYTES = 8 * (2 + MAX_DIMS)
 DATA_OFFSET = 128
@@ -43,7 +43,7 @@ class Logged:
 
     def write(self, out: Tensor) -> None:
         """Write the copy to `out`, uint8 [nbytes] in host memory."""
-        out[:HEADER_BYTES].copy_(pack_form(form_of(self.tensor)).view(torch.uint8))
+        out[:HEADER_BYTES].copy_(pack_header(spec_of(self.tensor)).view(torch.uint8))
         out[HEADER_BYTES:DATA_OFFSET].zero_()
         out[DATA_OFFSET:].copy_(as_bytes(self.tensor))
 
@@ -51,7 +51,7 @@ class Logged:
 def read(data: Tensor) -> Tensor:
     """The message in a copy's bytes, uint8 [nbytes]; a view. Raises VaultError if it is malformed."""
     try:
-        dtype, shape = unpack_form(data[:HEADER_BYTES].clone().view(torch.int64), 0)
+        dtype, shape = unpack_header(data[:HEADER_BYTES].clone().view(torch.int64), 0)
         return data[DATA_OFFSET:].view(dtype).view(shape)
     except (ElasticError, RuntimeError, ValueError) as error:
         raise VaultError(f"a logged message of {data.numel()} bytes is malformed: {error}") from error
@@ -79,7 +79,7 @@ class BoundaryLog:
         if not self._full:
             self._pending.append(logged)
 
-    def flush(self, abandon: Abandon | None) -> None:
+    def flush(self, abandon: AbandonSignal | None) -> None:
         """Write and announce what was kept; None: the epoch has ended. Waits for slots as `Publisher` does. Raises
         EpochAbandoned."""
         if self._held and abandon is not None:

@@ -28,7 +28,7 @@ from elastic.worker.model.layers import Tied
 from elastic.worker.replica.gradient_sum import Part
 from elastic.worker.replica.publishing import Summed
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Protection:
         plan: Plan,
         node: str,
         replicas: Sequence[LayerReplica],
-        abandon: Abandon,
+        abandon: AbandonSignal,
         send: Callable[[object], None],
         tied: Tied,
         chunks: int = 1,

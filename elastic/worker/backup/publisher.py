@@ -43,7 +43,7 @@ from elastic.worker.backup.items import Item, RingKey
 from elastic.worker.backup.metrics import TrafficMeter
 from elastic.worker.replica.publishing import Message, Sender, Summed
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 SLOTS_A_RING = 2
 
@@ -104,7 +104,7 @@ class Publisher:
         step: int,
         epoch: int,
         peer: str,
-        abandon: Abandon | None = None,
+        abandon: AbandonSignal | None = None,
     ) -> int:
         """Publish the accumulated gradients that have changed since they were last published.
 
@@ -120,7 +120,7 @@ class Publisher:
         step: int,
         epoch: int,
         peer: str,
-        abandon: Abandon | None = None,
+        abandon: AbandonSignal | None = None,
     ) -> int:
         """Publish `reduced`, layer -> the flat gradient that its update takes; waits as the others do."""
         found = items.reduced_gradients(replicas, reduced, step)
@@ -133,13 +133,13 @@ class Publisher:
         clip: float,
         epoch: int,
         peer: str,
-        abandon: Abandon | None = None,
+        abandon: AbandonSignal | None = None,
     ) -> int:
         """Publish what the update of `clip` times `reduced` (layer -> flat gradient) takes; waits as the others do."""
         found = items.updates(replicas, reduced, clip, at_once=self._copier is not None)
         return self._publish(found, epoch, peer, abandon)
 
-    def publish_logs(self, messages: Iterable[Message], epoch: int, abandon: Abandon | None) -> int:
+    def publish_logs(self, messages: Iterable[Message], epoch: int, abandon: AbandonSignal | None) -> int:
         """Publish messages to other stages, locally; waits as `publish_gradients` does. Raises VaultFull."""
         if self._logs_given_up:
             raise VaultFull("logged messages made room for other copies")
@@ -151,7 +151,7 @@ class Publisher:
         epoch: int,
         peer: str,
         peer_layers: Collection[int] | None = None,
-        abandon: Abandon | None = None,
+        abandon: AbandonSignal | None = None,
     ) -> int:
         """Publish the layers' states: those of `peer_layers` (None: all) to the peer, others locally.
 
@@ -168,7 +168,7 @@ class Publisher:
             self._acked = max(self._acked, bundle)
             self._changed.notify_all()
 
-    def wait_acked(self, bundle: int, abandon: Abandon) -> None:
+    def wait_acked(self, bundle: int, abandon: AbandonSignal) -> None:
         """Block until `bundle` is acknowledged. Raises EpochAbandoned when `abandon` is set first."""
         if self._acked >= bundle:
             return
@@ -212,7 +212,7 @@ class Publisher:
             self._failed = error
             self._changed.notify_all()
 
-    def _publish(self, found: list[Item], epoch: int, peer: str, abandon: Abandon | None) -> int:
+    def _publish(self, found: list[Item], epoch: int, peer: str, abandon: AbandonSignal | None) -> int:
         """Write and announce those that are new, as one bundle; beside, if there is a copier."""
         self._enter(epoch)
         self._reclaim()
@@ -273,7 +273,7 @@ class Publisher:
         self.traffic.copied(item.nbytes, 0.0 if self._copier else time.perf_counter() - began)
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)
 
-    def _free(self, ring: _Ring, item: Item, abandon: Abandon | None) -> _Held:
+    def _free(self, ring: _Ring, item: Item, abandon: AbandonSignal | None) -> _Held:
         """A slot of the ring that may be written now, never the one announced last."""
         nbytes, pinned = item.nbytes, self._final(ring, item)
         turns = [held for held in ring.held if held is not pinned]

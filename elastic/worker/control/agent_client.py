@@ -1,7 +1,8 @@
-"""The worker's line to its agent: orders in, news out, heartbeats.
+"""The worker's connection to its agent: orders, reports and heartbeats.
 
-One thread reads; another sends a heartbeat with the main thread's progress. The main thread asks for its next
-order with `next_order` and computes under an `Abandon` that a newer epoch sets at once.
+One thread reads the agent's messages; another sends heartbeats with the main thread's position.
+The main thread takes its next order with `next_order`. It trains under an `AbandonSignal`, which
+is set as soon as a newer epoch is announced.
 """
 
 from __future__ import annotations
@@ -23,49 +24,59 @@ from elastic.domain.errors import ChannelClosed, UsageError
 from elastic.planning.cost.profile import Link
 from elastic.rpc.frames import Channel
 from elastic.rpc.security import tls
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 HEARTBEAT_S = 0.2
+"""Interval between heartbeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """Settings that the agent gives this worker at its start, through the environment."""
+    """Settings that the agent passes to this worker through the environment."""
 
     agent: str
     """Path of the agent's Unix socket."""
     node: str
+    """Name of this worker's node."""
     local_rank: int
+    """Number of this worker on its node."""
     local_world_size: int
+    """Number of workers on the node."""
     run_dir: str
     memory_dir: str
-    """Directory for copies, in shared memory."""
+    """Directory for backup copies, in shared memory."""
     tp_store: str
+    """File through which the node's tensor-parallel ranks meet."""
     accumulate: str
+    """exact | fast."""
     faults: tuple[FaultSpec, ...]
+    """Faults to inject, for all nodes."""
     host: str
+    """Address of this node that the other nodes can reach."""
     profile: str = ""
-    """plan: the job is planned by the profile in RUN_DIR/config.json; emulate: workers also wait its times."""
+    """plan: the job is planned by the profile in RUN_DIR/config.json; emulate: the workers also
+    wait for the profile's times instead of computing; "": there is no profile."""
     device: str = ""
-    """Type of this node's devices, as the profile names it; "": its first."""
+    """Device type of this node, as the profile names it; "": the profile's first."""
     link: Link = field(default_factory=Link)
-    """How slow links to other nodes are made."""
+    """Emulated limits of the links to other nodes."""
     measure: str = ""
-    """File for what `elastic profile` wants to know: nothing is trained, layers are measured."""
+    """File with the request of `elastic profile`: layers are measured and nothing is trained."""
     timeouts: Timeouts = DEFAULT
     """Limits on waiting for others."""
 
     @staticmethod
     def from_environment() -> WorkerSettings:
-        """Read what `elastic run` put into the environment. Raises UsageError outside of it."""
+        """Read the settings from the environment. Raises UsageError outside `elastic run`."""
         if "ELASTIC_AGENT" not in os.environ:
             raise UsageError(
-                "this script trains under `elastic run`; try: elastic run --standalone --nnodes 2 SCRIPT"
+                "this script trains under `elastic run`; "
+                "try: elastic run --standalone --nnodes 2 SCRIPT"
             )
         env = os.environ
-        tls.use(
-            tls.load(env["ELASTIC_RUN_DIR"], env.get("ELASTIC_CERTS", ""), env.get("ELASTIC_CERTS_NAME", ""))
-        )
+        certificates = env.get("ELASTIC_CERTS", "")
+        name = env.get("ELASTIC_CERTS_NAME", "")
+        tls.use(tls.load(env["ELASTIC_RUN_DIR"], certificates, name))
         return WorkerSettings(
             agent=env["ELASTIC_AGENT"],
             node=env["ELASTIC_NODE"],
@@ -85,23 +96,24 @@ class WorkerSettings:
         )
 
 
-class Position:
-    """Where the main thread is; written there, read by the heartbeat."""
+class TrainingPosition:
+    """Activity of the main thread, which writes it; the heartbeat thread reads it."""
 
     def __init__(self) -> None:
         self.counter, self.activity, self.step, self.microbatch = 0, "idle", 0, 0
         self.measured: m.Measured | None = None
-        """How long the newest step's computing took."""
+        """Compute times of the newest step."""
 
-    def at(self, activity: str, step: int | None = None, microbatch: int | None = None) -> None:
+    def update(self, activity: str, step: int | None = None, microbatch: int | None = None) -> None:
+        """Record progress. A `step` or `microbatch` of None keeps the former one."""
         self.counter += 1
         self.activity = activity
         self.step = self.step if step is None else step
         self.microbatch = self.microbatch if microbatch is None else microbatch
 
 
-class Control:
-    """Connection to the agent, at the Unix socket `path`."""
+class AgentClient:
+    """Connection to the agent at the Unix socket `path`."""
 
     def __init__(self, path: str) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -109,48 +121,54 @@ class Control:
         self._channel = Channel(sock)
         self._orders: queue.Queue[Any] = queue.Queue()
         self._lock = threading.Lock()
-        self._abandon = Abandon()
+        self._abandon = AbandonSignal()
         self._epoch = 0
         self._halt = threading.Condition(self._lock)
         self._newest = m.Halt(0)
         self._stopping = False
         self._closing = threading.Event()
-        self.position = Position()
+        self.position = TrainingPosition()
 
     def start(self, on_acked: Callable[[m.Acked], None]) -> None:
-        """Begin to listen and to send heartbeats, after Attach was sent.
+        """Start to receive messages and to send heartbeats. Send Attach first.
 
-        The listening thread calls `on_acked` for every acknowledgement.
+        The receiving thread calls `on_acked` for every acknowledgement.
         """
         listen = partial(self._listen, on_acked)
         threading.Thread(target=listen, name="elastic-orders", daemon=True).start()
-        threading.Thread(target=self._beat, name="elastic-heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._send_heartbeats, name="elastic-heartbeat", daemon=True
+        ).start()
 
     def send(self, message: Any) -> None:
         self._channel.send(message)
 
     def next_order(self) -> m.Install | m.Stop | m.Halt:
-        """Wait for the next order. A Halt is returned only when nothing runs."""
+        """Wait for the next order."""
         order = self._orders.get()
         assert isinstance(order, (m.Install, m.Stop, m.Halt))
         return order
 
-    def enter(self, epoch: int) -> Abandon:
-        """Return the token under which `epoch` runs; it is set already if a newer epoch was announced."""
+    def begin_epoch(self, epoch: int) -> AbandonSignal:
+        """Return the signal that ends `epoch`.
+
+        It is set already if a newer epoch was announced.
+        """
         with self._lock:
             self._epoch = epoch
-            self._abandon = Abandon()
+            self._abandon = AbandonSignal()
             if self._newest.epoch > epoch and not self._newest.boundary:
                 self._abandon.set(f"epoch {self._newest.epoch}")
             return self._abandon
 
     def boundary_requested(self) -> int:
-        """Epoch for which everybody shall stop after the running step, or 0."""
+        """Epoch for which all workers shall stop after the running step, or 0."""
         with self._lock:
-            return self._newest.epoch if self._newest.boundary and self._newest.epoch > self._epoch else 0
+            newest = self._newest
+            return newest.epoch if newest.boundary and newest.epoch > self._epoch else 0
 
     def await_halt(self, epoch: int) -> int | None:
-        """Wait until a newer epoch than `epoch` is announced and return it, or None when the job is over."""
+        """Wait for a newer epoch than `epoch` and return it; None if the job is over."""
         with self._halt:
             self._halt.wait_for(lambda: self._stopping or self._newest.epoch > epoch)
             return None if self._stopping else self._newest.epoch
@@ -164,7 +182,7 @@ class Control:
                 else:
                     self._receive(message)
         except (ChannelClosed, OSError):
-            os._exit(70)  # the agent is gone: a worker never outlives its node
+            os._exit(70)  # the agent has ended, and a worker must not outlive it
 
     def _receive(self, message: Any) -> None:
         match message:
@@ -184,7 +202,7 @@ class Control:
             case _:
                 self._orders.put(message)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):
             p = self.position
             try:
@@ -193,4 +211,5 @@ class Control:
                 return
 
     def close(self) -> None:
+        """Stop the heartbeats."""
         self._closing.set()

@@ -1,7 +1,7 @@
-"""How long a worker's stages compute: measured while training, without stopping the device.
+"""Measures how long a worker's stages compute, while training and without stopping the device.
 
-On the CPU by the clock; on CUDA by events in the stream, which are read at the end of the step, when the
-device has passed them anyhow. Waiting for neighbours is not in it.
+On the CPU a clock is read. On CUDA events are recorded in the stream and read at the end of the
+step, when the device has passed them anyway. Waiting for neighbours is not counted.
 """
 
 from __future__ import annotations
@@ -17,48 +17,58 @@ from elastic.core.protocol.messages import Measured, Traffic
 from elastic.planning.schedule.schedule import Action, Kind
 
 Mark = float | torch.cuda.Event
+"""A point in time: seconds of time.perf_counter, or an event in the CUDA stream."""
 NO_TRAFFIC = Traffic()
 Times = dict[tuple[Kind, int], list[float]]
-"""(kind of action, stage): seconds."""
+"""(kind of action, stage) -> seconds of each action."""
 
 
-class Meter:
-    """Times the compute actions of one step. `sending` says whether copies are on their way to a peer."""
+class StepTimer:
+    """Times the compute actions of one step.
+
+    Args:
+        sending: whether backup copies are being sent to a peer now.
+    """
 
     def __init__(self, device: torch.device, sending: Callable[[], bool] = lambda: False) -> None:
         self._device, self._sending = device, sending
         self._open: tuple[Action, Mark, bool] | None = None
         self._spans: list[tuple[Action, Mark, Mark, bool, bool]] = []
+        """(action, begin, end, sending at the begin, sending at the end)."""
 
     def begin(self, action: Action) -> None:
-        """`action` begins now."""
+        """Start to time `action`."""
         self._open = (action, self._mark(), self._sending())
 
     def end(self) -> None:
-        """The action that began last is done (on CUDA: launched)."""
+        """The action that began last is done; on CUDA it is launched."""
         if self._open is not None:
             action, began, sending = self._open
             self._spans.append((action, began, self._mark(), sending, self._sending()))
             self._open = None
 
-    def take(self, epoch: int, step: int, local_rank: int, traffic: Traffic = NO_TRAFFIC) -> Measured | None:
-        """What was measured since the last call, or None for nothing."""
+    def take(
+        self, epoch: int, step: int, local_rank: int, traffic: Traffic = NO_TRAFFIC
+    ) -> Measured | None:
+        """Return the measurements since the last call, or None without a forward pass."""
         spans, self._spans = self._spans, []
-        found: Times = defaultdict(list)
-        beside: Times = defaultdict(list)
-        alone: Times = defaultdict(list)
+        times: Times = defaultdict(list)
+        with_transfer: Times = defaultdict(list)
+        without_transfer: Times = defaultdict(list)
         for action, began, ended, before, after in spans:
             seconds = _seconds(began, ended)
             if seconds is not None:
-                at = action.kind, action.stage
-                found[at].append(seconds)
+                key = action.kind, action.stage
+                times[key].append(seconds)
                 if before == after:
-                    (beside if before else alone)[at].append(seconds)
-        if not any(kind is Kind.F for kind, _ in found):
+                    (with_transfer if before else without_transfer)[key].append(seconds)
+        if not any(kind is Kind.F for kind, _ in times):
             return None
-        forward = sum(median(times) for (kind, _), times in found.items() if kind is Kind.F)
-        backward = sum(median(times) for (kind, _), times in found.items() if kind is not Kind.F)
-        return Measured(epoch, step, local_rank, forward, backward, _slowed(beside, alone), traffic)
+        medians = {key: median(seconds) for key, seconds in times.items()}
+        forward = sum(s for (kind, _), s in medians.items() if kind is Kind.F)
+        backward = sum(s for (kind, _), s in medians.items() if kind is not Kind.F)
+        slowdown = _slowdown(with_transfer, without_transfer)
+        return Measured(epoch, step, local_rank, forward, backward, slowdown, traffic)
 
     def _mark(self) -> Mark:
         if self._device.type != "cuda":
@@ -68,15 +78,18 @@ class Meter:
         return event
 
 
-def _slowed(beside: Times, alone: Times) -> float:
-    """Seconds of the actions beside transfers, over those of the same without; 0: none was seen both ways."""
-    both = beside.keys() & alone.keys()
-    quiet = sum(median(alone[at]) for at in both)
-    return sum(median(beside[at]) for at in both) / quiet if quiet > 0 else 0.0
+def _slowdown(with_transfer: Times, without_transfer: Times) -> float:
+    """Ratio of compute times with and without a concurrent transfer.
+
+    0 if no action was measured both ways.
+    """
+    both = with_transfer.keys() & without_transfer.keys()
+    alone = sum(median(without_transfer[key]) for key in both)
+    return sum(median(with_transfer[key]) for key in both) / alone if alone > 0 else 0.0
 
 
 def _seconds(began: Mark, ended: Mark) -> float | None:
-    """None while the device is not there yet."""
+    """Seconds between two marks; None if the device has not reached the second one."""
     if isinstance(began, float) and isinstance(ended, float):
         return ended - began
     assert isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)

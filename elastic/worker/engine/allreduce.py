@@ -1,9 +1,9 @@
-"""Sums each layer's gradient over its holders, into buffers beside the accumulators.
+"""All-reduce of each layer's gradient over its holders, into separate buffers.
 
-The accumulators stay as they are, so a fault in the middle costs nothing. Layers next to each other with the
-same holders share one buffer and one collective; while it runs the next buffer is filled. Tied tensors are
-then summed over their owners, row by row in the order of the group, so that every owner in every pipeline has
-the same bits.
+The accumulators keep their values, so a fault during the reduction loses nothing. Adjacent layers
+with the same holders share one buffer and one collective; the next buffer is filled while a
+collective runs. Tied tensors are then summed over their owners within each pipeline, row by row in
+the order of their group, so every owner in every pipeline gets the same bits.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Protocol
 import torch
 
 from elastic.planning.plan.rank_map import Roster
+from elastic.worker.model.layers import Tied
 from elastic.worker.transport.links import Links
 
 BUCKET_BYTES = 32 * 2**20
+"""Maximum bytes of several layers that share a collective."""
 TAG_TIED = 2**16
-"""Tag of the first tied group; the others follow. Those of pipelines are below."""
-
-Tied = tuple[tuple[tuple[int, str], ...], ...]
+"""Tag of the first tied group; the other groups follow. The pipelines' tags are lower."""
 
 
-class Gradient(Protocol):
-    """What the reduction needs of `elastic.worker.replica.replica.LayerReplica`."""
+class ReducibleLayer(Protocol):
+    """The part of `elastic.worker.replica.replica.LayerReplica` that the reduction uses."""
 
     index: int
 
@@ -34,12 +34,12 @@ class Gradient(Protocol):
     def gradient_slice(self, name: str) -> slice: ...
 
 
-def _nothing(layer: int) -> None:
+def _ignore(layer: int) -> None:
     return None
 
 
-class Reduction:
-    """The reduction of one worker's layers, for one epoch; its buffers are reused every step.
+class GradientAllReduce:
+    """The reduction of one worker's layers, for one epoch. Its buffers are reused every step.
 
     Args:
         replicas: this worker's layers, in order.
@@ -47,26 +47,29 @@ class Reduction:
     """
 
     def __init__(
-        self, replicas: Sequence[Gradient], links: Links, roster: Roster, rank: int, tied: Tied = ()
+        self,
+        replicas: Sequence[ReducibleLayer],
+        links: Links,
+        roster: Roster,
+        rank: int,
+        tied: Tied = (),
     ) -> None:
-        self._replicas, self._links, self._roster, self._rank, self._tied = (
-            replicas,
-            links,
-            roster,
-            rank,
-            tied,
-        )
+        self._replicas, self._links, self._roster = replicas, links, roster
+        self._rank, self._tied = rank, tied
         self._shard = roster.members[rank].shard
         self._pipeline = roster.members[rank].pipeline
-        shared = {layer for group in tied for layer, _ in group}
-        self._buckets = [
-            _Bucket(layers, ranks, copied=len(ranks) > 1 or any(r.index in shared for r in layers))
-            for layers, ranks in self._group(shared)
-        ]
+        tied_layers = {layer for group in tied for layer, _ in group}
+        self._buckets = []
+        for layers, ranks in self._group(tied_layers):
+            copied = len(ranks) > 1 or any(r.index in tied_layers for r in layers)
+            self._buckets.append(_ReduceBucket(layers, ranks, copied=copied))
 
-    def _group(self, tied: set[int]) -> list[tuple[list[Gradient], tuple[int, ...]]]:
-        """Neighbouring layers with the same holders, up to BUCKET_BYTES; the same cuts at all holders."""
-        groups: list[tuple[list[Gradient], tuple[int, ...], bool]] = []
+    def _group(self, tied: set[int]) -> list[tuple[list[ReducibleLayer], tuple[int, ...]]]:
+        """Group adjacent layers with the same holders, up to BUCKET_BYTES.
+
+        The groups are the same at all holders.
+        """
+        groups: list[tuple[list[ReducibleLayer], tuple[int, ...], bool]] = []
         for replica in self._replicas:
             ranks, is_tied = self._roster.holders(replica.index, self._shard), replica.index in tied
             follows = groups and groups[-1][0][-1].index == replica.index - 1
@@ -78,19 +81,25 @@ class Reduction:
             groups.append(([replica], ranks, is_tied))
         return [(layers, ranks) for layers, ranks, _ in groups]
 
-    def run(self, on_layer: Callable[[int], None] = _nothing) -> dict[int, torch.Tensor]:
-        """Reduce all layers. Return layer -> reduced flat gradient: read only, valid until the next run.
+    def run(self, on_layer: Callable[[int], None] = _ignore) -> dict[int, torch.Tensor]:
+        """Reduce all layers. Returns layer -> reduced flat gradient.
+
+        The tensors are valid until the next run and must not be changed.
 
         Args:
-            on_layer: called after each layer's holders are summed.
+            on_layer: called after each layer is summed over its holders.
 
         Raises:
-            EpochAbandoned, LinkFailed: the accumulators are as they were.
+            EpochAbandoned, LinkFailed: the accumulators are unchanged.
         """
-        return self.tie(self._sum(on_layer))
+        return self.sum_tied(self._sum(on_layer))
 
-    def tie(self, reduced: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Sum tied tensors over their owners, in the tensors of `reduced`, layer -> its holders' sum; return it."""
+    def sum_tied(self, reduced: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Sum tied tensors over their owners, in place in `reduced`, and return it.
+
+        Args:
+            reduced: layer -> gradient that is summed over the layer's holders.
+        """
         for g, group in enumerate(self._tied):
             self._reduce_tied(group, TAG_TIED + g, reduced)
         if self._tied:
@@ -113,54 +122,65 @@ class Reduction:
     def _reduce_tied(
         self, group: tuple[tuple[int, str], ...], tag: int, reduced: dict[int, torch.Tensor]
     ) -> None:
-        """Sum one tied tensor over its owners in this pipeline; others do the same with the same values."""
+        """Sum one tied tensor over its owners in this pipeline.
+
+        The other pipelines do the same with the same values.
+        """
         owners = [self._owner(layer) for layer, _ in group]
         if self._rank not in owners:
             return
         slices = {r.index: r.gradient_slice for r in self._replicas}
-        mine = {
+        own = {
             row: reduced[layer][slices[layer](name)]
             for row, (layer, name) in enumerate(group)
             if owners[row] == self._rank
         }
-        expected = {row: self._links.recv(rank, tag) for row, rank in enumerate(owners) if rank != self._rank}
+        others = [(row, rank) for row, rank in enumerate(owners) if rank != self._rank]
+        expected = {row: self._links.recv(rank, tag) for row, rank in others}
         for rank in sorted(set(owners) - {self._rank}):
-            for row in mine.values():
+            for row in own.values():
                 self._links.send(row, rank, tag)
-        rows = [mine[row] if row in mine else expected[row].wait() for row in range(len(group))]
+        rows = [own[row] if row in own else expected[row].wait() for row in range(len(group))]
         total = rows[0].clone()
         for row_tensor in rows[1:]:
             total += row_tensor
         self._links.flush()
-        for row_tensor in mine.values():
+        for row_tensor in own.values():
             row_tensor.copy_(total)
 
     def _owner(self, layer: int) -> int:
+        """Rank in this pipeline that holds `layer`."""
         ranks = self._roster.holders(layer, self._shard)
         return next(r for r in ranks if self._roster.members[r].pipeline == self._pipeline)
 
 
-class _Bucket:
-    """Layers that are summed in one go."""
+class _ReduceBucket:
+    """Layers that share a collective.
 
-    def __init__(self, layers: list[Gradient], ranks: tuple[int, ...], *, copied: bool) -> None:
+    Args:
+        copied: reduce a copy. False if the layers have one holder and their gradients need none.
+    """
+
+    def __init__(
+        self, layers: list[ReducibleLayer], ranks: tuple[int, ...], *, copied: bool
+    ) -> None:
         self.ranks = tuple(sorted(ranks))
         self._layers, self._copied = layers, copied
         self._buffer: torch.Tensor | None = None
 
     def fill(self) -> torch.Tensor:
-        """The layers' gradients side by side in a buffer; what nobody else has stays where it is."""
+        """Copy the layers' gradients into one buffer and return it."""
+        first = self._layers[0].gradient
         if not self._copied:
-            return self._layers[0].gradient
+            return first
         if self._buffer is None:
             size = sum(r.gradient.numel() for r in self._layers)
-            self._buffer = torch.empty(
-                size, dtype=self._layers[0].gradient.dtype, device=self._layers[0].gradient.device
-            )
+            self._buffer = torch.empty(size, dtype=first.dtype, device=first.device)
         torch.cat([r.gradient for r in self._layers], out=self._buffer)
         return self._buffer
 
     def views(self) -> list[tuple[int, torch.Tensor]]:
+        """(layer, its part of the buffer)."""
         if not self._copied or self._buffer is None:
             return [(r.index, r.gradient) for r in self._layers]
         parts = torch.split(self._buffer, [r.gradient.numel() for r in self._layers])

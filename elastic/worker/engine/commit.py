@@ -1,18 +1,21 @@
-"""The commit: one gather before the update of a step, after which every worker knows the same.
+"""The commit: a gather before each update, after which all workers have the same facts.
 
-Each worker contributes, per layer that it holds, the ledger and the squared norm of the reduced gradient, the
-losses of the last layer, and the epoch of a planned change that its agent asked for. From all contributions
-each worker derives, with the same arithmetic in the same order, a `Commit`: proof that every micro-batch is
-in every layer exactly once, the global norm, the mean loss.
+Each worker contributes, per layer that it holds, the ledger and the squared norm of the reduced
+gradient; the losses of the last layer; and the epoch of a planned change that its agent asked for.
+All workers derive the same `Commit` from all contributions, with the same arithmetic in the same
+order: proof that every micro-batch is in every layer exactly once, the global norm, the mean loss.
 
-A contribution is a row of int64 words (float64 values as their bits), padded to the longest:
+A contribution is a row of int64 words, padded to the longest row. float64 values are stored as
+their bits, and M is the number of micro-batches:
 
-    step, epoch, halt epoch, common | per layer: ledger (ceil(M / 64) words), squared norm (bits of a float64) | M
-    losses (float64 bits)
+    step, epoch, halt epoch, common
+    per layer: ledger (ceil(M / 64) words), squared norm (1 word)
+    losses (M words)
 
-Losses are there only in rows of workers that hold the last layer; those of micro-batches not in the ledger
-are NaN. `common` is 1 where the ledgers are those of sums that all holders have alike (`elastic.worker.engine.incremental_allreduce`): then
-they are the same at all of them, and count once. Else it is 0, and they are disjoint.
+Only workers that hold the last layer append losses; the losses of micro-batches outside the ledger
+are NaN. `common` is 1 if the ledgers belong to common sums, which are equal at all holders
+(`elastic.worker.engine.incremental_allreduce`) and count once. Otherwise it is 0, and the ledgers
+of a layer's holders are disjoint.
 """
 
 from __future__ import annotations
@@ -30,38 +33,42 @@ from elastic.planning.plan.rank_map import Member, Roster
 from elastic.worker.transport.links import Links
 
 _HEADER = 4
+"""Words before the first layer."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShare:
-    """One worker's part of one layer."""
+class LayerContribution:
+    """One worker's facts about one layer."""
 
     ledger: frozenset[int]
     norm_sq: float
+    """Squared norm of the layer's reduced gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one worker brings; `layers` in order, `losses` by micro-batch."""
+    """One worker's facts about a step."""
 
     step: int
     epoch: int
     halt_epoch: int
-    """Epoch of a planned change that was asked for, or -1."""
-    layers: tuple[LayerShare, ...]
+    """Epoch of a planned change that the agent asked for, or -1."""
+    layers: tuple[LayerContribution, ...]
+    """In layer order."""
     losses: Mapping[int, float]
+    """By micro-batch; empty without the last layer."""
     common: bool = False
-    """The ledgers are those of sums that all holders have alike."""
+    """The ledgers belong to common sums, which are equal at all holders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What all workers know before the update; the same bits everywhere."""
+    """Facts that all workers share before the update, bit for bit."""
 
     step: int
     ledgers: tuple[tuple[int, ...], ...]
-    """Per layer, its holders' ledgers (TP rank 0, pipeline order) as bit masks over the M micro-batches; of common
-    sums one."""
+    """Per layer, the ledgers of its holders (TP rank 0, in pipeline order) as bit masks over the
+    micro-batches; a common sum has one ledger."""
     norm: float
     """Norm of the whole gradient."""
     losses: tuple[float, ...]
@@ -69,11 +76,11 @@ class Commit:
     loss: float
     """Mean over the micro-batches, added in their order."""
     halt_epoch: int
-    """All workers leave for this epoch after the update, if it is not -1."""
+    """Epoch for which all workers leave after the update, or -1."""
 
 
 class CommitLayer(Protocol):
-    """What the commit needs of `elastic.worker.replica.replica.LayerReplica`, or of its common sum."""
+    """The part of a layer replica, or of its common sum, that the commit uses."""
 
     index: int
     ledger: set[int]
@@ -90,78 +97,82 @@ def commit(
     halt_epoch: int = -1,
     common: bool = False,
 ) -> Commit:
-    """Gather and decide. `norms_sq`: layer -> squared norm of its reduced gradient. `common`: all holders of a layer
-    have the same sum.
+    """Gather all contributions and derive the commit.
+
+    Args:
+        norms_sq: layer -> squared norm of its reduced gradient.
+        common: `replicas` are common sums.
 
     Raises:
-        LedgerError: a micro-batch is missing or doubled in some layer, or the workers are not at the same
-        step. EpochAbandoned, LinkFailed: nothing was decided here.
+        LedgerError: a micro-batch is missing or counted twice in a layer, or the workers are not
+            at the same step.
+        EpochAbandoned, LinkFailed: nothing was decided here.
     """
-    shares = tuple(LayerShare(frozenset(r.ledger), norms_sq[r.index]) for r in replicas)
+    layers = tuple(LayerContribution(frozenset(r.ledger), norms_sq[r.index]) for r in replicas)
     last = replicas[-1]
     losses = last.losses if last.index == roster.n_layers - 1 else {}
-    mine = Contribution(step, links.epoch, halt_epoch, shares, losses, common)
-    row = torch.tensor(pack(mine, roster), dtype=torch.int64)
+    own = Contribution(step, links.epoch, halt_epoch, layers, losses, common)
+    row = torch.tensor(pack(own, roster), dtype=torch.int64)
     rows = [gathered.tolist() for gathered in links.gather(row)]
-    return decide(
-        [unpack(words, member, roster) for words, member in zip(rows, roster.members, strict=True)], roster
-    )
+    members = zip(rows, roster.members, strict=True)
+    return decide([unpack(words, member, roster) for words, member in members], roster)
 
 
 def pack(contribution: Contribution, roster: Roster) -> list[int]:
-    """The words of one contribution."""
-    words = [contribution.step, contribution.epoch, contribution.halt_epoch, int(contribution.common)]
-    for share in contribution.layers:
-        words += _mask_words(sum(1 << m for m in share.ledger), roster.n_microbatches)
-        words.append(_bits(share.norm_sq))
+    """Encode `contribution` as words, padded to `row_length`."""
+    n_microbatches = roster.n_microbatches
+    words = [contribution.step, contribution.epoch, contribution.halt_epoch]
+    words.append(int(contribution.common))
+    for layer in contribution.layers:
+        words += _mask_words(sum(1 << m for m in layer.ledger), n_microbatches)
+        words.append(_bits(layer.norm_sq))
     if contribution.losses:
-        words += [_bits(contribution.losses.get(m, math.nan)) for m in range(roster.n_microbatches)]
+        words += [_bits(contribution.losses.get(m, math.nan)) for m in range(n_microbatches)]
     return words + [0] * (row_length(roster) - len(words))
 
 
 def unpack(words: Sequence[int], member: Member, roster: Roster) -> Contribution:
-    """The contribution of `member` that `pack` turned into `words`."""
-    n_words, at, shares = _n_words(roster.n_microbatches), _HEADER, []
+    """Decode the contribution of `member`."""
+    n_words, at, layers = _n_words(roster.n_microbatches), _HEADER, []
     for _ in member.layers:
-        mask = sum((word & (2**64 - 1)) << (64 * i) for i, word in enumerate(words[at : at + n_words]))
-        ledger = frozenset(m for m in range(n_words * 64) if mask >> m & 1)
-        shares.append(LayerShare(ledger, _float(words[at + n_words])))
+        ledger = _ledger(words[at : at + n_words])
+        layers.append(LayerContribution(ledger, _float(words[at + n_words])))
         at += n_words + 1
     losses = {}
     if member.layers[-1] == roster.n_layers - 1:
-        ledger = shares[-1].ledger
+        ledger = layers[-1].ledger
         losses = {m: _float(words[at + m]) for m in range(roster.n_microbatches) if m in ledger}
-    return Contribution(words[0], words[1], words[2], tuple(shares), losses, bool(words[3]))
+    return Contribution(words[0], words[1], words[2], tuple(layers), losses, bool(words[3]))
 
 
 def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
-    """What follows from all contributions, in rank order. Raises LedgerError."""
+    """Derive the commit from all contributions, in rank order. Raises LedgerError."""
     steps = [(c.step, c.epoch) for c in contributions]
     if len(set(steps)) > 1:
         raise LedgerError(f"workers are at different (step, epoch), in rank order: {steps}")
     common = {c.common for c in contributions}
     if len(common) > 1:
-        raise LedgerError("some workers bring common sums, others their own")
-    shares = {
-        (r, layer): share
+        raise LedgerError("some workers contribute common sums, others their own sums")
+    by_holder = {
+        (r, index): layer
         for r, (member, c) in enumerate(zip(roster.members, contributions, strict=True))
-        for layer, share in zip(member.layers, c.layers, strict=True)
+        for index, layer in zip(member.layers, c.layers, strict=True)
     }
-    norm_sq, ledgers = 0.0, []
+    norm_sq, masks = 0.0, []
     for layer in range(roster.n_layers):
         for shard in range(roster.tp):
-            held = [shares[(r, layer)] for r in roster.holders(layer, shard)]
-            found = [share.ledger for share in held]
+            held = [by_holder[(r, layer)] for r in roster.holders(layer, shard)]
+            ledgers = [contribution.ledger for contribution in held]
             if common == {True}:
-                found = _alike(layer, shard, found)
-            _check(layer, shard, found, roster.n_microbatches)
+                ledgers = _common_ledger(layer, shard, ledgers)
+            _check(layer, shard, ledgers, roster.n_microbatches)
             norm_sq += held[0].norm_sq
             if shard == 0:
-                ledgers.append(tuple(sum(1 << m for m in ledger) for ledger in found))
+                masks.append(tuple(sum(1 << m for m in ledger) for ledger in ledgers))
     losses = _losses(contributions, roster)
     return Commit(
         step=contributions[0].step,
-        ledgers=tuple(ledgers),
+        ledgers=tuple(masks),
         norm=math.sqrt(norm_sq),
         losses=losses,
         loss=_ordered_sum(losses) / roster.n_microbatches,
@@ -169,21 +180,25 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
     )
 
 
-def _alike(layer: int, shard: int, ledgers: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """The one ledger that all holders have. Raises LedgerError."""
+def _common_ledger(
+    layer: int, shard: int, ledgers: Sequence[frozenset[int]]
+) -> list[frozenset[int]]:
+    """The ledger that all holders share. Raises LedgerError if the ledgers differ."""
     if len(set(ledgers)) > 1:
         text = [sorted(ledger) for ledger in ledgers]
-        raise LedgerError(f"layer {layer} (TP rank {shard}): its holders' common sums differ: {text}")
+        where = f"layer {layer} (TP rank {shard})"
+        raise LedgerError(f"{where}: the common sums of its holders differ: {text}")
     return [ledgers[0]]
 
 
 def _check(layer: int, shard: int, ledgers: Sequence[frozenset[int]], n_microbatches: int) -> None:
-    found = [m for ledger in ledgers for m in ledger]
-    doubled = sorted(m for m in set(found) if found.count(m) > 1)
-    missing = sorted(set(range(n_microbatches)) - set(found))
-    foreign = sorted(set(found) - set(range(n_microbatches)))
+    """Raise LedgerError unless each micro-batch is in exactly one of `ledgers`."""
+    counted = [m for ledger in ledgers for m in ledger]
+    doubled = sorted(m for m in set(counted) if counted.count(m) > 1)
+    missing = sorted(set(range(n_microbatches)) - set(counted))
+    foreign = sorted(set(counted) - set(range(n_microbatches)))
     wrong = {"missing": missing, "doubled": doubled, "beyond the step": foreign}
-    text = ", ".join(f"{name}: {microbatches}" for name, microbatches in wrong.items() if microbatches)
+    text = ", ".join(f"{name}: {indices}" for name, indices in wrong.items() if indices)
     if text:
         raise LedgerError(f"layer {layer} (TP rank {shard}): micro-batches {text}")
 
@@ -196,7 +211,7 @@ def _losses(contributions: Sequence[Contribution], roster: Roster) -> tuple[floa
 
 
 def _ordered_sum(values: Sequence[float]) -> float:
-    """Left to right, on purpose: `sum` compensates in newer Pythons; the last bit would differ."""
+    """Sum from left to right. `sum` compensates from Python 3.12 on and may differ in last bits."""
     total = 0.0
     for value in values:
         total += value
@@ -204,7 +219,7 @@ def _ordered_sum(values: Sequence[float]) -> float:
 
 
 def row_length(roster: Roster) -> int:
-    """Words of a row: those of the largest contribution."""
+    """Number of words in a row: the length of the longest contribution."""
     per_layer = _n_words(roster.n_microbatches) + 1
     return max(
         _HEADER
@@ -219,8 +234,15 @@ def _n_words(n_microbatches: int) -> int:
 
 
 def _mask_words(mask: int, n_microbatches: int) -> list[int]:
+    """`mask` as signed 64-bit words, the lowest bits first."""
     words = [(mask >> (64 * i)) & (2**64 - 1) for i in range(_n_words(n_microbatches))]
     return [word - 2**64 if word >= 2**63 else word for word in words]
+
+
+def _ledger(words: Sequence[int]) -> frozenset[int]:
+    """The set that `_mask_words` encoded."""
+    mask = sum((word & (2**64 - 1)) << (64 * i) for i, word in enumerate(words))
+    return frozenset(m for m in range(len(words) * 64) if mask >> m & 1)
 
 
 def _bits(value: float) -> int:

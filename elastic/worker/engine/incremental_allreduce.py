@@ -1,18 +1,21 @@
-"""The gradient scheme `reduce`: gradients are summed over their holders in rounds, while the step goes on.
+"""The gradient scheme `reduce`: all-reduce in rounds while the step runs.
 
-When a worker joins a round it hands over what its layers hold, begins their accumulators anew, and starts a reduction
-of a copy. When that is over, the sum of all holders' parts moves into the layer's *common* sum, which every holder has
-alike: from then on these micro-batches survive as long as one holder does. After the last round everything is
-common, and the update takes it. If the epoch ends first, what was handed over is taken back (`LayerReplica.recall`): a
-micro-batch is in the layer's own gradient or in the common one, never in both.
+When a worker joins a round, it hands over the gradient sums of its layers, starts new ones, and
+starts an all-reduce of a copy. When the round is over, the total moves into the layer's *common*
+sum, which is equal at all holders. From then on these micro-batches survive as long as one holder
+does. After the last round all gradients are common, and the update uses the common sum. If the
+epoch ends earlier, the sums of unfinished rounds are taken back (`LayerReplica.recall`). A
+micro-batch is in the layer's own sum or in the common sum, never in both.
 
-Beside each sum of gradients goes a small one of int64: per layer how often each micro-batch of the step is in it, which
-is its ledger and proves it, and the bits of the losses, which are with the one holder where the micro-batch ran. So
-nobody has to know beforehand what the others bring, also not in the first round after a recovery.
+A second, small all-reduce of int64 counts accompanies each one of gradients. Per layer it tells how
+often each micro-batch of the step is in the total; this is the ledger and its proof. It also
+carries the bits of the losses, which only the holder that ran the micro-batch contributes. So no
+worker needs to know in advance what the others contribute, even after a recovery.
 
-Reductions of two workers that have several layers in common begin in the same order on both: round by round, in a
-round by layers. A tensor-parallel group moves a sum into the common ones on all of its ranks or on none, so that their
-ledgers stay equal. `elastic.planning.schedule.reduction_rounds` says when a round is due, and why waiting for one cannot hang.
+Two workers with several common layers start their all-reduces in the same order: round by round,
+and by layer within a round. A tensor-parallel group moves a total into the common sums on all of
+its ranks or on none, so their ledgers stay equal. `elastic.planning.schedule.reduction_rounds`
+defines when a round is due, and why waiting for one cannot deadlock.
 """
 
 from __future__ import annotations
@@ -28,34 +31,39 @@ from elastic.domain.errors import LedgerError
 from elastic.planning.plan.rank_map import Roster
 from elastic.planning.schedule.reduction_rounds import Rounds, rounds_of
 from elastic.planning.schedule.schedule import Action
-from elastic.worker.engine import allreduce as reduction
-from elastic.worker.engine.stage_runner import Agreement
+from elastic.worker.engine import allreduce
+from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.replica.gradient_sum import Part
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.links import Links, Sum
+from elastic.worker.transport.links import Links, PendingCollective
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Layers of one stage with the same holders, summed in one go."""
+class _RoundBucket:
+    """Layers of one stage with the same holders, which share a collective."""
 
     layers: tuple[LayerReplica, ...]
     ranks: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class _Sums:
-    """One bucket of a round under way."""
+class _PendingReduction:
+    """The running all-reduces of one bucket in one round."""
 
-    bucket: _Bucket
+    bucket: _RoundBucket
     gradients: Tensor
     counts: Tensor
-    """int64 [layers, or one more for the losses' bits; micro-batches]"""
-    waits: tuple[Sum, Sum]
+    """int64 [layers (+ 1 for the losses' bits), micro-batches]."""
+    waits: tuple[PendingCollective, PendingCollective]
+    """Of `gradients` and of `counts`."""
 
 
-class CommonSums:
-    """The rounds of one worker, for one epoch."""
+class IncrementalAllReduce:
+    """The rounds of one worker, for one epoch.
+
+    Args:
+        every: micro-batches per round, in the pipeline that runs the most of them.
+    """
 
     def __init__(
         self,
@@ -64,130 +72,165 @@ class CommonSums:
         roster: Roster,
         rank: int,
         every: int,
-        agreement: Agreement,
+        agreement: GroupAgreement,
     ) -> None:
-        """`every`: micro-batches of a round, in the pipeline that runs most."""
         self._replicas, self._links, self._roster = replicas, links, roster
-        self._pipeline, self._every, self._agreement = roster.members[rank].pipeline, every, agreement
+        self._pipeline, self._every = roster.members[rank].pipeline, every
+        self._agreement = agreement
         self._buckets = list(_buckets(replicas, roster, roster.members[rank].shard))
-        self._under_way: deque[list[_Sums]] = deque()
-        self._spare: dict[_Bucket, list[Tensor]] = {bucket: [] for bucket in self._buckets}
+        self._running: deque[list[_PendingReduction]] = deque()
+        """Rounds that this worker has joined and that are not over, oldest first."""
+        self._spare: dict[_RoundBucket, list[Tensor]] = {bucket: [] for bucket in self._buckets}
+        """Buffers of finished rounds."""
         self._joined, self._rounds = 0, Rounds(1, (0,), (1,))
         self._finishing: Iterator[int] = iter(())
+        """Stages of the actions that will finish a micro-batch, in order."""
         self._finished: dict[int, int] = {}
+        """Stage -> micro-batches that it has finished in this step."""
         self.shared = False
-        """Whether a round of this epoch is over: what the recovery brought is with all holders."""
+        """A round of this epoch is over, so all holders have the gradients of the recovery."""
 
-    def begin(self, actions: Sequence[Action], shares: Sequence[int]) -> None:
-        """A step begins, in which this worker runs `actions` and the pipelines run `shares` micro-batches each."""
-        self._rounds = rounds_of(self._roster.pipelines, shares, self._every)
+    def begin(self, actions: Sequence[Action], n_microbatches: Sequence[int]) -> None:
+        """Begin a step.
+
+        Args:
+            actions: actions of this worker in the step.
+            n_microbatches: number of micro-batches that each pipeline runs in the step.
+        """
+        self._rounds = rounds_of(self._roster.pipelines, n_microbatches, self._every)
         stages = [action.stage for action in actions if action.kind.finishes]
         self._finishing, self._finished = iter(stages), dict.fromkeys(stages, 0)
         self._joined = 0
         self._join()
 
     def after_microbatch(self) -> None:
-        """The next of the actions that finish a micro-batch is done, and in the layers' gradients."""
+        """Called when the next micro-batch is finished and in the layers' gradient sums."""
         self._finished[next(self._finishing)] += 1
-        while self._under_way and self._agreement.all_say(_done(self._under_way[0])):
+        while self._running and self._agreement.all_true(_done(self._running[0])):
             self._end_oldest()
         self._join()
 
     def finish(
         self, copied: Collection[int], on_layer: Callable[[int], None] = lambda layer: None
     ) -> dict[int, Tensor]:
-        """End the step's rounds. Return layer -> common gradient; those of layers in `copied` may be changed.
+        """End all rounds of the step. Returns layer -> common gradient.
 
-        `on_layer` is called for each layer when all is in it. Raises EpochAbandoned, LinkFailed: nothing is lost.
+        Args:
+            copied: layers whose gradient the caller may change.
+            on_layer: called for each layer when its common gradient is whole.
+
+        Raises:
+            EpochAbandoned, LinkFailed: nothing is lost.
+            LedgerError: see `parts`.
         """
-        while len(self._under_way) > 1:
+        while len(self._running) > 1:
             self._end_oldest()
-        if self._under_way:
+        if self._running:
             self._end_oldest(on_layer)
-        found = {part.index: part.gradient for part in self.parts()}
-        return {layer: g.clone() if layer in copied else g for layer, g in found.items()}
+        gradients = {part.index: part.gradient for part in self.parts()}
+        return {layer: g.clone() if layer in copied else g for layer, g in gradients.items()}
 
     def parts(self) -> list[Part]:
-        """The common sums of all layers, after `finish`. Raises LedgerError if anything is left beside them."""
-        rest = {replica.index: sorted(replica.ledger) for replica in self._replicas if replica.ledger}
+        """The common sums of all layers, after `finish`.
+
+        Raises LedgerError if a layer has no common sum, or gradients outside of it.
+        """
+        rest = {r.index: sorted(r.ledger) for r in self._replicas if r.ledger}
         parts = [replica.common for replica in self._replicas if replica.common is not None]
         if rest or len(parts) < len(self._replicas):
             raise LedgerError(f"not summed over the holders, by layer: {rest}")
         return parts
 
     def _join(self) -> None:
-        """Begin the rounds that are due; wait for older ones where the window is full."""
+        """Join the rounds that are due. If too many rounds run, wait for the oldest ones."""
         finished = min(self._finished.values(), default=0)
         rounds = self._rounds
         while self._joined < rounds.number and rounds.due(self._pipeline, self._joined) <= finished:
-            while len(self._under_way) >= rounds.windows[self._pipeline]:
+            while len(self._running) >= rounds.windows[self._pipeline]:
                 self._end_oldest()
-            self._under_way.append([self._start(bucket) for bucket in self._buckets])
+            self._running.append([self._start(bucket) for bucket in self._buckets])
             self._joined += 1
 
-    def _start(self, bucket: _Bucket) -> _Sums:
+    def _start(self, bucket: _RoundBucket) -> _PendingReduction:
         sent, n = [layer.hand_over() for layer in bucket.layers], self._roster.n_microbatches
-        last = sent[-1].index == self._roster.n_layers - 1
         rows = [[int(m in part.ledger) for m in range(n)] for part in sent]
         counts = torch.tensor(rows, dtype=torch.int64)
-        if last:
-            losses = torch.tensor([sent[-1].losses.get(m, 0.0) for m in range(n)], dtype=torch.float64)
+        if sent[-1].index == self._roster.n_layers - 1:
+            values = [sent[-1].losses.get(m, 0.0) for m in range(n)]
+            losses = torch.tensor(values, dtype=torch.float64)
             counts = torch.cat([counts, losses.view(torch.int64)[None]])
         gradients = self._buffer(bucket, sent)
-        waits = self._links.all_reduce(gradients, bucket.ranks), self._links.all_reduce(counts, bucket.ranks)
-        return _Sums(bucket, gradients, counts, waits)
+        waits = (
+            self._links.all_reduce(gradients, bucket.ranks),
+            self._links.all_reduce(counts, bucket.ranks),
+        )
+        return _PendingReduction(bucket, gradients, counts, waits)
 
-    def _buffer(self, bucket: _Bucket, sent: Sequence[Part]) -> Tensor:
-        """The gradients side by side."""
-        parts, spare = [part.gradient for part in sent], self._spare[bucket]
-        return torch.cat(parts, out=spare.pop()) if spare else torch.cat(parts)
+    def _buffer(self, bucket: _RoundBucket, sent: Sequence[Part]) -> Tensor:
+        """Copy the gradients of `sent` into one buffer."""
+        gradients, spare = [part.gradient for part in sent], self._spare[bucket]
+        return torch.cat(gradients, out=spare.pop()) if spare else torch.cat(gradients)
 
     def _end_oldest(self, on_layer: Callable[[int], None] = lambda layer: None) -> None:
-        """Wait for the oldest round and make it common, on all ranks of the tensor-parallel group or on none."""
-        for sums in self._under_way[0]:
-            for wait in sums.waits:
+        """Wait for the oldest round and add its totals to the common sums.
+
+        All ranks of a tensor-parallel group do it, or none does.
+        """
+        for reduction in self._running[0]:
+            for wait in reduction.waits:
                 wait()
         self._agreement.check()
-        for sums in self._under_way.popleft():
-            _share(sums)
-            self._spare[sums.bucket].append(sums.gradients)
-            for layer in sums.bucket.layers:
+        for reduction in self._running.popleft():
+            _share(reduction)
+            self._spare[reduction.bucket].append(reduction.gradients)
+            for layer in reduction.bucket.layers:
                 on_layer(layer.index)
         self.shared = True
 
 
-def _done(round_: Sequence[_Sums]) -> bool:
-    return all(wait.done() for sums in round_ for wait in sums.waits)
+def _done(round_: Sequence[_PendingReduction]) -> bool:
+    return all(wait.done() for reduction in round_ for wait in reduction.waits)
 
 
-def _share(sums: _Sums) -> None:
-    """Give each layer of a bucket what all of its holders brought. Raises LedgerError if one was there twice."""
-    layers = sums.bucket.layers
-    totals = torch.split(sums.gradients, [layer.gradient.numel() for layer in layers])
+def _share(reduction: _PendingReduction) -> None:
+    """Add the totals of a bucket to its layers' common sums.
+
+    Raises LedgerError if a micro-batch was contributed twice.
+    """
+    layers = reduction.bucket.layers
+    totals = torch.split(reduction.gradients, [layer.gradient.numel() for layer in layers])
     for row, (layer, total) in enumerate(zip(layers, totals, strict=True)):
-        counts = sums.counts[row].tolist()
+        counts = reduction.counts[row].tolist()
         wrong = {m: count for m, count in enumerate(counts) if count not in (0, 1)}
         if wrong:
-            raise LedgerError(f"layer {layer.index}: micro-batches (and how often) {wrong} at its holders")
+            text = f"micro-batches contributed more than once, with their counts: {wrong}"
+            raise LedgerError(f"layer {layer.index}: {text}")
         ledger, losses = {m for m, count in enumerate(counts) if count}, {}
-        if layer is layers[-1] and len(sums.counts) > len(layers):
-            values = sums.counts[-1].view(torch.float64).tolist()
+        if layer is layers[-1] and len(reduction.counts) > len(layers):
+            values = reduction.counts[-1].view(torch.float64).tolist()
             losses = {m: values[m] for m in ledger}
         layer.share(total, ledger, losses)
 
 
-def _buckets(replicas: Sequence[LayerReplica], roster: Roster, shard: int) -> Iterator[_Bucket]:
-    """Neighbouring layers that are in the same stage at all of their holders, up to BUCKET_BYTES: the same at all."""
+def _buckets(
+    replicas: Sequence[LayerReplica], roster: Roster, shard: int
+) -> Iterator[_RoundBucket]:
+    """Group adjacent layers that share a stage at all of their holders, up to BUCKET_BYTES.
+
+    The groups are the same at all holders.
+    """
     layers: list[LayerReplica] = []
     for replica in replicas:
         size = sum(other.gradient.nbytes for other in (*layers, replica))
-        together = layers and _stages(roster, layers[-1].index) == _stages(roster, replica.index)
-        if layers and (not together or size > reduction.BUCKET_BYTES):
-            yield _Bucket(tuple(layers), _holders(roster, layers[0].index, shard))
-            layers = []
+        if layers:
+            last = layers[-1].index
+            same_stages = _stages(roster, last) == _stages(roster, replica.index)
+            if not same_stages or size > allreduce.BUCKET_BYTES:
+                yield _RoundBucket(tuple(layers), _holders(roster, layers[0].index, shard))
+                layers = []
         layers.append(replica)
     if layers:
-        yield _Bucket(tuple(layers), _holders(roster, layers[0].index, shard))
+        yield _RoundBucket(tuple(layers), _holders(roster, layers[0].index, shard))
 
 
 def _holders(roster: Roster, layer: int, shard: int) -> tuple[int, ...]:
@@ -195,7 +238,7 @@ def _holders(roster: Roster, layer: int, shard: int) -> tuple[int, ...]:
 
 
 def _stages(roster: Roster, layer: int) -> list[int]:
-    """In each pipeline the number of the stage that has `layer`."""
+    """Number of the stage that holds `layer`, per pipeline."""
     return [
         s
         for pipeline in roster.pipelines

@@ -1,4 +1,4 @@
-"""Carries out the injected faults of this worker: `--fault`, by step, micro-batch and phase."""
+"""Carries out the faults that `--fault` injects into this worker, at their step and phase."""
 
 from __future__ import annotations
 
@@ -14,24 +14,39 @@ from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase, due, f
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.control.agent_client import WorkerSettings
 
+_WORKER_FAULTS = frozenset(
+    {
+        FaultKind.KILL,
+        FaultKind.KILL_WORKER,
+        FaultKind.STOP,
+        FaultKind.SLOW,
+        FaultKind.SLOW_LINK,
+        FaultKind.PARTITION,
+        FaultKind.CORRUPT,
+    }
+)
+"""Kinds of faults that a worker carries out."""
 
-class Injector:
-    """Asks at every point of a step whether a fault is due here, and carries it out once."""
+
+class FaultInjector:
+    """Checks at each point of a step whether a fault is due, and carries it out once."""
 
     def __init__(self, settings: WorkerSettings, send: Callable[[object], None]) -> None:
         self._settings, self._send = settings, send
         self._pending = [
-            (i, spec) for i, spec in enumerate(settings.faults) if spec.node == settings.node and _local(spec)
+            (i, spec)
+            for i, spec in enumerate(settings.faults)
+            if spec.node == settings.node and spec.kind in _WORKER_FAULTS
         ]
         self.recoveries = 0
-        """Recoveries that this worker has installed."""
+        """Number of recoveries that this worker has installed."""
         self.slow = 1.0
-        """Factor by which this worker's computing is stretched."""
+        """Factor by which this worker's compute takes longer."""
 
     def reach(self, step: int, phase: Phase, microbatch: int | None = None) -> None:
-        """The worker stands at this point; carry out what is due."""
+        """Carry out the faults that are due at this point of the step."""
         for number, spec in list(self._pending):
-            here = due(
+            is_due = due(
                 spec,
                 node=self._settings.node,
                 worker=self._settings.local_rank,
@@ -40,13 +55,13 @@ class Injector:
                 microbatch=microbatch,
                 recoveries=self.recoveries,
             )
-            if here:
+            if is_due:
                 self._pending.remove((number, spec))
                 if claim_fault(self._settings.run_dir, number):
                     self._carry_out(spec)
 
     def stretch(self, seconds: float) -> None:
-        """Called after `seconds` of computing: a slowed worker takes its factor of them."""
+        """Sleep after `seconds` of compute, so that a slowed worker takes `slow` times as long."""
         if self.slow > 1.0:
             time.sleep(seconds * (self.slow - 1.0))
 
@@ -61,23 +76,15 @@ class Injector:
             case FaultKind.SLOW:
                 self.slow = spec.factor
             case FaultKind.SLOW_LINK:
-                folder = Path(self._settings.memory_dir) / self._settings.node
-                shaper = shaper_of(folder, self._settings.link)
+                directory = Path(self._settings.memory_dir) / self._settings.node
+                shaper = shaper_of(directory, self._settings.link)
                 if shaper is not None:
                     shaper.slow_down(spec.factor)
             case FaultKind.CORRUPT:
                 self._send(m.FaultReached(format_fault(spec), time.time()))
             case FaultKind.PARTITION:
                 self._send(m.FaultReached(format_fault(spec), time.time()))
-                time.sleep(
-                    spec.duration_s
-                )  # packets of a partitioned node do not arrive; its sockets stay open
+                # A partitioned node receives no packets, and its sockets stay open.
+                time.sleep(spec.duration_s)
             case _:
                 raise AssertionError(f"{spec.kind} is not a worker's fault")
-
-
-def _local(spec: FaultSpec) -> bool:
-    return spec.kind in (
-        FaultKind.KILL, FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW, FaultKind.SLOW_LINK,
-        FaultKind.PARTITION, FaultKind.CORRUPT,
-    )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Runs micro-batches that only some layers lack through the stages that hold these, between logged messages.
+"""Partial replay: runs micro-batches through only those layers that lack their gradients.
 
-What the first of the stages would receive from the one before it, and the last one from the one behind it, is read from
-vaults while the epoch is installed. Everything else is as in a step: `elastic.worker.engine.stage_runner`.
+The first of these stages reads its input, and the last one its output's gradient, from messages
+that the neighbours logged in vaults; they are fetched while the epoch is installed. Everything
+else is as in a full step (`elastic.worker.engine.stage_runner`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from elastic.planning.plan.rank_map import Member, Roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import read
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import Hooks, StageRunner
 from elastic.worker.replica.replica import LayerReplica
 
 
-def wanted(assignment: Assignment, member: Member) -> Iterator[Copy]:
-    """Copies of messages that `member` starts from."""
+def needed_messages(assignment: Assignment, member: Member) -> Iterator[Copy]:
+    """Copies of logged messages that `member` needs for its partial replays."""
     for run in assignment.partial:
         if run.pipeline != member.pipeline:
             continue
@@ -32,10 +33,12 @@ def wanted(assignment: Assignment, member: Member) -> Iterator[Copy]:
 
 
 class PartialRunner:
-    """The runs of one worker in an epoch's first step.
+    """The partial replays of one worker, in an epoch's first step.
 
     Args:
-        messages: bytes of the copies that `wanted` names, by key.
+        messages: bytes of the copies that `needed_messages` names, by key.
+
+    Raises VaultError if a message is malformed.
     """
 
     def __init__(
@@ -46,7 +49,6 @@ class PartialRunner:
         replicas: Sequence[LayerReplica],
         messages: dict[str, torch.Tensor],
     ) -> None:
-        """Raises VaultError if one of `messages` is malformed."""
         self.step = assignment.step
         self._groups = groups(assignment.partial, roster.members[rank].pipeline)
         self._member, self._places = roster.members[rank], roster.places(rank)
@@ -57,38 +59,42 @@ class PartialRunner:
 
     @property
     def started(self) -> frozenset[int]:
-        """Micro-batches whose forward pass was begun here."""
+        """Micro-batches whose forward pass has begun here."""
         return frozenset(m for runner in self._runners for m in runner.started)
 
     @property
     def sent(self) -> frozenset[int]:
-        """Micro-batches whose activations were handed on."""
+        """Micro-batches whose activations were sent to the next stage."""
         return frozenset(m for runner in self._runners for m in runner.sent)
 
     def run(
         self,
-        make: Callable[[Sequence[Chunk]], StageRunner],
+        make_runner: Callable[[Sequence[LocalStage]], StageRunner],
         skip: Mapping[int, frozenset[int]],
         hooks: Hooks,
     ) -> None:
-        """Run everything. `make`: a runner of the epoch's links for some chunks; `skip` and errors: see
-        `StageRunner.run`."""
+        """Run all partial replays.
+
+        Args:
+            make_runner: returns a runner for some stages, on the epoch's links.
+            skip: see `StageRunner.run`, also for the errors.
+        """
         for (first, last), runs in self._groups:
             indices = tuple(run.microbatch for run in runs)
             actions = excerpt(self._pipeline, first, last, indices)[self._member.stage]
             if actions:
-                runner = make(self._chunks(first, last))
+                runner = make_runner(self._stages(first, last))
                 self._runners.append(runner)
-                runner.run(self.step, actions, skip, hooks, self._given(runs))
+                runner.run(self.step, actions, skip, hooks, self._logged_messages(runs))
 
-    def _chunks(self, first: int, last: int) -> list[Chunk]:
-        """The parts of this worker's stages between `first` and `last`."""
-        chunks = []
+    def _stages(self, first: int, last: int) -> list[LocalStage]:
+        """This worker's stages, restricted to layers from `first` to before `last`."""
+        stages = []
         for place in self._places:
             stage = place.stage
             layers = [self._layers[i] for i in stage.layers if first <= i < last]
             if layers:
-                chunk = Chunk(
+                local = LocalStage(
                     layers,
                     previous=place.previous if stage.first > first else None,
                     following=place.following if stage.last < last else None,
@@ -97,12 +103,12 @@ class PartialRunner:
                     begins=layers[0].index == 0,
                     ends=place.following is None and stage.last == last,
                 )
-                chunks.append(chunk)
-        return chunks
+                stages.append(local)
+        return stages
 
-    def _given(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
-        """The logged messages, as if they were received."""
-        given = {}
+    def _logged_messages(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
+        """The logged messages of `runs`, by the action that would receive them."""
+        messages = {}
         for run in runs:
             for copies, layer, kind in (
                 (run.inputs, run.first, Kind.RECV_F),
@@ -112,5 +118,5 @@ class PartialRunner:
                 if copies and place is not None:
                     number = place.number if len(self._places) > 1 else -1
                     message = self._messages.pop(copies[self._member.shard].key)
-                    given[Action(kind, run.microbatch, number)] = message
-        return given
+                    messages[Action(kind, run.microbatch, number)] = message
+        return messages

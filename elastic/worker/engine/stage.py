@@ -1,4 +1,4 @@
-"""One stage of a worker: takes micro-batches through its layers, forward and backward, whole or in parts."""
+"""One stage on this worker: the forward and backward passes of micro-batches through its layers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from elastic.worker.model.layers import Microbatch
 from elastic.worker.model.split_backward import WeightPart, backward_input
 
 
-class Layer(Protocol):
-    """What a stage needs of `elastic.worker.replica.replica.LayerReplica`."""
+class StageLayer(Protocol):
+    """The part of `elastic.worker.replica.replica.LayerReplica` that a stage uses."""
 
     index: int
     losses: dict[int, float]
@@ -28,11 +28,13 @@ class Layer(Protocol):
 
 
 class _Loss:
-    """A loss that is read later without stopping the device: its copy to the host starts at once."""
+    """A loss whose copy to the host starts at once, so that reading it does not stop the device."""
 
     def __init__(self, loss: Tensor) -> None:
         self._host = loss.detach().to("cpu", non_blocking=True)
-        self._copied = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
+        self._copied: torch.cuda.Event | None = None
+        if loss.is_cuda:
+            self._copied = torch.cuda.current_stream(loss.device).record_event()
 
     def read(self) -> float:
         if self._copied is not None:
@@ -41,31 +43,36 @@ class _Loss:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _MicrobatchPass:
     """A micro-batch between its forward pass and the end of its backward pass."""
 
     microbatch: Microbatch
     hidden: Tensor | None
+    """Input of the stage; None if the stage holds the first layer."""
     output: Tensor | None = None
-    """With its graph; None: it will be computed again."""
+    """Output with its graph; None if it will be recomputed."""
     rest: WeightPart | None = None
-    """After the input part: what is left to do."""
+    """Weight part of the backward pass, once the input part is done."""
 
 
-class Chunk:
-    """The layers of one stage, and the micro-batches on their way through it.
+class LocalStage:
+    """The layers of one stage, and the micro-batches that are in progress there.
 
     Args:
         layers: replicas, in layer order.
-        previous, following: ranks of the neighbouring stages; None: first, last stage.
-        number: of the stage in its pipeline, as actions name it; -1: the worker's only one.
-        recompute: keep only the stage's input, and run the forward pass again before the backward pass.
-        begins, ends: it has the model's first, last layer; None: it does where it has no neighbour.
+        previous: rank of the preceding stage; None if there is none.
+        following: rank of the next stage; None if there is none.
+        number: number of the stage in its pipeline, as actions name it; -1 if this worker has only
+            this stage.
+        recompute: keep only the stage's input, and repeat the forward pass before the backward
+            pass.
+        begins: it holds the model's first layer; None: true without a preceding stage.
+        ends: it holds the model's last layer; None: true without a next stage.
     """
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[StageLayer],
         *,
         previous: int | None = None,
         following: int | None = None,
@@ -74,61 +81,80 @@ class Chunk:
         begins: bool | None = None,
         ends: bool | None = None,
     ) -> None:
-        self.layers, self.previous, self.following, self.number = layers, previous, following, number
+        self.layers, self.number = layers, number
+        self.previous, self.following = previous, following
         self.begins = previous is None if begins is None else begins
         self.ends = following is None if ends is None else ends
         self._recompute = recompute
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _MicrobatchPass] = {}
         self._losses: dict[int, _Loss] = {}
 
     @property
-    def at_end(self) -> bool:
-        """It is the first or the last stage, and needs the micro-batch's fields."""
+    def needs_data(self) -> bool:
+        """Whether this stage holds the first or the last layer, which read the user's data."""
         return self.begins or self.ends
 
-    def forget(self) -> None:
-        """Drop all micro-batches that are under way."""
+    def clear(self) -> None:
+        """Drop all micro-batches in progress."""
         self._passes.clear()
         self._losses.clear()
 
     def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
-        """Run the layers; `hidden` is None if it begins. Returns what the next stage gets, or the loss.
+        """Run the layers. Returns the next stage's input or, on the last stage, the loss.
 
-        A stage that recomputes runs with a graph too, and drops it: without one, kernels may differ in the last bits.
+        A stage that recomputes builds the graph too, and drops it: kernels without a graph may
+        give different last bits.
+
+        Args:
+            hidden: output of the preceding stage; None on the first stage.
         """
         if hidden is not None:
             hidden.requires_grad_()
         output = self._run(microbatch, hidden)
         kept = None if self._recompute else output
-        self._passes[microbatch.index] = _Pass(microbatch, hidden, kept)
+        self._passes[microbatch.index] = _MicrobatchPass(microbatch, hidden, kept)
         if self.ends:
             self._losses[microbatch.index] = _Loss(output)
         return output.detach()
 
     def backward(self, index: int, gradient: Tensor | float) -> Tensor | None:
-        """The whole backward pass, from the output's gradient. Returns the input's; None on the first stage."""
-        run = self._passes.pop(index)
-        output = self._output(run)
+        """Run the whole backward pass of micro-batch `index`.
+
+        Args:
+            gradient: gradient of the stage's output.
+
+        Returns:
+            The gradient of the stage's input; None on the first stage.
+        """
+        current = self._passes.pop(index)
+        output = self._output(current)
         torch.autograd.backward(output, _like(gradient, output))
-        return self._input_gradient(run)
+        return self._input_gradient(current)
 
     def backward_input(self, index: int, gradient: Tensor | float) -> Tensor | None:
-        """The part that finds the gradient of the input, which is returned; `backward_weight` does the rest."""
-        run = self._passes[index]
-        assert run.hidden is not None, "the first stage has no input"
-        output, run.output = self._output(run), None
+        """Run the input part of a backward pass, and return the gradient of the stage's input.
+
+        `backward_weight` runs the rest.
+        """
+        current = self._passes[index]
+        assert current.hidden is not None, "the first stage has no input"
+        output, current.output = self._output(current), None
         parameters = [p for layer in self.layers for p in layer.module.parameters()]
-        run.rest = backward_input(output, _like(gradient, output), run.hidden, parameters)
-        return self._input_gradient(run)
+        gradient = _like(gradient, output)
+        current.rest = backward_input(output, gradient, current.hidden, parameters)
+        return self._input_gradient(current)
 
     def backward_weight(self, index: int) -> None:
-        """The part that finds the parameters' gradients."""
-        run = self._passes.pop(index)
-        assert run.rest is not None, "the input part comes first"
-        run.rest.run()
+        """Run the weight part of a backward pass, which computes the parameters' gradients."""
+        current = self._passes.pop(index)
+        assert current.rest is not None, "the input part comes first"
+        current.rest.run()
 
     def collect(self, index: int, skip: Mapping[int, frozenset[int]]) -> None:
-        """After the backward pass of micro-batch `index`: add it to all layers' sums, but for those that `skip` it."""
+        """Add the finished backward pass of micro-batch `index` to the layers' gradient sums.
+
+        A layer is left out if `skip[layer]` contains the micro-batch.
+        """
         loss, last = self._losses.pop(index, None), self.layers[-1]
         if loss is not None and index not in skip.get(last.index, frozenset()):
             last.losses[index] = loss.read()
@@ -141,17 +167,21 @@ class Chunk:
         assert hidden is not None
         return hidden
 
-    def _output(self, run: _Pass) -> Tensor:
-        return self._run(run.microbatch, run.hidden) if run.output is None else run.output
+    def _output(self, current: _MicrobatchPass) -> Tensor:
+        """The stage's output with its graph, recomputed if necessary."""
+        if current.output is None:
+            return self._run(current.microbatch, current.hidden)
+        return current.output
 
     @staticmethod
-    def _input_gradient(run: _Pass) -> Tensor | None:
-        if run.hidden is None:
+    def _input_gradient(current: _MicrobatchPass) -> Tensor | None:
+        if current.hidden is None:
             return None
-        gradient, run.hidden = run.hidden.grad, None
+        gradient, current.hidden = current.hidden.grad, None
         assert gradient is not None, "the stage's output does not depend on its input"
         return gradient
 
 
 def _like(gradient: Tensor | float, output: Tensor) -> Tensor:
+    """`gradient` as a tensor of the shape of `output`."""
     return gradient if isinstance(gradient, Tensor) else torch.full_like(output, gradient)

@@ -1,15 +1,18 @@
-"""Runs one worker's action list: compute, hand on, take over, and add finished micro-batches to the ledgers.
+"""Runs one worker's list of schedule actions: compute, send, receive, and collect gradients.
 
-Receives are posted ahead of need, so that a transfer runs beside compute; sends never wait for the neighbour.
-Between two compute actions the runner looks whether the epoch was abandoned. What a layer has in its ledger
-when `run` raises is whole: gradients enter it only after a micro-batch's backward pass (all of its parts), and all
-layers of the stage take it in one go. A worker has one stage, or several under the interleaved schedule.
+Receives are posted ahead of their use, so that transfers overlap with compute. Sends do not wait
+for the neighbour. Before each compute action the runner checks whether the epoch was abandoned.
+
+Ledgers are consistent even if `StageRunner.run` raises: a gradient enters the ledgers only after
+the whole backward pass of its micro-batch, for all layers of the stage at once. A worker has one
+stage, or several stages under the interleaved schedule.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,36 +21,44 @@ from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import Logged
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.layers import Microbatch
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import Links, Receive
 
-AHEAD = 2
-"""Receives posted in advance, per neighbour."""
+RECEIVES_AHEAD = 2
+"""Number of receives that are posted in advance, per neighbour."""
 
 
 class Hooks(Protocol):
-    """Called in the main thread; an exception from a hook ends the run."""
+    """Callbacks of `StageRunner.run`, in the main thread. An exception of a hook ends the run."""
 
     def before(self, action: Action) -> None:
-        """`action` comes next; `action.kind.receives` tells waiting from computing."""
+        """Called before each action."""
 
     def on_backward(self, index: int) -> None:
-        """All layers of one stage hold micro-batch `index`; the previous stage has been sent its gradient."""
+        """Called when all layers of a stage have collected micro-batch `index`.
+
+        The gradient of the stage's input has been sent by then.
+        """
 
 
-class Agreement:
-    """All ranks of a tensor-parallel group leave an epoch at the same point, or none does.
+class GroupAgreement:
+    """Lets all ranks of a tensor-parallel group leave an epoch at the same point.
 
-    The ranks run the same collectives inside every layer, so one that stopped alone would leave the others
-    hanging. Therefore each calls `check` before every compute action: `sync` is a maximum over the group of
-    "I must leave". A rank that has to leave for another reason (a failed link, an abandoned wait, no room for a
-    copy) owes the others one such call. This context manager pays it, and is the only place that does: wrap whatever
-    may raise EpochAbandoned, LinkFailed or VaultError. It may be nested; the debt is paid once.
+    The ranks run the same collectives inside every layer, so a rank that stopped alone would leave
+    the others blocked. Therefore every rank calls `check` before each compute action. It exchanges
+    "must I leave?" over the group; if any rank must leave, all ranks raise.
+
+    A rank may also have to leave between two checks: a link failed, a wait was abandoned, a copy
+    found no room. It then owes the others one exchange, and this context manager does it. Wrap all
+    code that may raise EpochAbandoned, LinkFailed or VaultError. Nested use does one exchange.
+
+    Args:
+        sync: maximum of a flag over the group; None without tensor parallelism.
     """
 
-    def __init__(self, sync: Callable[[bool], bool] | None, abandon: Abandon) -> None:
+    def __init__(self, sync: Callable[[bool], bool] | None, abandon: AbandonSignal) -> None:
         self._sync, self._abandon = sync, abandon
         self._settled = sync is None
 
@@ -57,27 +68,29 @@ class Agreement:
             self._abandon.check()
         elif self._sync(self._abandon.is_set()):
             self._settled = True
-            raise EpochAbandoned(
-                self._abandon.reason or "another rank of the tensor-parallel group leaves the epoch"
-            )
+            text = "another rank of the tensor-parallel group leaves the epoch"
+            raise EpochAbandoned(self._abandon.reason or text)
 
-    def all_say(self, yes: bool) -> bool:
-        """Whether all ranks of the group say yes. Raises as `check` does, on all of them."""
+    def all_true(self, flag: bool) -> bool:
+        """Whether `flag` is true on all ranks of the group. Raises as `check` does."""
         self.check()
-        return yes if self._sync is None else not self._sync(not yes)
+        return flag if self._sync is None else not self._sync(not flag)
 
-    def __enter__(self) -> Agreement:
+    def __enter__(self) -> GroupAgreement:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (EpochAbandoned, LinkFailed, VaultError)) and not self._settled:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        leaves = isinstance(error, (EpochAbandoned, LinkFailed, VaultError))
+        if leaves and not self._settled:
             self._settled = True
             assert self._sync is not None
             self._sync(True)
 
 
-class _Expected:
-    """The messages of one neighbour, in order, the next `AHEAD` of them posted."""
+class _PostedReceives:
+    """Messages expected from one neighbour, in order; the next `RECEIVES_AHEAD` are posted."""
 
     def __init__(self, actions: Iterable[Action], post: Callable[[Action], Receive]) -> None:
         self._left, self._post = deque(actions), post
@@ -85,10 +98,11 @@ class _Expected:
         self._top_up()
 
     def _top_up(self) -> None:
-        while self._left and len(self._posted) < AHEAD:
+        while self._left and len(self._posted) < RECEIVES_AHEAD:
             self._posted.append(self._post(self._left.popleft()))
 
     def take(self) -> torch.Tensor:
+        """Wait for the next message."""
         tensor = self._posted.popleft().wait()
         self._top_up()
         return tensor
@@ -98,44 +112,44 @@ class StageRunner:
     """Runs a worker's stages for one epoch.
 
     Args:
-        chunks: the stages of this worker, in model order.
+        stages: the stages of this worker, in model order.
         links: the epoch's links.
-        n_microbatches: M of the whole step; every loss counts 1/M.
-        tp_sync: maximum over the tensor-parallel group of a flag; None without one.
-        data: fields of micro-batch (step, index); asked for on the first and the last stage only.
-        abandon: the epoch's flag.
-        keep: hears of everything that is sent.
+        n_microbatches: micro-batches M of the whole step; each loss is weighted by 1 / M.
+        data: data(step, index) -> the micro-batch's fields; called on the first and last stage.
+        abandon: the epoch's signal.
+        tp_sync: maximum of a flag over the tensor-parallel group; None without one.
+        keep: receives every message that is sent; None to keep none.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        stages: Sequence[LocalStage],
         links: Links,
         *,
         n_microbatches: int,
         data: Callable[[int, int], Microbatch],
-        abandon: Abandon,
+        abandon: AbandonSignal,
         tp_sync: Callable[[bool], bool] | None = None,
         keep: Callable[[Logged], None] | None = None,
     ) -> None:
         self._keep_sent = keep
-        self._chunks = {chunk.number: chunk for chunk in chunks}
-        self._first, self._links = chunks[0], links
+        self._stages = {stage.number: stage for stage in stages}
+        self._first, self._links = stages[0], links
         self._scale, self._data = 1.0 / n_microbatches, data
-        self.agreement = Agreement(tp_sync, abandon)
+        self.agreement = GroupAgreement(tp_sync, abandon)
         self.started: set[int] = set()
-        """Micro-batches of the current step whose forward pass was begun here."""
+        """Micro-batches of the current step whose forward pass has begun here."""
         self.sent: set[int] = set()
-        """Micro-batches of the current step whose activations this worker's first stage handed on."""
-        self._forget()
+        """Micro-batches of the current step whose activations the first stage here has sent."""
+        self._clear()
 
-    def _forget(self) -> None:
-        for chunk in self._chunks.values():
-            chunk.forget()
+    def _clear(self) -> None:
+        for stage in self._stages.values():
+            stage.clear()
         self._received: dict[Action, torch.Tensor] = {}
         self._outgoing: dict[Action, torch.Tensor] = {}
-        self._passed: tuple[Chunk, int] | None = None
-        """Stage and micro-batch whose gradients lie in the parameters' `.grad`, not yet in the layers' sums."""
+        self._uncollected: tuple[LocalStage, int] | None = None
+        """Stage and micro-batch whose gradients are in `.grad` but not in the layers' sums."""
 
     def run(
         self,
@@ -145,96 +159,110 @@ class StageRunner:
         hooks: Hooks,
         given: Mapping[Action, torch.Tensor] | None = None,
     ) -> None:
-        """Run `actions` of `step`. `skip[layer]`: micro-batches that some ledger already has for that layer.
-        `given`: messages that no neighbour sends, by the action that would receive them.
+        """Run `actions` of `step`. Returns when all gradients are collected and messages sent.
 
-        Returns when every gradient is in the ledgers and every message is gone.
+        Args:
+            skip: layer -> micro-batches that some ledger has already for that layer.
+            given: messages that no neighbour sends, by the action that would receive them.
 
         Raises:
-            EpochAbandoned: the epoch's flag was set, here or on another rank of the tensor-parallel group.
-            LinkFailed: a neighbour went away.
+            EpochAbandoned: the epoch was abandoned, here or on another rank of the
+                tensor-parallel group.
+            LinkFailed: a neighbour disconnected.
         """
         self.started, self.sent = set(), set()
-        self._forget()
+        self._clear()
         self._received.update(given or {})
         try:
             with self.agreement:
-                self._expect(actions)
+                self._post_receives(actions)
                 for action in actions:
                     if action.kind.computes or action.kind.receives:
-                        self._finish(skip, hooks)
+                        self._collect_and_notify(skip, hooks)
                     hooks.before(action)
                     self._act(step, action)
-                self._finish(skip, hooks)
+                self._collect_and_notify(skip, hooks)
                 self._links.flush()
         finally:
             self._collect(skip)
-            self._forget()
+            self._clear()
 
-    def _finish(self, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
-        """After the sends that follow a backward pass: the neighbour waits for those, nobody for this."""
+    def _collect_and_notify(self, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
+        """Collect the last backward pass.
+
+        This comes after the sends that follow the pass, because the neighbour waits for them.
+        """
         index = self._collect(skip)
         if index is not None:
             hooks.on_backward(index)
 
     def _collect(self, skip: Mapping[int, frozenset[int]]) -> int | None:
-        """Add the last backward pass to the layers' sums, if that is not done yet. Return its micro-batch."""
-        passed, self._passed = self._passed, None
-        if passed is None:
+        """Add the last backward pass to the layers' sums, unless that is done.
+
+        Returns its micro-batch, or None.
+        """
+        uncollected, self._uncollected = self._uncollected, None
+        if uncollected is None:
             return None
-        chunk, index = passed
-        chunk.collect(index, skip)
+        stage, index = uncollected
+        stage.collect(index, skip)
         return index
 
-    def _expect(self, actions: Sequence[Action]) -> None:
+    def _post_receives(self, actions: Sequence[Action]) -> None:
         incoming: dict[int, list[Action]] = defaultdict(list)
         for action in actions:
-            chunk = self._chunk(action)
+            stage = self._stage(action)
             if action.kind.receives:
-                incoming[self._sender(chunk, action)].append(action)
+                incoming[self._sender(stage, action)].append(action)
         self._expected = {
-            rank: _Expected(found, lambda action, rank=rank: self._links.recv(rank, _tag(action)))  # type: ignore[misc]
-            for rank, found in incoming.items()
+            rank: _PostedReceives(expected, partial(self._post_receive, rank))
+            for rank, expected in incoming.items()
         }
 
-    def _chunk(self, action: Action) -> Chunk:
-        chunk = self._chunks.get(action.stage)
-        if chunk is None:
-            raise FieldError("actions", str(action), f"this worker has stages {sorted(self._chunks)}")
-        return chunk
+    def _post_receive(self, rank: int, action: Action) -> Receive:
+        return self._links.recv(rank, _tag(action))
+
+    def _stage(self, action: Action) -> LocalStage:
+        stage = self._stages.get(action.stage)
+        if stage is None:
+            remedy = f"name a stage of this worker: {sorted(self._stages)}"
+            raise FieldError("actions", str(action), remedy)
+        return stage
 
     @staticmethod
-    def _sender(chunk: Chunk, action: Action) -> int:
-        rank = chunk.previous if action.kind is Kind.RECV_F else chunk.following
+    def _sender(stage: LocalStage, action: Action) -> int:
+        rank = stage.previous if action.kind is Kind.RECV_F else stage.following
         if rank is None:
             raise FieldError("actions", str(action), "this stage has no neighbour on that side")
         return rank
 
     def _act(self, step: int, action: Action) -> None:
-        chunk, m = self._chunk(action), action.microbatch
+        stage, m = self._stage(action), action.microbatch
         if action.kind.computes:
             self.agreement.check()
         match action.kind:
             case Kind.F:
-                self._forward(chunk, step, action)
+                self._forward(stage, step, action)
             case Kind.B:
-                self._keep(chunk, action, chunk.backward(m, self._gradient(action)))
-                self._passed = chunk, m
+                self._queue_gradient(stage, action, stage.backward(m, self._gradient(action)))
+                self._uncollected = stage, m
             case Kind.INPUT:
-                self._keep(chunk, action, chunk.backward_input(m, self._gradient(action)))
+                gradient = stage.backward_input(m, self._gradient(action))
+                self._queue_gradient(stage, action, gradient)
             case Kind.WEIGHT:
-                chunk.backward_weight(m)
-                self._passed = chunk, m
+                stage.backward_weight(m)
+                self._uncollected = stage, m
             case Kind.RECV_F | Kind.RECV_B:
-                self._received[action] = self._expected[self._sender(chunk, action)].take()
+                self._received[action] = self._expected[self._sender(stage, action)].take()
             case Kind.SEND_F:
-                assert chunk.following is not None
-                self._send(action, chunk.following, ACTIVATION, chunk.layers[-1].index + 1, step)
-                if chunk is self._first:
+                assert stage.following is not None
+                boundary = stage.layers[-1].index + 1
+                self._send(action, stage.following, ACTIVATION, boundary, step)
+                if stage is self._first:
                     self.sent.add(m)
             case Kind.SEND_B:
-                assert chunk.previous is not None
-                self._send(action, chunk.previous, COTANGENT, chunk.layers[0].index, step)
+                assert stage.previous is not None
+                self._send(action, stage.previous, COTANGENT, stage.layers[0].index, step)
 
     def _send(self, action: Action, rank: int, kind: str, layer: int, step: int) -> None:
         tensor = self._outgoing.pop(action)
@@ -242,33 +270,39 @@ class StageRunner:
         if self._keep_sent is not None:
             self._keep_sent(Logged(kind, layer, step, action.microbatch, tensor.detach()))
 
-    def _forward(self, chunk: Chunk, step: int, action: Action) -> None:
+    def _forward(self, stage: LocalStage, step: int, action: Action) -> None:
         m = action.microbatch
-        if chunk is self._first:
+        if stage is self._first:
             self.started.add(m)
-        microbatch = self._data(step, m) if chunk.at_end else Microbatch(step, m, {})
-        output = chunk.forward(microbatch, self._taken(Kind.RECV_F, action))
-        if chunk.following is not None:
+        microbatch = self._data(step, m) if stage.needs_data else Microbatch(step, m, {})
+        output = stage.forward(microbatch, self._take_received(Kind.RECV_F, action))
+        if stage.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 
-    def _taken(self, kind: Kind, action: Action) -> torch.Tensor | None:
-        """What was received, or given, for `action`."""
+    def _take_received(self, kind: Kind, action: Action) -> torch.Tensor | None:
+        """The message that was received, or given, as input of `action`; None if there is none."""
         tensor = self._received.pop(Action(kind, action.microbatch, action.stage), None)
         return None if tensor is None else tensor.to(self._links.device)
 
     def _gradient(self, action: Action) -> torch.Tensor | float:
-        """That of the stage's output: the next stage's, or the loss's own."""
-        received = self._taken(Kind.RECV_B, action)
+        """Gradient of the stage's output: from the next stage, or 1 / M for the loss."""
+        received = self._take_received(Kind.RECV_B, action)
         return self._scale if received is None else received
 
-    def _keep(self, chunk: Chunk, action: Action, gradient: torch.Tensor | None) -> None:
-        """Have the input's gradient ready for the previous stage."""
-        if gradient is not None and chunk.previous is not None:
+    def _queue_gradient(
+        self, stage: LocalStage, action: Action, gradient: torch.Tensor | None
+    ) -> None:
+        """Keep the gradient of the stage's input until the action that sends it."""
+        if gradient is not None and stage.previous is not None:
             self._outgoing[Action(Kind.SEND_B, action.microbatch, action.stage)] = gradient
 
 
 def _tag(action: Action) -> int:
-    """The flow of a message: its direction, and the boundary of stages that it crosses (0: there is only one)."""
+    """Tag of a message's flow.
+
+    It encodes the direction and the boundary between stages; without stage numbers there is only
+    one boundary per neighbour.
+    """
     forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
     if action.stage < 0:
         return 0 if forward else 1

@@ -1,12 +1,14 @@
-"""Emulated layers: they wait the time that a profile tells instead of computing, and hand on real tensors.
+"""Emulated layers: they wait for the times of a profile instead of computing.
 
-Everything around the layers is real: activations of the true size travel over the links, gradients of the true
-size are accumulated, copied, backed up and reduced, the optimizer updates the parameters. So many nodes of any
-device type run on few cores, and what the cost model predicts can be compared with what happens.
+Everything else is real: activations of the true size travel over the links; gradients of the true
+size are accumulated, copied, backed up and reduced; the optimizer updates the parameters. So a few
+cores can run many nodes of any device type, and measured times can be compared with the cost
+model's predictions.
 
-The contents are a small model of their own, a function of (seed, step, micro-batch, layer) and the parameters
-alone: layer i gives out = mean(in) + noise_i * w_i, and the last one's loss is out squared. Every element of
-every message counts, so a lost or doubled one shows in the parameters.
+The values are a small model of their own, which depends only on (seed, step, micro-batch, layer)
+and the parameters: layer i outputs mean(input) + noise_i * w_i, and the loss is the sum of the
+last output squared. Every element of every message contributes, so a lost or doubled element
+changes the parameters.
 """
 
 from __future__ import annotations
@@ -25,81 +27,91 @@ from elastic.worker.model.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec
 
 WIDTH = 4
-"""Bytes of an element: parameters and messages are float32."""
-MOST_OWED_S = 0.02
-"""Lateness that later waits make up for; a longer one is a real delay."""
+"""Bytes per element: parameters and messages are float32."""
+MAX_CARRYOVER_S = 0.02
+"""Maximum delay that later waits make up for; a longer delay is a real one."""
 
 
-class Waiter:
-    """Sleeps to deadlines. What one wait is late the next one is shorter by, so that errors do not add up.
+class PassTimer:
+    """Sleeps until deadlines, so that the delays of single waits do not add up.
 
-    Waits of one action (a pass of one micro-batch through the layers of a stage) follow each other without a gap,
-    whatever happens between the layers: that is part of what a layer takes. CPU time that the engine uses between
-    two actions of a step is taken off the second one, as a device computes on while its host does such work.
+    The waits of one action, a pass of one micro-batch through the layers of a stage, follow each
+    other without a gap: time between the layers belongs to the layers. A wait that ends late
+    shortens the next one. CPU time that the engine uses between two actions of a step shortens the
+    second action too, because a real device computes while its host does such work.
     """
 
     def __init__(self) -> None:
         self._action: tuple[object, ...] = (-1,)
-        self._deadline, self._owed, self._cpu = 0.0, 0.0, 0.0
+        self._deadline, self._carryover_s, self._cpu = 0.0, 0.0, 0.0
 
-    def until(self, action: tuple[object, ...], began: float, seconds: float) -> None:
-        """Return `seconds` after the former wait of `action`, or, in a new action, after `began`.
+    def wait(self, action: tuple[object, ...], began: float, seconds: float) -> None:
+        """Return `seconds` after the previous wait of `action`, or after `began` in a new action.
 
-        `action` begins with the step. Times are those of time.perf_counter. A deadline that has passed already is
-        not waited for.
+        Returns at once if that time has passed.
+
+        Args:
+            action: any key; its first element is the step.
+            began: value of time.perf_counter when the action began.
         """
-        if action != self._action or began - self._deadline > MOST_OWED_S:
+        if action != self._action or began - self._deadline > MAX_CARRYOVER_S:
             used = time.thread_time() - self._cpu if action[0] == self._action[0] else 0.0
-            self._action, self._deadline = action, began - min(self._owed + used, MOST_OWED_S)
+            carryover = min(self._carryover_s + used, MAX_CARRYOVER_S)
+            self._action, self._deadline = action, began - carryover
         self._deadline += seconds
         while (left := self._deadline - time.perf_counter()) > 0:
             time.sleep(left)
-        self._owed = min(time.perf_counter() - self._deadline, MOST_OWED_S)
+        self._carryover_s = min(time.perf_counter() - self._deadline, MAX_CARRYOVER_S)
         self._cpu = time.thread_time()
 
 
-class _Visit:
-    """One micro-batch's passage through one layer: which backward pass waits for what.
+class _LayerPass:
+    """One micro-batch's pass through one layer; it decides how long each backward part waits.
 
-    Autograd runs a backward pass in one go, and then the parameters' side first, which was built last. Or it runs
-    the part that leads to the input, and later the part that leads to the parameters. So whichever side comes
-    first tells which of these it is; the number of the running pass tells that a whole one goes on.
+    Autograd runs either the whole backward pass at once, beginning with the parameters' path,
+    which was built last; or the input's path first and the parameters' path later. The path that
+    runs first shows which case it is. The identifier of autograd's current graph task tells
+    whether the other path belongs to the same backward pass.
     """
 
-    def __init__(self, waiter: Waiter, times: LayerTimes, microbatch: Microbatch, has_input: bool) -> None:
-        self._waiter, self._times, self._has_input = waiter, times, has_input
+    def __init__(
+        self, timer: PassTimer, times: LayerTimes, microbatch: Microbatch, has_input: bool
+    ) -> None:
+        self._timer, self._times, self._has_input = timer, times, has_input
         self._microbatch = (microbatch.step, microbatch.index)
-        self._input = times.backward_input_s or times.backward_s / 2
-        self._weight = times.backward_weight_s or times.backward_s - min(self._input, times.backward_s)
-        self._whole = -1
-        """Number of the backward pass that runs in one go."""
-        self._apart = False
+        self._input_s = times.backward_input_s or times.backward_s / 2
+        rest_s = times.backward_s - min(self._input_s, times.backward_s)
+        self._weight_s = times.backward_weight_s or rest_s
+        self._whole_task = -1
+        """Graph task of a backward pass that runs both paths."""
+        self._split = False
+        """The input's path ran in a graph task of its own."""
 
     def forward(self, began: float, seconds: float) -> None:
         self._wait("F", began, seconds)
 
     def input_part(self, began: float) -> None:
-        self._apart = self._whole != torch._C._current_graph_task_id()
-        self._wait("B", began, self._input if self._apart else self._times.backward_s)
+        self._split = self._whole_task != torch._C._current_graph_task_id()
+        self._wait("B", began, self._input_s if self._split else self._times.backward_s)
 
     def weight_part(self, began: float) -> None:
-        if self._apart:
-            self._wait("W", began, self._weight)
+        if self._split:
+            self._wait("W", began, self._weight_s)
         elif self._has_input:
-            self._whole = torch._C._current_graph_task_id()
+            self._whole_task = torch._C._current_graph_task_id()
         else:
             self._wait("B", began, self._times.backward_s)
 
     def _wait(self, part: str, began: float, seconds: float) -> None:
-        self._waiter.until((*self._microbatch, part), began, seconds)
+        self._timer.wait((*self._microbatch, part), began, seconds)
 
 
 class _InputPath(torch.autograd.Function):
-    """mean(hidden) in every element of the output; backward it waits the input part's time, or the whole pass's."""
+    """Fills the output with mean(hidden). Its backward waits for the input part or whole pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, numel: int, visit: _Visit) -> Tensor:
-        ctx.visit, ctx.shape = visit, hidden.shape
+    def forward(ctx: Any, hidden: Tensor, numel: int, layer_pass: _LayerPass) -> Tensor:
+        ctx.layer_pass, ctx.shape = layer_pass, hidden.shape
         return hidden.new_empty(numel).fill_(hidden.mean())
 
     @staticmethod
@@ -107,16 +119,16 @@ class _InputPath(torch.autograd.Function):
         began = time.perf_counter()
         gradient = gradients[0].new_empty(ctx.shape)
         gradient.fill_(gradients[0].sum() / gradient.numel())
-        ctx.visit.input_part(began)
+        ctx.layer_pass.input_part(began)
         return gradient, None, None
 
 
 class _WeightPath(torch.autograd.Function):
-    """noise * mean(weight), of which all elements are equal; backward it waits the weight part's."""
+    """noise * mean(weight), whose elements are equal. Its backward waits for the weight part."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, noise: Tensor, visit: _Visit) -> Tensor:
-        ctx.visit, ctx.noise, ctx.numel = visit, noise, weight.numel()
+    def forward(ctx: Any, weight: Tensor, noise: Tensor, layer_pass: _LayerPass) -> Tensor:
+        ctx.layer_pass, ctx.noise, ctx.numel = layer_pass, noise, weight.numel()
         return weight[:1] * noise
 
     @staticmethod
@@ -124,39 +136,49 @@ class _WeightPath(torch.autograd.Function):
         began = time.perf_counter()
         gradient = gradients[0].new_empty(ctx.numel)
         gradient.fill_((gradients[0] * ctx.noise).sum() / ctx.numel)
-        ctx.visit.weight_part(began)
+        ctx.layer_pass.weight_part(began)
         return gradient, None, None
 
 
 class EmulatedLayer(nn.Module):
-    """One layer of `param_bytes` that takes the times of one device type."""
+    """One layer of `spec.param_bytes` that takes `times`.
 
-    def __init__(self, spec: LayerSpec, times: LayerTimes, value: float, last: bool, waiter: Waiter) -> None:
+    Args:
+        value: initial value of all parameters.
+        last: the layer returns a scalar loss.
+    """
+
+    def __init__(
+        self, spec: LayerSpec, times: LayerTimes, value: float, last: bool, timer: PassTimer
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((_elements(spec.param_bytes),), value))
         self._numel, self._last = 1 if last else _elements(spec.output_bytes), last
-        self._times, self._waiter = times, waiter
+        self._times, self._timer = times, timer
 
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
         """[any shape] or None -> [output elements], or the scalar loss."""
         began = time.perf_counter()
-        visit = _Visit(self._waiter, self._times, microbatch, hidden is not None)
+        layer_pass = _LayerPass(self._timer, self._times, microbatch, hidden is not None)
         noise = torch.rand(()) + 0.5
-        mean = None if hidden is None else _InputPath.apply(hidden, self._numel, visit)  # type: ignore[no-untyped-call]
-        bias: Tensor = _WeightPath.apply(self.weight, noise, visit)  # type: ignore[no-untyped-call]
+        bias: Tensor
+        mean: Tensor | None = None
+        if hidden is not None:
+            mean = _InputPath.apply(hidden, self._numel, layer_pass)  # type: ignore[no-untyped-call]
+        bias = _WeightPath.apply(self.weight, noise, layer_pass)  # type: ignore[no-untyped-call]
         out = bias.expand(self._numel).contiguous() if mean is None else mean + bias
-        visit.forward(began, self._times.forward_s)
+        layer_pass.forward(began, self._times.forward_s)
         return out.square().sum() if self._last else out
 
 
 class EmulatedStack(LayerStack):
-    """A profile's layers on one of its device types, in the place of a script's own."""
+    """The layers of a profile on one of its device types, in place of the script's layers."""
 
     def __init__(self, profile: Profile, device: str, seed: int) -> None:
-        """Raises FieldError when the profile does not know `device`."""
+        """Raises FieldError if the profile does not contain `device`."""
         self._profile, self.seed = profile, seed
         self._times = profile.device(device).layers
-        self._waiter = Waiter()
+        self._timer = PassTimer()
 
     @property
     def n_layers(self) -> int:
@@ -164,12 +186,15 @@ class EmulatedStack(LayerStack):
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         if tp.size != 1:
-            raise FieldError("tp", tp.size, "emulated layers run without tensor parallelism; use 1")
+            remedy = "emulated layers run without tensor parallelism; use 1"
+            raise FieldError("tp", tp.size, remedy)
         value = randomness.named(self.seed, index, "weight") / 2**63
-        last = index == self.n_layers - 1
-        return EmulatedLayer(self._profile.layers[index], self._times[index], value, last, self._waiter)
+        spec, times = self._profile.layers[index], self._times[index]
+        return EmulatedLayer(spec, times, value, index == self.n_layers - 1, self._timer)
 
-    def specs(self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None) -> tuple[LayerSpec, ...]:
+    def specs(
+        self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
+    ) -> tuple[LayerSpec, ...]:
         return self._profile.layers
 
 

@@ -16,7 +16,7 @@ from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.frames import CHUNK_BYTES
 from elastic.store.shared_memory import SlotReader
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 SHARED_MEMORY = "shared-memory"
 
@@ -35,7 +35,7 @@ class Fetcher:
         self,
         node: str,
         vaults: Mapping[str, str],
-        abandon: Abandon | None = None,
+        abandon: AbandonSignal | None = None,
         *,
         timeout_s: float = DEFAULT.bulk_s,
     ) -> None:
@@ -101,7 +101,7 @@ def fetch(
     vaults: Mapping[str, str],
     node: str,
     nbytes: int | None = None,
-    abandon: Abandon | None = None,
+    abandon: AbandonSignal | None = None,
 ) -> Fetched:
     """Fetch one copy over connections of its own; `nbytes` is what the caller expects."""
     if nbytes is not None and nbytes != copy.nbytes:

@@ -13,10 +13,10 @@ from elastic.rpc.bulk.transfer import VaultClient
 from elastic.worker.model.state_codec import as_memory, join_portions
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.replica.export import params_sha256
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
 
-def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, abandon: Abandon) -> str:
+def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, abandon: AbandonSignal) -> str:
     """SHA-256 of all parameters after the last step (`elastic.worker.replica.export.params_sha256`).
 
     Everybody's last state is in its vault. Raises VaultError if one is gone, EpochAbandoned when told to give up.

@@ -16,7 +16,7 @@ from elastic.domain.errors import VaultError
 from elastic.domain.types import REDUCED, WHOLE, Assignment, Copy, Portion, Recipe, StepRecord
 from elastic.planning.plan.rank_map import Member
 from elastic.planning.plan.schemes import portion_of
-from elastic.worker.engine.partial import wanted
+from elastic.worker.engine.partial import needed_messages
 from elastic.worker.model.layers import Tied
 from elastic.worker.model.state_codec import join_portions
 from elastic.worker.recovery.fetch import Fetched, Fetcher
@@ -83,7 +83,7 @@ class Installer:
         with ThreadPoolExecutor(4, "elastic-fetch") as pool:
             recipes_want = {c.key: c for c in _wanted(recipes.values(), live)}
             fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in recipes_want.items()}
-            messages = {c.key: pool.submit(self._fetcher.fetch, c) for c in wanted(assignment, member)}
+            messages = {c.key: pool.submit(self._fetcher.fetch, c) for c in needed_messages(assignment, member)}
             for layer in member.layers:
                 self._check()
                 recipe = recipes.get(layer)

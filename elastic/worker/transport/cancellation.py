@@ -1,7 +1,8 @@
-"""How an epoch ends: a flag that anybody may set and that wakes every wait, or a broken link.
+"""Ends of an epoch: a signal that wakes every blocked thread, and the error of a broken link.
 
-`Abandon.set` may come from any thread (usually the one that reads the agent's messages). Whoever blocks in
-native code, where an event cannot wake it, registers a callback that makes that code fail.
+Any thread may call `AbandonSignal.set`; usually the thread that reads the agent's messages does. A
+thread that blocks in native code, where an event cannot wake it, subscribes a callback that makes
+the native code fail.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ T = TypeVar("T")
 
 
 class EpochAbandoned(Exception):
-    """The running epoch was left on purpose; not an error. The text says why."""
+    """The running epoch was left on purpose; this is no failure. The text tells the reason."""
 
 
 class LinkFailed(ElasticError):
-    """Communication broke. `ranks`: whose connection broke first, as far as known; a suspicion, no proof."""
+    """Communication with other ranks failed.
+
+    `ranks` are the ranks whose connections are suspected to have broken first; () if unknown.
+    """
 
     def __init__(self, ranks: tuple[int, ...], detail: str) -> None:
         self.ranks, self.detail = ranks, detail
-        super().__init__(f"link to rank {', '.join(map(str, ranks)) or 'unknown'} failed: {detail}")
+        names = ", ".join(map(str, ranks)) or "unknown"
+        super().__init__(f"link to rank {names} failed: {detail}")
 
 
-class Abandon:
-    """One epoch's flag; set at most once, never cleared."""
+class AbandonSignal:
+    """Tells all threads of a worker to leave one epoch. Set at most once and never cleared."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -38,7 +43,10 @@ class Abandon:
         self._reason = ""
 
     def set(self, reason: str) -> None:
-        """Leave the epoch. The first reason stays. Callbacks run in the calling thread: keep them quick."""
+        """Abandon the epoch; only the first reason is kept.
+
+        Callbacks run in the calling thread and must be quick.
+        """
         with self._lock:
             if self._event.is_set():
                 return
@@ -56,15 +64,16 @@ class Abandon:
         return self._reason
 
     def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the signal is set. Returns False after `timeout` seconds."""
         return self._event.wait(timeout)
 
     def check(self) -> None:
-        """Raise EpochAbandoned if the flag is set."""
+        """Raise EpochAbandoned if the signal is set."""
         if self._event.is_set():
             raise EpochAbandoned(self._reason)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Have `callback` run when the flag is set; at once if it is."""
+        """Call `callback` when the signal is set, or now if it is set already."""
         with self._lock:
             if not self._event.is_set():
                 self._callbacks.append(callback)
@@ -76,17 +85,23 @@ class Abandon:
             self._callbacks = [c for c in self._callbacks if c != callback]
 
 
-def abandonable(
-    work: Callable[[], T], abandon: Abandon, name: str, discard: Callable[[T], None] | None = None
+def run_abandonable(
+    work: Callable[[], T],
+    abandon: AbandonSignal,
+    name: str,
+    discard: Callable[[T], None] | None = None,
 ) -> T:
-    """Run `work` in a thread of its own and return its result, or leave it behind when `abandon` is set.
+    """Run `work` in its own thread and return its result.
+
+    If `abandon` is set first, the thread is left behind.
 
     Args:
-        discard: disposes of a result that comes after the epoch was left.
+        name: name of the thread.
+        discard: releases a result that arrives after the epoch was abandoned.
 
     Raises:
-        EpochAbandoned: the flag was set first.
-        Exception: whatever `work` raised.
+        EpochAbandoned: the signal was set before `work` ended.
+        Exception: any error of `work`.
     """
     woken, lock = threading.Event(), threading.Lock()
     results: list[T] = []
@@ -96,7 +111,7 @@ def abandonable(
     def body() -> None:
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - raised again by the waiting thread
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
             errors.append(error)
         else:
             with lock:

@@ -1,12 +1,15 @@
-"""The communication of one epoch: point to point between stages, sums over holders, small gathers over all.
+"""Communication of one rank in one epoch.
 
-Every blocking call ends at once when the epoch's `Abandon` is set (EpochAbandoned) and when a peer goes away
-(LinkFailed). After either, the links are closed for good; the next epoch opens its own. `elastic.worker.transport.gloo`
-says how waits are ended.
+`Links` offers messages between two ranks, all-reduce and all-gather over the holders of a layer,
+and a small gather over all ranks.
 
-Point-to-point messages are numbered by `tag` only to separate flows, each of tensors of one form: all messages of a
-peer are received in the order in which they were sent. The first message of a flow is preceded by a header with its
-dtype and shape, which then hold for the whole epoch, so that receives can be posted ahead.
+Every blocking call ends at once when the epoch's `AbandonSignal` is set (EpochAbandoned) and when
+a peer disconnects (LinkFailed). After either, the links stay closed; the next epoch opens new
+ones. `elastic.worker.transport.gloo` explains how blocked waits are ended.
+
+A `tag` names a flow of messages with the same dtype and shape. A header with dtype and shape
+precedes the first message of a flow and holds for the whole epoch, so receives can be posted ahead
+of the messages. All messages of a peer, over all flows, are received in the order of sending.
 """
 
 from __future__ import annotations
@@ -22,19 +25,34 @@ from torch._C._distributed_c10d import PrefixStore
 from elastic.domain.errors import FieldError
 from elastic.rpc.link_shaping import LinkShaper
 from elastic.worker.transport import threads
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed, abandonable
-from elastic.worker.transport.devicefault import broke_here
-from elastic.worker.transport.gloo import GlooTransport, Operation, Transport, sets_of
-from elastic.worker.transport.rendezvous import blame, connect
+from elastic.worker.transport.cancellation import (
+    AbandonSignal,
+    EpochAbandoned,
+    LinkFailed,
+    run_abandonable,
+)
+from elastic.worker.transport.device_fault import is_local_device_fault
+from elastic.worker.transport.gloo import GlooTransport
+from elastic.worker.transport.interface import Operation, Transport, groups_of_rank
+from elastic.worker.transport.rendezvous import agree_on_failed_ranks, connect_store
 from elastic.worker.transport.shaped import ShapedTransport
-from elastic.worker.transport.tensor_header import MAX_DIMS, Form, form_of, pack_form, unpack_form
+from elastic.worker.transport.tensor_header import (
+    MAX_DIMS,
+    TensorSpec,
+    pack_header,
+    spec_of,
+    unpack_header,
+)
 
 MAX_UNRECEIVED = 32
-"""Messages under way from one rank before a send waits for the oldest of them, unless more are allowed for."""
+"""Default of `Links.max_unreceived`."""
 
 
-class _Guard:
-    """Turns a transport's RuntimeError into what really happened."""
+class _ErrorTranslator:
+    """Context manager that turns a transport's RuntimeError into its cause.
+
+    Raises EpochAbandoned or LinkFailed instead, except for a fault of this rank's own device.
+    """
 
     def __init__(self, links: Links, peer: int | None) -> None:
         self._links, self._peer = links, peer
@@ -42,45 +60,50 @@ class _Guard:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, RuntimeError):
-            if broke_here(error) and not self._links.abandon.is_set():
-                return  # no link's fault
+            if is_local_device_fault(error) and not self._links.abandon.is_set():
+                return
             raise self._links.failure(self._peer, error) from error
         if error is None:
             self._links.abandon.check()
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """A reduction under way; to call it waits until the tensor holds the sum."""
+class PendingCollective:
+    """A collective that runs. Call it to wait for its result."""
 
     wait: Callable[[], None]
     done: Callable[[], bool]
-    """Whether waiting would end at once, well or not."""
+    """Whether `wait` would return or raise at once."""
 
     def __call__(self) -> None:
         self.wait()
 
 
 class Links:
-    """Open links of one rank; made by `open`."""
+    """Open links of one rank. `open` creates them."""
 
     def __init__(
-        self, epoch: int, rank: int, world_size: int, device: torch.device, abandon: Abandon
+        self, epoch: int, rank: int, world_size: int, device: torch.device, abandon: AbandonSignal
     ) -> None:
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
         self.device, self.abandon = device, abandon
         self.data_device = device
+        """Device of the transport's tensors: `device`, or the CPU for gloo."""
         self._store: PrefixStore | None = None
         self._control: GlooTransport | None = None
         self._data: Transport | None = None
-        self._peers: dict[int, Peer] = {}
-        self._forms: dict[tuple[int, int], Form] = {}
+        self._incoming: dict[int, IncomingMessages] = {}
+        self._sent_specs: dict[tuple[int, int], TensorSpec] = {}
+        """(rank, tag) -> dtype and shape of the flow's messages."""
         self._unreceived: deque[tuple[Operation, torch.Tensor, Transport]] = deque()
-        self.most_unreceived = MAX_UNRECEIVED
-        self._sets_opened = threading.Event()
-        self._sets_error: list[RuntimeError] = []
+        self.max_unreceived = MAX_UNRECEIVED
+        """Number of messages in flight from this rank at which a send waits for the oldest."""
+        self._groups_opened = threading.Event()
+        self._group_errors: list[RuntimeError] = []
 
     @classmethod
     def open(
@@ -92,7 +115,7 @@ class Links:
         store_address: str,
         device: torch.device,
         timeout_s: float,
-        abandon: Abandon,
+        abandon: AbandonSignal,
         host: str = "127.0.0.1",
         holder_sets: Sequence[tuple[int, ...]] = (),
         pairs: Sequence[tuple[int, int]] = (),
@@ -100,16 +123,17 @@ class Links:
         shaper: LinkShaper | None = None,
         remote: Collection[int] = (),
     ) -> Links:
-        """Meet all other ranks of `epoch` at the store and connect.
+        """Connect to all other ranks of `epoch`.
 
         Args:
             store_address: "host:port" of the store that the plan names.
-            timeout_s: for opening and for every later wait; a last resort, far above any honest wait.
-            host: address of this node that the others reach.
-            holder_sets: all sets of ranks that will ever reduce together, the same on every rank.
-            pairs: all (sender, receiver) that will ever communicate, the same on every rank.
-            backend: gloo | nccl for data; "" chooses by device. gloo on CUDA goes through host memory.
-            shaper: makes gloo's data to the ranks in `remote` as slow as a given network.
+            timeout_s: limit for opening and for each later wait; a last resort.
+            host: address of this node that the other ranks can reach.
+            holder_sets: all groups of ranks that will ever reduce together; equal on all ranks.
+            pairs: all (sender, receiver) that will ever communicate; equal on all ranks.
+            backend: gloo | nccl for data; "" chooses by device. gloo copies CUDA tensors through
+                host memory.
+            shaper: slows gloo's data to the ranks in `remote` down to a given network.
 
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
@@ -117,248 +141,282 @@ class Links:
         """
         links = cls(epoch, rank, world_size, device, abandon)
         if world_size == 1:
-            links._sets_opened.set()
+            links._groups_opened.set()
             return links
         nccl = (backend or ("nccl" if device.type == "cuda" else "gloo")) == "nccl"
         links.data_device = device if nccl else torch.device("cpu")
 
-        def meet() -> tuple[GlooTransport, Transport]:
-            links._store = store = connect(store_address, epoch, timeout_s)
+        def connect() -> tuple[GlooTransport, Transport]:
+            links._store = store = connect_store(store_address, epoch, timeout_s)
             control = GlooTransport(store, rank, world_size, timeout_s, host)
             if nccl:
-                return control, links._open_data(store, control, timeout_s, pairs)
+                return control, links._open_nccl(store, control, timeout_s, pairs)
             return control, ShapedTransport(control, shaper, remote) if shaper else control
 
-        def discard(pair: tuple[GlooTransport, Transport]) -> None:
-            pair[0].close()
-            pair[1].close()
-
         try:
-            links._control, links._data = abandonable(meet, abandon, f"open-epoch{epoch}", discard)
+            opened = run_abandonable(connect, abandon, f"open-epoch{epoch}", _close_all)
         except RuntimeError as error:
             raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
+        links._control, links._data = opened
         abandon.subscribe(links.close)
-        threads.start(f"sets-epoch{epoch}", lambda: links._open_sets(sets_of(rank, holder_sets)))
+        groups = groups_of_rank(rank, holder_sets)
+        threads.start(f"sets-epoch{epoch}", lambda: links._open_groups(groups))
         return links
 
-    def _open_data(
-        self, store: PrefixStore, control: GlooTransport, timeout_s: float, pairs: Sequence[tuple[int, int]]
+    def _open_nccl(
+        self,
+        store: PrefixStore,
+        control: GlooTransport,
+        timeout_s: float,
+        pairs: Sequence[tuple[int, int]],
     ) -> Transport:
         from elastic.worker.transport.nccl import NcclTransport
 
+        nccl_store = PrefixStore("nccl", store)
         try:
-            return NcclTransport(PrefixStore("nccl", store), self.rank, self.device, timeout_s, pairs)
+            return NcclTransport(nccl_store, self.rank, self.device, timeout_s, pairs)
         except RuntimeError:
             control.close()
             raise
 
-    def _open_sets(self, sets: Sequence[tuple[int, ...]]) -> None:
-        """Runs beside the first micro-batches; `all_reduce` waits for it."""
+    def _open_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Open the groups while the first micro-batches run; collectives wait for this."""
         try:
-            for ranks in sets:
-                self.data.open_set(ranks)
+            for ranks in groups:
+                self.data.open_group(ranks)
         except RuntimeError as error:
-            self._sets_error.append(error)
-        self._sets_opened.set()
+            self._group_errors.append(error)
+        self._groups_opened.set()
 
     @property
     def control(self) -> GlooTransport:
-        assert self._control is not None, "a single rank communicates with nobody"
+        """Transport of headers and gathers, on CPU tensors."""
+        assert self._control is not None, "a single rank has no links"
         return self._control
 
     @property
     def data(self) -> Transport:
-        assert self._data is not None, "a single rank communicates with nobody"
+        """Transport of activations and gradients, on `data_device`."""
+        assert self._data is not None, "a single rank has no links"
         return self._data
 
-    def guard(self, peer: int | None = None) -> _Guard:
-        return _Guard(self, peer)
+    def translate_errors(self, peer: int | None = None) -> _ErrorTranslator:
+        """Context manager for calls of a transport. `peer` is suspected if the cause is unknown."""
+        return _ErrorTranslator(self, peer)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        """Hand `tensor` to `dst` without waiting. It must not change until `flush`.
+        """Start to send `tensor` to `dst`. It must not change until `flush`.
 
-        Raises FieldError if dtype or shape differ from the first tensor of this flow.
+        Blocks only while more than `max_unreceived` messages are in flight. Raises FieldError if
+        dtype or shape differ from the first tensor of this flow.
         """
         tensor = tensor.detach().to(self.data_device).contiguous()
-        form = form_of(tensor)
-        known = self._forms.get((dst, tag))
-        if known is not None and known != form:
-            text = f"within an epoch tensors of one flow are alike; the first was {known[0]} {known[1]}"
-            raise FieldError(f"tensor for rank {dst}", form, text)
-        with self.guard(dst):
-            if known is None:
-                self._forms[(dst, tag)] = form
-                header = pack_form(form)
-                self._keep(self.control.send(header, dst, header_tag(tag)), header, self.control)
+        spec = spec_of(tensor)
+        first = self._sent_specs.get((dst, tag))
+        if first is not None and first != spec:
+            remedy = (
+                "use the dtype and shape of the flow's first tensor in this epoch, "
+                f"{first[0]} {first[1]}"
+            )
+            raise FieldError(f"tensor for rank {dst}", spec, remedy)
+        with self.translate_errors(dst):
+            if first is None:
+                self._sent_specs[(dst, tag)] = spec
+                header = pack_header(spec)
+                work = self.control.send(header, dst, header_tag(tag))
+                self._keep(work, header, self.control)
             self._keep(self.data.send(tensor, dst, data_tag(tag)), tensor, self.data)
 
     def _keep(self, work: Operation, tensor: torch.Tensor, transport: Transport) -> None:
-        """Hold what is being sent. gloo cannot tell when it is gone: of too many the oldest is waited for."""
+        """Keep a tensor that is being sent; wait for the oldest one if there are too many.
+
+        The limit is needed because gloo does not report the receipt of a message.
+        """
         self._unreceived.append((work, tensor, transport))
         while self._unreceived and self._unreceived[0][0].is_completed():
             self._unreceived.popleft()
-        if len(self._unreceived) > self.most_unreceived:
+        if len(self._unreceived) > self.max_unreceived:
             oldest, _, transport = self._unreceived.popleft()
             transport.wait(oldest)
 
     def recv(self, src: int, tag: int = 0) -> Receive:
-        """Expect the next message of a flow. Never blocks. Ask in the order in which `src` sends, over all flows."""
-        with self.guard(src):
-            peer = self._peers.get(src)
-            if peer is None:
-                peer = self._peers[src] = Peer(self, src)
-            return peer.expect(tag)
+        """Post a receive of the next message of a flow. Never blocks.
+
+        Post receives in the order in which `src` sends, over all of its flows.
+        """
+        with self.translate_errors(src):
+            incoming = self._incoming.get(src)
+            if incoming is None:
+                incoming = self._incoming[src] = IncomingMessages(self, src)
+            return incoming.expect(tag)
 
     def flush(self) -> None:
-        """Wait until everything sent is gone."""
-        with self.guard():
+        """Wait until all sent messages have left."""
+        with self.translate_errors():
             while self._unreceived:
                 work, _, transport = self._unreceived.popleft()
                 transport.wait(work)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's CPU `tensor` (same shape and dtype everywhere), in rank order."""
+        """Return the CPU `tensor` of every rank, in rank order. Shapes and dtypes must be equal."""
         if self.world_size == 1:
             self.abandon.check()
             return [tensor.clone()]
         outputs = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self.guard():
-            self.control.wait(self.control.all_gather(outputs, tensor, tuple(range(self.world_size))))
+        all_ranks = tuple(range(self.world_size))
+        with self.translate_errors():
+            self.control.wait(self.control.all_gather(outputs, tensor, all_ranks))
         return outputs
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Sum:
-        """Begin to sum `tensor` in place over `ranks` (ascending, this rank among them).
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingCollective:
+        """Start to sum `tensor` in place over `ranks` (ascending, including this rank).
 
-        All of them must begin their common reductions and gathers in the same order.
+        All of these ranks must start their common collectives in the same order.
         """
         if len(ranks) == 1:
-            return Sum(self.abandon.check, lambda: True)
-        with self.guard():
-            self._need_sets()
+            return PendingCollective(self.abandon.check, lambda: True)
+        with self.translate_errors():
+            self._await_groups()
             staged = tensor.to(self.data_device)
             work = self.data.all_reduce(staged, ranks)
 
         def wait() -> None:
-            with self.guard():
+            with self.translate_errors():
                 self.data.wait(work)
             if staged is not tensor:
                 tensor.copy_(staged)
 
-        return Sum(wait, lambda: bool(work.is_completed()))
+        return PendingCollective(wait, lambda: bool(work.is_completed()))
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
-    ) -> Sum:
-        """Begin to fill `outputs` with the `tensor` (alike everywhere) of each of `ranks`; see `all_reduce`."""
-        with self.guard():
-            self._need_sets()
+    ) -> PendingCollective:
+        """Start to fill `outputs[i]` with the `tensor` of `ranks[i]`, of equal shape on all ranks.
+
+        See `all_reduce` for the order of collectives.
+        """
+        with self.translate_errors():
+            self._await_groups()
             staged = [output.to(self.data_device) for output in outputs]
             work = self.data.all_gather(staged, tensor.to(self.data_device), ranks)
 
         def wait() -> None:
-            with self.guard():
+            with self.translate_errors():
                 self.data.wait(work)
-            for output, found in zip(outputs, staged, strict=True):
-                if found is not output:
-                    output.copy_(found)
+            for output, gathered in zip(outputs, staged, strict=True):
+                if gathered is not output:
+                    output.copy_(gathered)
 
-        return Sum(wait, lambda: bool(work.is_completed()))
+        return PendingCollective(wait, lambda: bool(work.is_completed()))
 
-    def _need_sets(self) -> None:
-        """Wait until the sets are open, or raise when the epoch is left."""
-        if not self._sets_opened.is_set():
-            self.abandon.subscribe(self._sets_opened.set)
-            self._sets_opened.wait()
-            self.abandon.unsubscribe(self._sets_opened.set)
+    def _await_groups(self) -> None:
+        """Wait until all groups are open. Raises EpochAbandoned, or RuntimeError if one failed."""
+        if not self._groups_opened.is_set():
+            self.abandon.subscribe(self._groups_opened.set)
+            self._groups_opened.wait()
+            self.abandon.unsubscribe(self._groups_opened.set)
             self.abandon.check()
-        if self._sets_error:
-            raise RuntimeError(str(self._sets_error[0]))
+        if self._group_errors:
+            raise RuntimeError(str(self._group_errors[0]))
 
     def failure(self, peer: int | None, error: BaseException) -> Exception:
-        """What an error of the transport means. Closes the links, so that the other ranks learn of it too."""
+        """Return the cause of a transport's `error` as EpochAbandoned or LinkFailed.
+
+        Closes the links in the second case, so that the other ranks notice the failure too.
+        """
         if self.abandon.is_set():
             return EpochAbandoned(self.abandon.reason)
         if isinstance(error, LinkFailed):
             return error
         suspects = self.control.disconnected() or (() if peer is None else (peer,))
-        ranks = blame(self._store, suspects, self.abandon)
+        ranks = agree_on_failed_ranks(self._store, suspects, self.abandon)
         self.close()
         return LinkFailed(ranks, str(error).split("\n")[0][:200])
 
     def close(self) -> None:
-        """End this epoch's communication in this process; blocked waits raise. Returns at once."""
+        """Close all transports; blocked waits raise. Returns at once."""
         self.abandon.unsubscribe(self.close)
-        for transport in {id(t): t for t in (self._control, self._data) if t is not None}.values():
+        transports = {id(t): t for t in (self._control, self._data) if t is not None}
+        for transport in transports.values():
             threads.start(f"close-epoch{self.epoch}", transport.close)
 
 
 class Receive:
-    """An expected message: requested early, waited for late."""
+    """A posted receive of one message."""
 
-    def __init__(self, inbox: Inbox) -> None:
-        self.inbox = inbox
+    def __init__(self, flow: IncomingFlow) -> None:
+        self.flow = flow
         self._work: Operation | None = None
         self._buffer: torch.Tensor | None = None
 
-    def post(self, form: Form) -> None:
-        links = self.inbox.peer.links
-        self._buffer = torch.empty(form[1], dtype=form[0], device=links.data_device)
-        self._work = links.data.recv(self._buffer, self.inbox.peer.src, data_tag(self.inbox.tag))
+    def post(self, spec: TensorSpec) -> None:
+        """Post the receive to the transport, once the flow's dtype and shape are known."""
+        links, src = self.flow.incoming.links, self.flow.incoming.src
+        self._buffer = torch.empty(spec[1], dtype=spec[0], device=links.data_device)
+        self._work = links.data.recv(self._buffer, src, data_tag(self.flow.tag))
 
     def wait(self) -> torch.Tensor:
-        """The tensor, on the epoch's device. Raises EpochAbandoned or LinkFailed."""
-        peer = self.inbox.peer
-        with peer.links.guard(peer.src):
+        """Return the message, on the links' device. Raises EpochAbandoned or LinkFailed."""
+        incoming = self.flow.incoming
+        with incoming.links.translate_errors(incoming.src):
             while self._work is None:
-                peer.read_header()
+                incoming.read_header()
             assert self._buffer is not None
-            peer.links.data.wait(self._work)
-        return self._buffer.to(peer.links.device)
+            incoming.links.data.wait(self._work)
+        return self._buffer.to(incoming.links.device)
 
 
-class Peer:
-    """All messages from one rank, in the order in which that rank sends them.
+class IncomingMessages:
+    """All messages from rank `src`, in the order in which that rank sends them.
 
-    NCCL knows no tags, so receives of all flows are posted in the order of `expect`. A receive is
-    posted as soon as the header of its flow is known, so that the sender need not wait for it.
+    NCCL has no tags, so receives of all flows are posted in the order of `expect`. A receive is
+    posted as soon as its flow's header has arrived, so that the sender need not wait for it.
     """
 
     def __init__(self, links: Links, src: int) -> None:
         self.links, self.src = links, src
-        self._inboxes: dict[int, Inbox] = {}
+        self._flows: dict[int, IncomingFlow] = {}
         self._unposted: deque[Receive] = deque()
 
     def expect(self, tag: int) -> Receive:
-        inbox = self._inboxes.get(tag)
-        if inbox is None:
-            inbox = self._inboxes[tag] = Inbox(self, tag)
-        receive = Receive(inbox)
+        """Post a receive of the next message of flow `tag`, after all earlier receives."""
+        flow = self._flows.get(tag)
+        if flow is None:
+            flow = self._flows[tag] = IncomingFlow(self, tag)
+        receive = Receive(flow)
         self._unposted.append(receive)
         self._post()
         return receive
 
     def read_header(self) -> None:
-        """Wait for the header that the next receive needs, then post all that can be."""
-        self._unposted[0].inbox.read_header()
+        """Wait for the header that the oldest unposted receive needs, then post receives."""
+        self._unposted[0].flow.read_header()
         self._post()
 
     def _post(self) -> None:
-        while self._unposted and (form := self._unposted[0].inbox.form) is not None:
-            self._unposted.popleft().post(form)
+        while self._unposted and (spec := self._unposted[0].flow.spec) is not None:
+            self._unposted.popleft().post(spec)
 
 
-class Inbox:
-    """The receiving end of one flow: all messages from one rank with one tag."""
+class IncomingFlow:
+    """Receiving end of one flow: all messages from one rank with one tag."""
 
-    def __init__(self, peer: Peer, tag: int) -> None:
-        self.peer, self.tag = peer, tag
-        self.form: Form | None = None
+    def __init__(self, incoming: IncomingMessages, tag: int) -> None:
+        self.incoming, self.tag = incoming, tag
+        self.spec: TensorSpec | None = None
+        """dtype and shape of the messages; None until the header has arrived."""
         self._header = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
-        self._header_work = peer.links.control.recv(self._header, peer.src, header_tag(tag))
+        control = incoming.links.control
+        self._header_work = control.recv(self._header, incoming.src, header_tag(tag))
 
     def read_header(self) -> None:
-        self.peer.links.control.wait(self._header_work)
-        self.form = unpack_form(self._header, self.peer.src)
+        self.incoming.links.control.wait(self._header_work)
+        self.spec = unpack_header(self._header, self.incoming.src)
+
+
+def _close_all(transports: tuple[GlooTransport, Transport]) -> None:
+    for transport in transports:
+        transport.close()
 
 
 def data_tag(tag: int) -> int:

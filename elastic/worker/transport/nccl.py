@@ -1,11 +1,14 @@
-"""NCCL for CUDA tensors: one communicator a set, and one a direction between two stages.
+"""NCCL transport for CUDA tensors.
 
-Operations of one communicator run one after the other, so a send and a receive between the same two ranks
-could wait for each other; with a communicator for each direction they cannot. Aborting communicators one by
-one can hang while operations of another one are on the device; all are aborted inside one NCCL group.
+Each group has one communicator, and so has each direction between two stages. Operations of one
+communicator run one after the other. With one communicator for both directions, a send and a
+receive between the same two ranks could therefore wait for each other.
 
-After an abort a receive ends with whatever its buffer held. Hence `wait` returns only when the host has seen
-the operation finish, and callers look at their abandon flag before they use what arrived.
+`close` aborts all communicators inside one NCCL group. Aborting them one by one can hang while
+operations of another communicator run on the device.
+
+After an abort a receive completes with arbitrary data in its buffer. Hence `wait` returns only
+when the host has seen the operation finish, and raises if the transport was closed meanwhile.
 """
 
 from __future__ import annotations
@@ -19,14 +22,21 @@ from typing import cast
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupNCCL, Store, Work
 
-from elastic.worker.transport.gloo import Group, Operation
+from elastic.worker.transport.interface import BackendGroup, Operation
 
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""torch's own watchdog would end the whole process when a peer dies."""
+"""Disables torch's watchdog, which would end the whole process when a peer dies."""
+_CLOSED = "the epoch's communication is closed"
 
 
 class NcclTransport:
-    """CUDA tensors of one device. Opening blocks until all ranks of this rank's sets and pairs are there."""
+    """Moves CUDA tensors of one device.
+
+    The constructor blocks until the other ranks of all `pairs` of this rank have connected.
+
+    Args:
+        pairs: (sender, receiver) ranks that will ever communicate.
+    """
 
     def __init__(
         self,
@@ -51,18 +61,18 @@ class NcclTransport:
             return group
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        name = f"{kind}-" + "-".join(map(str, ranks))
-        group = ProcessGroupNCCL(PrefixStore(name, self._store), ranks.index(self._rank), len(ranks), options)
+        store = PrefixStore(f"{kind}-" + "-".join(map(str, ranks)), self._store)
+        group = ProcessGroupNCCL(store, ranks.index(self._rank), len(ranks), options)
         with self._lock:
             self._groups[(kind, ranks)] = group
             closed = self._closed
         if closed:
-            raise RuntimeError("the epoch's communication is closed")
+            raise RuntimeError(_CLOSED)
         group.eager_connect_single_device(self._device)
         return group
 
-    def _group(self, kind: str, ranks: tuple[int, ...]) -> Group:
-        return cast(Group, self._open(kind, ranks))
+    def _group(self, kind: str, ranks: tuple[int, ...]) -> BackendGroup:
+        return cast(BackendGroup, self._open(kind, ranks))
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         return self._group("pair", (self._rank, dst)).send([tensor], 1, tag)
@@ -73,10 +83,12 @@ class NcclTransport:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         return self._group("set", ranks).allreduce([tensor])
 
-    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
+    def all_gather(
+        self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
+    ) -> Work:
         return self._group("set", ranks).allgather([outputs], [tensor])
 
-    def open_set(self, ranks: tuple[int, ...]) -> None:
+    def open_group(self, ranks: tuple[int, ...]) -> None:
         self._open("set", ranks)
 
     def wait(self, operation: Operation) -> None:
@@ -84,7 +96,7 @@ class NcclTransport:
         torch.cuda.current_stream(self._device).record_event().synchronize()
         with self._lock:
             if self._closed:
-                raise RuntimeError("the epoch's communication is closed")
+                raise RuntimeError(_CLOSED)
 
     def close(self) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
-"""Where the ranks of an epoch meet: a TCP store that one worker hosts and the plan names.
+"""Rendezvous of an epoch's ranks at a TCP store.
 
-Every worker hosts one from its start, so that a plan can name any of them. Keys of different epochs have
-different prefixes.
+Every worker hosts a store from its start, so the plan of any epoch can name any of them. Keys of
+different epochs have different prefixes. The store also serves to agree on the rank that failed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,31 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic.domain.errors import FieldError
 from elastic.worker.transport import threads
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 
-_BLAME_S = 0.2
-_BLAME = "blame"
+_AGREE_TIMEOUT_S = 0.2
+_FAILED_RANKS = "failed-ranks"
+"""Key of the ranks that the first rank to notice a failure suspects."""
 
 
 def host_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
-    """Host a store on `host`. Return it and its "host:port"; it lives as long as the object is kept."""
+    """Host a store on `host`. Returns the store and its "host:port".
+
+    The store ends when the returned object is garbage-collected.
+    """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     return store, f"{host}:{port}"
 
 
-def connect(address: str, epoch: int, timeout_s: float) -> PrefixStore:
-    """A connection of its own to the epoch's part of the store. RuntimeError if nobody answers."""
+def connect_store(address: str, epoch: int, timeout_s: float) -> PrefixStore:
+    """Open a connection to the epoch's keys of the store at `address`.
+
+    Raises FieldError if `address` is malformed and RuntimeError if no store answers.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise FieldError("store", address, "host:port of a rendezvous store")
@@ -37,12 +46,18 @@ def connect(address: str, epoch: int, timeout_s: float) -> PrefixStore:
     return PrefixStore(f"epoch{epoch}", TCPStore(host, int(port), is_master=False, timeout=timeout))
 
 
-def blame(store: PrefixStore | None, suspects: tuple[int, ...], abandon: Abandon) -> tuple[int, ...]:
-    """Agree with the other ranks on whose connection broke first: who sees it first says so at the epoch's store.
+def agree_on_failed_ranks(
+    store: PrefixStore | None, suspects: tuple[int, ...], abandon: AbandonSignal
+) -> tuple[int, ...]:
+    """Return the ranks whose connection broke first, as all ranks agree at the epoch's store.
 
-    To be called before closing one's own connections, which would mislead the rest. `store` is the connection that
-    was made when the epoch began: if its host died, asking fails at once. When it hangs this takes 0.2 s, or until
-    the epoch is abandoned. Without an answer `suspects` stands.
+    The first rank that writes its suspects to the store decides. Call this before closing any
+    connection, because a closed connection misleads the other ranks.
+
+    Args:
+        store: the connection that was opened with the epoch. If its host died, a request fails at
+            once; if its host hangs, this call takes 0.2 s or until the epoch is abandoned.
+        suspects: ranks that this rank suspects; returned if the store does not answer.
     """
     name = ",".join(map(str, suspects))
     answers: list[str] = []
@@ -51,17 +66,17 @@ def blame(store: PrefixStore | None, suspects: tuple[int, ...], abandon: Abandon
     def ask(store: PrefixStore) -> None:
         try:
             if suspects:
-                answers.append(store.compare_set(_BLAME, "", name).decode())
-            elif store.check([_BLAME]):
-                answers.append(store.get(_BLAME).decode())
+                answers.append(store.compare_set(_FAILED_RANKS, "", name).decode())
+            elif store.check([_FAILED_RANKS]):
+                answers.append(store.get(_FAILED_RANKS).decode())
         except RuntimeError:
             answers.append(name)
         answered.set()
 
     if store is not None:
-        threads.start("blame", lambda: ask(store))
+        threads.start("failed-ranks", lambda: ask(store))
         abandon.subscribe(answered.set)
-        answered.wait(_BLAME_S)
+        answered.wait(_AGREE_TIMEOUT_S)
         abandon.unsubscribe(answered.set)
     answer = answers[0] if answers else name
     return tuple(int(rank) for rank in answer.split(",") if rank.isdigit())

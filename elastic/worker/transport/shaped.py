@@ -1,7 +1,9 @@
-"""A transport whose messages to other nodes take as long as on a slower network (`elastic.rpc.link_shaping`).
+"""Transport whose messages to other nodes take as long as on a slower network.
 
-A send returns at once, as always; a thread hands the message over when its bytes would have arrived. Sums over holders
-take the time of a ring: each rank sends 2 (k - 1) / k of the data, in 2 (k - 1) turns. A gather is half of one.
+`elastic.rpc.link_shaping` defines the bandwidth and latency. A send returns at once, as on any
+transport; a thread hands the message over when its last byte would have arrived. An all-reduce
+over k ranks takes the time of a ring: each rank sends 2 (k - 1) / k of the bytes in 2 (k - 1)
+turns. An all-gather takes k - 1 turns, with the tensor's bytes sent per turn.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ from typing import Any
 import torch
 
 from elastic.rpc.link_shaping import LinkShaper
-from elastic.worker.transport.gloo import Operation, Transport
+from elastic.worker.transport.interface import Operation, Transport
 
-LOOK_S = 0.5
-"""A message that came too late for the thread is found out after this."""
+CLOSE_CHECK_S = 0.5
+"""A wait for a delayed message checks at this interval whether the transport was closed."""
+_CLOSED = "the links were closed"
 
 
-class _Later:
-    """A message that is not handed over yet."""
+class _DelayedSend:
+    """A message that has not been handed over yet."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -30,12 +33,12 @@ class _Later:
         self.error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
-        """An error is not: it is for whoever waits."""
+        """False after an error, so that the thread that waits raises it."""
         return self.begun.is_set() and self.work is not None and bool(self.work.is_completed())
 
 
-class _Until:
-    """A sum that is not done before `moment`."""
+class _DelayedCollective:
+    """A collective that does not complete before the time `moment` (time.monotonic)."""
 
     def __init__(self, work: Operation, moment: float) -> None:
         self.work, self.moment = work, moment
@@ -45,23 +48,23 @@ class _Until:
 
 
 class ShapedTransport:
-    """Shapes what goes to the ranks in `remote`; the rest goes through `inner` as it is."""
+    """Delays the traffic to the ranks in `remote`; `inner` moves all tensors."""
 
     def __init__(self, inner: Transport, shaper: LinkShaper, remote: Collection[int]) -> None:
         self._inner, self._shaper, self._remote = inner, shaper, frozenset(remote)
-        self._queue: queue.SimpleQueue[tuple[float, torch.Tensor, int, int, _Later] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[tuple[float, torch.Tensor, int, int, _DelayedSend] | None]
+        self._queue = queue.SimpleQueue()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="shaper", daemon=True).start()
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Operation:
         if dst not in self._remote:
             return self._inner.send(tensor, dst, tag)
-        later = _Later()
-        moment = self._shaper.reserve(tensor.nbytes, training=True) + self._shaper.limit.latency_s
-        self._queue.put((moment, tensor, dst, tag, later))
-        return later
+        delayed = _DelayedSend()
+        sent_at = self._shaper.reserve(tensor.nbytes, training=True)
+        moment = sent_at + self._shaper.limit.latency_s
+        self._queue.put((moment, tensor, dst, tag, delayed))
+        return delayed
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Operation:
         return self._inner.recv(tensor, src, tag)
@@ -70,9 +73,9 @@ class ShapedTransport:
         work, k = self._inner.all_reduce(tensor, ranks), len(ranks)
         if not self._remote.intersection(ranks):
             return work
-        sent = int(2 * (k - 1) / k * tensor.nbytes)
-        moment = self._shaper.reserve(sent, training=True) + 2 * (k - 1) * self._shaper.limit.latency_s
-        return _Until(work, moment)
+        turns = 2 * (k - 1)
+        sent_at = self._shaper.reserve(int(turns / k * tensor.nbytes), training=True)
+        return _DelayedCollective(work, sent_at + turns * self._shaper.limit.latency_s)
 
     def all_gather(
         self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
@@ -80,26 +83,26 @@ class ShapedTransport:
         work, turns = self._inner.all_gather(outputs, tensor, ranks), len(ranks) - 1
         if not self._remote.intersection(ranks):
             return work
-        moment = self._shaper.reserve(turns * tensor.nbytes, training=True)
-        return _Until(work, moment + turns * self._shaper.limit.latency_s)
+        sent_at = self._shaper.reserve(turns * tensor.nbytes, training=True)
+        return _DelayedCollective(work, sent_at + turns * self._shaper.limit.latency_s)
 
-    def open_set(self, ranks: tuple[int, ...]) -> None:
-        self._inner.open_set(ranks)
+    def open_group(self, ranks: tuple[int, ...]) -> None:
+        self._inner.open_group(ranks)
 
     def wait(self, operation: Operation) -> None:
-        one: Any = operation
-        if isinstance(one, _Later):
-            while not one.begun.wait(LOOK_S):
+        waited: Any = operation
+        if isinstance(waited, _DelayedSend):
+            while not waited.begun.wait(CLOSE_CHECK_S):
                 if self._closed.is_set():
-                    raise RuntimeError("the links were closed")
-            if one.error is not None:
-                raise one.error
-            assert one.work is not None
-            self._inner.wait(one.work)
-        elif isinstance(one, _Until):
-            self._inner.wait(one.work)
-            if self._closed.wait(max(0.0, one.moment - time.monotonic())):
-                raise RuntimeError("the links were closed")
+                    raise RuntimeError(_CLOSED)
+            if waited.error is not None:
+                raise waited.error
+            assert waited.work is not None
+            self._inner.wait(waited.work)
+        elif isinstance(waited, _DelayedCollective):
+            self._inner.wait(waited.work)
+            if self._closed.wait(max(0.0, waited.moment - time.monotonic())):
+                raise RuntimeError(_CLOSED)
         else:
             self._inner.wait(operation)
 
@@ -109,18 +112,20 @@ class ShapedTransport:
         self._inner.close()
 
     def _run(self) -> None:
-        """Hand messages over, each in its time; after `close` they fail."""
+        """Hand each message over at its time. After `close`, fail the remaining messages."""
         while (item := self._queue.get()) is not None:
-            moment, tensor, dst, tag, later = item
+            moment, tensor, dst, tag, delayed = item
             try:
                 if self._closed.wait(max(0.0, moment - time.monotonic())):
-                    raise RuntimeError("the links were closed")
-                later.work = self._inner.send(tensor, dst, tag)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the one who waits must hear of it
-                later.error = error if isinstance(error, RuntimeError) else RuntimeError(str(error))
-            later.begun.set()
+                    raise RuntimeError(_CLOSED)
+                delayed.work = self._inner.send(tensor, dst, tag)
+            except RuntimeError as error:
+                delayed.error = error
+            except Exception as error:  # noqa: BLE001 - the waiting thread raises it
+                delayed.error = RuntimeError(str(error))
+            delayed.begun.set()
         while not self._queue.empty():
             left = self._queue.get()
             if left is not None:
-                left[-1].error = RuntimeError("the links were closed")
+                left[-1].error = RuntimeError(_CLOSED)
                 left[-1].begun.set()

@@ -22,25 +22,26 @@ DTYPES = (
 )
 MAX_DIMS = 8
 
-Form = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
+"""dtype and shape."""
 
 
-def form_of(tensor: torch.Tensor) -> Form:
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """dtype and shape of `tensor`."""
     return tensor.dtype, tuple(tensor.shape)
 
 
-def pack_form(form: Form) -> torch.Tensor:
-    """The header. Raises FieldError for what cannot be sent."""
-    dtype, shape = form
+def pack_header(spec: TensorSpec) -> torch.Tensor:
+    """Encode `spec` as int64 [2 + MAX_DIMS]. Raises FieldError if such a tensor cannot be sent."""
+    dtype, shape = spec
     if dtype not in DTYPES or len(shape) > MAX_DIMS:
-        raise FieldError(
-            "tensor to send", form, f"at most {MAX_DIMS} dimensions of {', '.join(map(str, DTYPES))}"
-        )
+        remedy = f"at most {MAX_DIMS} dimensions of {', '.join(map(str, DTYPES))}"
+        raise FieldError("tensor to send", spec, remedy)
     return torch.tensor([DTYPES.index(dtype), len(shape), *shape, *[0] * (MAX_DIMS - len(shape))])
 
 
-def unpack_form(header: torch.Tensor, src: int) -> Form:
-    """The form that `pack_form` packed. Raises LinkFailed if it is none."""
+def unpack_header(header: torch.Tensor, src: int) -> TensorSpec:
+    """Decode the header that rank `src` sent. Raises LinkFailed if it is malformed."""
     code, n_dims, *dims = header.tolist()
     if not (0 <= code < len(DTYPES) and 0 <= n_dims <= MAX_DIMS and min(dims) >= 0):
         raise LinkFailed((src,), f"malformed header {header.tolist()}")

@@ -1,7 +1,8 @@
-"""Threads that run native code of torch: left alone by whoever starts them, waited for when the process ends.
+"""Daemon threads that run torch's native code, joined when the process exits.
 
-Python ends the threads that outlive it as soon as they want to run Python again. Inside of C++ that aborts the process
-("terminate called without an active exception"), and a job that is done would look like one that failed.
+Python ends daemon threads at exit as soon as they try to run Python code again. Inside C++ frames
+that aborts the process ("terminate called without an active exception"), and a job that succeeded
+would look like one that failed. Hence an exit handler waits for these threads first.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import time
 import weakref
 from collections.abc import Callable
 
-PATIENCE_S = 5.0
-"""How long all of them together are waited for; one that hangs longer is left."""
+JOIN_TIMEOUT_S = 5.0
+"""Time for all threads together to end at exit; threads that hang longer are left behind."""
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-def start(name: str, work: Callable[[], None]) -> threading.Thread:
+def start(name: str, work: Callable[[], object]) -> threading.Thread:
     """Run `work` in a daemon thread of this name."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     _started.add(thread)
@@ -25,8 +26,8 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def wait(seconds: float = PATIENCE_S) -> bool:
-    """Wait for all that were started; False if some still run."""
+def wait(seconds: float = JOIN_TIMEOUT_S) -> bool:
+    """Wait for all started threads. Returns False if some still run after `seconds`."""
     end = time.monotonic() + seconds
     for thread in list(_started):
         thread.join(max(0.0, end - time.monotonic()))

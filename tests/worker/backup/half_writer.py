@@ -13,7 +13,7 @@ import torch
 from elastic.rpc.frames import connect_unix
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from tests.worker.model.toys import replicas, run
 
 
@@ -23,7 +23,7 @@ def main(address: str, directory: str) -> None:
     publisher.publish_states(layers, 1, "")
     for index in range(2):
         run(layers, 0, index)
-        publisher.publish_gradients(layers, 0, 1, "", Abandon())
+        publisher.publish_gradients(layers, 0, 1, "", AbandonSignal())
         publisher.on_acked(99)
     sys.stdin.readline()  # the agent has acknowledged all of these
     run(layers, 0, 2)
@@ -37,7 +37,7 @@ def main(address: str, directory: str) -> None:
             signal.pause()
 
     LayerReplica.write_gradient = half  # type: ignore[method-assign]
-    publisher.publish_gradients(layers, 0, 1, "", Abandon())
+    publisher.publish_gradients(layers, 0, 1, "", AbandonSignal())
 
 
 if __name__ == "__main__":

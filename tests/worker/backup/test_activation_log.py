@@ -15,7 +15,7 @@ from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, LOGS, STATE, C
 from elastic.worker.backup.activation_log import BoundaryLog, Logged, read
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.copies import LocalWriter, content, make
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.patience import LONG_S
@@ -41,7 +41,7 @@ def message(kind: str, step: int, index: int) -> Logged:
     return Logged(kind, 2 if kind == ACTIVATION else 1, step, index, tensor)
 
 
-def log_step(log: BoundaryLog, step: int, abandon: Abandon) -> None:
+def log_step(log: BoundaryLog, step: int, abandon: AbandonSignal) -> None:
     for index in range(M):
         log.keep(message(ACTIVATION, step, index))
         log.keep(message(COTANGENT, step, index))
@@ -62,7 +62,7 @@ def everything(step: int) -> set[tuple[str, int, int]]:
 
 
 def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
-    publisher, abandon = publisher_of(node), Abandon()
+    publisher, abandon = publisher_of(node), AbandonSignal()
     log = BoundaryLog(publisher, 1)
     log_step(log, 0, abandon)
     settle(node, M)
@@ -83,7 +83,7 @@ def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
 
 
 def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
-    log, abandon = BoundaryLog(publisher_of(node), 1), Abandon()
+    log, abandon = BoundaryLog(publisher_of(node), 1), AbandonSignal()
     log_step(log, 0, abandon)
     settle(node, M)
     abandon.set("told")
@@ -95,7 +95,7 @@ def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
 
 
 def test_in_host_memory_two_steps_are_held_and_written_when_the_epoch_ends(node: MiniNode) -> None:
-    log, abandon = BoundaryLog(publisher_of(node), 1, held=True), Abandon()
+    log, abandon = BoundaryLog(publisher_of(node), 1, held=True), AbandonSignal()
     for step in range(4):
         log_step(log, step, abandon)
     assert not found(node.vault) and node.acked.empty()
@@ -114,7 +114,7 @@ def test_what_could_not_be_written_in_time_is_when_the_epoch_ends(tmp_path: Path
         def send(self, published: object) -> None:
             self.sent += [local.copy for local in published.copies]  # type: ignore[attr-defined]
 
-    channel, abandon = Silent(), Abandon()
+    channel, abandon = Silent(), AbandonSignal()
     log = BoundaryLog(Publisher(channel, tmp_path / "slots", "a"), 1)
     log_step(log, 0, abandon)
     log_step(log, 1, abandon)
@@ -130,7 +130,7 @@ def test_what_could_not_be_written_in_time_is_when_the_epoch_ends(tmp_path: Path
 def test_short_memory_ends_the_log_not_the_training(
     node: MiniNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher, abandon = publisher_of(node), Abandon()
+    publisher, abandon = publisher_of(node), AbandonSignal()
     log = BoundaryLog(publisher, 1)
 
     def full(nbytes: int) -> None:
@@ -145,7 +145,7 @@ def test_logged_messages_make_room_for_what_is_not_optional(
     node: MiniNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They have filled what there is; a gradient finds room all the same, the vault drops them, and no more come."""
-    publisher, abandon, layers = publisher_of(node), Abandon(), replicas()
+    publisher, abandon, layers = publisher_of(node), AbandonSignal(), replicas()
     log = BoundaryLog(publisher, 1)
     log_step(log, 0, abandon)
     settle(node, M)

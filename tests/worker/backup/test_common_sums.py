@@ -28,7 +28,7 @@ from elastic.worker.model.layers import Tied
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.state_loader import Installer
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.worker.model.toys import replicas, run, toy_stack
 
@@ -57,7 +57,7 @@ class Worker:
             layer.owner = "a"
         self.publisher = Publisher(node.worker_channel(), node.directory / "slots", "a")
         self.told: list[object] = []
-        self.abandon = Abandon()
+        self.abandon = AbandonSignal()
         self.protection = self._protection(1, tied)
         node.on_acked = self._on_acked
 

@@ -15,7 +15,7 @@ from elastic.worker.backup.copier import Copier, beside
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.gradients import GradientError
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from tests.patience import LONG_S
 from tests.worker.model.toys import CPU, replicas, run, state_of
 
@@ -80,7 +80,7 @@ def test_a_gradient_does_not_change_while_it_is_written(
     run(layers, 0, 0)
     before = bytes(layers[1].gradient.numpy().tobytes())
     held = Held(layers[1], "write_gradient", monkeypatch)
-    publisher.publish_gradients(layers, 0, 1, "b", Abandon())
+    publisher.publish_gradients(layers, 0, 1, "b", AbandonSignal())
     assert held.begun.wait(WAIT_S) and not recorder.sent, "the main thread goes on"
     changed = threading.Event()
 
@@ -107,7 +107,7 @@ def test_whatever_changes_what_is_written_waits(
     run(layers, 0, 0)
     state, reduced = state_of(layer), layer.gradient.clone()
     held = Held(layer, "write_state", monkeypatch)
-    publisher.publish_states([layer], 1, "b", abandon=Abandon())
+    publisher.publish_states([layer], 1, "b", abandon=AbandonSignal())
     assert held.begun.wait(WAIT_S)
     changes: dict[str, Any] = {
         "update": lambda: layer.update(reduced, 1.0, 0.1),
@@ -130,7 +130,7 @@ def test_what_an_update_took_is_that_of_the_moment(publisher: Publisher, recorde
     run(layers, 0, 0)
     reduced = {layer.index: layer.gradient.clone() for layer in layers}
     expected = {n: layers[n].update_taken(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
-    publisher.publish_updates(layers, reduced, 0.5, 1, "b", Abandon())
+    publisher.publish_updates(layers, reduced, 0.5, 1, "b", AbandonSignal())
     for tensor in reduced.values():
         tensor.zero_()  # the next reduction uses the same buffers
     publisher.settle()
@@ -138,7 +138,7 @@ def test_what_an_update_took_is_that_of_the_moment(publisher: Publisher, recorde
 
 
 def test_what_goes_wrong_is_raised_where_it_is_waited_for(publisher: Publisher) -> None:
-    layers, abandon = replicas(), Abandon()
+    layers, abandon = replicas(), AbandonSignal()
     run(layers, 0, 0)
     layers[2]._accumulator._peaks.fill_(float("inf"))
     bundle = publisher.publish_gradients(layers, 0, 1, "b", abandon)

@@ -11,7 +11,7 @@ from elastic.core.protocol import messages as m
 from elastic.domain.types import UPDATE, Pipeline, Plan, Stage, Unit
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.worker.model.toys import replicas
 
 PLAN = Plan(3, 3, 2, 1, (Pipeline((Stage(Unit("a"), 0, 3),), (0, 1)),), spares=("b",), peers=(("a", "b"),))
@@ -25,7 +25,7 @@ class Agent:
         self.publisher = Publisher(self, directory, "a")
         self.layers = replicas()
         plan = replace(PLAN, state=state)
-        self.protection = Protection(self.publisher, plan, "a", self.layers, Abandon(), self.send, ())
+        self.protection = Protection(self.publisher, plan, "a", self.layers, AbandonSignal(), self.send, ())
 
     def send(self, message: object) -> None:
         self.said.append(message)

@@ -21,7 +21,7 @@ from elastic.rpc.frames import Channel
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.patience import LONG_S
 from tests.worker.model.toys import replicas, run, state_of, toy_stack, train
@@ -68,7 +68,7 @@ def restored(node: MiniNode, copy: Copy, layers: list[LayerReplica]) -> LayerRep
 
 def test_gradients_reach_the_peer_after_every_microbatch(pair: list[MiniNode]) -> None:
     a, b = pair
-    publisher, abandon, layers = publisher_of(a), Abandon(), replicas()
+    publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
     sums = {}
     for index in (2, 0, 3):
         run(layers, 0, index)
@@ -86,7 +86,7 @@ def test_gradients_reach_the_peer_after_every_microbatch(pair: list[MiniNode]) -
 
 def test_states_reach_the_peer_and_some_stay_local(pair: list[MiniNode]) -> None:
     a, b = pair
-    publisher, abandon, layers = publisher_of(a), Abandon(), replicas()
+    publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
     for _ in range(3):
         bundle = publisher.publish_states(layers, 1, "b", {0, 2}, abandon)
         publisher.wait_acked(bundle, abandon)
@@ -103,7 +103,7 @@ def test_states_reach_the_peer_and_some_stay_local(pair: list[MiniNode]) -> None
 
 def test_what_is_whole_already_is_not_announced_again(pair: list[MiniNode]) -> None:
     a, _ = pair
-    publisher, abandon, layers = publisher_of(a), Abandon(), replicas()
+    publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
     assert publisher.publish_gradients(layers, 0, 1, "b", abandon) == 0, "nothing accumulated yet"
     state = publisher.publish_states(layers, 1, "b", abandon=abandon)
     run(layers, 0, 0)
@@ -137,7 +137,7 @@ class Recorder:
 def test_a_slot_is_written_again_only_after_its_acknowledgement(tmp_path: Path) -> None:
     recorder, layers = Recorder(), replicas()
     publisher = Publisher(recorder, tmp_path, "a")
-    abandon, done = Abandon(), threading.Event()
+    abandon, done = AbandonSignal(), threading.Event()
 
     def publish_three() -> None:
         for index in range(3):
@@ -157,7 +157,7 @@ def test_a_slot_is_written_again_only_after_its_acknowledgement(tmp_path: Path) 
 
 def test_waits_end_when_the_epoch_does(tmp_path: Path) -> None:
     recorder, layers = Recorder(), replicas()
-    publisher, abandon = Publisher(recorder, tmp_path, "a"), Abandon()
+    publisher, abandon = Publisher(recorder, tmp_path, "a"), AbandonSignal()
     for index in range(2):
         run(layers, 0, index)
         bundle = publisher.publish_gradients(layers, 0, 1, "b", abandon)
@@ -176,7 +176,7 @@ def test_waits_end_when_the_epoch_does(tmp_path: Path) -> None:
 def test_what_recovery_needs_is_there_at_every_moment(tmp_path: Path) -> None:
     """After every announcement: state v and final gradients of v, or state v+1, are in the local vault."""
     with nodes(tmp_path, "a") as (a,):
-        abandon, layers = Abandon(), replicas()
+        abandon, layers = AbandonSignal(), replicas()
         recorder = Recorder()
         publisher = Publisher(recorder, tmp_path / "slots", "a")
         final = {0, 1, 2, 3}
@@ -214,7 +214,7 @@ def test_what_recovery_needs_is_there_at_every_moment(tmp_path: Path) -> None:
 
 def test_reduced_gradients_reach_the_peer_beside_the_others(pair: list[MiniNode]) -> None:
     a, _ = pair
-    publisher, abandon, layers = publisher_of(a), Abandon(), replicas(toy_stack(tied=True))
+    publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas(toy_stack(tied=True))
     tied = [layers[0], layers[2]]
     for step in range(3):
         for index in range(2):
@@ -240,7 +240,7 @@ def test_reduced_gradients_reach_the_peer_beside_the_others(pair: list[MiniNode]
 
 def test_a_reduced_gradient_waits_for_its_slot(tmp_path: Path) -> None:
     recorder, layers = Recorder(), replicas()
-    publisher, abandon = Publisher(recorder, tmp_path, "a"), Abandon()
+    publisher, abandon = Publisher(recorder, tmp_path, "a"), AbandonSignal()
     run(layers, 0, 0)
     for step in range(2):
         publisher.publish_reduced(layers[:1], {0: torch.ones(5)}, step, 1, "b", abandon)
@@ -253,7 +253,7 @@ def test_a_reduced_gradient_waits_for_its_slot(tmp_path: Path) -> None:
 
 def test_copies_of_an_old_epoch_outlive_the_new_ones_until_trimmed(pair: list[MiniNode]) -> None:
     a, _ = pair
-    publisher, abandon, layers = publisher_of(a), Abandon(), replicas()
+    publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
     for index in range(2):
         run(layers, 0, index)
         publisher.wait_acked(publisher.publish_gradients(layers, 0, 1, "b", abandon), abandon)
@@ -275,7 +275,7 @@ def test_copies_of_an_old_epoch_outlive_the_new_ones_until_trimmed(pair: list[Mi
 
 def test_growing_state_gets_bigger_slots(pair: list[MiniNode]) -> None:
     a, _ = pair
-    publisher, abandon, layers = publisher_of(a), Abandon(), replicas()
+    publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
     sizes = [layers[0].state_nbytes()]
     for _ in range(4):
         publisher.wait_acked(publisher.publish_states(layers, 1, "b", abandon=abandon), abandon)

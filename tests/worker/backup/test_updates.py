@@ -35,7 +35,7 @@ from elastic.worker.model.optimizer import OptimizerSpec, adamw, cosine
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.state_loader import Installer
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.core.recovery.job_model import make_spec
@@ -213,11 +213,11 @@ def trained_on(a: MiniNode, name: str, *, limit: int = 0, b: MiniNode | None = N
     publisher = Publisher(a.worker_channel(), a.directory / "slots", "a")
     layers, optimizer = made(name, Accumulate.EXACT), OPTIMIZERS[name]
     plan = dataclasses.replace(PLAN, gradients="recompute") if limit else PLAN
-    protection = Protection(publisher, plan, "a", layers, Abandon(), lambda message: None, ())
+    protection = Protection(publisher, plan, "a", layers, AbandonSignal(), lambda message: None, ())
     a.on_acked = publisher.on_acked
     for step in range(N_STEPS):
         if step == 3 and limit and b is not None:
-            protection._publisher.wait_acked(protection._state_bundle, Abandon())
+            protection._publisher.wait_acked(protection._state_bundle, AbandonSignal())
             b.vault._pool.limit = limit
         for index in MICROBATCHES:
             run(layers, step, index)

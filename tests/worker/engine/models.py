@@ -1,4 +1,4 @@
-"""A small model of real layer replicas, and what a whole step of it gives on one worker."""
+"""A small model with real layer replicas, for engine tests, and its results on one worker."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from torch import Tensor, nn
 
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, one_f_one_b
-from elastic.worker.engine.stage import Chunk
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import LayerStack, ListStack, Microbatch, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
-from tests.worker.engine.ranks import Rank
+from tests.worker.engine.rank_processes import Rank
 
 WIDTH, BATCH = 16, 3
 
 
 class First(nn.Module):
+    """Reads field x of the micro-batch, [BATCH, WIDTH]."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
@@ -33,6 +35,8 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
+    """A residual layer with dropout."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -42,6 +46,8 @@ class Middle(nn.Module):
 
 
 class Last(nn.Module):
+    """Returns the mean squared error against field y of the micro-batch."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
@@ -51,6 +57,7 @@ class Last(nn.Module):
 
 
 def stack(n_layers: int, tied: bool = False) -> ListStack:
+    """`tied`: the weights of the first and the last layer are one tensor."""
     builders: list[Callable[[], nn.Module]] = [First, *[Middle] * (n_layers - 2), Last]
     groups = (((0, "weight"), (n_layers - 1, "weight")),) if tied else ()
     return ListStack(builders, seed=5, tied=groups)
@@ -62,14 +69,20 @@ def data(step: int, index: int) -> Microbatch:
     return Microbatch(step, index, fields)
 
 
-def replicas(model: LayerStack, layers: Sequence[int], accumulate: Accumulate) -> list[LayerReplica]:
-    optimizer = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1)
+def replicas(
+    model: LayerStack, layers: Sequence[int], accumulate: Accumulate
+) -> list[LayerReplica]:
+    optimizer = OptimizerSpec(
+        factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1
+    )
     device = torch.device("cpu")
-    return [build_replica(model, i, TensorParallel(), optimizer, accumulate, 5, device) for i in layers]
+    return [
+        build_replica(model, i, TensorParallel(), optimizer, accumulate, 5, device) for i in layers
+    ]
 
 
-class Quiet:
-    """Hooks that only remember."""
+class RecordingHooks:
+    """Hooks that record the actions and the finished micro-batches."""
 
     def __init__(self) -> None:
         self.finished: list[int] = []
@@ -86,12 +99,12 @@ def runner(
     layers: Sequence[LayerReplica],
     links: Links,
     n_microbatches: int,
-    chunks: Sequence[Chunk] | None = None,
+    stages: Sequence[LocalStage] | None = None,
     tp_sync: Callable[[bool], bool] | None = None,
     data: Callable[[int, int], Microbatch] = data,
 ) -> StageRunner:
     return StageRunner(
-        chunks or [Chunk(layers)],
+        stages or [LocalStage(layers)],
         links,
         n_microbatches=n_microbatches,
         data=data,
@@ -100,7 +113,8 @@ def runner(
     )
 
 
-def lonely_links(abandon: Abandon | None = None) -> Links:
+def single_rank_links(abandon: AbandonSignal | None = None) -> Links:
+    """Links of an epoch with one rank."""
     return Links.open(
         epoch=1,
         rank=0,
@@ -108,20 +122,23 @@ def lonely_links(abandon: Abandon | None = None) -> Links:
         store_address="",
         device=torch.device("cpu"),
         timeout_s=1.0,
-        abandon=abandon or Abandon(),
+        abandon=abandon or AbandonSignal(),
     )
 
 
-def on_one_worker(model: ListStack, n_microbatches: int, accumulate: Accumulate) -> list[LayerReplica]:
-    """All layers after one step's micro-batches: what every other arrangement must give too."""
+def train_on_one_worker(
+    model: ListStack, n_microbatches: int, accumulate: Accumulate
+) -> list[LayerReplica]:
+    """All layers after one step's micro-batches. Every other plan must give the same result."""
     layers = replicas(model, range(model.n_layers), accumulate)
     everything = tuple(range(n_microbatches))
-    runner(layers, lonely_links(), n_microbatches).run(0, one_f_one_b(0, 1, everything), {}, Quiet())
+    actions = one_f_one_b(0, 1, everything)
+    runner(layers, single_rank_links(), n_microbatches).run(0, actions, {}, RecordingHooks())
     return layers
 
 
-class TellAt(Quiet):
-    """Reports and waits for the parent before one action."""
+class PauseBefore(RecordingHooks):
+    """Before one action, reports "paused" and waits for the test."""
 
     def __init__(self, rank: Rank, at: str) -> None:
         super().__init__()
@@ -130,5 +147,5 @@ class TellAt(Quiet):
     def before(self, action: Action) -> None:
         super().before(action)
         if str(action) == self._at:
-            self._rank.report("there")
-            self._rank.await_word()
+            self._rank.report("paused")
+            self._rank.wait_for_parent()

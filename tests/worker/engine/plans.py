@@ -6,11 +6,14 @@ from elastic.domain.types import Pipeline, Plan, Stage, Unit
 from elastic.planning.plan.rank_map import Roster, roster
 
 Shares = list[tuple[int, ...]]
-"""Micro-batches of each pipeline."""
+"""Micro-batches per pipeline."""
 
 
 def plan_of(cuts: list[list[int]], n_layers: int, microbatches: Shares, tp: int = 1) -> Plan:
-    """Pipelines from cuts: [[0, 2], [0, 1, 3]] is one of 2 and one of 3 stages, starting at these layers."""
+    """A plan whose pipelines have these cuts, each stage on a node of its own.
+
+    The cuts are first layers: [[0, 2], [0, 1, 3]] makes pipelines of 2 and of 3 stages.
+    """
     pipelines, node = [], 0
     for starts, indices in zip(cuts, microbatches, strict=True):
         stages = []

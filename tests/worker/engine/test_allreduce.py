@@ -1,4 +1,4 @@
-"""Reduction over holders: pipelines of different depth and cuts, tied tensors, faults in the middle."""
+"""Gradient all-reduce: pipelines of different depth and cuts, tied tensors, faults."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import torch
 
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import one_f_one_b
-from elastic.worker.engine import allreduce as reduction
-from elastic.worker.engine.allreduce import Reduction
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine import allreduce
+from elastic.worker.engine.allreduce import GradientAllReduce
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
-from tests.worker.engine.models import Quiet, lonely_links, on_one_worker, replicas, runner, stack
+from tests.worker.engine.models import (
+    RecordingHooks,
+    replicas,
+    runner,
+    single_rank_links,
+    stack,
+    train_on_one_worker,
+)
 from tests.worker.engine.plans import roster_of
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 4, 4
 PLANS = [
@@ -29,22 +36,31 @@ PLANS = [
 
 
 def train_and_reduce(
-    rank: Rank, cuts: list[list[int]], shares: list[tuple[int, ...]], accumulate: Accumulate, tied: bool
+    rank: Rank,
+    cuts: list[list[int]],
+    shares: list[tuple[int, ...]],
+    accumulate: Accumulate,
+    tied: bool,
 ) -> dict[int, torch.Tensor]:
     roster, model = roster_of(cuts, N_LAYERS, shares), stack(N_LAYERS, tied)
     me = roster.members[rank.rank]
     links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
     layers = replicas(model, me.layers, accumulate)
-    stage = runner(layers, links, M, chunks_of(roster, rank.rank, layers))
-    reducer = Reduction(layers, links, roster, rank.rank, model.tied)
+    stage = runner(layers, links, M, stages_of_rank(roster, rank.rank, layers))
+    reducer = GradientAllReduce(layers, links, roster, rank.rank, model.tied)
     for _ in range(2):
         for layer in layers:
             layer.clear()
-        stage.run(0, one_f_one_b(me.stage, len(cuts[me.pipeline]), shares[me.pipeline]), {}, Quiet())
+        stage.run(
+            0,
+            one_f_one_b(me.stage, len(cuts[me.pipeline]), shares[me.pipeline]),
+            {},
+            RecordingHooks(),
+        )
         before = [layer.gradient.clone() for layer in layers]
-        seen: list[int] = []
-        reduced = reducer.run(seen.append)
-        assert seen == list(me.layers)
+        summed: list[int] = []
+        reduced = reducer.run(summed.append)
+        assert summed == list(me.layers)
         for layer, gradient in zip(layers, before, strict=True):
             assert torch.equal(layer.gradient, gradient)
     return {layer: tensor.clone() for layer, tensor in reduced.items()}
@@ -52,13 +68,13 @@ def train_and_reduce(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("cuts", "shares"), PLANS)
-def test_exact_sums_are_those_of_one_worker(
+def test_exact_sums_equal_those_of_one_worker(
     cuts: list[list[int]], shares: list[tuple[int, ...]], tied: bool
 ) -> None:
     model, size = stack(N_LAYERS, tied), sum(map(len, cuts))
-    layers = on_one_worker(model, M, Accumulate.EXACT)
+    layers = train_on_one_worker(model, M, Accumulate.EXACT)
     roster = roster_of([[0]], N_LAYERS, [tuple(range(M))])
-    expected = Reduction(layers, lonely_links(), roster, 0, model.tied).run()
+    expected = GradientAllReduce(layers, single_rank_links(), roster, 0, model.tied).run()
     if tied:
         both = layers[0].gradient + layers[-1].gradient
         assert torch.equal(expected[0], both) and torch.equal(expected[N_LAYERS - 1], both)
@@ -71,7 +87,7 @@ def test_exact_sums_are_those_of_one_worker(
 def test_fast_sums_have_the_same_bits_at_all_holders(tied: bool) -> None:
     cuts, shares = PLANS[4]
     found = run_ranks(train_and_reduce, 4, cuts, shares, Accumulate.FAST, tied)
-    whole = on_one_worker(stack(N_LAYERS), M, Accumulate.FAST)
+    whole = train_on_one_worker(stack(N_LAYERS), M, Accumulate.FAST)
     for layer in range(N_LAYERS):
         copies = [reduced[layer] for reduced in found if layer in reduced]
         assert len(copies) == 3
@@ -83,11 +99,11 @@ def test_fast_sums_have_the_same_bits_at_all_holders(tied: bool) -> None:
 def small_buckets(
     rank: Rank, cuts: list[list[int]], shares: list[tuple[int, ...]]
 ) -> dict[int, torch.Tensor]:
-    reduction.BUCKET_BYTES = 1
+    allreduce.BUCKET_BYTES = 1
     return train_and_reduce(rank, cuts, shares, Accumulate.EXACT, False)
 
 
-def test_bucket_sizes_change_nothing() -> None:
+def test_the_result_does_not_depend_on_the_bucket_size() -> None:
     cuts, shares = PLANS[3]
     large = run_ranks(train_and_reduce, 4, cuts, shares, Accumulate.EXACT, False)
     small = run_ranks(small_buckets, 4, cuts, shares)
@@ -97,16 +113,23 @@ def test_bucket_sizes_change_nothing() -> None:
 
 
 def die_in_reduction(rank: Rank) -> bool:
-    """Two pipelines of one stage each; rank 1 is killed when it has reduced its first layer."""
-    reduction.BUCKET_BYTES = 1
+    """Two pipelines of one stage each. Rank 1 is killed after it has reduced its first layer."""
+    allreduce.BUCKET_BYTES = 1
     roster = roster_of([[0], [0]], N_LAYERS, [(0, 1), (2, 3)])
     links = rank.open(holder_sets=roster.holder_sets())
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.EXACT)
-    runner(layers, links, M).run(0, one_f_one_b(0, 1, (2 * rank.rank, 2 * rank.rank + 1)), {}, Quiet())
+    runner(layers, links, M).run(
+        0, one_f_one_b(0, 1, (2 * rank.rank, 2 * rank.rank + 1)), {}, RecordingHooks()
+    )
     before = [layer.gradient.clone() for layer in layers]
-    reducer = Reduction(layers, links, roster, rank.rank)
+    reducer = GradientAllReduce(layers, links, roster, rank.rank)
     if rank.rank == 1:
-        reducer.run(lambda layer: (rank.report(layer), rank.await_word()))
+
+        def pause(layer: int) -> None:
+            rank.report(layer)
+            rank.wait_for_parent()
+
+        reducer.run(pause)
     with pytest.raises(LinkFailed) as caught:
         reducer.run()
         reducer.run()
@@ -114,7 +137,7 @@ def die_in_reduction(rank: Rank) -> bool:
     return all(torch.equal(layer.gradient, b) for layer, b in zip(layers, before, strict=True))
 
 
-def test_accumulators_survive_a_fault_in_the_middle() -> None:
+def test_accumulators_are_unchanged_after_a_fault_during_the_reduction() -> None:
     with Ranks(die_in_reduction, 2) as ranks:
         assert ranks.reports(1) == [0]
         ranks.signal(1, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""The bubbles of the literature, measured: four real workers whose layers wait instead of computing.
+"""Measured pipeline bubbles equal the literature's formulas, on four workers with emulated layers.
 
-What disturbs a step only makes it longer, so of several steps the shortest counts; the machine must have nothing else
-to do. `test_clock` shows the same without a clock that can be disturbed.
+Disturbances only make a step longer, so the shortest of several steps counts. The machine must be
+otherwise idle. `test_timeline_agreement` shows the same with counted clocks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes, simulate
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.model.layers import Microbatch
 from elastic.worker.profiling.emulated import EmulatedStack
-from tests.worker.engine.models import Quiet, replicas, runner
-from tests.worker.engine.ranks import Rank, run_ranks
+from tests.worker.engine.models import RecordingHooks, replicas, runner
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 D, M, V = 4, 8, 2
 N_LAYERS = D * V
 FORWARD_S, INPUT_S, WEIGHT_S = 0.06, 0.06, 0.02
-"""Of one layer; a unit has V of them."""
+"""Seconds per layer; a unit has V layers."""
 
 PIPELINES = {
     "1f1b": "a[0:2] b[2:4] c[4:6] d[6:8]",
@@ -54,7 +54,7 @@ def profile() -> Profile:
     return Profile(model="equal layers", layers=(spec,) * N_LAYERS, devices=(device,))
 
 
-class Waits(Quiet):
+class Waits(RecordingHooks):
     """Adds up the seconds that a worker waits for its neighbours."""
 
     def __init__(self) -> None:
@@ -70,15 +70,14 @@ class Waits(Quiet):
 
 
 def run_steps(rank: Rank, text: str, n_steps: int) -> list[tuple[float, float, float]]:
-    """Each step here: when it began and ended by the machine's clock, and the seconds spent waiting."""
+    """Per step: its begin and end by the machine's clock, and the seconds spent waiting."""
     plan = parse_plan(text)
     ranks = roster(plan)
     stack = EmulatedStack(profile(), "waiting", seed=1)
     layers = replicas(stack, ranks.members[rank.rank].layers, Accumulate.EXACT)
     links = rank.open(pairs=ranks.pairs())
-    worker = runner(
-        layers, links, M, chunks_of(ranks, rank.rank, layers), data=lambda s, i: Microbatch(s, i, {})
-    )
+    stages = stages_of_rank(ranks, rank.rank, layers)
+    worker = runner(layers, links, M, stages, data=lambda s, i: Microbatch(s, i, {}))
     actions, found = actions_of(plan.pipelines[0])[rank.rank], []
     for step in range(n_steps):
         links.gather(torch.zeros(1))
@@ -91,7 +90,7 @@ def run_steps(rank: Rank, text: str, n_steps: int) -> list[tuple[float, float, f
 
 
 def bubble_of(step: Sequence[tuple[float, float, float]]) -> float:
-    """Seconds that a unit has nothing to do in a step, on average over the units."""
+    """Idle seconds in a step, averaged over the units."""
     whole = max(ended for _, ended, _ in step) - min(began for began, _, _ in step)
     return whole - mean(ended - began - waited for began, ended, waited in step)
 
@@ -101,7 +100,7 @@ N_STEPS = 6
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("schedule", PIPELINES)
-def test_the_bubble_is_that_of_the_formula(schedule: str) -> None:
+def test_the_bubble_equals_the_formula(schedule: str) -> None:
     text = (
         f"plan epoch=1 layers={N_LAYERS} microbatches={M} tp=1 backup=none+none\n"
         f"pipeline 0 microbatches=0-{M - 1} schedule={schedule}: {PIPELINES[schedule]}"

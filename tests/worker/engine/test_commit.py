@@ -1,4 +1,4 @@
-"""The commit: words of a row, and what follows from all rows."""
+"""The commit: the encoding of a contribution, and the decision from all contributions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.planning.plan.rank_map import Roster
 from elastic.worker.engine.commit import (
     Commit,
     Contribution,
-    LayerShare,
+    LayerContribution,
     commit,
     decide,
     pack,
@@ -22,20 +22,21 @@ from elastic.worker.engine.commit import (
     unpack,
 )
 from tests.worker.engine.plans import roster_of
-from tests.worker.engine.ranks import Rank, run_ranks
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 ROSTER = roster_of([[0, 2], [0, 1]], 3, [(0, 1), (2, 3)])
 SINGLE = roster_of([[0]], 1, [tuple(range(130))])
 
 
 def contributions(roster: Roster, norm: float = 2.0) -> list[Contribution]:
-    """What the workers of a step without faults bring: each pipeline its share of the micro-batches."""
-    per = roster.n_microbatches // (1 + max(m.pipeline for m in roster.members))
+    """Contributions in a step without faults: each pipeline ran its part of the micro-batches."""
+    per_pipeline = roster.n_microbatches // (1 + max(m.pipeline for m in roster.members))
     found = []
     for member in roster.members:
-        ledger = frozenset(range(member.pipeline * per, member.pipeline * per + per))
+        first = member.pipeline * per_pipeline
+        ledger = frozenset(range(first, first + per_pipeline))
         losses = {m: 1.0 + m for m in ledger} if member.layers[-1] == roster.n_layers - 1 else {}
-        shares = tuple(LayerShare(ledger, norm * (layer + 1)) for layer in member.layers)
+        shares = tuple(LayerContribution(ledger, norm * (layer + 1)) for layer in member.layers)
         found.append(Contribution(7, 1, -1, shares, losses))
     return found
 
@@ -52,8 +53,8 @@ def test_a_whole_step_commits() -> None:
     )
 
 
-def common(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
-    """Contributions of workers whose pipelines have these common ledgers."""
+def common_contributions(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
+    """Contributions of common sums; `ledgers` has one ledger per pipeline."""
     rows = []
     for member, row in zip(roster.members, contributions(roster), strict=True):
         ledger = frozenset(ledgers[member.pipeline])
@@ -63,16 +64,16 @@ def common(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
     return rows
 
 
-def test_sums_that_all_holders_have_count_once() -> None:
+def test_common_sums_count_once() -> None:
     rows, everything = contributions(ROSTER), set(range(4))
-    agreed = decide(common(ROSTER, everything, everything), ROSTER)
+    agreed = decide(common_contributions(ROSTER, everything, everything), ROSTER)
     assert agreed == replace(decide(rows, ROSTER), ledgers=((0b1111,),) * 3)
-    with pytest.raises(LedgerError, match=r"layer 0 .* common sums differ"):
-        decide(common(ROSTER, everything, {0, 1, 2}), ROSTER)
+    with pytest.raises(LedgerError, match=r"layer 0 .* common sums of its holders differ"):
+        decide(common_contributions(ROSTER, everything, {0, 1, 2}), ROSTER)
     with pytest.raises(LedgerError, match=r"layer 0 .* missing: \[3\]"):
-        decide(common(ROSTER, {0, 1, 2}, {0, 1, 2}), ROSTER)
-    with pytest.raises(LedgerError, match="common sums, others their own"):
-        decide([*common(ROSTER, everything, everything)[:2], *rows[2:]], ROSTER)
+        decide(common_contributions(ROSTER, {0, 1, 2}, {0, 1, 2}), ROSTER)
+    with pytest.raises(LedgerError, match="common sums, others their own sums"):
+        decide([*common_contributions(ROSTER, everything, everything)[:2], *rows[2:]], ROSTER)
 
 
 def test_tensor_parallel_shards_add_to_the_norm() -> None:
@@ -89,7 +90,7 @@ def test_tensor_parallel_shards_add_to_the_norm() -> None:
         (2, set(), r"layer 0 .* missing: \[2, 3\]"),
     ],
 )
-def test_a_wrong_ledger_is_named(rank: int, ledger: set[int], message: str) -> None:
+def test_an_error_names_the_wrong_ledger(rank: int, ledger: set[int], message: str) -> None:
     rows = contributions(ROSTER)
     shares = tuple(replace(share, ledger=frozenset(ledger)) for share in rows[rank].layers)
     rows[rank] = replace(rows[rank], layers=shares)
@@ -104,7 +105,7 @@ def test_workers_at_different_steps_do_not_commit() -> None:
         decide(rows, ROSTER)
 
 
-def test_one_request_halts_all() -> None:
+def test_one_halt_request_halts_all_workers() -> None:
     rows = contributions(ROSTER)
     rows[1] = replace(rows[1], halt_epoch=5)
     assert decide(rows, ROSTER).halt_epoch == 5
@@ -117,9 +118,11 @@ def test_one_request_halts_all() -> None:
     halt=st.integers(-1, 2**40),
     common=st.booleans(),
 )
-def test_rows_round_trip(ledger: frozenset[int], norm: float, step: int, halt: int, common: bool) -> None:
+def test_rows_round_trip(
+    ledger: frozenset[int], norm: float, step: int, halt: int, common: bool
+) -> None:
     losses = {m: m / 3 for m in ledger}
-    before = Contribution(step, 3, halt, (LayerShare(ledger, norm),), losses, common)
+    before = Contribution(step, 3, halt, (LayerContribution(ledger, norm),), losses, common)
     words = pack(before, SINGLE)
     assert len(words) == row_length(SINGLE)
     assert all(-(2**63) <= word < 2**63 for word in words)
@@ -127,25 +130,28 @@ def test_rows_round_trip(ledger: frozenset[int], norm: float, step: int, halt: i
 
 
 def test_an_empty_ledger_round_trips_on_the_last_stage() -> None:
-    before = Contribution(0, 1, -1, (LayerShare(frozenset(), 0.0),), {})
+    before = Contribution(0, 1, -1, (LayerContribution(frozenset(), 0.0),), {})
     assert unpack(pack(before, SINGLE), SINGLE.members[0], SINGLE) == before
 
 
-class Held:
-    """A layer as the commit sees it."""
+class LedgerLayer:
+    """A layer with a ledger and losses."""
 
-    def __init__(self, index: int, share: LayerShare, losses: dict[int, float]) -> None:
+    def __init__(self, index: int, share: LayerContribution, losses: dict[int, float]) -> None:
         self.index, self.ledger, self.losses = index, set(share.ledger), losses
 
 
 def gather_and_decide(rank: Rank) -> Commit:
     mine = contributions(ROSTER, norm=0.1)[rank.rank]
-    layers = zip(ROSTER.members[rank.rank].layers, mine.layers, strict=True)
-    held = [Held(index, share, dict(mine.losses)) for index, share in layers]
-    norms = {index: s.norm_sq for index, s in zip(ROSTER.members[rank.rank].layers, mine.layers, strict=True)}
+    layers = list(zip(ROSTER.members[rank.rank].layers, mine.layers, strict=True))
+    held = [LedgerLayer(index, layer, dict(mine.losses)) for index, layer in layers]
+    norms = {index: layer.norm_sq for index, layer in layers}
     return commit(rank.open(), ROSTER, held, norms, step=7, halt_epoch=2 if rank.rank == 3 else -1)
 
 
-def test_all_ranks_decide_the_same() -> None:
+def test_all_ranks_derive_the_same_commit() -> None:
     found = run_ranks(gather_and_decide, ROSTER.size)
-    assert found == [replace(decide(contributions(ROSTER, norm=0.1), ROSTER), halt_epoch=2)] * ROSTER.size
+    assert (
+        found
+        == [replace(decide(contributions(ROSTER, norm=0.1), ROSTER), halt_epoch=2)] * ROSTER.size
+    )

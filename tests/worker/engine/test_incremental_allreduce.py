@@ -1,4 +1,7 @@
-"""Rounds of sums over the holders: all have the same gradients, and nothing is lost or doubled when one breaks off."""
+"""Incremental all-reduce: all holders get the same gradients.
+
+No micro-batch is lost or counted twice if a round is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,41 @@ from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.reduction_rounds import rounds_of
 from elastic.planning.schedule.schedule import Action, actions_of, one_f_one_b
-from elastic.worker.engine import allreduce as reduction
-from elastic.worker.engine.incremental_allreduce import CommonSums
-from elastic.worker.engine.stage import Chunk
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine import allreduce
+from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
+from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import LinkFailed
-from tests.worker.engine.models import Quiet, lonely_links, on_one_worker, replicas, runner, stack
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.models import (
+    RecordingHooks,
+    replicas,
+    runner,
+    single_rank_links,
+    stack,
+    train_on_one_worker,
+)
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 8, 7
 
 PLANS = {
-    "alike": ("1f1b: a[0:4] b[4:8]", "1f1b: c[0:4] d[4:8]"),
+    "equal cuts": ("1f1b: a[0:4] b[4:8]", "1f1b: c[0:4] d[4:8]"),
     "other cuts": ("1f1b: a[0:2] b[2:8]", "zero-bubble: c[0:3] d[3:7] e[7:8]"),
-    "several stages a worker": ("interleaved: a[0:1] b[1:4] a[4:5] b[5:8]", "interleaved: c[0:2] d[2:4] c[4:6] d[6:8]"),
+    "several stages per worker": (
+        "interleaved: a[0:1] b[1:4] a[4:5] b[5:8]",
+        "interleaved: c[0:2] d[2:4] c[4:6] d[6:8]",
+    ),
     "three": ("1f1b: a[0:8]", "1f1b: b[0:8]", "1f1b: c[0:5] d[5:8]"),
-}  # fmt: skip
+}
 
 
 def plan_of(pipelines: tuple[str, ...]) -> Plan:
-    """The last pipelines run one micro-batch more than the first where M does not divide."""
-    lines, first = [f"plan epoch=1 layers={N_LAYERS} microbatches={M} tp=1 backup=reduce+replica"], 0
+    """If M is not divisible by the number of pipelines, the last ones run one micro-batch more."""
+    lines, first = (
+        [f"plan epoch=1 layers={N_LAYERS} microbatches={M} tp=1 backup=reduce+replica"],
+        0,
+    )
     for p, text in enumerate(pipelines):
         last = first + (M - first) // (len(pipelines) - p) - 1
         lines.append(f"pipeline {p} microbatches={first}-{last} schedule={text}")
@@ -47,16 +63,16 @@ def plan_of(pipelines: tuple[str, ...]) -> Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     gradients: dict[int, torch.Tensor]
     losses: dict[int, float]
     rounds: int
 
 
-class Joining(Quiet):
-    """The hooks of a step, as `elastic.worker.engine.step` has them."""
+class RoundHooks(RecordingHooks):
+    """Hooks that notify the rounds, as `elastic.worker.engine.step` does."""
 
-    def __init__(self, common: CommonSums) -> None:
+    def __init__(self, common: IncrementalAllReduce) -> None:
         super().__init__()
         self._common = common
 
@@ -77,17 +93,23 @@ class Worker:
     def __post_init__(self) -> None:
         ranks = roster(self.plan)
         self.member = ranks.members[self.rank.rank]
-        self.layers: list[LayerReplica] = replicas(stack(N_LAYERS), self.member.layers, self.accumulate)
+        self.layers: list[LayerReplica] = replicas(
+            stack(N_LAYERS), self.member.layers, self.accumulate
+        )
         links = self.rank.open(pairs=ranks.pairs(), holder_sets=ranks.holder_sets())
-        chunks: list[Chunk] = chunks_of(ranks, self.rank.rank, self.layers)
-        self.stage = runner(self.layers, links, M, chunks)
-        self.common = CommonSums(self.layers, links, ranks, self.rank.rank, self.every, self.stage.agreement)
-        self.hooks = Joining(self.common)
+        stages: list[LocalStage] = stages_of_rank(ranks, self.rank.rank, self.layers)
+        self.runner = runner(self.layers, links, M, stages)
+        self.common = IncrementalAllReduce(
+            self.layers, links, ranks, self.rank.rank, self.every, self.runner.agreement
+        )
+        self.hooks = RoundHooks(self.common)
 
-    def step(self, todo: tuple[tuple[int, ...], ...], skip: dict[int, frozenset[int]] | None = None) -> None:
+    def step(
+        self, todo: tuple[tuple[int, ...], ...], skip: dict[int, frozenset[int]] | None = None
+    ) -> None:
         actions = self.actions(todo)
         self.common.begin(actions, [len(share) for share in todo])
-        self.stage.run(0, actions, skip or {}, self.hooks)
+        self.runner.run(0, actions, skip or {}, self.hooks)
 
     def actions(self, todo: tuple[tuple[int, ...], ...]) -> tuple[Action, ...]:
         p = self.member.pipeline
@@ -100,43 +122,50 @@ class Worker:
 
 def two_steps(
     rank: Rank, pipelines: tuple[str, ...], every: int, accumulate: Accumulate, bucket: int
-) -> Found:
-    reduction.BUCKET_BYTES = bucket
+) -> Result:
+    allreduce.BUCKET_BYTES = bucket
     worker = Worker(plan_of(pipelines), rank, accumulate, every)
     for _ in range(2):
         for layer in worker.layers:
             layer.clear()
         worker.step(worker.todo)
-        seen: list[int] = []
-        reduced = worker.common.finish((), seen.append)
-    assert seen == list(worker.member.layers)
+        completed: list[int] = []
+        reduced = worker.common.finish((), completed.append)
+    assert completed == list(worker.member.layers)
     parts = worker.common.parts()
-    assert all(part.ledger == set(range(M)) for part in parts) and not any(la.ledger for la in worker.layers)
+    assert all(part.ledger == set(range(M)) for part in parts) and not any(
+        la.ledger for la in worker.layers
+    )
     gradients = {layer: tensor.clone() for layer, tensor in reduced.items()}
-    return Found(gradients, parts[-1].losses, worker.common._joined)
+    return Result(gradients, parts[-1].losses, worker.common._joined)
 
 
 @pytest.mark.parametrize(
     ("name", "every", "accumulate", "bucket"),
     [
-        ("alike", 1, Accumulate.EXACT, 2**25),
-        ("alike", 2, Accumulate.FAST, 1),
+        ("equal cuts", 1, Accumulate.EXACT, 2**25),
+        ("equal cuts", 2, Accumulate.FAST, 1),
         ("other cuts", 1, Accumulate.EXACT, 2500),
-        ("several stages a worker", 1, Accumulate.EXACT, 2**25),
-        ("several stages a worker", 3, Accumulate.FAST, 1),
+        ("several stages per worker", 1, Accumulate.EXACT, 2**25),
+        ("several stages per worker", 3, Accumulate.FAST, 1),
         ("three", 2, Accumulate.FAST, 2**25),
     ],
 )
-def test_all_holders_have_the_sums_of_one_worker(
+def test_all_holders_get_the_sums_of_one_worker(
     name: str, every: int, accumulate: Accumulate, bucket: int
 ) -> None:
-    whole, pipelines = on_one_worker(stack(N_LAYERS), M, accumulate), PLANS[name]
+    whole, pipelines = train_on_one_worker(stack(N_LAYERS), M, accumulate), PLANS[name]
     size = len(roster(plan_of(pipelines)).members)
     found = run_ranks(two_steps, size, pipelines, every, accumulate, bucket)
     assert len({result.rounds for result in found}) == 1
-    assert found[0].rounds == max(len(p.microbatches) for p in plan_of(pipelines).pipelines) // every or 1
+    assert (
+        found[0].rounds == max(len(p.microbatches) for p in plan_of(pipelines).pipelines) // every
+        or 1
+    )
     for layer in whole:
-        copies = [result.gradients[layer.index] for result in found if layer.index in result.gradients]
+        copies = [
+            result.gradients[layer.index] for result in found if layer.index in result.gradients
+        ]
         assert len(copies) == len(pipelines)
         assert all(torch.equal(copies[0], copy) for copy in copies)
         if accumulate is Accumulate.EXACT:
@@ -147,21 +176,29 @@ def test_all_holders_have_the_sums_of_one_worker(
     assert ends == [whole[-1].losses] * len(pipelines)
 
 
-def resumed(rank: Rank) -> dict[int, torch.Tensor]:
-    """A recovery gave 0 to 4 of the first layers to pipeline 0, 0 to 2 of the last ones to pipeline 1; two are left for
-    pipeline 0, none for pipeline 1, and one of them is in layer 3 already."""
-    worker = Worker(plan_of(PLANS["alike"]), rank, Accumulate.EXACT, 1)
+def step_after_recovery(rank: Rank) -> dict[int, torch.Tensor]:
+    """A step after a recovery, which gave gradients to only one holder of each layer.
+
+    Micro-batches 0 to 4 are done: pipeline 0 holds them for layers 0 to 3, pipeline 1 for layers 4
+    to 7. Pipeline 0 runs 5 and 6, and layer 3 has 6 already.
+    """
+    worker = Worker(plan_of(PLANS["equal cuts"]), rank, Accumulate.EXACT, 1)
     held = {layer: frozenset(range(5)) for layer in range(4)}
-    held |= {3: frozenset((0, 1, 2, 3, 4, 6)), **{layer: frozenset((0, 1, 2, 3, 4)) for layer in range(4, 8)}}
+    held |= {
+        3: frozenset((0, 1, 2, 3, 4, 6)),
+        **{layer: frozenset((0, 1, 2, 3, 4)) for layer in range(4, 8)},
+    }
     holder = {layer: 0 if layer < 4 else 1 for layer in range(8)}
     for layer in worker.layers:
         if holder[layer.index] == worker.member.pipeline:
-            whole = on_one_worker(stack(N_LAYERS), M, Accumulate.EXACT)[layer.index]
+            whole = train_on_one_worker(stack(N_LAYERS), M, Accumulate.EXACT)[layer.index]
             part = torch.zeros_like(layer.gradient)
             for m in held[layer.index]:
-                part += alone(m)[layer.index]
+                part += gradients_of(m)[layer.index]
             layer.add_gradient(
-                part.view(torch.uint8), held[layer.index], {m: whole.losses.get(m, 0.0) for m in range(5)}
+                part.view(torch.uint8),
+                held[layer.index],
+                {m: whole.losses.get(m, 0.0) for m in range(5)},
             )
     worker.step(((5, 6), ()), held)
     worker.common.finish(())
@@ -169,58 +206,61 @@ def resumed(rank: Rank) -> dict[int, torch.Tensor]:
     return {part.index: part.gradient.clone() for part in worker.common.parts()}
 
 
-def alone(index: int) -> list[torch.Tensor]:
-    """All layers' gradients of one micro-batch."""
+def gradients_of(index: int) -> list[torch.Tensor]:
+    """Gradients of all layers from one micro-batch."""
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.EXACT)
-    runner(layers, lonely_links(), M).run(0, one_f_one_b(0, 1, (index,)), {}, Quiet())
+    runner(layers, single_rank_links(), M).run(0, one_f_one_b(0, 1, (index,)), {}, RecordingHooks())
     return [layer.gradient for layer in layers]
 
 
-def test_what_a_recovery_gave_to_one_holder_is_common_after_the_first_round() -> None:
-    whole = on_one_worker(stack(N_LAYERS), M, Accumulate.EXACT)
-    for found in run_ranks(resumed, 4):
+def test_recovered_gradients_are_common_after_the_first_round() -> None:
+    whole = train_on_one_worker(stack(N_LAYERS), M, Accumulate.EXACT)
+    for found in run_ranks(step_after_recovery, 4):
         for layer, gradient in found.items():
             assert torch.equal(gradient, whole[layer].gradient)
 
 
-class KilledAt(Joining):
-    """Reports after some micro-batch's rounds, and waits to be killed."""
+class PauseAfter(RoundHooks):
+    """After `count` micro-batches, reports "paused" and waits to be killed."""
 
-    def __init__(self, common: CommonSums, rank: Rank, at: int) -> None:
+    def __init__(self, common: IncrementalAllReduce, rank: Rank, count: int) -> None:
         super().__init__(common)
-        self._rank, self._at = rank, at
+        self._rank, self._count = rank, count
 
     def on_backward(self, index: int) -> None:
         super().on_backward(index)
-        if len(self.finished) == self._at:
-            self._rank.report("there")
-            self._rank.await_word()
+        if len(self.finished) == self._count:
+            self._rank.report("paused")
+            self._rank.wait_for_parent()
 
 
-Held = dict[int, list[tuple[frozenset[int], torch.Tensor]]]
+HeldParts = dict[int, list[tuple[frozenset[int], torch.Tensor]]]
 
 
-def broken_off(rank: Rank, victim: int, at: int, every: int) -> Held:
-    """What each layer's parts hold when rank `victim` was killed after its `at`-th micro-batch."""
-    worker = Worker(plan_of(PLANS["alike"]), rank, Accumulate.EXACT, every)
+def interrupted_step(rank: Rank, victim: int, at: int, every: int) -> HeldParts:
+    """Layer -> (ledger, gradient) of its parts, after the victim's micro-batch number `at`."""
+    worker = Worker(plan_of(PLANS["equal cuts"]), rank, Accumulate.EXACT, every)
     if rank.rank == victim:
-        worker.hooks = KilledAt(worker.common, rank, at)
-    with contextlib.suppress(LinkFailed):  # the last stages may have all they need already
+        worker.hooks = PauseAfter(worker.common, rank, at)
+    with contextlib.suppress(LinkFailed):  # the last stages may have received everything
         worker.step(worker.todo)
         worker.common.finish(())
     for layer in worker.layers:
         layer.recall()
-    return {la.index: [(frozenset(p.ledger), p.gradient.clone()) for p in la.parts] for la in worker.layers}
+    return {
+        la.index: [(frozenset(p.ledger), p.gradient.clone()) for p in la.parts]
+        for la in worker.layers
+    }
 
 
 @pytest.mark.parametrize(("victim", "at", "every"), [(0, 1, 1), (1, 2, 1), (2, 3, 2), (3, 3, 2)])
-def test_survivors_have_each_microbatch_in_one_part_and_those_of_the_lost_as_promised(
+def test_survivors_hold_each_microbatch_once_and_the_promised_ones_of_the_lost_rank(
     victim: int, at: int, every: int
 ) -> None:
-    plan = plan_of(PLANS["alike"])
-    single = [alone(m) for m in range(M)]
-    with Ranks(broken_off, 4, victim, at, every) as ranks:
-        assert ranks.reports(victim) == ["there"]
+    plan = plan_of(PLANS["equal cuts"])
+    single = [gradients_of(m) for m in range(M)]
+    with Ranks(interrupted_step, 4, victim, at, every) as ranks:
+        assert ranks.reports(victim) == ["paused"]
         ranks.signal(victim, signal.SIGKILL)
         others = [r for r in range(4) if r != victim]
         found = dict(zip(others, ranks.reports(*others), strict=True))
@@ -248,5 +288,5 @@ def doubled(rank: Rank) -> str:
     return str(caught.value)
 
 
-def test_a_microbatch_that_two_holders_bring_ends_the_job() -> None:
+def test_a_microbatch_contributed_by_several_holders_is_an_error() -> None:
     assert all("layer" in text and "{6: 3}" in text for text in run_ranks(doubled, 4))

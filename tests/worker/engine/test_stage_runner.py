@@ -1,4 +1,8 @@
-"""Stage runners: the same gradients however the layers are cut, ledgers that fit, and leaving together."""
+"""Stage runners.
+
+Gradients do not depend on the cuts, ledgers match the gradients, and a tensor-parallel group
+leaves an epoch together.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,22 @@ import torch
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, Kind, one_f_one_b, parse_actions
-from elastic.worker.engine.stage_runner import Agreement
-from elastic.worker.engine.step import chunks_of
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.worker.engine.stage_runner import GroupAgreement
+from elastic.worker.engine.step import stages_of_rank
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from tests.patience import LONG_S
 from tests.worker.engine.models import (
-    Quiet,
-    TellAt,
+    PauseBefore,
+    RecordingHooks,
     data,
-    lonely_links,
-    on_one_worker,
     replicas,
     runner,
+    single_rank_links,
     stack,
+    train_on_one_worker,
 )
 from tests.worker.engine.plans import roster_of
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 4, 5
 CUTS = [[0], [0, 1], [0, 3], [0, 1, 2], [0, 1, 2, 3]]
@@ -38,8 +42,8 @@ def run_stage(
 ) -> list[tuple[torch.Tensor, dict[int, float]]]:
     roster = roster_of([cuts], N_LAYERS, [tuple(range(M))])
     layers = replicas(stack(N_LAYERS), roster.members[rank.rank].layers, accumulate)
-    stage = runner(layers, rank.open(), M, chunks_of(roster, rank.rank, layers))
-    hooks = Quiet()
+    stage = runner(layers, rank.open(), M, stages_of_rank(roster, rank.rank, layers))
+    hooks = RecordingHooks()
     actions = one_f_one_b(rank.rank, len(cuts), tuple(range(M)))
     for _ in range(2):
         for layer in layers:
@@ -55,17 +59,19 @@ def run_stage(
 
 @pytest.mark.parametrize("accumulate", [Accumulate.FAST, Accumulate.EXACT])
 @pytest.mark.parametrize("cuts", CUTS)
-def test_cuts_change_no_bit(cuts: list[int], accumulate: Accumulate) -> None:
-    whole = on_one_worker(stack(N_LAYERS), M, accumulate)
-    found = [layer for stage in run_ranks(run_stage, len(cuts), cuts, accumulate) for layer in stage]
+def test_gradients_do_not_depend_on_the_cuts(cuts: list[int], accumulate: Accumulate) -> None:
+    whole = train_on_one_worker(stack(N_LAYERS), M, accumulate)
+    found = [
+        layer for stage in run_ranks(run_stage, len(cuts), cuts, accumulate) for layer in stage
+    ]
     for layer, (gradient, losses) in zip(whole, found, strict=True):
         assert torch.equal(layer.gradient, gradient)
         assert layer.losses == losses
 
 
 def test_one_worker_agrees_with_plain_autograd() -> None:
-    """The mean loss over all micro-batches, differentiated in one go."""
-    layers = on_one_worker(stack(N_LAYERS), M, Accumulate.FAST)
+    """The reference is one backward pass of the mean loss over all micro-batches."""
+    layers = train_on_one_worker(stack(N_LAYERS), M, Accumulate.FAST)
     total = torch.zeros(())
     for index in range(M):
         hidden = None
@@ -74,7 +80,7 @@ def test_one_worker_agrees_with_plain_autograd() -> None:
         assert hidden is not None
         total = total + hidden
         assert layers[-1].losses[index] == hidden.item()
-    (total / M).backward()
+    torch.autograd.backward(total / M)
     for layer in layers:
         for name, parameter in layer.module.named_parameters():
             assert parameter.grad is not None
@@ -83,14 +89,16 @@ def test_one_worker_agrees_with_plain_autograd() -> None:
 
 
 def test_gradients_are_added_only_where_they_are_missing() -> None:
-    """A layer that moved here has 0 and 2 already; it gets the rest, and its losses are not touched."""
-    whole = on_one_worker(stack(N_LAYERS), M, Accumulate.EXACT)
+    """A layer that has 0 and 2 already gets the other micro-batches and keeps its losses."""
+    whole = train_on_one_worker(stack(N_LAYERS), M, Accumulate.EXACT)
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.EXACT)
-    had = frozenset({0, 2})
-    stage = runner(layers, lonely_links(), M)
-    stage.run(0, one_f_one_b(0, 1, (0, 2)), dict.fromkeys(range(N_LAYERS - 1), had), Quiet())
+    done = frozenset({0, 2})
+    stage = runner(layers, single_rank_links(), M)
+    stage.run(
+        0, one_f_one_b(0, 1, (0, 2)), dict.fromkeys(range(N_LAYERS - 1), done), RecordingHooks()
+    )
     assert [sorted(layer.ledger) for layer in layers] == [[], [], [], [0, 2]]
-    stage.run(0, one_f_one_b(0, 1, (1, 3, 4, 0, 2)), {N_LAYERS - 1: had}, Quiet())
+    stage.run(0, one_f_one_b(0, 1, (1, 3, 4, 0, 2)), {N_LAYERS - 1: done}, RecordingHooks())
     for layer, expected in zip(layers, whole, strict=True):
         assert layer.ledger == set(range(M))
         assert torch.equal(layer.gradient, expected.gradient)
@@ -98,21 +106,21 @@ def test_gradients_are_added_only_where_they_are_missing() -> None:
 
 
 def test_an_empty_list_does_nothing() -> None:
-    stage = runner(replicas(stack(2), range(2), Accumulate.FAST), lonely_links(), M)
-    stage.run(0, (), {}, Quiet())
+    stage = runner(replicas(stack(2), range(2), Accumulate.FAST), single_rank_links(), M)
+    stage.run(0, (), {}, RecordingHooks())
     assert stage.started == set()
 
 
 def test_actions_must_fit_the_stage() -> None:
-    stage = runner(replicas(stack(2), range(2), Accumulate.FAST), lonely_links(), M)
+    stage = runner(replicas(stack(2), range(2), Accumulate.FAST), single_rank_links(), M)
     with pytest.raises(FieldError, match="no neighbour"):
-        stage.run(0, parse_actions("RF0 F0 B0"), {}, Quiet())
+        stage.run(0, parse_actions("RF0 F0 B0"), {}, RecordingHooks())
 
 
-class AbandonAt(Quiet):
-    """Sets the flag before one action."""
+class AbandonAt(RecordingHooks):
+    """Abandons the epoch before one action."""
 
-    def __init__(self, abandon: Abandon, at: str) -> None:
+    def __init__(self, abandon: AbandonSignal, at: str) -> None:
         super().__init__()
         self._abandon, self._at = abandon, at
 
@@ -126,11 +134,11 @@ AT = [("F0", []), ("B0", []), ("F1", [0]), ("B4", [0, 1, 2, 3])]
 
 
 @pytest.mark.parametrize(("at", "whole"), AT)
-def test_abandoned_between_actions_ledgers_are_whole(at: str, whole: list[int]) -> None:
-    abandon = Abandon()
+def test_ledgers_match_after_abandoning_between_actions(at: str, whole: list[int]) -> None:
+    abandon = AbandonSignal()
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.EXACT)
     hooks = AbandonAt(abandon, at)
-    stage = runner(layers, lonely_links(abandon), M)
+    stage = runner(layers, single_rank_links(abandon), M)
     with pytest.raises(EpochAbandoned, match=f"at {at}"):
         stage.run(0, one_f_one_b(0, 1, tuple(range(M))), {}, hooks)
     assert [sorted(layer.ledger) for layer in layers] == [whole] * N_LAYERS
@@ -139,11 +147,11 @@ def test_abandoned_between_actions_ledgers_are_whole(at: str, whole: list[int]) 
 
 
 def lose_a_stage(rank: Rank, at: str) -> tuple[set[int], set[int], set[int]]:
-    """Three stages; the last one is killed before `at`."""
+    """Run one of three stages. The last one is killed before action `at`."""
     roster = roster_of([[0, 1, 2]], N_LAYERS, [tuple(range(M))])
     layers = replicas(stack(N_LAYERS), roster.members[rank.rank].layers, Accumulate.EXACT)
-    stage = runner(layers, rank.open(), M, chunks_of(roster, rank.rank, layers))
-    hooks = TellAt(rank, at) if rank.rank == 2 else Quiet()
+    stage = runner(layers, rank.open(), M, stages_of_rank(roster, rank.rank, layers))
+    hooks = PauseBefore(rank, at) if rank.rank == 2 else RecordingHooks()
     with pytest.raises(LinkFailed) as caught:
         stage.run(0, one_f_one_b(rank.rank, 3, tuple(range(M))), {}, hooks)
     assert caught.value.ranks == (2,)
@@ -152,7 +160,7 @@ def lose_a_stage(rank: Rank, at: str) -> tuple[set[int], set[int], set[int]]:
 
 
 @pytest.mark.parametrize(("at", "done"), [("F0", 0), ("B1", 1), ("SB3", 3)])
-def test_a_lost_stage_leaves_whole_ledgers(at: str, done: int) -> None:
+def test_ledgers_match_after_losing_a_stage(at: str, done: int) -> None:
     with Ranks(lose_a_stage, 3, at) as ranks:
         ranks.reports(2)
         ranks.signal(2, signal.SIGKILL)
@@ -161,8 +169,8 @@ def test_a_lost_stage_leaves_whole_ledgers(at: str, done: int) -> None:
             assert ledger <= sent <= started
 
 
-class Group:
-    """A tensor-parallel group of threads; `sync` is their maximum."""
+class ThreadGroup:
+    """A tensor-parallel group of threads; `sync` is the maximum of their flags."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=LONG_S)
@@ -181,71 +189,72 @@ class Group:
         return sync
 
 
-def together(
-    bodies: list[Callable[[Agreement], None]], abandons: list[Abandon]
+def run_group(
+    bodies: list[Callable[[GroupAgreement], None]], abandons: list[AbandonSignal]
 ) -> tuple[list[type[BaseException] | None], list[int]]:
-    """Run one body per rank of a group; return what each raised and how often each called `sync`."""
-    group, found = Group(len(bodies)), [None] * len(bodies)
+    """Run one body per rank of a group. Returns the errors and the numbers of `sync` calls."""
+    group = ThreadGroup(len(bodies))
+    raised: list[type[BaseException] | None] = [None] * len(bodies)
 
     def run(rank: int) -> None:
-        agreement = Agreement(group.sync_of(rank), abandons[rank])
+        agreement = GroupAgreement(group.sync_of(rank), abandons[rank])
         try:
             with agreement, agreement:
                 bodies[rank](agreement)
         except (EpochAbandoned, ElasticError) as error:
-            found[rank] = type(error)
+            raised[rank] = type(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(bodies))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found, group.calls
+    return raised, group.calls
 
 
-def check_thrice(agreement: Agreement) -> None:
+def check_thrice(agreement: GroupAgreement) -> None:
     for _ in range(3):
         agreement.check()
 
 
-def test_a_group_goes_on_while_nobody_must_leave() -> None:
-    found, calls = together([check_thrice, check_thrice], [Abandon(), Abandon()])
+def test_a_group_continues_while_no_rank_must_leave() -> None:
+    found, calls = run_group([check_thrice, check_thrice], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([None, None], [3, 3])
 
 
 def test_a_group_leaves_at_the_same_check() -> None:
-    abandons = [Abandon(), Abandon()]
+    abandons = [AbandonSignal(), AbandonSignal()]
 
-    def leave_after_one(agreement: Agreement) -> None:
+    def leave_after_one(agreement: GroupAgreement) -> None:
         agreement.check()
-        abandons[0].set("told")
+        abandons[0].set("a newer epoch")
         check_thrice(agreement)
 
-    found, calls = together([leave_after_one, check_thrice], abandons)
+    found, calls = run_group([leave_after_one, check_thrice], abandons)
     assert (found, calls) == ([EpochAbandoned, EpochAbandoned], [2, 2])
 
 
-@pytest.mark.parametrize("error", [EpochAbandoned("told while waiting"), LinkFailed((4,), "broken")])
-def test_one_that_fails_elsewhere_tells_the_others_once(error: Exception) -> None:
-    def fail_after_one(agreement: Agreement) -> None:
+@pytest.mark.parametrize("error", [EpochAbandoned("a newer epoch"), LinkFailed((4,), "broken")])
+def test_a_rank_that_fails_between_checks_notifies_the_others_once(error: Exception) -> None:
+    def fail_after_one(agreement: GroupAgreement) -> None:
         agreement.check()
         raise error
 
-    found, calls = together([fail_after_one, check_thrice], [Abandon(), Abandon()])
+    found, calls = run_group([fail_after_one, check_thrice], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([type(error), EpochAbandoned], [2, 2])
-    found, calls = together([fail_after_one, fail_after_one], [Abandon(), Abandon()])
+    found, calls = run_group([fail_after_one, fail_after_one], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([type(error)] * 2, [2, 2])
 
 
 def test_errors_of_the_user_are_not_shared() -> None:
-    def broken(agreement: Agreement) -> None:
+    def broken(agreement: GroupAgreement) -> None:
         agreement.check()
         raise FieldError("x", 1, "fix it")
 
-    found, calls = together([broken], [Abandon()])
+    found, calls = run_group([broken], [AbandonSignal()])
     assert (found, calls) == ([FieldError], [1])
 
 
-def test_kinds_tell_compute_from_waiting() -> None:
+def test_kinds_that_compute_and_that_receive() -> None:
     assert [k for k in Kind if k.computes] == [Kind.F, Kind.B, Kind.INPUT, Kind.WEIGHT]
     assert [k for k in Kind if k.receives] == [Kind.RECV_F, Kind.RECV_B]

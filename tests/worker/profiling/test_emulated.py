@@ -1,4 +1,4 @@
-"""Emulated layers: what they wait for, what they move, and that their contents depend on nothing but the job."""
+"""Emulated layers: their waits, their sizes, and values that depend on the job alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from elastic.domain.types import Accumulate, LayerSpec
 from elastic.planning.cost.profile import Device, LayerTimes, Profile
 from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.split_backward import backward_input
-from elastic.worker.profiling.emulated import EmulatedStack, Waiter
+from elastic.worker.profiling.emulated import EmulatedStack, PassTimer
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.model.toys import CPU, sgd
 
 TIMES = LayerTimes(forward_s=0.3, backward_s=0.7, backward_input_s=0.4, backward_weight_s=0.5)
 LAYER = LayerSpec(
-    param_bytes=60, state_bytes=0, gradient_bytes=60, forward_s=0.3, backward_s=0.7, output_bytes=1000
+    param_bytes=60,
+    state_bytes=0,
+    gradient_bytes=60,
+    forward_s=0.3,
+    backward_s=0.7,
+    output_bytes=1000,
 )
 
 
@@ -31,10 +36,10 @@ def profile(times: LayerTimes = TIMES, n: int = 3) -> Profile:
     return Profile(model="toy", layers=(LAYER,) * n, devices=devices)
 
 
-class Waits(list[tuple[Any, float]]):
-    """Stands in for a Waiter: remembers instead of waiting."""
+class RecordedWaits(list[tuple[Any, float]]):
+    """Replaces a PassTimer: records the waits and returns at once."""
 
-    def until(self, action: tuple[object, ...], began: float, seconds: float) -> None:
+    def wait(self, action: tuple[object, ...], began: float, seconds: float) -> None:
         self.append((action, seconds))
 
     def take(self) -> list[float]:
@@ -51,44 +56,52 @@ def replicas(stack: EmulatedStack) -> list[LayerReplica]:
     return list(built)
 
 
-def through(layers: list[LayerReplica], index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
+def run_layers(
+    layers: list[LayerReplica], index: int, hidden: torch.Tensor | None = None
+) -> torch.Tensor:
     for layer in layers:
         hidden = layer.forward(hidden, Microbatch(0, index, {}))
     assert hidden is not None
     return hidden
 
 
+def gradients(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    found = [p.grad for p in parameters if p.grad is not None]
+    assert len(found) == len(parameters)
+    return found
+
+
 @pytest.fixture
-def waits() -> Waits:
-    return Waits()
+def waits() -> RecordedWaits:
+    return RecordedWaits()
 
 
-def stack(waits: Waits, device: str = "", times: LayerTimes = TIMES) -> EmulatedStack:
+def stack(waits: RecordedWaits, device: str = "", times: LayerTimes = TIMES) -> EmulatedStack:
     made = EmulatedStack(profile(times), device, seed=1)
-    made._waiter = waits  # type: ignore[assignment]
+    made._timer = waits  # type: ignore[assignment]
     return made
 
 
-def test_whole_pass(waits: Waits) -> None:
+def test_whole_pass(waits: RecordedWaits) -> None:
     layers = replicas(stack(waits))
-    out = through(layers, 0)
+    out = run_layers(layers, 0)
     assert waits.take() == [0.3, 0.3, 0.3]
     torch.autograd.backward(out)
     assert sum(waits.take()) == pytest.approx(3 * 0.7)
 
 
-def test_other_device_type(waits: Waits) -> None:
-    through(replicas(stack(waits, "slow")), 0)
+def test_other_device_type(waits: RecordedWaits) -> None:
+    run_layers(replicas(stack(waits, "slow")), 0)
     assert waits.take() == [0.6, 0.6, 0.6]
     with pytest.raises(FieldError, match="fast, slow"):
         EmulatedStack(profile(), "none", 1)
 
 
-def test_parts_of_the_backward_pass_apart(waits: Waits) -> None:
-    """Each part waits its own time; together they may take longer than the whole."""
+def test_separate_parts_of_the_backward_pass(waits: RecordedWaits) -> None:
+    """Each part waits for its own time. Both together may take longer than the whole pass."""
     layers = replicas(stack(waits))[1:]
     given = torch.ones(250, requires_grad=True)
-    out = through(layers, 0, given)
+    out = run_layers(layers, 0, given)
     waits.take()
     weights = [p for layer in layers for p in layer.module.parameters()]
     rest = backward_input(out, torch.ones(()), given, weights)
@@ -96,19 +109,19 @@ def test_parts_of_the_backward_pass_apart(waits: Waits) -> None:
     assert given.grad is not None and given.grad.shape == given.shape
     rest.run()
     assert waits.take() == [0.5, 0.5]
-    apart = [p.grad for p in weights]
+    in_parts = gradients(weights)
     for p in weights:
         p.grad = None
-    torch.autograd.backward(through(layers, 0, given))
-    assert all(a is not None and torch.equal(a, p.grad) for a, p in zip(apart, weights, strict=True))
+    torch.autograd.backward(run_layers(layers, 0, given))
+    assert all(map(torch.equal, in_parts, gradients(weights)))
 
 
 @pytest.mark.parametrize("parts", [(0.0, 0.0), (0.4, 0.0), (0.0, 0.5), (0.9, 0.8)])
-def test_unknown_parts(waits: Waits, parts: tuple[float, float]) -> None:
-    """The whole pass takes its time whatever is known of the parts."""
+def test_unknown_parts(waits: RecordedWaits, parts: tuple[float, float]) -> None:
+    """The whole pass takes its time even if the times of the parts are unknown."""
     times = LayerTimes(0.3, 0.7, *parts)
     layers = replicas(stack(waits, times=times))
-    out = through(layers, 0)
+    out = run_layers(layers, 0)
     waits.take()
     torch.autograd.backward(out)
     assert sum(waits.take()) == pytest.approx(3 * 0.7)
@@ -117,18 +130,18 @@ def test_unknown_parts(waits: Waits, parts: tuple[float, float]) -> None:
 def test_sizes() -> None:
     layers = replicas(EmulatedStack(profile(LayerTimes(0.0, 0.0)), "", 1))
     assert [layer.module.get_parameter("weight").nbytes for layer in layers] == [60] * 3
-    assert through(layers[:2], 0).nbytes == 1000
-    assert through(layers, 0).shape == ()
+    assert run_layers(layers[:2], 0).nbytes == 1000
+    assert run_layers(layers, 0).shape == ()
     specs = EmulatedStack(profile(), "", 1).specs(Accumulate.FAST)
     assert specs == (LAYER,) * 3
 
 
-def test_contents_depend_on_the_job_alone() -> None:
-    """Loss and gradients: the same from layers that were built anew, other ones for another micro-batch."""
+def test_values_depend_on_the_job_alone() -> None:
+    """Rebuilt layers give the same loss and gradients; another micro-batch gives others."""
 
     def run(index: int) -> tuple[float, list[torch.Tensor]]:
         layers = replicas(EmulatedStack(profile(LayerTimes(0.0, 0.0)), "", 1))
-        out = through(layers, index)
+        out = run_layers(layers, index)
         torch.autograd.backward(out)
         for layer in layers:
             layer.collect(index, skip=False)
@@ -141,12 +154,12 @@ def test_contents_depend_on_the_job_alone() -> None:
     assert all(bool(g[:15].ne(0).all()) for g in gradients)
 
 
-def test_a_lost_element_shows() -> None:
+def test_a_lost_element_changes_the_result() -> None:
     last = replicas(EmulatedStack(profile(LayerTimes(0.0, 0.0)), "", 1))[-1:]
     whole = torch.full((250,), 0.5)
-    torn = whole.clone()
-    torn[77] = 0.0
-    assert not torch.equal(through(last, 0, whole), through(last, 0, torn))
+    changed = whole.clone()
+    changed[77] = 0.0
+    assert not torch.equal(run_layers(last, 0, whole), run_layers(last, 0, changed))
 
 
 def test_tensor_parallel_is_refused() -> None:
@@ -154,34 +167,34 @@ def test_tensor_parallel_is_refused() -> None:
         EmulatedStack(profile(), "", 1).build(0, CPU, TensorParallel(0, 2))
 
 
-def test_waits_do_not_add_up_their_errors() -> None:
-    """A hundred waits end where one long one would: never before, and late by one wait's error at most."""
-    waiter, began = Waiter(), time.perf_counter()
+def test_delays_of_single_waits_do_not_add_up() -> None:
+    """A hundred waits never end before one long wait would."""
+    timer, began = PassTimer(), time.perf_counter()
     for _ in range(100):
-        waiter.until((0, "a"), time.perf_counter(), 0.001)
+        timer.wait((0, "a"), time.perf_counter(), 0.001)
     assert time.perf_counter() - began >= 0.1
 
 
-def test_a_new_action_begins_when_it_is_begun() -> None:
-    """What a wait was late is taken off the next one; time between actions is not."""
-    waiter = Waiter()
-    waiter.until((0, "a"), time.perf_counter() - 0.01, 0.005)
-    assert waiter._owed >= 0.005
+def test_a_late_wait_shortens_the_next_action() -> None:
+    """The delay of a wait shortens the next one; time between actions does not."""
+    timer = PassTimer()
+    timer.wait((0, "a"), time.perf_counter() - 0.01, 0.005)
+    assert timer._carryover_s >= 0.005
     began = time.perf_counter()
-    waiter.until((1, "b"), began, 0.04)
+    timer.wait((1, "b"), began, 0.04)
     assert time.perf_counter() - began >= 0.02
-    assert waiter._deadline < began + 0.04
+    assert timer._deadline < began + 0.04
 
 
-def test_what_the_engine_computes_between_two_actions_is_taken_off() -> None:
-    """Within a step; the work at the end of a step is the step's own."""
+def test_cpu_time_between_two_actions_shortens_the_second() -> None:
+    """This holds within a step. Work at the end of a step counts as part of the step."""
     for step, hidden in ((0, True), (1, False)):
-        waiter = Waiter()
-        waiter.until((0, "a"), time.perf_counter(), 0.0)
+        timer = PassTimer()
+        timer.wait((0, "a"), time.perf_counter(), 0.0)
         used = time.thread_time()
         while time.thread_time() - used < 0.01:
             pass
-        waiter._owed = 0.0
+        timer._carryover_s = 0.0
         began = time.perf_counter()
-        waiter.until((step, "b"), began, 0.04)
-        assert (waiter._deadline <= began + 0.031) is hidden
+        timer.wait((step, "b"), began, 0.04)
+        assert (timer._deadline <= began + 0.031) is hidden

@@ -13,7 +13,7 @@ import pytest
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.worker.recovery.fetch import Fetcher, fetch
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.copies import LocalWriter, content, make, put
 from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
 from tests.patience import LONG_S
@@ -76,7 +76,7 @@ def test_abandoned_transfers_end_at_once(tmp_path: Path, when: str) -> None:
     peer = ProcessVault("p", tmp_path / "p")
     try:
         peer.signal(signal.SIGSTOP)
-        abandon = Abandon()
+        abandon = AbandonSignal()
         if when == "before":
             abandon.set("epoch 2")
         fetcher = Fetcher("a", {"p": peer.address}, abandon, timeout_s=LONG_S)

@@ -1,6 +1,7 @@
-"""Leaving an epoch: flags, dead peers, hung peers, peers that never come.
+"""Leaving an epoch: signals, dead peers, hung peers, peers that never arrive.
 
-The transport itself would wait ten times as long as reports are waited for: that they come is what these tests show.
+The transport's own timeout is ten times the tests' limit for a report. So a report shows that a
+wait was ended early.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from contextlib import closing
 import pytest
 import torch
 
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed, abandonable
+from elastic.worker.transport.cancellation import (
+    AbandonSignal,
+    EpochAbandoned,
+    LinkFailed,
+    run_abandonable,
+)
 from elastic.worker.transport.links import Links
 from tests.patience import LONG_S
-from tests.worker.engine.ranks import Rank, Ranks
+from tests.worker.engine.rank_processes import Rank, Ranks
 
 
 def test_the_first_reason_stays_and_callbacks_run_once() -> None:
-    abandon, calls = Abandon(), []
+    abandon, calls = AbandonSignal(), []
     abandon.subscribe(lambda: calls.append("early"))
     abandon.check()
     abandon.set("a fault")
@@ -31,8 +37,8 @@ def test_the_first_reason_stays_and_callbacks_run_once() -> None:
         abandon.check()
 
 
-def test_work_that_is_left_behind_is_discarded() -> None:
-    abandon, release, discarded = Abandon(), threading.Event(), threading.Event()
+def test_the_result_of_abandoned_work_is_discarded() -> None:
+    abandon, release, discarded = AbandonSignal(), threading.Event(), threading.Event()
 
     def work() -> int:
         abandon.set("changed plans")
@@ -40,20 +46,20 @@ def test_work_that_is_left_behind_is_discarded() -> None:
         return 1
 
     with pytest.raises(EpochAbandoned):
-        abandonable(work, abandon, "work", lambda result: discarded.set())
+        run_abandonable(work, abandon, "work", lambda result: discarded.set())
     assert not discarded.is_set()
     release.set()
     assert discarded.wait(LONG_S)
 
 
 def test_work_returns_or_raises() -> None:
-    assert abandonable(lambda: 3, Abandon(), "work") == 3
+    assert run_abandonable(lambda: 3, AbandonSignal(), "work") == 3
     with pytest.raises(ZeroDivisionError):
-        abandonable(lambda: 1 // 0, Abandon(), "work")
+        run_abandonable(lambda: 1 // 0, AbandonSignal(), "work")
 
 
 def wait_recv(links: Links, rank: int) -> None:
-    """A pipeline: everybody waits for the rank before it, the last rank is the victim."""
+    """Each rank waits for the rank before it. The last rank is the victim."""
     links.recv((rank - 1) % links.world_size).wait()
 
 
@@ -73,14 +79,16 @@ def wait_reduce(links: Links, rank: int) -> None:
 WAITS: list[Callable[[Links, int], None]] = [wait_recv, wait_send, wait_gather, wait_reduce]
 
 
-def wait_then_reopen(rank: Rank, wait: Callable[[Links, int], None]) -> tuple[str, str, list[float]]:
-    """Wait in epoch 1 until it breaks, then meet the other survivors in epoch 2."""
-    abandon = Abandon()
+def wait_then_reopen(
+    rank: Rank, wait: Callable[[Links, int], None]
+) -> tuple[str, str, list[float]]:
+    """Wait in epoch 1 until a link fails, then connect to the other survivors in epoch 2."""
+    abandon = AbandonSignal()
     links = rank.open(abandon)
     rank.report("open")
     if rank.rank == rank.size - 1:
-        rank.await_word()
-    threading.Thread(target=lambda: abandon.set(rank.await_word()), daemon=True).start()
+        rank.wait_for_parent()
+    threading.Thread(target=lambda: abandon.set(rank.wait_for_parent()), daemon=True).start()
     try:
         wait(links, rank.rank)
         kind, detail = "done", ""
@@ -95,8 +103,8 @@ def wait_then_reopen(rank: Rank, wait: Callable[[Links, int], None]) -> tuple[st
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_killed_rank_wakes_everybody(wait: Callable[[Links, int], None]) -> None:
-    """Also those who are not its neighbours, and all suspect the right one."""
+def test_a_killed_rank_wakes_all_others(wait: Callable[[Links, int], None]) -> None:
+    """Ranks that are not its neighbours wake too, and all suspect the right rank."""
     with Ranks(wait_then_reopen, 4, wait) as ranks:
         ranks.reports()
         ranks.signal(3, signal.SIGKILL)
@@ -106,24 +114,24 @@ def test_a_killed_rank_wakes_everybody(wait: Callable[[Links, int], None]) -> No
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_hung_rank_is_left_when_told(wait: Callable[[Links, int], None]) -> None:
+def test_a_hung_rank_is_left_behind_after_abandoning(wait: Callable[[Links, int], None]) -> None:
     with Ranks(wait_then_reopen, 4, wait) as ranks:
         ranks.reports()
         ranks.signal(3, signal.SIGSTOP)
-        ranks.tell("node3 hangs", 0, 1, 2)
+        ranks.send("node3 hangs", 0, 1, 2)
         for kind, detail, sums in ranks.reports(0, 1, 2):
             assert kind in ("abandoned", "failed")
             assert kind == "failed" or detail == "node3 hangs"
             assert sums == [6.0]
 
 
-def open_in_vain(rank: Rank) -> list[float]:
-    """Rank 2 never comes to epoch 1; the others leave it and meet in epoch 2."""
+def open_without_rank_2(rank: Rank) -> list[float]:
+    """Rank 2 never arrives in epoch 1. The others abandon it and connect in epoch 2."""
     if rank.rank == 2:
         rank.report("absent")
-        rank.await_word()
-    abandon = Abandon()
-    threading.Thread(target=lambda: abandon.set(rank.await_word()), daemon=True).start()
+        rank.wait_for_parent()
+    abandon = AbandonSignal()
+    threading.Thread(target=lambda: abandon.set(rank.wait_for_parent()), daemon=True).start()
     rank.report("opening")
     with pytest.raises(EpochAbandoned):
         rank.open(abandon)
@@ -132,20 +140,20 @@ def open_in_vain(rank: Rank) -> list[float]:
 
 
 def test_opening_can_be_abandoned() -> None:
-    with Ranks(open_in_vain, 3) as ranks:
+    with Ranks(open_without_rank_2, 3) as ranks:
         ranks.reports()
-        ranks.tell("rank 2 is gone", 0, 1)
+        ranks.send("rank 2 is gone", 0, 1)
         assert ranks.reports(0, 1) == [[0.0, 1.0]] * 2
 
 
-def set_in_vain(rank: Rank) -> str:
-    """The holder set (0, 2) never opens, because rank 2 does not ask for it."""
-    abandon = Abandon()
+def reduce_without_rank_2(rank: Rank) -> str:
+    """The group (0, 2) never opens, because rank 2 does not open it."""
+    abandon = AbandonSignal()
     links = rank.open(abandon, holder_sets=((0, 2),) if rank.rank == 0 else ())
     rank.report("open")
     if rank.rank != 0:
         return "idle"
-    threading.Thread(target=lambda: abandon.set(rank.await_word()), daemon=True).start()
+    threading.Thread(target=lambda: abandon.set(rank.wait_for_parent()), daemon=True).start()
     try:
         links.all_reduce(torch.zeros(3), (0, 2))()
     except EpochAbandoned as reason:
@@ -153,20 +161,19 @@ def set_in_vain(rank: Rank) -> str:
     return "reduced"
 
 
-def test_a_holder_set_that_never_opens_can_be_abandoned() -> None:
-    with Ranks(set_in_vain, 3) as ranks:
+def test_a_group_that_never_opens_can_be_abandoned() -> None:
+    with Ranks(reduce_without_rank_2, 3) as ranks:
         ranks.reports()
-        ranks.tell("over", 0)
+        ranks.send("over", 0)
         assert ranks.reports(0) == ["over"]
 
 
 def many_epochs(rank: Rank) -> list[float]:
-    """Nine epochs are left in the middle of a message; the tenth must not see anything of them."""
+    """Nine epochs are abandoned during a message. The tenth must not receive their messages."""
     for epoch in range(1, 10):
-        abandon = Abandon()
-        left = pytest.raises(
-            (EpochAbandoned, LinkFailed)
-        )  # the other rank may have left before this one is in
+        abandon = AbandonSignal()
+        # The other rank may leave before this one has connected.
+        left = pytest.raises((EpochAbandoned, LinkFailed))
         with left, closing(rank.open(abandon, epoch=epoch)) as links:
             links.send(torch.full((1000,), -1.0), 1 - rank.rank)
             expected = links.recv(1 - rank.rank)

@@ -1,4 +1,4 @@
-"""Which errors are a device's, and how a worker ends of one."""
+"""Device faults: their recognition, and the end of a worker after one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
-from elastic.worker.transport.devicefault import broke, broke_here
-from elastic.worker.transport.links import Links, _Guard
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
+from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
+from elastic.worker.transport.links import Links, _ErrorTranslator
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 accelerator: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
@@ -29,40 +29,45 @@ accelerator: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeErro
         (ValueError(ECC), False),
     ],
 )
-def test_broke(error: Exception, expected: bool) -> None:
-    assert broke(error) is expected
-    assert broke_here(error) is (expected and "NCCL" not in str(error))
+def test_device_faults_are_recognized(error: Exception, expected: bool) -> None:
+    assert is_device_fault(error) is expected
+    assert is_local_device_fault(error) is (expected and "NCCL" not in str(error))
 
 
-def test_a_device_that_breaks_in_a_wait_is_no_broken_link() -> None:
-    """Else its peer would be suspected; who has left the epoch looks at no error any more."""
-    links = Links(1, 0, 1, torch.device("cpu"), Abandon())
-    with pytest.raises(RuntimeError, match="uncorrectable ECC"), _Guard(links, 1):
+def test_a_device_fault_during_a_wait_is_no_link_failure() -> None:
+    """The peer must not be suspected. After abandoning the epoch, errors do not matter."""
+    links = Links(1, 0, 1, torch.device("cpu"), AbandonSignal())
+    with pytest.raises(RuntimeError, match="uncorrectable ECC"), _ErrorTranslator(links, 1):
         raise RuntimeError(ECC)
     links.abandon.set("epoch 2")
-    with pytest.raises(EpochAbandoned), _Guard(links, 1):
+    with pytest.raises(EpochAbandoned), _ErrorTranslator(links, 1):
         raise RuntimeError(ECC)
     assert not issubclass(RuntimeError, LinkFailed)
 
 
 SCRIPT = """
 import sys
-from elastic.worker.transport.devicefault import crashing
+from elastic.worker.transport.device_fault import crash_on_device_fault
 try:
-    with crashing(print, 3):
+    with crash_on_device_fault(print, 3):
         raise {error}
 finally:
-    print("tidied up")
+    print("cleaned up")
 """
 
 
-@pytest.mark.parametrize("error", [f'RuntimeError("{ECC}\\nCompile with ...")', 'RuntimeError("mine")'])
-def test_the_process_ends_at_once_with_its_last_words(error: str) -> None:
+@pytest.mark.parametrize(
+    "error", [f'RuntimeError("{ECC}\\nCompile with ...")', 'RuntimeError("mine")']
+)
+def test_the_process_reports_the_fault_and_exits_without_cleanup(error: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(error=error)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT.format(error=error)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1 and "Traceback" in done.stderr
     if "ECC" in error:
         assert done.stdout == f"Crashed(message='RuntimeError: {ECC}', local_rank=3)\n"
     else:
-        assert done.stdout == "tidied up\n"
+        assert done.stdout == "cleaned up\n"

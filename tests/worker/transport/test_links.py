@@ -11,15 +11,15 @@ import torch
 
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.profile import Link
-from elastic.rpc.link_shaping import LinkShaper
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
+from elastic.rpc.link_shaping import Shaper
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
-from elastic.worker.transport.tensor_header import DTYPES, pack_form, unpack_form
-from tests.worker.engine.ranks import Rank, run_ranks
+from elastic.worker.transport.tensor_header import DTYPES, pack_header, unpack_header
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 
-def alone() -> Links:
-    abandon = Abandon()
+def single_rank_links() -> Links:
+    abandon = AbandonSignal()
     return Links.open(
         epoch=1,
         rank=0,
@@ -41,7 +41,7 @@ def exchange(rank: Rank) -> list[list[float]]:
     return got
 
 
-def test_flows_keep_their_order_and_form() -> None:
+def test_flows_keep_their_order_and_shape() -> None:
     first, second = run_ranks(exchange, 2)
     assert first == [[10.0] * 2, [12.0] * 4, [11.0] * 2]
     assert second == [[0.0] * 2, [2.0] * 4, [1.0] * 2]
@@ -74,8 +74,8 @@ def change_shape(rank: Rank) -> str:
 
 
 def test_a_flow_has_one_shape() -> None:
-    told, dtype = run_ranks(change_shape, 2)
-    assert "rank 1" in told and "(3,)" in told and "(4,)" in told
+    error, dtype = run_ranks(change_shape, 2)
+    assert "rank 1" in error and "(3,)" in error and "(4,)" in error
     assert dtype == "torch.bfloat16"
 
 
@@ -96,7 +96,7 @@ def reduce_and_gather(rank: Rank) -> list[torch.Tensor]:
     return found
 
 
-def test_subsets_reduce_to_the_same_bits() -> None:
+def test_all_ranks_of_a_group_get_the_same_bits() -> None:
     first, second, third = run_ranks(reduce_and_gather, 3)
     for offset in (0, 1):
         assert torch.equal(first[0 + 2 * offset], second[0 + 3 * offset])
@@ -112,31 +112,31 @@ def test_subsets_reduce_to_the_same_bits() -> None:
 
 
 def test_one_rank_needs_no_store() -> None:
-    links = alone()
+    links = single_rank_links()
     tensor = torch.ones(2)
     links.all_reduce(tensor, (0,))()
     assert links.gather(tensor)[0].tolist() == [1.0, 1.0]
     links.flush()
-    links.abandon.set("enough")
-    with pytest.raises(EpochAbandoned, match="enough"):
+    links.abandon.set("a newer epoch")
+    with pytest.raises(EpochAbandoned, match="a newer epoch"):
         links.gather(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_forms_round_trip(dtype: torch.dtype) -> None:
-    assert unpack_form(pack_form((dtype, (4, 0, 7))), 0) == (dtype, (4, 0, 7))
+def test_headers_round_trip(dtype: torch.dtype) -> None:
+    assert unpack_header(pack_header((dtype, (4, 0, 7))), 0) == (dtype, (4, 0, 7))
 
 
 def test_malformed_headers_are_refused() -> None:
     for words in ([99, 1], [0, 9], [0, 1, -1], [-1, 0]):
         header = torch.tensor(words + [0] * (10 - len(words)))
         with pytest.raises(LinkFailed, match="rank 3"):
-            unpack_form(header, 3)
+            unpack_header(header, 3)
     with pytest.raises(FieldError):
-        pack_form((torch.complex64, (1,)))
+        pack_header((torch.complex64, (1,)))
 
 
-def test_a_store_that_is_not_there() -> None:
+def test_a_store_that_cannot_be_reached() -> None:
     with pytest.raises(LinkFailed, match="could not be opened"):
         Links.open(
             epoch=1,
@@ -145,7 +145,7 @@ def test_a_store_that_is_not_there() -> None:
             store_address="127.0.0.1:1",
             device=torch.device("cpu"),
             timeout_s=0.5,
-            abandon=Abandon(),
+            abandon=AbandonSignal(),
         )
     with pytest.raises(FieldError, match="host:port"):
         Links.open(
@@ -155,14 +155,17 @@ def test_a_store_that_is_not_there() -> None:
             store_address="nonsense",
             device=torch.device("cpu"),
             timeout_s=0.5,
-            abandon=Abandon(),
+            abandon=AbandonSignal(),
         )
 
 
 def exchange_slowly(rank: Rank, path: str) -> tuple[float, float, torch.Tensor]:
-    """A message of 100 kB and a sum of as much, at 1 MB/s; rank 2 is on rank 0's node. (seconds of either, sum)"""
+    """A message and an all-reduce of 100 kB each, at 1 MB/s. Rank 2 is on rank 0's node.
+
+    Returns (seconds of the message, seconds of the all-reduce, sum).
+    """
     remote = {0: (1,), 1: (0, 2), 2: (1,)}[rank.rank]
-    shaper = LinkShaper(Path(path) / str(rank.rank % 2), Link(1e6))
+    shaper = Shaper(Path(path) / str(rank.rank % 2), Link(1e6))
     links = rank.open(holder_sets=((0, 1),), shaper=shaper, remote=remote)
     links.gather(torch.zeros(1))
     began = time.monotonic()
@@ -179,21 +182,21 @@ def exchange_slowly(rank: Rank, path: str) -> tuple[float, float, torch.Tensor]:
     return sent, time.monotonic() - began - sent, tensor
 
 
-def test_shaped_links_take_their_time_and_carry_the_same(tmp_path: Path) -> None:
+def test_shaped_links_delay_messages_and_keep_their_contents(tmp_path: Path) -> None:
     first, second, _ = run_ranks(exchange_slowly, 3, str(tmp_path))
     assert first[0] >= 0.1, "100 kB at 1 MB/s"
-    assert first[1] >= 0.1 and second[1] >= 0.1, "a ring of two sends as much as it sums"
+    assert first[1] >= 0.1 and second[1] >= 0.1, "each rank of a ring of two sends the whole tensor"
     assert first[2].tolist() == second[2].tolist() == [3.0] * 25_000
 
 
 def leave_while_sending(rank: Rank, path: str) -> str:
-    """What is queued on a slow link holds nobody when the epoch is left."""
-    abandon = Abandon()
-    shaper = LinkShaper(Path(path) / str(rank.rank), Link(1e3))
+    """Messages that wait for a slow link do not block an abandoned epoch."""
+    abandon = AbandonSignal()
+    shaper = Shaper(Path(path) / str(rank.rank), Link(1e3))
     links = rank.open(abandon, shaper=shaper, remote=(1 - rank.rank,))
     if rank.rank == 0:
         links.send(torch.zeros(250_000), 1)
-    threading.Timer(0.2, abandon.set, ("enough",)).start()
+    threading.Timer(0.2, abandon.set, ("a newer epoch",)).start()
     try:
         if rank.rank == 0:
             links.flush()
@@ -204,7 +207,7 @@ def leave_while_sending(rank: Rank, path: str) -> str:
     return "finished"
 
 
-def test_a_slow_link_can_be_left(tmp_path: Path) -> None:
+def test_a_wait_for_a_slow_link_can_be_abandoned(tmp_path: Path) -> None:
     """The message would take 1000 s."""
-    for told in run_ranks(leave_while_sending, 2, str(tmp_path)):
-        assert told in ("EpochAbandoned", "LinkFailed")
+    for outcome in run_ranks(leave_while_sending, 2, str(tmp_path)):
+        assert outcome in ("EpochAbandoned", "LinkFailed")

@@ -1,4 +1,4 @@
-"""A process that ends while torch works in a thread of ours ends in order."""
+"""A process that exits while torch runs in one of its threads exits cleanly."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ SCRIPT = """
 import torch
 from datetime import timedelta
 from torch.distributed import TCPStore
-from elastic.worker import threads
+from elastic.worker.transport import threads
 
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+second = timedelta(seconds=1)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=second)
 
-def ask():
+def wait_for_key():
     try:
         store.wait(["never"])
     except RuntimeError:
-        print("asked", flush=True)
+        print("timed out", flush=True)
 
-threads.start("ask", ask)
+threads.start("wait", wait_for_key)
 """
 
 
-def test_the_process_ends_after_them() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=LONG_S)
-    assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
+def test_the_process_exits_after_its_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=LONG_S
+    )
+    assert (done.returncode, done.stdout) == (0, "timed out\n"), done.stderr
 
 
-def test_one_that_hangs_is_left() -> None:
-    go_on = threading.Event()
-    thread = threads.start("hangs", lambda: bool(go_on.wait()))
+def test_a_thread_that_hangs_is_left_behind() -> None:
+    release = threading.Event()
+    thread = threads.start("hangs", lambda: bool(release.wait()))
     assert not threads.wait(0.01)
-    go_on.set()
+    release.set()
     thread.join()
     assert threads.wait(LONG_S)

@@ -1,12 +1,17 @@
-"""Measures a link: two processes over the transport that training uses. `python -m elastic.worker.transport.linkprobe REPEAT`.
+"""Program that measures a link between two processes, over the transport that training uses.
 
-One-way seconds of messages of several sizes, as half of a round trip's; bandwidth and latency from them. Then
-contention: how much longer a computation takes while messages go out beside it. And how fast copies for the backup are
-made: written to shared memory, checksum included.
+    python -m elastic.worker.transport.link_probe
+
+It measures:
+- one-way seconds of messages of several sizes, as half of a round trip, and from them bandwidth
+  and latency;
+- contention: how much longer a computation takes while messages are sent;
+- the rate of backup copies into shared memory, checksum included.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import subprocess
@@ -22,21 +27,25 @@ import torch
 
 from elastic.planning.cost.profile import Link
 from elastic.store.shared_memory import SlotPool, checksum
-from elastic.worker.transport.cancellation import Abandon
+from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
 from elastic.worker.transport.rendezvous import host_store
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Bytes of the messages."""
+"""Message sizes, in bytes."""
 TIMEOUT_S = 120.0
-IDLE_S = 0.005
-"""Between messages, as in a pipeline: whoever waits is asleep when one comes."""
-COMPUTE = 256
-"""Rows of the matrices that are multiplied while messages go out."""
+PAUSE_S = 0.005
+"""Pause before each message, so that the receiver sleeps when it arrives, as in a pipeline."""
+MATRIX_ROWS = 256
+"""Rows of the square matrices that are multiplied while messages are sent."""
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """The link of these one-way times: latency of the smallest message, bandwidth between larger ones."""
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+    """Fit bandwidth and latency to one-way times.
+
+    Bandwidth is the median slope between the larger sizes; latency is the time of the smallest
+    message less its transfer.
+    """
     latency = seconds[0]
     points = pairwise(zip(sizes, seconds, strict=True))
     rates = [(b - a) / (t - s) for (a, s), (b, t) in points if t > s]
@@ -45,11 +54,11 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
-    """Median one-way seconds of a message of `nbytes` between ranks 0 and 1, which both call this."""
-    tensor, found = torch.zeros(nbytes // 4), []
+    """Median one-way seconds of a message of `nbytes`. Ranks 0 and 1 both call this."""
+    tensor, times = torch.zeros(nbytes // 4), []
     for _ in range(repeat):
         expected = links.recv(1 - links.rank, tag)
-        time.sleep(IDLE_S if links.rank == 0 else 0.0)
+        time.sleep(PAUSE_S if links.rank == 0 else 0.0)
         began = time.perf_counter()
         if links.rank == 0:
             links.send(tensor, 1, tag)
@@ -57,17 +66,20 @@ def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
         else:
             expected.wait()
             links.send(tensor, 0, tag)
-        found.append((time.perf_counter() - began) / 2)
+        times.append((time.perf_counter() - began) / 2)
     links.flush()
-    return median(found[len(found) // 4 :])
+    return median(times[len(times) // 4 :])
 
 
 def contention(links: Links, link: Link, tag: int, repeat: int) -> float:
-    """Seconds by which compute on rank 0 gets longer for a second of concurrent transfer. Both ranks call this."""
+    """Seconds added to rank 0's compute per second of concurrent sending.
+
+    Both ranks call this; rank 1 returns 0.
+    """
     loops, alone = _calibrate() if links.rank == 0 else (0, 0.0)
     size = torch.tensor([int(alone * link.bytes_per_s / MAX_UNRECEIVED) // 4 + 1])
     numel = int(links.gather(size)[0].item())
-    found = []
+    results = []
     for _ in range(repeat):
         links.gather(size)
         if links.rank == 1:
@@ -79,16 +91,16 @@ def contention(links: Links, link: Link, tag: int, repeat: int) -> float:
         for _ in range(MAX_UNRECEIVED):
             links.send(tensor, 1, tag)
         _compute(loops)
-        beside = time.perf_counter() - began
+        with_transfer = time.perf_counter() - began
         links.flush()
-        transfer = min(beside, time.perf_counter() - began)
-        found.append(max(0.0, beside - alone) / transfer)
-    return median(found) if found else 0.0
+        transfer = min(with_transfer, time.perf_counter() - began)
+        results.append(max(0.0, with_transfer - alone) / transfer)
+    return median(results) if results else 0.0
 
 
 def copy_rate(nbytes: int = SIZES[-1], repeat: int = 9) -> float:
-    """Bytes a second at which this process makes copies of `nbytes`, as the backup does."""
-    source, found = torch.ones(nbytes, dtype=torch.uint8), []
+    """Bytes per second at which this process writes backup copies of `nbytes`."""
+    source, times = torch.ones(nbytes, dtype=torch.uint8), []
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     with tempfile.TemporaryDirectory(dir=memory) as directory:
         pool = SlotPool(Path(directory), "probe-")
@@ -97,41 +109,41 @@ def copy_rate(nbytes: int = SIZES[-1], repeat: int = 9) -> float:
             began = time.perf_counter()
             torch.frombuffer(slot.view(nbytes), dtype=torch.uint8).copy_(source)
             checksum(slot.view(nbytes))
-            found.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - began)
             pool.give(slot)
         pool.close()
-    return nbytes / median(found)
+    return nbytes / median(times)
 
 
 def _compute(loops: int) -> None:
-    matrix = torch.ones(COMPUTE, COMPUTE)
+    matrix = torch.ones(MATRIX_ROWS, MATRIX_ROWS)
     for _ in range(loops):
         matrix @ matrix
 
 
 def _calibrate() -> tuple[int, float]:
-    """(loops, seconds) of a computation of about 0.2 s."""
+    """Return (loops, seconds) of a computation of about 0.2 s."""
     _compute(20)
     began = time.perf_counter()
     _compute(50)
     loops = max(1, int(0.2 / ((time.perf_counter() - began) / 50)))
-    found = []
+    times = []
     for _ in range(5):
         began = time.perf_counter()
         _compute(loops)
-        found.append(time.perf_counter() - began)
-    return loops, median(found)
+        times.append(time.perf_counter() - began)
+    return loops, median(times)
 
 
 def probe(rank: int, store: str, repeat: int) -> dict[str, object]:
-    """Measure; rank 0's answer counts."""
+    """Measure the link. Both ranks call this; rank 0 returns the valid result."""
     torch.set_num_threads(1)
-    answer = _measured(rank, store, repeat)
-    gc.collect()  # links refer to themselves; their threads must end while the interpreter is whole
-    return answer
+    result = _measure(rank, store, repeat)
+    gc.collect()  # links are in reference cycles; their threads must end before the interpreter
+    return result
 
 
-def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
+def _measure(rank: int, store: str, repeat: int) -> dict[str, object]:
     links = Links.open(
         epoch=1,
         rank=rank,
@@ -139,32 +151,36 @@ def _measured(rank: int, store: str, repeat: int) -> dict[str, object]:
         store_address=store,
         device=torch.device("cpu"),
         timeout_s=TIMEOUT_S,
-        abandon=Abandon(),
+        abandon=AbandonSignal(),
     )
     seconds = [one_way(links, nbytes, tag, repeat) for tag, nbytes in enumerate(SIZES)]
-    link = fit(SIZES, seconds)
-    slows = contention(links, link, len(SIZES), 3)
+    link = fit_link(SIZES, seconds)
+    contention_factor = contention(links, link, len(SIZES), 3)
     links.gather(torch.zeros(1))
     return {
         "bytes_per_s": link.bytes_per_s,
         "latency_s": link.latency_s,
-        "contention": slows,
+        "contention": contention_factor,
         "copy_bytes_per_s": copy_rate() if rank == 0 else 0.0,
         "sizes": list(SIZES),
         "seconds": seconds,
     }
 
 
-def main() -> int:
-    """Arguments: the number of repetitions; in the second process also the address of the store."""
-    repeat, *second = sys.argv[1:]
-    if second:
-        probe(1, second[0], int(repeat))
+def main(argv: list[str] | None = None) -> int:
+    module = "elastic.worker.transport.link_probe"
+    parser = argparse.ArgumentParser(prog=module)
+    parser.add_argument("--store", default="")
+    parser.add_argument("--repeat", type=int, default=20)
+    args = parser.parse_args(argv)
+    if args.store:
+        probe(1, args.store, args.repeat)
         return 0
     store, address = host_store()
-    other = subprocess.Popen([sys.executable, "-m", "elastic.worker.transport.linkprobe", repeat, address])
+    command = [sys.executable, "-m", module, "--store", address, "--repeat", str(args.repeat)]
+    other = subprocess.Popen(command)
     try:
-        print(json.dumps(probe(0, address, int(repeat))), flush=True)
+        print(json.dumps(probe(0, address, args.repeat)), flush=True)
         return other.wait(TIMEOUT_S)
     finally:
         other.kill()

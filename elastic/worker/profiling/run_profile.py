@@ -1,4 +1,4 @@
-"""What a run's profile means for a worker: whether it fits the script, and layers that wait instead of computing."""
+"""The profile of a run: the layers that it selects, and the check that it fits the script."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from elastic.worker.model.layers import LayerStack
 from elastic.worker.profiling.emulated import EmulatedStack
 
 EMULATE = "emulate"
+"""Value of `WorkerSettings.profile` under --emulate."""
 
 
-def stack_of(settings: WorkerSettings, stack: LayerStack) -> LayerStack:
-    """The layers to run: the script's own, or under --emulate the profile's."""
+def select_stack(settings: WorkerSettings, stack: LayerStack) -> LayerStack:
+    """Return the script's `stack`, or the profile's emulated layers under --emulate."""
     profile = _profile(settings)
     if settings.profile != EMULATE or profile is None:
         return stack
     return EmulatedStack(profile, settings.device, stack.seed)
 
 
-def check_fit(settings: WorkerSettings, spec: JobSpec) -> None:
-    """Raise FieldError when the job is planned by a profile of another model."""
+def check_profile(settings: WorkerSettings, spec: JobSpec) -> None:
+    """Raise FieldError if the run's profile belongs to another model than the script's."""
     profile = _profile(settings)
     if profile is None:
         return
     if settings.profile == EMULATE:
         if spec.tp != 1:
-            raise FieldError(
-                "--emulate", f"tp {spec.tp}", "one worker stands for a whole layer: run with tp 1"
-            )
+            remedy = "one worker emulates a whole layer: run with tp 1"
+            raise FieldError("--emulate", f"tp {spec.tp}", remedy)
         return
     pairs = (
         ("layers", len(profile.layers), spec.n_layers),
         ("tp", profile.tp, spec.tp),
         ("tokens_per_microbatch", profile.tokens_per_microbatch, spec.tokens_per_microbatch),
     )
-    for name, theirs, ours in pairs:
-        if theirs != ours and (name != "tokens_per_microbatch" or (theirs and ours)):
-            remedy = f"the script has {ours}: give its own profile (`elastic profile`)"
-            raise FieldError(f"--profile {name}", theirs, remedy)
+    for name, in_profile, in_script in pairs:
+        known = name != "tokens_per_microbatch" or (in_profile and in_script)
+        if in_profile != in_script and known:
+            remedy = f"the script has {in_script}: measure its own profile with `elastic profile`"
+            raise FieldError(f"--profile {name}", in_profile, remedy)
 
 
 def _profile(settings: WorkerSettings) -> Profile | None:

@@ -1,4 +1,4 @@
-"""Schedules: their text, 1F1B for any size, and what the validator finds."""
+"""Action lists: their text form, 1F1B of any size, and the errors that the validator finds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
 from elastic.planning.schedule.deadlock_check import validate
-from elastic.planning.schedule.schedule import Action, Kind, format_actions, one_f_one_b, parse_actions
+from elastic.planning.schedule.schedule import (
+    Action,
+    Kind,
+    format_actions,
+    one_f_one_b,
+    parse_actions,
+)
 
 
 def pipeline(n_stages: int, microbatches: tuple[int, ...]) -> list[tuple[Action, ...]]:
     return [one_f_one_b(s, n_stages, microbatches) for s in range(n_stages)]
 
 
-def test_reads_as_expected() -> None:
+def test_1f1b_of_two_stages() -> None:
     assert [format_actions(actions) for actions in pipeline(2, (0, 1, 2))] == [
         "F0 SF0 F1 SF1 RB0 B0 F2 SF2 RB1 B1 RB2 B2",
         "RF0 F0 B0 SB0 RF1 F1 B1 SB1 RF2 F2 B2 SB2",
@@ -41,8 +47,12 @@ def test_bad_text_is_refused(text: str) -> None:
         Action.parse(text)
 
 
-@given(n_stages=st.integers(1, 8), microbatches=st.lists(st.integers(0, 99), unique=True, max_size=20))
-def test_any_1f1b_is_valid_and_bounds_its_memory(n_stages: int, microbatches: list[int]) -> None:
+@given(
+    n_stages=st.integers(1, 8), microbatches=st.lists(st.integers(0, 99), unique=True, max_size=20)
+)
+def test_any_1f1b_is_valid_and_bounds_the_microbatches_in_flight(
+    n_stages: int, microbatches: list[int]
+) -> None:
     in_flight = validate(pipeline(n_stages, tuple(microbatches)), unreceived=2)
     assert in_flight == tuple(min(n_stages - s, len(microbatches)) for s in range(n_stages))
 
@@ -100,7 +110,7 @@ def test_receiving_out_of_order_is_named() -> None:
         validate([parse_actions(first), parse_actions(second)])
 
 
-def test_a_send_waits_when_too_much_is_under_way() -> None:
+def test_a_send_waits_when_too_many_messages_are_in_flight() -> None:
     first = "F0 SF0 F1 SF1 F2 SF2 RB0 B0 RB1 B1 RB2 B2"
     second = "RF0 F0 B0 SB0 RF1 F1 B1 SB1 RF2 F2 B2 SB2"
     stages = [parse_actions(first), parse_actions(second)]

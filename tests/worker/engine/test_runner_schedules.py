@@ -1,4 +1,7 @@
-"""The engine under every schedule: the same gradients, bit for bit, and ledgers that are whole when it breaks off."""
+"""Stage runners under every schedule.
+
+Gradients are the same, bit for bit, and ledgers match the gradients after a fault.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,32 @@ from elastic.domain.types import Accumulate, Plan
 from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import actions_of, parse_actions
-from elastic.worker.engine.stage import Chunk
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import (
-    Quiet,
-    TellAt,
+    PauseBefore,
+    RecordingHooks,
     data,
-    lonely_links,
-    on_one_worker,
     replicas,
     runner,
+    single_rank_links,
     stack,
+    train_on_one_worker,
 )
-from tests.worker.engine.ranks import Rank, Ranks, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 
 N_LAYERS, M = 8, 5
 
 PIPELINES = {
     "zero-bubble": "schedule=zero-bubble: a[0:3] b[3:5] c[5:8]",
-    "zero-bubble, recomputing": "schedule=zero-bubble: a[0:3]+recompute b[3:5]+recompute c[5:8]+recompute",
+    "zero-bubble, recomputing": (
+        "schedule=zero-bubble: a[0:3]+recompute b[3:5]+recompute c[5:8]+recompute"
+    ),
     "interleaved on two": "schedule=interleaved: a[0:1] b[1:4] a[4:5] b[5:6] a[6:7] b[7:8]",
-    "interleaved on three": "schedule=interleaved: a[0:1] b[1:2] c[2:4] a[4:5] b[5:7]+recompute c[7:8]",
+    "interleaved on three": (
+        "schedule=interleaved: a[0:1] b[1:2] c[2:4] a[4:5] b[5:7]+recompute c[7:8]"
+    ),
     "1f1b, recomputing": "schedule=1f1b: a[0:4]+recompute b[4:8]+recompute",
 }
 
@@ -47,19 +54,21 @@ def plan_of(pipeline: str) -> Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     gradients: dict[int, torch.Tensor]
     losses: dict[int, float]
     finished: list[int]
     sent: set[int]
 
 
-def run_units(rank: Rank, text: str, accumulate: Accumulate) -> Found:
+def run_units(rank: Rank, text: str, accumulate: Accumulate) -> Result:
     plan = plan_of(text)
     ranks = roster(plan)
     layers = replicas(stack(N_LAYERS), ranks.members[rank.rank].layers, accumulate)
-    worker = runner(layers, rank.open(pairs=ranks.pairs()), M, chunks_of(ranks, rank.rank, layers))
-    hooks, actions = Quiet(), actions_of(plan.pipelines[0])[rank.rank]
+    worker = runner(
+        layers, rank.open(pairs=ranks.pairs()), M, stages_of_rank(ranks, rank.rank, layers)
+    )
+    hooks, actions = RecordingHooks(), actions_of(plan.pipelines[0])[rank.rank]
     for _ in range(2):
         for layer in layers:
             layer.clear()
@@ -68,13 +77,15 @@ def run_units(rank: Rank, text: str, accumulate: Accumulate) -> Found:
     assert worker.started == set(range(M))
     assert all(layer.ledger == set(range(M)) for layer in layers)
     assert all(p.grad is None for layer in layers for p in layer.module.parameters())
-    return Found({la.index: la.gradient for la in layers}, layers[-1].losses, hooks.finished, worker.sent)
+    return Result(
+        {la.index: la.gradient for la in layers}, layers[-1].losses, hooks.finished, worker.sent
+    )
 
 
 @pytest.mark.parametrize("accumulate", [Accumulate.FAST, Accumulate.EXACT])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_schedule_changes_no_bit(name: str, accumulate: Accumulate) -> None:
-    whole = on_one_worker(stack(N_LAYERS), M, accumulate)
+def test_gradients_do_not_depend_on_the_schedule(name: str, accumulate: Accumulate) -> None:
+    whole = train_on_one_worker(stack(N_LAYERS), M, accumulate)
     text = PIPELINES[name]
     n_units = len({word.split("[")[0] for word in text.split(":", 1)[1].split()})
     results = run_ranks(run_units, n_units, text, accumulate)
@@ -88,14 +99,16 @@ def test_a_schedule_changes_no_bit(name: str, accumulate: Accumulate) -> None:
 
 
 def lose_a_unit(rank: Rank, text: str, at: str) -> tuple[dict[int, set[int]], set[int], set[int]]:
-    """The last rank is killed before `at`; the others must be left with whole ledgers."""
+    """The last rank is killed before `at`; the ledgers of the others must match."""
     plan = plan_of(text)
     ranks = roster(plan)
     layers = replicas(stack(N_LAYERS), ranks.members[rank.rank].layers, Accumulate.EXACT)
-    worker = runner(layers, rank.open(pairs=ranks.pairs()), M, chunks_of(ranks, rank.rank, layers))
+    worker = runner(
+        layers, rank.open(pairs=ranks.pairs()), M, stages_of_rank(ranks, rank.rank, layers)
+    )
     actions, last = actions_of(plan.pipelines[0])[rank.rank], rank.rank == rank.size - 1
     with pytest.raises(LinkFailed) as caught:
-        worker.run(0, actions, {}, TellAt(rank, at) if last else Quiet())
+        worker.run(0, actions, {}, PauseBefore(rank, at) if last else RecordingHooks())
     assert caught.value.ranks == (rank.size - 1,)
     for place in ranks.places(rank.rank):
         ledgers = [layer.ledger for layer in layers if layer.index in place.stage.layers]
@@ -112,7 +125,7 @@ def lose_a_unit(rank: Rank, text: str, at: str) -> tuple[dict[int, set[int]], se
         ("interleaved on two", "1F3"),
     ],
 )
-def test_a_lost_unit_leaves_whole_ledgers(name: str, at: str) -> None:
+def test_ledgers_match_after_losing_a_unit(name: str, at: str) -> None:
     text = PIPELINES[name]
     size = 3 if name == "zero-bubble" else 2
     with Ranks(lose_a_unit, size, text, at) as ranks:
@@ -123,11 +136,14 @@ def test_a_lost_unit_leaves_whole_ledgers(name: str, at: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_parts_of_several_microbatches_may_be_mixed(recompute: bool) -> None:
-    """Nothing is in `.grad` or in a ledger before the weight part, and then it is what a whole pass gives."""
-    whole = on_one_worker(stack(N_LAYERS), M, Accumulate.FAST)
+def test_backward_parts_of_several_microbatches_may_interleave(recompute: bool) -> None:
+    """`.grad` and ledgers change only in the weight part, with the result of a whole pass."""
+    whole = train_on_one_worker(stack(N_LAYERS), M, Accumulate.FAST)
     layers = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.FAST)
-    first, rest = Chunk(layers[:3], following=1), Chunk(layers[3:], previous=0, recompute=recompute)
+    first, rest = (
+        LocalStage(layers[:3], following=1),
+        LocalStage(layers[3:], previous=0, recompute=recompute),
+    )
     parameters = [p for layer in layers for p in layer.module.parameters()]
 
     def input_part(m: int) -> None:
@@ -154,7 +170,7 @@ def test_parts_of_several_microbatches_may_be_mixed(recompute: bool) -> None:
         assert layer.losses == expected.losses
 
 
-def test_actions_name_stages_of_this_worker() -> None:
-    worker = runner([], lonely_links(), M, [Chunk([], number=3)])
+def test_actions_for_other_workers_stages_are_refused() -> None:
+    worker = runner([], single_rank_links(), M, [LocalStage([], number=3)])
     with pytest.raises(FieldError, match=r"\[3\]"):
-        worker.run(0, parse_actions("2F0"), {}, Quiet())
+        worker.run(0, parse_actions("2F0"), {}, RecordingHooks())

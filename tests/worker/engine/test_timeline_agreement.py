@@ -1,7 +1,8 @@
-"""The engine does what the timeline says: real workers and messages, on clocks that are only counted.
+"""The engine agrees with the planned timeline: real workers and messages, with counted clocks.
 
-Each worker's clock goes on by an action's seconds when the action is done. A message carries the clock of its sender,
-and whoever receives it is no earlier. So nothing depends on how fast this machine is.
+A worker's clock advances by an action's seconds when the action is done. A message carries the
+clock of its sender, and the receiver's clock advances to at least that value. So the result does
+not depend on the speed of this machine.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes, simulate
-from elastic.worker.engine.step import chunks_of
+from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.links import Links, Receive
-from tests.worker.engine.models import Quiet, replicas, runner, stack
-from tests.worker.engine.ranks import Rank, run_ranks
+from tests.worker.engine.models import RecordingHooks, replicas, runner, stack
+from tests.worker.engine.rank_processes import Rank, run_ranks
 
 N_LAYERS, M = 8, 8
 STAGES = {
@@ -29,13 +30,17 @@ STAGES = {
     "interleaved": "a[0:1] b[1:2] c[2:3] d[3:4] a[4:5] b[5:6] c[6:7] d[7:8]",
 }
 EQUAL = (2.0, 3.0, 1.0)
-"""Seconds of a unit's forward pass, and of the two parts of its backward pass."""
-BUBBLES = {"1f1b": 3 * (2 + 3 + 1), "zero-bubble": 3 * (2 + 3 - 1), "interleaved": 3 * (2 + 3 + 1) / 2}
+"""Seconds of a unit's forward pass and of the input and weight part of its backward pass."""
+BUBBLES = {
+    "1f1b": 3 * (2 + 3 + 1),
+    "zero-bubble": 3 * (2 + 3 - 1),
+    "interleaved": 3 * (2 + 3 + 1) / 2,
+}
 """(D-1)(f+b); Qi et al. 2023: (D-1)(f+bi-bw); Narayanan et al. 2021: (D-1)(f+b)/v."""
 
 
-class Clock(Quiet):
-    """A worker's clock: the runner's hooks, and its links."""
+class CountedClock(RecordingHooks):
+    """A worker's clock. It replaces the runner's hooks and links."""
 
     def __init__(self, links: Links, times: Sequence[StageTimes], unit: int) -> None:
         super().__init__()
@@ -46,7 +51,9 @@ class Clock(Quiet):
     def before(self, action: Action) -> None:
         super().before(action)
         self.now += self._pending
-        self._pending = self._times[self._unit if action.stage < 0 else action.stage].of(action.kind)
+        self._pending = self._times[self._unit if action.stage < 0 else action.stage].of(
+            action.kind
+        )
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         self._links.send(torch.cat([tensor.flatten(), torch.tensor([self.now])]), dst, tag)
@@ -60,7 +67,9 @@ class Clock(Quiet):
 
 
 class _Stamped:
-    def __init__(self, clock: Clock, receive: Receive) -> None:
+    """A receive that advances the clock to the sender's."""
+
+    def __init__(self, clock: CountedClock, receive: Receive) -> None:
         self._clock, self._receive = clock, receive
 
     def wait(self) -> torch.Tensor:
@@ -73,8 +82,8 @@ def run_on_a_clock(rank: Rank, text: str, times: Sequence[StageTimes]) -> float:
     plan = parse_plan(text)
     ranks, links = roster(plan), rank.open()
     layers = replicas(stack(N_LAYERS), ranks.members[rank.rank].layers, Accumulate.FAST)
-    clock = Clock(links, times, rank.rank)
-    worker = runner(layers, links, M, chunks_of(ranks, rank.rank, layers))
+    clock = CountedClock(links, times, rank.rank)
+    worker = runner(layers, links, M, stages_of_rank(ranks, rank.rank, layers))
     worker._links = cast(Links, clock)
     worker.run(0, actions_of(plan.pipelines[0])[rank.rank], {}, clock)
     return clock.now

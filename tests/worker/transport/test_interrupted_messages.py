@@ -1,7 +1,7 @@
-"""Leaving an epoch in the middle of a message: gloo does not tell those who wait for it that it will not end.
+"""Leaving an epoch in the middle of a message, which gloo does not fail by itself.
 
-The peer was killed, or it hangs and the epoch is left. Either way who waits goes on, and what is left behind holds up
-nobody: neither the next epoch nor the collection of what the old one used.
+The peer was killed, or it hangs and the epoch is abandoned. In both cases the wait ends, and the
+abandoned operation blocks neither the next epoch nor the release of the old epoch's objects.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from functools import partial
 
 import pytest
 import torch
+from torch._C._distributed_c10d import Work
 
-from elastic.worker.transport import gloo as transport
-from elastic.worker.transport import threads
-from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
-from elastic.worker.transport.gloo import Operation
+from elastic.worker.transport import gloo, threads
+from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
+from elastic.worker.transport.interface import BackendGroup, Operation
 from elastic.worker.transport.links import Links, data_tag, header_tag
 from elastic.worker.transport.tensor_header import MAX_DIMS
 from tests.patience import LONG_S
-from tests.worker.engine.ranks import Rank, Ranks
+from tests.worker.engine.rank_processes import Rank, Ranks
 
 LONG = 16 * 2**20
-"""Elements of a message that no socket's buffers hold."""
+"""Elements of a message that exceeds the sockets' buffers."""
 VICTIM = 2
 HANGS = "node2 hangs"
 Survivor = Callable[[Rank, Links, threading.Event], None]
@@ -33,40 +33,40 @@ Victim = Callable[[Rank, Links], None]
 
 
 def survive(rank: Rank, kind: str) -> tuple[str, float]:
-    """Rank 0 is in the middle of a message with the victim; then it meets rank 1 in epoch 2."""
-    abandon = Abandon()
+    """Rank 0 is interrupted in a message with the victim, then connects to rank 1 in epoch 2."""
+    abandon = AbandonSignal()
     links = rank.open(abandon, holder_sets=((0, VICTIM),))
     if rank.rank == VICTIM:
         KINDS[kind][1](rank, links)
         threading.Event().wait()
-    told, word = "", threading.Event()
+    outcome, go = "", threading.Event()
 
     def listen() -> None:
-        while (order := rank.await_word()) != HANGS:
+        while (order := rank.wait_for_parent()) != HANGS:
             assert order == "go"
-            word.set()
+            go.set()
         abandon.set(order)
 
     threading.Thread(target=listen, daemon=True).start()
     try:
         if rank.rank == 0:
-            KINDS[kind][0](rank, links, word)
+            KINDS[kind][0](rank, links, go)
         else:
             links.gather(torch.zeros(1))
     except (EpochAbandoned, LinkFailed) as reason:
-        told = type(reason).__name__
+        outcome = type(reason).__name__
     links.close()
-    threads.wait(0.5)  # what closes is over, unless it looks after what is not
+    threads.wait(0.5)  # closing is done, unless it waits for an operation that hangs
     del links
     gc.collect()
     again = rank.open(epoch=2, world_size=2)
     sums = torch.tensor([1.0 + rank.rank])
     again.all_reduce(sums, (0, 1))()
-    return told, sums.item()
+    return outcome, sums.item()
 
 
 def send_victim(rank: Rank, links: Links) -> None:
-    """Its receive is posted, and the sender knows of it: what comes is written at once."""
+    """Post a receive and tell the sender, so that the message is written directly."""
     links.recv(0).wait()
     links.recv(0)
     links.send(torch.zeros(1), 0, 1)
@@ -74,12 +74,12 @@ def send_victim(rank: Rank, links: Links) -> None:
     rank.report("ready")
 
 
-def send_survivor(rank: Rank, links: Links, word: threading.Event) -> None:
+def send_survivor(rank: Rank, links: Links, go: threading.Event) -> None:
     links.send(torch.ones(LONG), VICTIM)
     links.recv(VICTIM, 1).wait()
     links.flush()
     rank.report("ready")
-    assert word.wait(LONG_S)
+    assert go.wait(LONG_S)
     links.send(torch.ones(LONG), VICTIM)
     rank.report("in the middle")
     links.flush()
@@ -90,12 +90,12 @@ def receive_victim(rank: Rank, links: Links) -> None:
     links.recv(0, 1).wait()
     links.flush()
     rank.report("ready")
-    assert rank.await_word() == "go"
+    assert rank.wait_for_parent() == "go"
     links.send(torch.ones(LONG), 0)
     rank.report("in the middle")
 
 
-def receive_survivor(rank: Rank, links: Links, word: threading.Event) -> None:
+def receive_survivor(rank: Rank, links: Links, go: threading.Event) -> None:
     links.recv(VICTIM).wait()
     message = links.recv(VICTIM)
     links.send(torch.zeros(1), VICTIM, 1)
@@ -104,30 +104,30 @@ def receive_survivor(rank: Rank, links: Links, word: threading.Event) -> None:
     message.wait()
 
 
-def give(links: Links) -> Operation:
-    """Rank 0's tensor for the victim too. Of the collectives this one ends with a send, so that it can hang in one."""
+def broadcast(links: Links) -> Operation:
+    """Broadcast rank 0's tensor to the victim. This collective ends with a send, which can hang."""
     group, ranks = links.control, (0, VICTIM)
-    return group.collective(lambda gloo: gloo.broadcast(torch.ones(LONG), 0), ranks)
+    return group.collective(lambda backend: backend.broadcast(torch.ones(LONG), 0), ranks)
 
 
 def collective_victim(rank: Rank, links: Links) -> None:
     links.all_reduce(torch.ones(1), (0, VICTIM))()
-    give(links)
+    broadcast(links)
     links.send(torch.zeros(1), 0)
     links.flush()
     rank.report("ready")
 
 
-def collective_survivor(rank: Rank, links: Links, word: threading.Event, wait: bool = True) -> None:
+def collective_survivor(rank: Rank, links: Links, go: threading.Event, wait: bool = True) -> None:
     links.all_reduce(torch.ones(1), (0, VICTIM))()
     links.recv(VICTIM).wait()
     rank.report("ready")
-    assert word.wait(LONG_S)
-    given = give(links)
+    assert go.wait(LONG_S)
+    operation = broadcast(links)
     rank.report("in the middle")
     if wait:
-        with links.guard(VICTIM):
-            links.control.wait(given)
+        with links.translate_errors(VICTIM):
+            links.control.wait(operation)
     else:
         links.gather(torch.zeros(1))
 
@@ -136,64 +136,70 @@ KINDS: dict[str, tuple[Survivor, Victim]] = {
     "send": (send_survivor, send_victim),
     "receive": (receive_survivor, receive_victim),
     "collective": (collective_survivor, collective_victim),
-    "collective that nobody waits for": (partial(collective_survivor, wait=False), collective_victim),
+    "collective without a wait": (partial(collective_survivor, wait=False), collective_victim),
 }
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_is_in_the_middle_of_a_message_goes_on(kind: str, end: signal.Signals) -> None:
+def test_an_interrupted_message_does_not_block_the_survivors(
+    kind: str, end: signal.Signals
+) -> None:
     stopped, writes = (0, VICTIM) if kind == "receive" else (VICTIM, 0)
     with Ranks(survive, 3, kind) as ranks:
         assert ranks.reports(0, VICTIM) == ["ready"] * 2
         ranks.signal(stopped, signal.SIGSTOP)
-        ranks.tell("go", writes)
+        ranks.send("go", writes)
         assert ranks.reports(writes) == ["in the middle"]
         ranks.signal(VICTIM, end)
         if stopped == 0:
             ranks.signal(0, signal.SIGCONT)
         if end is signal.SIGSTOP:
-            ranks.tell(HANGS, 0, 1)
-        for told, total in ranks.reports(0, 1):
-            assert (told, total) in [("LinkFailed", 3.0), ("EpochAbandoned", 3.0)]
+            ranks.send(HANGS, 0, 1)
+        for outcome, total in ranks.reports(0, 1):
+            assert (outcome, total) in [("LinkFailed", 3.0), ("EpochAbandoned", 3.0)]
 
 
-def outlast(rank: Rank) -> str:
-    """Rank 2 has done its part and closes, while rank 0 still lacks what comes from rank 1."""
-    links, everybody = rank.open(), (0, 1, 2)
+def wait_after_a_peer_closed(rank: Rank) -> str:
+    """Rank 2 has finished and closes, while rank 0 still waits for a message of rank 1."""
+    links, all_ranks = rank.open(), (0, 1, 2)
     links.gather(torch.zeros(1))
     if rank.rank == 2:
         links.close()
         threads.wait(LONG_S)
         return "closed"
     if rank.rank == 1:
-        rank.await_word()
+        rank.wait_for_parent()
         links.send(torch.ones(1), 0)
         links.flush()
         return "sent"
-    transport.GONE_S, probe = LONG_S, transport._probe
+    gloo.DISCONNECT_GRACE_S, probe = LONG_S, gloo._probe
 
-    def told(group: transport.Group, peer: int) -> None:
+    def report_disconnect(group: BackendGroup, peer: int) -> None:
         try:
             probe(group, peer)
         except RuntimeError:
-            transport._probe = probe
+            gloo._probe = probe
             rank.report("gone")
             raise
 
-    transport._probe = told
-    rank.await_word()
+    gloo._probe = report_disconnect
+    rank.wait_for_parent()
     header, tensor = torch.zeros(2 + MAX_DIMS, dtype=torch.int64), torch.zeros(1)
     for into, tag in ((header, header_tag(0)), (tensor, data_tag(0))):
-        expected = links.control.collective(lambda group, t=into, n=tag: group.recv([t], 1, n), everybody)  # type: ignore[misc]
+
+        def receive(group: BackendGroup, into: torch.Tensor = into, tag: int = tag) -> Work:
+            return group.recv([into], 1, tag)
+
+        expected = links.control.collective(receive, all_ranks)
         links.control.wait(expected)
     return "received"
 
 
-def test_who_is_through_may_close_before_the_others_are() -> None:
-    with Ranks(outlast, 3) as ranks:
+def test_a_rank_that_has_finished_may_close_before_the_others() -> None:
+    with Ranks(wait_after_a_peer_closed, 3) as ranks:
         assert ranks.reports(2) == ["closed"]
-        ranks.tell("wait", 0)
+        ranks.send("wait", 0)
         assert ranks.reports(0) == ["gone"]
-        ranks.tell("send", 1)
+        ranks.send("send", 1)
         assert ranks.reports(0, 1) == ["received", "sent"]

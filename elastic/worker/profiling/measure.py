@@ -1,9 +1,10 @@
-"""Measures a script's layers, one after the other, on this device: what `elastic profile` runs in place of training.
+"""Measures the layers of a script on this device; `elastic profile` runs it instead of training.
 
-Each layer is built as for training, fed with what the layer before it gave, and timed after a warm-up: forward
-pass; whole backward pass; its input part and its weight part apart, as zero-bubble schedules run them; the
-optimizer's update. A time is the median over the repetitions; on CUDA it is taken by events. Adding the gradients
-to the layer's sums belongs to the backward pass (to its weight part). Layers of equal make are measured once.
+Each layer is built as for training, gets the previous layer's output, and is timed after a
+warm-up: the forward pass; the whole backward pass; its input part and its weight part, as
+zero-bubble schedules run them; the optimizer's update. A time is the median of the repetitions; on
+CUDA, events measure it. Adding gradients to the layer's sums counts as part of the backward pass
+and of its weight part. Equal layers are measured once.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from elastic.worker.replica.replica import LayerReplica
 
 
 def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
-    """Measure all layers; TP rank 0 writes the result to the file that `settings.measure` names.
+    """Measure all layers. TP rank 0 writes the result to the file that the request names.
 
-    Raises SystemExit with code 2 if the number of workers per node is not `tp`.
+    The file `settings.measure` holds the request. Raises SystemExit with code 2 if the number of
+    workers per node is not `tp`.
     """
     order = codec.loads(Order, Path(settings.measure).read_bytes())
     if settings.local_world_size != job.spec.tp:
@@ -51,21 +53,30 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     tp = job.stack.tensor_parallel(settings.local_rank, job.spec.tp, settings.tp_store, device)
     microbatch = job.data(0, 0)
     fields = {name: tensor.to(device) for name, tensor in microbatch.fields.items()}
-    found = _Layers(job, device, tp, order).run(Microbatch(0, 0, fields))
+    measured = _LayerMeasurement(job, device, tp, order).run(Microbatch(0, 0, fields))
     if tp.rank == 0:
-        _answer(order, job.spec, device, found)
+        _write_result(order, job.spec, device, measured)
     job.stack.release()
 
 
-def _answer(order: Order, spec: JobSpec, device: torch.device, found: list[tuple[LayerSpec, int]]) -> None:
+def _write_result(
+    order: Order, spec: JobSpec, device: torch.device, measured: list[tuple[LayerSpec, int]]
+) -> None:
+    """Write the measurement to `order.out`. `measured`: (layer, index of the measured layer)."""
     times = tuple(
-        LayerTimes(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s)
-        for la, _ in found
+        LayerTimes(
+            layer.forward_s,
+            layer.backward_s,
+            layer.backward_input_s,
+            layer.backward_weight_s,
+            layer.update_s,
+        )
+        for layer, _ in measured
     )
     measurement = Measurement(
-        layers=tuple(layer for layer, _ in found),
-        device=Device(order.device or _name(device), times, _memory(device)),
-        like=tuple(index for _, index in found),
+        layers=tuple(layer for layer, _ in measured),
+        device=Device(order.device or _device_name(device), times, _device_memory(device)),
+        like=tuple(index for _, index in measured),
         stated=spec.layers,
         tp=spec.tp,
         tokens_per_microbatch=spec.tokens_per_microbatch,
@@ -75,67 +86,77 @@ def _answer(order: Order, spec: JobSpec, device: torch.device, found: list[tuple
     os.replace(draft, order.out)
 
 
-class _Layers:
-    """One job's layers on one device."""
+class _LayerMeasurement:
+    """Measures one job's layers on one device."""
 
     def __init__(
-        self,
-        job: TrainingJob,
-        device: torch.device,
-        tp: TensorParallel,
-        order: Order,
+        self, job: TrainingJob, device: torch.device, tp: TensorParallel, order: Order
     ) -> None:
         self._job, self._spec, self._device, self._tp = job, job.spec, device, tp
-        self._clock = _Clock(device, order.warmup, order.repeat)
+        self._timer = _CallTimer(device, order.warmup, order.repeat)
 
     def run(self, microbatch: Microbatch) -> list[tuple[LayerSpec, int]]:
-        """For each layer what was measured, and on which layer."""
+        """Return per layer (measured values, index of the equal layer that was measured)."""
         hidden: Tensor | None = None
         known: dict[object, tuple[LayerSpec, int, Tensor]] = {}
-        found = []
+        results = []
         for index in range(self._spec.n_layers):
             replica = self._build(index)
-            key = _make(replica, hidden, index in (0, self._spec.n_layers - 1), index)
+            at_end = index in (0, self._spec.n_layers - 1)
+            key = _signature(replica, hidden, at_end, index)
             if key not in known:
                 known[key] = self._measure(replica, hidden, microbatch)
-            layer, at, hidden = known[key]
-            found.append((layer, at))
-        return found
+            layer, measured_index, hidden = known[key]
+            results.append((layer, measured_index))
+        return results
 
     def _build(self, index: int) -> LayerReplica:
-        job = self._job
+        job, seed = self._job, self._job.spec.seed
         return build_replica(
-            job.stack, index, self._tp, job.optimizer, job.accumulate, job.spec.seed, self._device
+            job.stack, index, self._tp, job.optimizer, job.accumulate, seed, self._device
         )
 
     def _measure(
         self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch
     ) -> tuple[LayerSpec, int, Tensor]:
-        """Return (the layer, its index, its output)."""
+        """Return (measured values, layer index, output)."""
         last = replica.index == self._spec.n_layers - 1
-        clock, given = self._clock, _Pass(replica, hidden, microbatch)
-        kept = activation_bytes(given.forward, replica.module, self._device)
-        output = given.forward().detach()
+        run = _MeasuredPass(replica, hidden, microbatch)
+        activations = activation_bytes(run.forward, replica.module, self._device)
+        output = run.forward().detach()
         reduced = torch.zeros_like(replica.gradient)
+
+        def update() -> None:
+            replica.update(reduced, 1.0, 0.0)
+
+        def seconds(
+            call: Callable[[], object], before: Callable[[], object] | None = None
+        ) -> float:
+            return self._timer.seconds(call, run.clear, before)
+
         layer = LayerSpec(
-            **_bytes(replica, self._tp.size, lambda: replica.update(reduced, 1.0, 0.0)),
-            activation_bytes=kept,
+            **_layer_bytes(replica, self._tp.size, update),
+            activation_bytes=activations,
             output_bytes=0 if last else output.nbytes,
-            forward_s=clock.seconds(given.forward, given.drop),
-            backward_s=clock.seconds(given.backward, given.drop, before=given.forward),
-            backward_input_s=clock.seconds(given.input_part, given.drop, before=given.forward),
-            backward_weight_s=clock.seconds(given.weight_part, given.drop, before=given.until_weight_part),
-            update_s=clock.seconds(lambda: replica.update(reduced, 1.0, 0.0), given.drop),
+            forward_s=seconds(run.forward),
+            backward_s=seconds(run.backward, before=run.forward),
+            backward_input_s=seconds(run.input_part, before=run.forward),
+            backward_weight_s=seconds(run.weight_part, before=run.until_weight_part),
+            update_s=seconds(update),
         )
         return layer, replica.index, output
 
 
-class _Pass:
-    """One micro-batch through one layer, again and again."""
+class _MeasuredPass:
+    """One micro-batch that runs through one layer repeatedly."""
 
-    def __init__(self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch) -> None:
+    def __init__(
+        self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch
+    ) -> None:
         self._replica, self._microbatch = replica, microbatch
-        self._hidden = None if hidden is None else hidden.detach().requires_grad_(hidden.is_floating_point())
+        self._hidden: Tensor | None = None
+        if hidden is not None:
+            self._hidden = hidden.detach().requires_grad_(hidden.is_floating_point())
         self._weights = [p for p in replica.module.parameters() if p.requires_grad]
         self._out: Tensor | None = None
         self._rest: WeightPart | None = None
@@ -150,7 +171,7 @@ class _Pass:
         self._collect()
 
     def input_part(self) -> None:
-        """Without an input there is nothing to do."""
+        """Run the input part; it is empty for a layer without an input."""
         if self._hidden is not None:
             assert self._out is not None
             self._rest = backward_input(self._out, self._gradient(), self._hidden, self._weights)
@@ -160,7 +181,7 @@ class _Pass:
         self.input_part()
 
     def weight_part(self) -> None:
-        """Without an input it is the whole pass."""
+        """Run the weight part; it is the whole backward pass for a layer without an input."""
         if self._rest is None:
             self.backward()
         else:
@@ -168,15 +189,15 @@ class _Pass:
             self._collect()
 
     def _gradient(self) -> Tensor:
-        """Of the output: small, so that no sum grows out of its range."""
+        """Gradient of the output, small enough that no sum overflows."""
         assert self._out is not None
         return torch.full_like(self._out, 1.0 / self._out.numel())
 
     def _collect(self) -> None:
         self._replica.collect(0, skip=False)
 
-    def drop(self) -> None:
-        """Forget everything, so that the next repetition finds what this one found."""
+    def clear(self) -> None:
+        """Restore the initial state for the next repetition."""
         self._out = self._rest = None
         for parameter in self._weights:
             parameter.grad = None
@@ -185,8 +206,8 @@ class _Pass:
         self._replica.clear()
 
 
-class _Clock:
-    """Medians of repeated calls."""
+class _CallTimer:
+    """Measures the median time of repeated calls."""
 
     def __init__(self, device: torch.device, warmup: int, repeat: int) -> None:
         self._device, self._warmup, self._repeat = device, warmup, repeat
@@ -197,16 +218,16 @@ class _Clock:
         after: Callable[[], None],
         before: Callable[[], object] | None = None,
     ) -> float:
-        """Median seconds of `call`; `before` and `after` run around each, unmeasured."""
-        found = []
+        """Median seconds of `call`. `before` and `after` run around each call and do not count."""
+        times = []
         for i in range(self._warmup + self._repeat):
             if before is not None:
                 before()
             seconds = self._once(call)
             after()
             if i >= self._warmup:
-                found.append(seconds)
-        return median(found)
+                times.append(seconds)
+        return median(times)
 
     def _once(self, call: Callable[[], object]) -> float:
         if self._device.type != "cuda":
@@ -222,36 +243,45 @@ class _Clock:
         return float(start.elapsed_time(end)) / 1000.0
 
 
-def _make(replica: LayerReplica, hidden: Tensor | None, end: bool, index: int) -> object:
-    """What makes two layers alike: their modules and parameters in print, and what they are fed with."""
-    if end:
+def _signature(replica: LayerReplica, hidden: Tensor | None, at_end: bool, index: int) -> object:
+    """Key that is equal for layers with equal modules, parameters and inputs.
+
+    The first and the last layer (`at_end`) equal no other.
+    """
+    if at_end:
         return index
     assert hidden is not None
-    parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in replica.module.named_parameters())
+    named = replica.module.named_parameters()
+    parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in named)
     return repr(replica.module), parameters, tuple(hidden.shape), hidden.dtype
 
 
-def _bytes(replica: LayerReplica, tp: int, update: Callable[[], None]) -> dict[str, int]:
-    """Bytes of the whole layer, of which this rank holds a part. Updates once: most optimizers make their state
-    then."""
+def _layer_bytes(replica: LayerReplica, tp: int, update: Callable[[], None]) -> dict[str, int]:
+    """Bytes of the whole layer; this TP rank holds a part of them.
+
+    Updates the layer once, because most optimizers create their state then.
+    """
     update()
-    state, whole = replica.optimizer_bytes(), {}
+    state, parts = replica.optimizer_bytes(), {}
     for name, parameter in replica.module.named_parameters():
-        whole[name] = tp if getattr(parameter, "partition_dim", -1) >= 0 else 1
+        parts[name] = tp if getattr(parameter, "partition_dim", -1) >= 0 else 1
     parameters = dict(replica.module.named_parameters())
     element = replica.gradient.element_size()
     return {
-        "param_bytes": sum(p.nbytes * whole[n] for n, p in parameters.items()),
-        "state_bytes": sum(nbytes * whole[n] for n, nbytes in state.items()),
-        "gradient_bytes": sum(p.numel() * element * whole[n] for n, p in parameters.items()),
+        "param_bytes": sum(p.nbytes * parts[n] for n, p in parameters.items()),
+        "state_bytes": sum(nbytes * parts[n] for n, nbytes in state.items()),
+        "gradient_bytes": sum(p.numel() * element * parts[n] for n, p in parameters.items()),
     }
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device).lower().replace(" ", "-")
     return "cpu"
 
 
-def _memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+def _device_memory(device: torch.device) -> int:
+    """Bytes of the device's memory; 0 for the CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory)

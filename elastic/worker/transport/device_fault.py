@@ -1,0 +1,58 @@
+"""Faults of a device: the worker crashes, the agent restarts it, and the job continues.
+
+The contents of a broken device are lost with the process; recovery reads the published copies from
+the vaults. Running out of memory, or an operation that no device supports, is an error of the
+script and ends the job (`elastic.core.protocol.device_errors`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.device_errors import of_device, of_link, of_script
+from elastic.domain.errors import EXIT_FAILURE
+
+CAUSE_CHARS = 300
+"""Maximum length of an error's text in a crash report."""
+_ACCELERATOR: type[BaseException] | tuple[()] = getattr(torch, "AcceleratorError", ())
+_MEMORY: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ())
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Whether a device, its driver or a link between devices caused `error`, not the script."""
+    if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or of_script(str(error)):
+        return False
+    return isinstance(error, _ACCELERATOR) or of_device(str(error))
+
+
+def is_local_device_fault(error: BaseException) -> bool:
+    """Whether `error` is a device fault that the other end of a link cannot have caused."""
+    return is_device_fault(error) and not of_link(str(error))
+
+
+@contextmanager
+def crash_on_device_fault(send: Callable[[object], None], local_rank: int) -> Iterator[None]:
+    """Report a device fault inside the block through `send`, and end this process.
+
+    The process ends without the interpreter's cleanup, which would wait for the broken device.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_device_fault(error):
+            raise
+        try:
+            traceback.print_exception(error)
+            cause = f"{type(error).__name__}: {error}".splitlines()[0][:CAUSE_CHARS]
+            send(m.Crashed(cause, local_rank))
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(EXIT_FAILURE)
