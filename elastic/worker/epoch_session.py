@@ -25,11 +25,11 @@ from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.step import Outcome, StepRunner
 from elastic.worker.model.layers import Microbatch
-from elastic.worker.model.tensor_parallel import tp_sync
+from elastic.worker.model.layers import tp_sync
 from elastic.worker.profiling.profiled import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
-from elastic.worker.recovery.state_loader import Installed, Installer
+from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from elastic.worker.transport.devicefault import broke, broke_here
 from elastic.worker.transport.links import Links
@@ -148,7 +148,7 @@ class EpochSession:
         self._send(m.Ready(self._order.epoch, transfer_s, rebuild_s, tuple(installed.sources)))
         return steps
 
-    def _load_layers(self, recovering: bool) -> Installed:
+    def _load_layers(self, recovering: bool) -> LoadedStage:
         """Keep the usable live layers, read the missing ones; `context.replicas` holds all."""
         context = self._context
         member = self._roster.members[self._rank]
@@ -163,7 +163,7 @@ class EpochSession:
             self._abandon,
             timeout_s=context.settings.timeouts.bulk_s,
         )
-        installer = Installer(
+        installer = StateLoader(
             context.build_replica,
             fetcher,
             context.job.optimizer.lr,
@@ -200,7 +200,7 @@ class EpochSession:
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
         )
 
-    def _protect(self, installed: Installed) -> Protection:
+    def _protect(self, installed: LoadedStage) -> Protection:
         """The backup of the installed layers by the scheme of the plan."""
         return Protection(
             self._context.publisher,
@@ -210,10 +210,10 @@ class EpochSession:
             self._abandon,
             self._send,
             self._context.job.stack.tied,
-            chunks=len(self._roster.places(self._rank)),
+            stages=len(self._roster.places(self._rank)),
         )
 
-    def _runner(self, installed: Installed, links: Links, protection: Protection) -> StepRunner:
+    def _runner(self, installed: LoadedStage, links: Links, protection: Protection) -> StepRunner:
         """The runner of the epoch's steps on the installed layers."""
         context, job, replicas = self._context, self._context.job, installed.replicas
         assignment, messages = self._assignment, installed.messages

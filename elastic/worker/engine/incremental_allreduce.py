@@ -3,7 +3,7 @@
 When a worker joins a round it hands over what its layers hold, begins their accumulators anew, and starts a reduction
 of a copy. When that is over, the sum of all holders' parts moves into the layer's *common* sum, which every holder has
 alike: from then on these micro-batches survive as long as one holder does. After the last round everything is
-common, and the update takes it. If the epoch ends first, what was handed over is taken back (`LayerReplica.recall`): a
+common, and the update takes it. If the epoch ends first, what was handed over is taken back (`LayerReplica.cancel_rounds`): a
 micro-batch is in the layer's own gradient or in the common one, never in both.
 
 Beside each sum of gradients goes a small one of int64: per layer how often each micro-batch of the step is in it, which
@@ -30,7 +30,7 @@ from elastic.planning.schedule.reduction_rounds import Rounds, rounds_of
 from elastic.planning.schedule.schedule import Action
 from elastic.worker.engine import allreduce as reduction
 from elastic.worker.engine.stage_runner import Agreement
-from elastic.worker.replica.gradient_sum import Part
+from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links, Sum
 
@@ -107,7 +107,7 @@ class CommonSums:
         found = {part.index: part.gradient for part in self.parts()}
         return {layer: g.clone() if layer in copied else g for layer, g in found.items()}
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GradientSum]:
         """The common sums of all layers, after `finish`. Raises LedgerError if anything is left beside them."""
         rest = {replica.index: sorted(replica.ledger) for replica in self._replicas if replica.ledger}
         parts = [replica.common for replica in self._replicas if replica.common is not None]
@@ -126,7 +126,7 @@ class CommonSums:
             self._joined += 1
 
     def _start(self, bucket: _Bucket) -> _Sums:
-        sent, n = [layer.hand_over() for layer in bucket.layers], self._roster.n_microbatches
+        sent, n = [layer.start_round() for layer in bucket.layers], self._roster.n_microbatches
         last = sent[-1].index == self._roster.n_layers - 1
         rows = [[int(m in part.ledger) for m in range(n)] for part in sent]
         counts = torch.tensor(rows, dtype=torch.int64)
@@ -137,7 +137,7 @@ class CommonSums:
         waits = self._links.all_reduce(gradients, bucket.ranks), self._links.all_reduce(counts, bucket.ranks)
         return _Sums(bucket, gradients, counts, waits)
 
-    def _buffer(self, bucket: _Bucket, sent: Sequence[Part]) -> Tensor:
+    def _buffer(self, bucket: _Bucket, sent: Sequence[GradientSum]) -> Tensor:
         """The gradients side by side."""
         parts, spare = [part.gradient for part in sent], self._spare[bucket]
         return torch.cat(parts, out=spare.pop()) if spare else torch.cat(parts)
@@ -173,7 +173,7 @@ def _share(sums: _Sums) -> None:
         if layer is layers[-1] and len(sums.counts) > len(layers):
             values = sums.counts[-1].view(torch.float64).tolist()
             losses = {m: values[m] for m in ledger}
-        layer.share(total, ledger, losses)
+        layer.finish_round(total, ledger, losses)
 
 
 def _buckets(replicas: Sequence[LayerReplica], roster: Roster, shard: int) -> Iterator[_Bucket]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic.worker.model.layers import Microbatch
-from elastic.worker.model.split_backward import WeightPart, backward_input
+from elastic.worker.model.split_backward import WeightBackward, backward_input
 
 
 class Layer(Protocol):
@@ -48,7 +48,7 @@ class _Pass:
     hidden: Tensor | None
     output: Tensor | None = None
     """With its graph; None: it will be computed again."""
-    rest: WeightPart | None = None
+    rest: WeightBackward | None = None
     """After the input part: what is left to do."""
 
 

@@ -165,7 +165,7 @@ class EmulatedStack(LayerStack):
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         if tp.size != 1:
             raise FieldError("tp", tp.size, "emulated layers run without tensor parallelism; use 1")
-        value = randomness.named(self.seed, index, "weight") / 2**63
+        value = randomness.derive_parameter_seed(self.seed, index, "weight") / 2**63
         last = index == self.n_layers - 1
         return EmulatedLayer(self._profile.layers[index], self._times[index], value, last, self._waiter)
 

@@ -12,14 +12,14 @@ import torch
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import VaultFull
 from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, LOGS, STATE, Copy
-from elastic.worker.backup.activation_log import BoundaryLog, Logged, read
+from elastic.worker.backup.activation_log import ActivationLog, LoggedMessage, read_message
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
 from tests.agent.vault.copies import LocalWriter, content, make
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.patience import LONG_S
-from tests.worker.model.toys import replicas, run
+from tests.worker.model.toy_model import replicas, run
 
 M = 4
 
@@ -36,12 +36,12 @@ def publisher_of(node: MiniNode) -> Publisher:
     return publisher
 
 
-def message(kind: str, step: int, index: int) -> Logged:
+def message(kind: str, step: int, index: int) -> LoggedMessage:
     tensor = torch.full((3, 2, 5), float(100 * step + index), dtype=torch.bfloat16)
-    return Logged(kind, 2 if kind == ACTIVATION else 1, step, index, tensor)
+    return LoggedMessage(kind, 2 if kind == ACTIVATION else 1, step, index, tensor)
 
 
-def log_step(log: BoundaryLog, step: int, abandon: Abandon) -> None:
+def log_step(log: ActivationLog, step: int, abandon: Abandon) -> None:
     for index in range(M):
         log.keep(message(ACTIVATION, step, index))
         log.keep(message(COTANGENT, step, index))
@@ -63,13 +63,13 @@ def everything(step: int) -> set[tuple[str, int, int]]:
 
 def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
     publisher, abandon = publisher_of(node), Abandon()
-    log = BoundaryLog(publisher, 1)
+    log = ActivationLog(publisher, 1)
     log_step(log, 0, abandon)
     settle(node, M)
     assert found(node.vault) == everything(0)
     fetcher = Fetcher("a", {"a": node.server.address})
     for copy in node.vault.inventory():
-        tensor = read(fetcher.fetch(copy).data)
+        tensor = read_message(fetcher.fetch(copy).data)
         assert torch.equal(tensor, message(copy.kind, 0, *copy.microbatches).tensor)
     fetcher.close()
     for step in (1, 2, 3):
@@ -83,7 +83,7 @@ def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
 
 
 def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
-    log, abandon = BoundaryLog(publisher_of(node), 1), Abandon()
+    log, abandon = ActivationLog(publisher_of(node), 1), Abandon()
     log_step(log, 0, abandon)
     settle(node, M)
     abandon.set("told")
@@ -95,7 +95,7 @@ def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
 
 
 def test_in_host_memory_two_steps_are_held_and_written_when_the_epoch_ends(node: MiniNode) -> None:
-    log, abandon = BoundaryLog(publisher_of(node), 1, held=True), Abandon()
+    log, abandon = ActivationLog(publisher_of(node), 1, in_memory=True), Abandon()
     for step in range(4):
         log_step(log, step, abandon)
     assert not found(node.vault) and node.acked.empty()
@@ -115,7 +115,7 @@ def test_what_could_not_be_written_in_time_is_when_the_epoch_ends(tmp_path: Path
             self.sent += [local.copy for local in published.copies]  # type: ignore[attr-defined]
 
     channel, abandon = Silent(), Abandon()
-    log = BoundaryLog(Publisher(channel, tmp_path / "slots", "a"), 1)
+    log = ActivationLog(Publisher(channel, tmp_path / "slots", "a"), 1)
     log_step(log, 0, abandon)
     log_step(log, 1, abandon)
     abandon.set("told")
@@ -131,7 +131,7 @@ def test_short_memory_ends_the_log_not_the_training(
     node: MiniNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher, abandon = publisher_of(node), Abandon()
-    log = BoundaryLog(publisher, 1)
+    log = ActivationLog(publisher, 1)
 
     def full(nbytes: int) -> None:
         raise VaultFull("no room")
@@ -146,7 +146,7 @@ def test_logged_messages_make_room_for_what_is_not_optional(
 ) -> None:
     """They have filled what there is; a gradient finds room all the same, the vault drops them, and no more come."""
     publisher, abandon, layers = publisher_of(node), Abandon(), replicas()
-    log = BoundaryLog(publisher, 1)
+    log = ActivationLog(publisher, 1)
     log_step(log, 0, abandon)
     settle(node, M)
     assert found(node.vault)

@@ -11,13 +11,14 @@ import torch
 
 from elastic.core.protocol.messages import Published
 from elastic.domain.types import GRADIENT, STATE, UPDATE
-from elastic.worker.backup.copier import Copier, beside
+from elastic.worker.backup import items
+from elastic.worker.backup.copier import Copier, async_copy_device
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.gradients import GradientError
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import Abandon
 from tests.patience import LONG_S
-from tests.worker.model.toys import CPU, replicas, run, state_of
+from tests.worker.model.toy_model import CPU, replicas, run, state_of
 
 WAIT_S = LONG_S
 
@@ -60,14 +61,14 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def publisher(recorder: Recorder, tmp_path: Path) -> Publisher:
-    return Publisher(recorder, tmp_path, "a", beside=CPU)
+    return Publisher(recorder, tmp_path, "a", copy_device=CPU)
 
 
 def test_jobs_are_done_in_order_and_their_parts_together() -> None:
     copier, done, meet = Copier(CPU, pytest.fail), [], threading.Barrier(3)
     first = copier.start([lambda: meet.wait(WAIT_S)] * 3, lambda found: done.append(len(found)))
     copier.start([lambda: 7], done.append)
-    first.wait()
+    first.result()
     copier.settle()
     assert done == [3, [7]]
     copier.close()
@@ -98,7 +99,7 @@ def test_a_gradient_does_not_change_while_it_is_written(
     assert [set(c.copy.microbatches) for c in recorder.sent[0].copies] == [{0}] * 3
 
 
-@pytest.mark.parametrize("change", ["update", "clear", "set_aside", "hand_over", "read_state"])
+@pytest.mark.parametrize("change", ["update", "clear", "set_aside", "start_round", "read_state"])
 def test_whatever_changes_what_is_written_waits(
     publisher: Publisher, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -113,7 +114,7 @@ def test_whatever_changes_what_is_written_waits(
         "update": lambda: layer.update(reduced, 1.0, 0.1),
         "clear": layer.clear,
         "set_aside": layer.set_aside,
-        "hand_over": layer.hand_over,
+        "start_round": layer.start_round,
         "read_state": lambda: layer.read_state(state),
     }
     worker = threading.Thread(target=changes[change])
@@ -129,8 +130,9 @@ def test_what_an_update_took_is_that_of_the_moment(publisher: Publisher, recorde
     layers = replicas()
     run(layers, 0, 0)
     reduced = {layer.index: layer.gradient.clone() for layer in layers}
-    expected = {n: layers[n].update_taken(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
-    publisher.publish_updates(layers, reduced, 0.5, 1, "b", Abandon())
+    expected = {n: layers[n].update_input(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
+    copies = items.updates(layers, reduced, 0.5, convert_now=publisher.in_background)
+    publisher.publish(copies, 1, "b", Abandon())
     for tensor in reduced.values():
         tensor.zero_()  # the next reduction uses the same buffers
     publisher.settle()
@@ -140,7 +142,7 @@ def test_what_an_update_took_is_that_of_the_moment(publisher: Publisher, recorde
 def test_what_goes_wrong_is_raised_where_it_is_waited_for(publisher: Publisher) -> None:
     layers, abandon = replicas(), Abandon()
     run(layers, 0, 0)
-    layers[2]._accumulator._peaks.fill_(float("inf"))
+    layers[2].accumulator._peaks.fill_(float("inf"))
     bundle = publisher.publish_gradients(layers, 0, 1, "b", abandon)
     with pytest.raises(GradientError):
         publisher.wait_acked(bundle, abandon)
@@ -150,6 +152,6 @@ def test_what_goes_wrong_is_raised_where_it_is_waited_for(publisher: Publisher) 
 
 def test_on_cpus_copies_are_made_by_the_main_thread_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTIC_COPY_BESIDE", raising=False)
-    assert beside(CPU) is None and beside(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert async_copy_device(CPU) is None and async_copy_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
     monkeypatch.setenv("ELASTIC_COPY_BESIDE", "1")
-    assert beside(CPU) == CPU
+    assert async_copy_device(CPU) == CPU

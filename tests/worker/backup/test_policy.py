@@ -12,7 +12,7 @@ from elastic.domain.types import UPDATE, Pipeline, Plan, Stage, Unit
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
-from tests.worker.model.toys import replicas
+from tests.worker.model.toy_model import replicas
 
 PLAN = Plan(3, 3, 2, 1, (Pipeline((Stage(Unit("a"), 0, 3),), (0, 1)),), spares=("b",), peers=(("a", "b"),))
 

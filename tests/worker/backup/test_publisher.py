@@ -18,13 +18,14 @@ from elastic.core.protocol.messages import Published
 from elastic.domain.errors import StaleError
 from elastic.domain.types import GRADIENT, REDUCED, STATE, Copy
 from elastic.rpc.frames import Channel
+from elastic.worker.backup import items
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.patience import LONG_S
-from tests.worker.model.toys import replicas, run, state_of, toy_stack, train
+from tests.worker.model.toy_model import replicas, run, state_of, toy_stack, train
 
 
 @pytest.fixture
@@ -33,17 +34,17 @@ def pair(tmp_path: Path) -> Iterator[list[MiniNode]]:
         yield made
 
 
-BESIDE: list[torch.device | None] = [None]
+COPY_DEVICE: list[torch.device | None] = [None]
 """Where publishers make copies from beside the main thread."""
 
 
 @pytest.fixture(params=[None, torch.device("cpu")], ids=["main-thread", "beside"], autouse=True)
 def either_way(request: pytest.FixtureRequest) -> None:
-    BESIDE[0] = request.param
+    COPY_DEVICE[0] = request.param
 
 
 def publisher_of(node: MiniNode) -> Publisher:
-    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name, beside=BESIDE[0])
+    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name, copy_device=COPY_DEVICE[0])
     node.on_acked = publisher.on_acked
     return publisher
 
@@ -221,15 +222,16 @@ def test_reduced_gradients_reach_the_peer_beside_the_others(pair: list[MiniNode]
             run(layers, step, index)
             publisher.publish_gradients(layers, step, 1, "b", abandon)
         reduced = {r.index: torch.arange(40.0) + 10 * step + r.index for r in tied} | {1: torch.zeros(1)}
-        bundle = publisher.publish_reduced(tied, reduced, step, 1, "b", abandon)
-        assert publisher.publish_reduced(tied, reduced, step, 1, "b", abandon) == bundle
+        copies = items.reduced_gradients(tied, reduced, step)
+        bundle = publisher.publish(copies, 1, "b", abandon)
+        assert publisher.publish(copies, 1, "b", abandon) == bundle
         publisher.wait_acked(bundle, abandon)
         for r in layers:
             r.clear()
     for node in pair:
-        copies = [c for c in node.vault.inventory() if c.kind == REDUCED]
-        assert sorted((c.step, c.layer) for c in copies) == [(1, 0), (1, 2), (2, 0), (2, 2)]
-        for copy in copies:
+        found = [c for c in node.vault.inventory() if c.kind == REDUCED]
+        assert sorted((c.step, c.layer) for c in found) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+        for copy in found:
             data = torch.frombuffer(bytearray(node.vault.read(copy.key)), dtype=torch.float32)
             assert torch.equal(data, torch.arange(40.0) + 10 * copy.step + copy.layer)
             assert (copy.microbatches, copy.owner, copy.epoch, copy.losses) == ({0, 1}, "a", 1, ())
@@ -243,10 +245,12 @@ def test_a_reduced_gradient_waits_for_its_slot(tmp_path: Path) -> None:
     publisher, abandon = Publisher(recorder, tmp_path, "a"), Abandon()
     run(layers, 0, 0)
     for step in range(2):
-        publisher.publish_reduced(layers[:1], {0: torch.ones(5)}, step, 1, "b", abandon)
+        copies = items.reduced_gradients(layers[:1], {0: torch.ones(5)}, step)
+        publisher.publish(copies, 1, "b", abandon)
     threading.Timer(0.1, abandon.set, ("epoch 2",)).start()
     with pytest.raises(EpochAbandoned, match="epoch 2"):
-        publisher.publish_reduced(layers[:1], {0: torch.ones(5)}, 2, 1, "b", abandon)
+        copies = items.reduced_gradients(layers[:1], {0: torch.ones(5)}, 2)
+        publisher.publish(copies, 1, "b", abandon)
     assert [m.copies[0].copy.step for m in recorder.sent] == [0, 1]
     assert len(set(recorder.paths(0))) == 2
 
@@ -293,7 +297,7 @@ def test_a_worker_killed_in_the_middle_of_a_copy_loses_that_copy_alone(tmp_path:
         listener.bind(path)
         listener.listen(1)
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-        command = [sys.executable, "-m", "tests.worker.backup.half_writer", path, str(tmp_path / "slots")]
+        command = [sys.executable, "-m", "tests.worker.backup.interrupted_writer", path, str(tmp_path / "slots")]
         pipe = subprocess.PIPE
         worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         try:

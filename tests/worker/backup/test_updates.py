@@ -30,16 +30,16 @@ from elastic.domain.types import (
 from elastic.planning.plan.rank_map import Member, roster
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
-from elastic.worker.backup.snapshot_schedule import Rebase
+from elastic.worker.backup.snapshot_schedule import SnapshotSchedule
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, cosine
 from elastic.worker.recovery.fetch import Fetcher
-from elastic.worker.recovery.state_loader import Installer
+from elastic.worker.recovery.state_loader import StateLoader
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import Abandon
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.core.recovery.job_model import make_spec
-from tests.worker.model.toys import replicas, run, sgd, state_of, toy_stack
+from tests.worker.model.toy_model import replicas, run, sgd, state_of, toy_stack
 
 MICROBATCHES = (0, 1, 2, 3)
 
@@ -246,7 +246,7 @@ def install(
 ) -> list[LayerReplica]:
     fetcher = Fetcher("b", dict(assignment.vaults))
     empty = made(name, Accumulate.EXACT, empty=True)
-    installer = Installer(
+    installer = StateLoader(
         lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, lambda: None, ()
     )
     member: Member = roster(NEXT).members[0]
@@ -357,18 +357,18 @@ class Layer:
         self.index, self.version = index, version
 
 
-def due(rebase: Rebase, version: int) -> set[int]:
-    return rebase.due([Layer(index, version) for index in range(4)])  # type: ignore[misc]
+def due(schedule: SnapshotSchedule, version: int) -> set[int]:
+    return schedule.due([Layer(index, version) for index in range(4)])  # type: ignore[misc]
 
 
 def test_whole_states_that_found_no_room_are_tried_again_when_there_will_be_some() -> None:
     """Else layers would go without for as many updates as lie between two turns."""
-    rebase = Rebase(32)
-    rebase.sent(1, whole=True)
-    rebase.given_up(1)
-    assert due(rebase, 1) == set() and due(rebase, 2) == set()
-    rebase.again()
-    assert due(rebase, 3) == {0, 1, 2, 3}
-    rebase.sent(2, whole=True)
-    rebase.given_up(2)
-    assert due(rebase, 4) == {0, 1, 2, 3}, "the room was not there yet"
+    schedule = SnapshotSchedule(32)
+    schedule.sent(1, whole=True)
+    schedule.refused(1)
+    assert due(schedule, 1) == set() and due(schedule, 2) == set()
+    schedule.retry()
+    assert due(schedule, 3) == {0, 1, 2, 3}
+    schedule.sent(2, whole=True)
+    schedule.refused(2)
+    assert due(schedule, 4) == {0, 1, 2, 3}, "the room was not there yet"

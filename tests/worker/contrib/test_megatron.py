@@ -19,8 +19,8 @@ from elastic.worker.model.optimizer import adamw
 from elastic.worker.model.state_codec import read_state
 from elastic.worker.replica.build import build_replica, warm_up
 from tests.patience import LONG_S
-from tests.worker.contrib.gpts import MICROBATCHES, build, config, microbatch, run, state_of, train
-from tests.worker.model.toys import CPU, same, values
+from tests.worker.contrib.gpt_models import MICROBATCHES, build, config, microbatch, run, state_of, train
+from tests.worker.model.toy_model import CPU, same, values
 
 
 def test_same_layer_whoever_builds_it(alone: TensorParallel) -> None:
@@ -120,10 +120,10 @@ def test_dropout_falls_on_embeddings_attention_and_residuals(alone: TensorParall
     assert 0.3 < (embedded == 0).float().mean().item() < 0.7
     attention = dropped[1].module.layer.self_attention.core_attention  # type: ignore[union-attr]
     q, k, v = (torch.randn(16, 2, 4, 8) for _ in range(3))
-    randomness.begin(1, 2, 3, 4, CPU)
+    randomness.seed_forward(1, 2, 3, 4, CPU)
     first = attention(q, k, v, None)
     after = torch.rand(3)
-    randomness.begin(1, 2, 3, 4, CPU)
+    randomness.seed_forward(1, 2, 3, 4, CPU)
     assert torch.equal(attention(q, k, v, None), first) and torch.equal(torch.rand(3), after)
     whole = plain[1].module.layer.self_attention.core_attention(q, k, v, None)  # type: ignore[union-attr]
     assert not torch.allclose(first, whole)

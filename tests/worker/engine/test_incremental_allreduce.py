@@ -209,7 +209,7 @@ def broken_off(rank: Rank, victim: int, at: int, every: int) -> Held:
         worker.step(worker.todo)
         worker.common.finish(())
     for layer in worker.layers:
-        layer.recall()
+        layer.cancel_rounds()
     return {la.index: [(frozenset(p.ledger), p.gradient.clone()) for p in la.parts] for la in worker.layers}
 
 

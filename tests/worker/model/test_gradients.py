@@ -18,10 +18,11 @@ from elastic.worker.model.gradients import (
     norm_sq,
     to_flat,
 )
-from tests.worker.model.toys import CPU
+from tests.worker.model.toy_model import CPU
 
 SHAPES = [("a", (3, 5)), ("b", (1,)), ("empty", (0, 4)), ("c", (2, 3, 4)), ("scalar", ())]
 LAYOUT = FlatLayout.of((name, torch.empty(shape)) for name, shape in SHAPES)
+RANGES = {place.name: place for place in LAYOUT.ranges}
 finite = st.floats(-100, 100, width=32)
 
 
@@ -36,9 +37,9 @@ def gradients(seed: int, size: float = 1.0) -> list[torch.Tensor]:
 
 def test_layout_aligns_every_parameter_in_both_formats() -> None:
     for item in (4, 8):
-        assert all(slot.start * item % 64 == 0 for slot in LAYOUT.slots)
+        assert all(place.start * item % 64 == 0 for place in LAYOUT.ranges)
     assert LAYOUT.numel * 4 % 64 == 0
-    assert LAYOUT.by_name["c"].shape == (2, 3, 4)
+    assert RANGES["c"].shape == (2, 3, 4)
     views = LAYOUT.views(torch.arange(LAYOUT.numel))
     assert [tuple(view.shape) for view in views] == [shape for _, shape in SHAPES]
 
@@ -97,7 +98,7 @@ def test_sum_matches_float64(accumulate: Accumulate, dtype: torch.dtype) -> None
     for value, wanted in zip(LAYOUT.views(to_flat(sums.flat, 0.5)), expected, strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), wanted / 2, rtol=1e-5, atol=1e-6)
-    norm = math.sqrt(norm_sq(sums.flat, LAYOUT.slots))
+    norm = math.sqrt(norm_sq(sums.flat, LAYOUT.ranges))
     assert norm == pytest.approx(math.sqrt(sum(float(e.square().sum()) for e in expected)), rel=1e-6)
 
 
@@ -113,8 +114,8 @@ def test_chunked_work_equals_whole_work() -> None:
 def test_norm_counts_only_the_slots_given() -> None:
     sums = accumulator()
     sums.add([torch.ones(shape) for _, shape in SHAPES])
-    assert norm_sq(sums.flat, LAYOUT.slots) == 15 + 1 + 0 + 24 + 1
-    assert norm_sq(sums.flat, [LAYOUT.by_name["a"], LAYOUT.by_name["scalar"]]) == 16
+    assert norm_sq(sums.flat, LAYOUT.ranges) == 15 + 1 + 0 + 24 + 1
+    assert norm_sq(sums.flat, [RANGES["a"], RANGES["scalar"]]) == 16
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, LIMIT, -2 * LIMIT])

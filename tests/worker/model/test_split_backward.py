@@ -13,8 +13,8 @@ from elastic.worker.contrib.linear import linear
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.split_backward import backward_input
-from tests.worker.contrib.gpts import build, config, microbatch, parts_and_whole
-from tests.worker.model.toys import CPU
+from tests.worker.contrib.gpt_models import build, config, microbatch, parts_and_whole
+from tests.worker.model.toy_model import CPU
 
 Pass = Callable[[Tensor], Tensor]
 
@@ -166,5 +166,5 @@ def test_random_numbers_are_keyed_when_a_pass_runs_again(alone: TensorParallel) 
     replica = build(config(dropout=0.5), alone)[1]
     source = torch.randn(16, 2, 32)
     one = replica.forward(source, microbatch(3, 1))
-    randomness.begin(9, 9, 9, 9, CPU)
+    randomness.seed_forward(9, 9, 9, 9, CPU)
     assert torch.equal(one, replica.forward(source, microbatch(3, 1)))

@@ -13,7 +13,7 @@ import torch
 from elastic.worker.contrib.megatron import GPTStack
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.state_codec import merge_shards, read_state, reshard
-from tests.worker.contrib.gpts import build, config, run, state_of, train
+from tests.worker.contrib.gpt_models import build, config, run, state_of, train
 
 SIZE = 2
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from elastic.worker.contrib.megatron import GPTStack, init_tensor_parallel
-from tests.worker.contrib.gpts import build, config, parts_and_whole, run, state_of, train
+from tests.worker.contrib.gpt_models import build, config, parts_and_whole, run, state_of, train
 
 
 def main(rank: int, size: int, folder: Path) -> None:

@@ -23,10 +23,10 @@ from elastic.domain.types import (
 from elastic.planning.plan.rank_map import roster
 from elastic.store.shared_memory import checksum
 from elastic.worker.model.optimizer import adamw
-from elastic.worker.recovery.fetch import Fetched, Fetcher
-from elastic.worker.recovery.state_loader import Installed, Installer
+from elastic.worker.recovery.fetch import FetchedCopy, Fetcher
+from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import replicas, run, same, state_of, values
+from tests.worker.model.toy_model import replicas, run, same, state_of, values
 
 SPEC = adamw(0.01)
 PLAN = Plan(1, 3, 4, 1, (Pipeline((Stage(Unit("x"), 0, 3),), (0, 1, 2, 3)),))
@@ -49,13 +49,13 @@ class Shelf(Fetcher):
         self.held[copy.key] = data
         return copy
 
-    def fetch(self, copy: Copy) -> Fetched:
+    def fetch(self, copy: Copy) -> FetchedCopy:
         self.read.append(copy.key)
-        return Fetched(self.held[copy.key], "peer:k")
+        return FetchedCopy(self.held[copy.key], "peer:k")
 
 
-def install(shelf: Shelf, recipe: Recipe, record: StepRecord | None = None) -> Installed:
-    installer = Installer(
+def install(shelf: Shelf, recipe: Recipe, record: StepRecord | None = None) -> LoadedStage:
+    installer = StateLoader(
         lambda layer, empty, portion: replicas(optimizer=SPEC, empty=empty)[layer],
         shelf, SPEC.lr, lambda: None, lambda: None, (),
     )  # fmt: skip

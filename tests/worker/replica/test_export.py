@@ -19,7 +19,7 @@ from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, pa
 from elastic.worker.replica.replica import LayerReplica
 from tests.agent.vault.checkpoints import N_LAYERS, floats, layer_run, whole
 from tests.patience import LONG_S
-from tests.worker.model.toys import replicas, state_of, train
+from tests.worker.model.toy_model import replicas, state_of, train
 
 
 def split_replicas(*, empty: bool = False) -> list[LayerReplica]:

@@ -13,7 +13,7 @@ from elastic.worker.model.layers import ListStack, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, constant
 from elastic.worker.replica.build import warm_up
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import (
+from tests.worker.model.toy_model import (
     ALONE,
     CPU,
     First,

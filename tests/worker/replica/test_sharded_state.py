@@ -31,10 +31,10 @@ from elastic.planning.plan.rank_map import roster
 from elastic.worker.model.layers import ListStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw
 from elastic.worker.model.state_codec import join_portions, read_state
-from elastic.worker.recovery.state_loader import Installed, Installer
+from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import ALONE, CPU, sgd, state_of
+from tests.worker.model.toy_model import ALONE, CPU, sgd, state_of
 from tests.worker.recovery.test_state_loader import Shelf
 
 
@@ -224,9 +224,9 @@ def install(
     recipe: Recipe,
     live: LayerReplica | None = None,
     record: StepRecord | None = None,
-) -> Installed:
+) -> LoadedStage:
     spec = adamw(0.01)
-    installer = Installer(
+    installer = StateLoader(
         lambda layer, empty, portion: wide(portion, empty=empty),
         shelf, spec.lr, lambda: None, lambda: None, (),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from elastic.rpc.frames import connect_unix
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import Abandon
-from tests.worker.model.toys import replicas, run
+from tests.worker.model.toy_model import replicas, run
 
 
 def main(address: str, directory: str) -> None:

@@ -15,7 +15,7 @@ from elastic.worker.model.optimizer import OptimizerSpec, adamw
 from elastic.worker.model.split_backward import backward_input
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import CPU
+from tests.worker.model.toy_model import CPU
 
 MICROBATCHES = 3
 

@@ -26,11 +26,11 @@ from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.layers import Tied
 from elastic.worker.recovery.fetch import Fetcher
-from elastic.worker.recovery.state_loader import Installer
+from elastic.worker.recovery.state_loader import StateLoader
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import Abandon
 from tests.agent.vault.nodes import MiniNode, nodes
-from tests.worker.model.toys import replicas, run, toy_stack
+from tests.worker.model.toy_model import replicas, run, toy_stack
 
 M = 4
 
@@ -71,13 +71,13 @@ class Worker:
     def share(self, *theirs: int) -> None:
         """A round in which this holder brings all that it has, and the other `theirs`."""
         for layer in self.layers:
-            sent = layer.hand_over()
+            sent = layer.start_round()
             total, losses = sent.gradient.clone(), dict(sent.losses)
             for index in theirs:
                 other = alone(layer.index, index)
                 total += other.gradient
                 losses |= other.losses
-            layer.share(total, sent.ledger | set(theirs), losses)
+            layer.finish_round(total, sent.ledger | set(theirs), losses)
 
     def flush(self) -> None:
         self.protection.flush()
@@ -111,7 +111,7 @@ def test_both_parts_survive_with_their_losses(node: MiniNode) -> None:
     worker.share(2)
     run(worker.layers, 0, 1)
     for layer in worker.layers:
-        layer.hand_over()  # on its way when the epoch ends
+        layer.start_round()  # on its way when the epoch ends
     run(worker.layers, 0, 3)
     worker.flush()
     assert gradients(node, 0) == gradients(node) == [(0, [0, 2]), (0, [1, 3])]
@@ -180,7 +180,7 @@ def test_the_next_epoch_goes_on_with_the_parts_that_its_recipe_names(
     member = roster(plan(2)).members[0]
     fetcher = Fetcher("a", {"a": node.server.address})
     fetcher.fetch = lambda copy: fetches.append(copy)  # type: ignore[method-assign,assign,return-value,func-returns-value]
-    installer = Installer(
+    installer = StateLoader(
         lambda layer, empty, portion: replicas()[layer],
         fetcher,
         lambda step: 0.1,
