@@ -37,12 +37,18 @@ class LoggedMessage:
     microbatch: int
     tensor: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its copy."""
+        return DATA_OFFSET + self.tensor.nbytes
+
     def as_copy(self) -> PendingCopy:
         """The copy to make of this message."""
-        nbytes, ledger = DATA_OFFSET + self.tensor.nbytes, frozenset((self.microbatch,))
-        return PendingCopy(self.kind, self.layer, self.step, nbytes, self._write, ledger)
+        ledger = frozenset((self.microbatch,))
+        return PendingCopy(self.kind, self.layer, self.step, self.nbytes, self.write, ledger)
 
-    def _write(self, out: Tensor) -> None:
+    def write(self, out: Tensor) -> None:
+        """Write the copy to `out`, uint8 [nbytes] in host memory."""
         out[:HEADER_BYTES].copy_(pack_form(form_of(self.tensor)).view(torch.uint8))
         out[HEADER_BYTES:DATA_OFFSET].zero_()
         out[DATA_OFFSET:].copy_(as_bytes(self.tensor))

@@ -26,18 +26,20 @@ def test_key_depends_on_every_argument(
         assert randomness.derive_seed(*other) != key
 
 
-def test_keys_of_neighbours_are_all_different() -> None:
-    keys = [randomness.derive_seed(*arguments) for arguments in itertools.product(range(6), repeat=5)]
+def test_neighbouring_arguments_give_different_seeds() -> None:
+    keys = [
+        randomness.derive_seed(*arguments) for arguments in itertools.product(range(6), repeat=5)
+    ]
     assert len(set(keys)) == len(keys)
 
 
 def test_golden_keys() -> None:
-    """Keys decide what a run computes: they must never change between versions."""
+    """Seeds determine the results of a run, so they must not change between versions."""
     assert randomness.derive_seed(0, 0, 0, 0) == GOLDEN_KEY
     assert randomness.derive_parameter_seed(0, 0, "weight") == GOLDEN_NAME
 
 
-def test_begin_repeats_whatever_was_drawn_before() -> None:
+def test_seeding_a_pass_repeats_its_numbers() -> None:
     randomness.seed_forward(1, 2, 3, 4, CPU)
     first = torch.rand(5)
     torch.rand(17)
@@ -47,7 +49,7 @@ def test_begin_repeats_whatever_was_drawn_before() -> None:
     assert not torch.equal(torch.rand(5), first)
 
 
-def test_sharded_differs_by_rank_and_leaves_the_ranks_in_step() -> None:
+def test_rank_streams_differ_and_leave_the_common_stream_unchanged() -> None:
     inside, after = [], []
     for rank in range(3):
         randomness.seed_forward(1, 2, 3, 4, CPU)

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel GPT, run as a process by test_tensor_parallel; leaves a file of results."""
+"""One rank of a tensor-parallel GPT, a process of test_tensor_parallel; writes a results file."""
 
 from __future__ import annotations
 
