@@ -7,10 +7,9 @@ reads, wait for the job's future (`GradientSum.settle`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -72,19 +71,14 @@ class Copier:
             raise
 
     def _write(self, ready: torch.cuda.Event | None, write: Callable[[], T]) -> T:
-        with self._stream(ready):
-            return write()
-
-    @contextlib.contextmanager
-    def _stream(self, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """Use this thread's own stream, after the event `ready`."""
+        """On a GPU, write on this thread's own stream, after the event `ready`."""
         if ready is None:
-            yield
-            return
+            return write()
         if not hasattr(self._local, "stream"):
             torch.cuda.set_device(self._device)
             self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._local.stream):
             self._local.stream.wait_event(ready)
-            yield
+            result = write()
             self._local.stream.synchronize()
+        return result

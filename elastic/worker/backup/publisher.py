@@ -83,21 +83,14 @@ class Publisher:
         node: str,
         shard: int = 0,
         *,
-        fallback: Path | None = None,
         copy_device: torch.device | None = None,
     ) -> None:
-        """Take the job's shared memory and this worker's identity.
+        """`directory`: the job's shared memory; `shard`: TP rank of this worker's layers.
 
-        Args:
-            channel: connection to the agent.
-            directory: the job's directory in shared memory.
-            node: this node.
-            shard: TP rank of this worker's layers.
-            fallback: directory for slots if shared memory is full.
-            copy_device: device to copy from in the background; None: in the main thread.
+        `copy_device`: device to copy from in the background; None: the main thread copies.
         """
         self._channel, self._node, self._shard = channel, node, shard
-        self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()), fallback)
+        self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()))
         self._rings: dict[RingKey, _Ring] = {}
         self._retired: list[Slot] = []
         self._epoch = 0

@@ -47,15 +47,9 @@ class StateLoader:
         check: Callable[[], None],
         tied: Tied,
     ) -> None:
-        """Take the collaborators.
+        """`build`(layer, empty, portion) makes a replica; `lr` is the learning rate of a step.
 
-        Args:
-            build: build(layer, empty, portion) makes a replica.
-            fetcher: reads vaults.
-            lr: learning rate of a step.
-            reached: called after each layer; injected faults act there.
-            check: raises EpochAbandoned if the epoch was left.
-            tied: the stack's tied tensors.
+        `reached` is called after each layer, for injected faults. `check` raises EpochAbandoned.
         """
         self._build, self._fetcher, self._lr = build, fetcher, lr
         self._reached, self._check, self._tied = reached, check, tied

@@ -32,7 +32,7 @@ def build_replica(
         outside_norm |= {name for name, parameter in parameters if shard_dim(parameter) < 0}
     return LayerReplica(
         index,
-        tp.rank,
+        tp,
         module,
         LayerOptimizer(parameters, optimizer, empty=empty, portion=portion),
         Accumulator(FlatLayout.of(parameters), accumulate, device, f"layer {index}"),

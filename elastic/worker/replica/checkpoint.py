@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic.domain.errors import FieldError
-from elastic.domain.state_layout import read_header
 from elastic.store.checkpoint_directory import read_manifest, read_run
 from elastic.worker.model.state_codec import as_memory, reshard
 from elastic.worker.replica.replica import LayerReplica
@@ -35,19 +33,4 @@ def load_layer(path: str | Path, replica: LayerReplica) -> None:
     Raises FieldError if the checkpoint is corrupt or cannot be cut to that size.
     """
     runs = read_layer(path, replica.index)
-    replica.read_state(reshard(runs, replica.shard, _tp_size(replica, runs)))
-
-
-def _tp_size(replica: LayerReplica, runs: list[Tensor]) -> int:
-    """The replica's TP size: length of a split parameter divided by the length of its part here."""
-    parameters = replica.module.named_parameters()
-    mine = {f"param/{name}": parameter.shape for name, parameter in parameters}
-    for entry in read_header(as_memory(runs[0])).tensors:
-        if entry.shard_dim >= 0 and entry.name in mine:
-            whole = entry.shape[entry.shard_dim] * len(runs)
-            part = mine[entry.name][entry.shard_dim]
-            if part < 1 or whole % part:
-                remedy = f"must be split into parts of {part}, but is {whole} long"
-                raise FieldError("checkpoint", entry.name, remedy)
-            return int(whole // part)
-    return len(runs)
+    replica.read_state(reshard(runs, replica.shard, replica.tp_size))

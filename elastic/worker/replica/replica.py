@@ -14,7 +14,7 @@ from elastic.domain.types import WHOLE, Portion
 from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
     NamedTensor,
@@ -37,7 +37,7 @@ class LayerReplica(GradientSum):
     def __init__(
         self,
         index: int,
-        shard: int,
+        tp: TensorParallel,
         module: nn.Module,
         optimizer: LayerOptimizer,
         accumulator: Accumulator,
@@ -47,7 +47,7 @@ class LayerReplica(GradientSum):
     ) -> None:
         """`outside_norm`: names of parameters that another worker counts in the gradient norm."""
         super().__init__(index, accumulator)
-        self.shard, self.module, self.seed = shard, module, seed
+        self.shard, self.tp_size, self.module, self.seed = tp.rank, tp.size, module, seed
         self.version = 0
         self.owner = ""
         """Node of this worker."""
@@ -334,20 +334,16 @@ class LayerReplica(GradientSum):
 
     def _match(self, mine: Mapping[str, Tensor], theirs: Mapping[str, NamedTensor]) -> None:
         """Raise VaultError unless both have the same names, shapes and dtypes."""
-
-        def describe(shape: Sequence[int] | None, dtype: torch.dtype | None) -> str:
-            return "nothing" if shape is None else f"{tuple(shape)} {dtype}"
-
-        for name in sorted(mine.keys() | theirs.keys()):
-            wanted = found = describe(None, None)
-            if name in mine:
-                shape = self._parameters[name.split("/", 1)[1]].shape
-                wanted = describe(shape, mine[name].dtype)
-            if name in theirs:
-                tensor = theirs[name].tensor
-                found = describe(theirs[name].shape or tensor.shape, tensor.dtype)
-            if wanted != found:
-                raise VaultError(f"layer {self.index}: state of {name} is {found}, not {wanted}")
+        shapes = {name: self._parameters[name.split("/", 1)[1]].shape for name in mine}
+        wanted = {name: f"{tuple(shapes[name])} {t.dtype}" for name, t in mine.items()}
+        found = {
+            name: f"{tuple(named.shape or named.tensor.shape)} {named.tensor.dtype}"
+            for name, named in theirs.items()
+        }
+        for name in sorted(wanted.keys() | found.keys()):
+            if found.get(name) != wanted.get(name):
+                text = f"{found.get(name, 'nothing')}, not {wanted.get(name, 'nothing')}"
+                raise VaultError(f"layer {self.index}: state of {name} is {text}")
 
     def _tensors(self) -> list[NamedTensor]:
         optimizer = self._optimizer
