@@ -64,8 +64,8 @@ def connect(restart: int) -> None:
     Some versions of torchrun, such as 2.13, keep one store over restarts. A new group could then
     find the addresses of the dead one and hang, so each restart has its own prefix.
     """
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"restart-{restart}", store)
+    store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"restart-{restart}", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
@@ -101,7 +101,7 @@ def train(
         inputs, targets = batch(args.seed, step, rank)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if rank == 0:
             save(checkpoint, model.module, optimizer, step + 1)
