@@ -22,7 +22,12 @@ from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    ProcessCollector,
+    disable_created_metrics,
+    make_wsgi_app,
+)
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from elastic.domain.errors import FieldError

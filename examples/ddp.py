@@ -1,10 +1,12 @@
-"""Plain torch DistributedDataParallel; knows nothing of this project. For torchrun and `elastic run` alike.
+"""Plain torch DistributedDataParallel without this project, for torchrun and `elastic run`.
 
-    torchrun   --standalone --nproc-per-node 2 --max-restarts 1 examples/ddp.py --out result.json --fail-at 5
-    elastic run --standalone --nproc-per-node 2 --max-restarts 1 examples/ddp.py --out result.json --fail-at 5
+    FLAGS="--standalone --nproc-per-node 2 --max-restarts 1"
+    torchrun    $FLAGS examples/ddp.py --out result.json --fail-at 5
+    elastic run $FLAGS examples/ddp.py --out result.json --fail-at 5
 
-Trains a small network on made-up data. Rank 0 writes a checkpoint after each step, from which everybody goes
-on after a restart, and in the end a result: {"steps", "loss", "params_sha256", "world_size", "restarts"}.
+Trains a small network on synthetic data. Rank 0 writes a checkpoint after each step, and all ranks
+continue from it after a restart. At the end rank 0 writes a JSON file with the keys steps, loss,
+params_sha256, world_size and restarts.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def main() -> None:
         args.out.write_text(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)
         checkpoint.unlink(missing_ok=True)
-    dist.barrier()  # nobody takes its connections down while another still uses them
+    dist.barrier()  # A rank must not close its connections while another uses them.
     dist.destroy_process_group()
 
 
@@ -50,23 +52,25 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("ddp.json"), help="result of rank 0")
-    parser.add_argument("--fail-at", type=int, default=-1, metavar="STEP", help="rank 1 fails there, once")
+    parser.add_argument(
+        "--fail-at", type=int, default=-1, metavar="STEP", help="rank 1 fails in it, once"
+    )
     return parser.parse_args()
 
 
 def connect(restart: int) -> None:
     """Join the default group.
 
-    Some versions of torchrun (2.13 among them) keep one store over restarts, where a new group may find the
-    addresses of the dead one and hang; hence a name space for each restart.
+    Some versions of torchrun, such as 2.13, keep one store over restarts. A new group could then
+    find the addresses of the dead one and hang, so each restart has its own prefix.
     """
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"restart-{restart}", store)
+    store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"restart-{restart}", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model on every rank."""
+    """Return the model, equal on all ranks, and its optimizer."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -74,7 +78,7 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [8, 16] and targets [8, 1]; a function of seed, step and rank alone."""
+    """Inputs [8, 16] and targets [8, 1], a function of seed, step and rank."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1009 + rank)
     inputs = torch.randn(8, 16, generator=generator)
     return inputs, inputs.mean(dim=1, keepdim=True).tanh()
@@ -88,7 +92,7 @@ def train(
     first: int,
     restart: int,
 ) -> float:
-    """Run steps first..steps-1. Returns the last loss, averaged over ranks."""
+    """Run the steps from `first` on. Return the last loss, averaged over ranks."""
     rank, loss = dist.get_rank(), torch.zeros(())
     for step in range(first, args.steps):
         if step == args.fail_at and rank == 1 and restart == 0:
@@ -97,7 +101,7 @@ def train(
         inputs, targets = batch(args.seed, step, rank)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if rank == 0:
             save(checkpoint, model.module, optimizer, step + 1)
@@ -107,16 +111,19 @@ def train(
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Replace the checkpoint in one go."""
+    """Replace the checkpoint atomically."""
     partial = path.with_suffix(".partial")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    torch.save(states, partial)
     partial.replace(path)
 
 
-def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, restart: int) -> int:
-    """Load the checkpoint of this run, if there is one. Returns the step to run next."""
+def resume(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, restart: int
+) -> int:
+    """Load the checkpoint of this run, if there is one. Return the next step."""
     if restart == 0 and rank == 0:
-        path.unlink(missing_ok=True)  # of an earlier run
+        path.unlink(missing_ok=True)  # It belongs to an earlier run.
     if restart == 0 or not path.exists():
         return 0
     state = torch.load(path, weights_only=True)

@@ -2,8 +2,8 @@
 
     make demo    or    python -m examples.demo
 
-Both runs are real: `elastic run` on local nodes, each a group of processes of its own. Everything printed is
-read from what the runs leave behind (summary.json, events.jsonl). Exit code 0 only if all checks hold.
+Both runs are real: `elastic run` on local nodes, with a group of processes per node. The output is
+read from the files of the runs (summary.json, events.jsonl). The exit code is 0 if all checks hold.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ SCRIPT = ("-m", "examples.train_gpt", "--steps", "16", "--num-microbatches", "8"
 NODES, FEWER = 4, 2
 FAULT = "kill node=2 step=8 microbatch=5"
 SHOWN_EVERY = 4
-"""Of the steps, so many lines are left out between two that are shown."""
+"""Show the progress line of every n-th step."""
 CHART_ROWS = 8
 PHASES = (
-    ("detect", "fault until the coordinator decides to halt"),
-    ("decide", "until survivors have halted and the new plan is sent"),
-    ("transfer", "layers come to their new nodes (state from: {state_source})"),
-    ("rebuild", "new connections among the survivors"),
-    ("total", "fault until the next micro-batch is computed"),
+    ("detect", "from the fault until the coordinator decides to halt"),
+    ("decide", "until the survivors have halted and the new plan is sent"),
+    ("transfer", "until the layers are on their new nodes (state from: {state_source})"),
+    ("rebuild", "until the survivors are connected again"),
+    ("total", "from the fault until the next micro-batch is computed"),
 )
 
 
 @dataclass(frozen=True)
-class Run:
-    """A finished run, told by its files."""
+class FinishedRun:
+    """A finished run, read from its files."""
 
     code: int
     directory: Path
     summary: dict[str, Any]
     plans: tuple[Plan, ...]
-    """In order; one an epoch."""
+    """The plan of each epoch, in order."""
 
     @property
     def loss(self) -> list[float]:
@@ -62,18 +62,22 @@ class Run:
         return list(self.summary.get("recoveries", []))
 
 
-def run(directory: Path, nodes: int, flags: Sequence[str]) -> Run:
-    """Do one real run and return what it left."""
-    arguments = ["--standalone", "--nnodes", str(nodes), "--pipelines", "1", "--accumulate", "exact", *flags]
+def run(directory: Path, nodes: int, flags: Sequence[str]) -> FinishedRun:
+    """Run `elastic run` on local nodes, and read its files."""
+    arguments = ["--standalone", "--nnodes", str(nodes), "--pipelines", "1"]
+    arguments += ["--accumulate", "exact", *flags]
     print("  $ " + shlex.join(["elastic", "run", *arguments, *SCRIPT]), flush=True)
-    command = [sys.executable, "-m", "elastic", "run", "--run-dir", str(directory), *arguments, *SCRIPT]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+    command = [sys.executable, "-m", "elastic", "run", "--run-dir", str(directory)]
+    command += [*arguments, *SCRIPT]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if _shown(line):
                 print("  " + line.rstrip(), flush=True)
     summary, events = directory / "summary.json", directory / "events.jsonl"
-    return Run(
+    return FinishedRun(
         code=child.returncode,
         directory=directory,
         summary=json.loads(summary.read_text()) if summary.exists() else {},
@@ -87,7 +91,8 @@ def _shown(line: str) -> bool:
 
 
 def _plans(events: Path) -> tuple[Plan, ...]:
-    return tuple(parse_plan(entry["text"]) for entry in read_events(events) if entry["kind"] == "plan")
+    entries = [entry for entry in read_events(events) if entry["kind"] == "plan"]
+    return tuple(parse_plan(entry["text"]) for entry in entries)
 
 
 def show_plans(plans: Sequence[Plan]) -> None:
@@ -96,17 +101,19 @@ def show_plans(plans: Sequence[Plan]) -> None:
             stages = [f"{s.unit.node} [{format_indices(s.layers)}]" for s in pipeline.stages]
             print(f"  {name:7} layers on nodes   {' -> '.join(stages)}")
         if plan.peers:
-            print(f"  {'':7} backups kept by   {'  '.join(f'{node}: {peer}' for node, peer in plan.peers)}")
+            peers = "  ".join(f"{node}: {peer}" for node, peer in plan.peers)
+            print(f"  {'':7} backups kept by   {peers}")
 
 
 def show_loss(loss: Sequence[float], failed_at: int | None) -> None:
-    """A chart, a column a step; X marks the step in which the node was killed."""
+    """Print a chart with one column per step; X marks the step of the kill."""
     low, high = min(loss), max(loss)
     rows = [round((high - value) / ((high - low) or 1.0) * (CHART_ROWS - 1)) for value in loss]
     for row in range(CHART_ROWS):
         label = high - (high - low) * row / (CHART_ROWS - 1)
         cells = ("X" if step == failed_at else "o" for step in range(len(loss)))
-        line = "".join(f"  {cell if at == row else ' '}" for cell, at in zip(cells, rows, strict=True))
+        pairs = zip(cells, rows, strict=True)
+        line = "".join(f"  {cell if at == row else ' '}" for cell, at in pairs)
         print(f"  {label:7.3f} |{line.rstrip()}")
     print(f"  {'':7} +{'---' * len(loss)}")
     print(f"  {'step':>7}  {''.join(f'{step:3}' for step in range(len(loss)))}")
@@ -118,12 +125,15 @@ def show_recovery(entry: dict[str, Any], microbatches: int) -> None:
     for name, meaning in PHASES:
         print(f"  {name:>9} {entry[name + '_s']:8.3f} s   {meaning.format(**entry)}")
     lost, again = entry["microbatches_lost"], entry["microbatches_rerun"]
-    print(f"  work lost: {lost} of {microbatches} micro-batches had reached the dead node and were run again")
-    print(f"  kept: the gradients of finished ones; of those already begun {again} were run after the change")
+    count = f"{lost} of {microbatches} micro-batches"
+    print(f"  work lost: {count} had reached the dead node and were run again")
+    print(
+        f"  kept: gradients of finished micro-batches; {again} unfinished ones ran after the change"
+    )
 
 
-def checks(failed: Run, clean: Run) -> list[tuple[str, bool]]:
-    """What must hold, and whether it does."""
+def checks(failed: FinishedRun, clean: FinishedRun) -> list[tuple[str, bool]]:
+    """Each check, and whether it holds."""
     node = parse_fault(FAULT).node
     lost = [entry for entry in failed.recoveries if not entry["planned"]]
     steps = len(failed.loss)
@@ -132,24 +142,25 @@ def checks(failed: Run, clean: Run) -> list[tuple[str, bool]]:
     return [
         ("both runs ended with exit code 0", failed.code == clean.code == 0),
         ("the fault was carried out", (failed.directory / "faults" / "0.fired").exists()),
-        ("one node was lost, and one recovery made up for it",
+        ("one node was lost, and one recovery followed",
          len(lost) == 1 and node in lost[0]["cause"] and lost[0]["nodes_after"] == NODES - 1),
-        ("less than a step was lost", len(lost) == 1 and lost[0]["microbatches_lost"] < microbatches),
+        ("less than a step was lost",
+         len(lost) == 1 and lost[0]["microbatches_lost"] < microbatches),
         ("the other run had no failure", clean.recoveries == []),
-        ("every micro-batch counted exactly once", ledgers == [{"double": 0, "missing": 0}] * 2),
+        ("each micro-batch counted exactly once", ledgers == [{"double": 0, "missing": 0}] * 2),
         ("the loss fell", steps > 1 and failed.loss[-1] < failed.loss[0]),
-        ("every step's loss is the same, to the last bit", steps > 0 and failed.loss == clean.loss),
-        ("the final parameters are the same, to the last bit",
+        ("the loss of each step is equal, bit for bit", steps > 0 and failed.loss == clean.loss),
+        ("the final parameters are equal, bit for bit",
          bool(_sha(failed)) and _sha(failed) == _sha(clean)),
     ]  # fmt: skip
 
 
-def _sha(run: Run) -> str:
+def _sha(run: FinishedRun) -> str:
     return str(run.summary.get("params_sha256", ""))
 
 
-def report(failed: Run, clean: Run) -> None:
-    """Everything that the two runs have to tell."""
+def report(failed: FinishedRun, clean: FinishedRun) -> None:
+    """Print plans, loss, recovery and final parameters of the two runs."""
     if failed.plans:
         print("\nThe plan")
         show_plans(failed.plans)
@@ -181,7 +192,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     report(failed, clean)
-    print("\nWhat must hold")
+    print("\nChecks")
     results = checks(failed, clean)
     for text, holds in results:
         print(f"  {'ok  ' if holds else 'FAIL'}  {text}")

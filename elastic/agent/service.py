@@ -41,7 +41,13 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import parse_fault
 from elastic.core.protocol.health_report import HealthReport, Preflight, Refused
 from elastic.core.protocol.messages import NodePhase
-from elastic.domain.errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED, ElasticError, VaultError
+from elastic.domain.errors import (
+    EXIT_DRAINED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    ElasticError,
+    VaultError,
+)
 from elastic.domain.types import NodeInfo
 from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy

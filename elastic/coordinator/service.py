@@ -30,12 +30,25 @@ from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.coordinator.clock import Clock
 from elastic.coordinator.inbox import SWITCH_S, Inbox
-from elastic.coordinator.leadership import LEASE_S, SHARED_LEASE_S, STATE_KEY, Keeper, Part, stand_by
+from elastic.coordinator.leadership import (
+    LEASE_S,
+    SHARED_LEASE_S,
+    STATE_KEY,
+    Keeper,
+    Part,
+    stand_by,
+)
 from elastic.coordinator.metrics.endpoint import Exposed
 from elastic.coordinator.metrics.gauges import Standing
 from elastic.coordinator.queries import Query, lately, reply
 from elastic.coordinator.records.checkpoint_commit import Commit, Commits
-from elastic.coordinator.records.run_directory import announce, first_state, name_of, note_pid, read_told
+from elastic.coordinator.records.run_directory import (
+    announce,
+    first_state,
+    name_of,
+    note_pid,
+    read_told,
+)
 from elastic.coordinator.records.run_records import Records
 from elastic.coordinator.records.state_saver import Saver
 from elastic.coordinator.session_filter import Speakers

@@ -28,7 +28,14 @@ import xxhash
 
 from elastic.domain import codec
 from elastic.domain.errors import FieldError, VaultError
-from elastic.domain.state_layout import StateHeader, TensorEntry, join, plan_layout, read_header, span
+from elastic.domain.state_layout import (
+    StateHeader,
+    TensorEntry,
+    join,
+    plan_layout,
+    read_header,
+    span,
+)
 from elastic.domain.types import WHOLE, JobSpec, Portion, Slot, slot_of, whole_slots
 from elastic.store import safetensors_stream
 

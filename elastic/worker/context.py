@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.core.protocol import messages as m
 from elastic.domain.errors import FieldError
 from elastic.domain.types import WHOLE, Accumulate, JobSpec, Portion, Unit
-from elastic.worker.backup.copier import beside
+from elastic.worker.backup.copier import async_copy_device
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
@@ -98,7 +98,7 @@ class WorkerContext:
             tp=tp,
             store=store,
             agent=agent,
-            publisher=Publisher(agent, memory, settings.node, shard, beside=beside(device)),
+            publisher=Publisher(agent, memory, settings.node, shard, copy_device=async_copy_device(device)),
             injector=FaultInjector(settings, agent.send),
         )
         agent.send(m.Attach(settings.local_rank, os.getpid(), spec, address))

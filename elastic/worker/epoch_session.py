@@ -24,12 +24,11 @@ from elastic.worker.backup.policy import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.step import StepResult, StepRunner
-from elastic.worker.model.layers import Microbatch
-from elastic.worker.model.tensor_parallel import tp_sync
+from elastic.worker.model.layers import Microbatch, tp_sync
 from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
-from elastic.worker.recovery.state_loader import Installed, Installer
+from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
 from elastic.worker.transport.links import Links
@@ -149,7 +148,7 @@ class EpochSession:
         self._send(m.Ready(self._order.epoch, transfer_s, rebuild_s, tuple(installed.sources)))
         return steps
 
-    def _load_layers(self, recovering: bool) -> Installed:
+    def _load_layers(self, recovering: bool) -> LoadedStage:
         """Keep the usable live layers and read the missing ones into `context.replicas`."""
         context = self._context
         member = self._roster.members[self._rank]
@@ -164,7 +163,7 @@ class EpochSession:
             self._abandon,
             timeout_s=context.settings.timeouts.bulk_s,
         )
-        installer = Installer(
+        installer = StateLoader(
             context.build_replica,
             fetcher,
             context.job.optimizer.lr,
@@ -201,7 +200,7 @@ class EpochSession:
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
         )
 
-    def _protect(self, installed: Installed) -> Protection:
+    def _protect(self, installed: LoadedStage) -> Protection:
         """Return the backup of the installed layers, by the plan's scheme."""
         return Protection(
             self._context.publisher,
@@ -211,10 +210,10 @@ class EpochSession:
             self._abandon,
             self._send,
             self._context.job.stack.tied,
-            chunks=len(self._roster.places(self._rank)),
+            stages=len(self._roster.places(self._rank)),
         )
 
-    def _runner(self, installed: Installed, links: Links, protection: Protection) -> StepRunner:
+    def _runner(self, installed: LoadedStage, links: Links, protection: Protection) -> StepRunner:
         """Return the runner of the epoch's steps on the installed layers."""
         context, job, replicas = self._context, self._context.job, installed.replicas
         assignment, messages = self._assignment, installed.messages

@@ -11,7 +11,17 @@ import pytest
 from elastic.coordinator import inbox as module
 from elastic.coordinator.inbox import Inbox
 from elastic.core.coordinator.transitions import learn, settle
-from elastic.core.job.state import Adopted, Beat, Closed, JobPhase, JobState, Note, Policy, Reported, Tick
+from elastic.core.job.state import (
+    Adopted,
+    Beat,
+    Closed,
+    JobPhase,
+    JobState,
+    Note,
+    Policy,
+    Reported,
+    Tick,
+)
 from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
 from tests.coordinator.helpers import START, Hands

@@ -23,7 +23,17 @@ from elastic.rpc.security.token_proof import GOOD_S, TokenGate, answer
 from tests.agent.vault.copies import content, make
 from tests.patience import LONG_S
 from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
-from tests.security.vault_ports import COPY, DATA, PORT, certs_of, client, dial, ended, enter, serves
+from tests.security.vault_ports import (
+    COPY,
+    DATA,
+    PORT,
+    certs_of,
+    client,
+    dial,
+    ended,
+    enter,
+    serves,
+)
 
 
 def test_members_are_served(server: VaultServer, authority: Authority, vault: Vault) -> None:

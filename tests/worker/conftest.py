@@ -1,4 +1,4 @@
-"""Shared by the worker's tests."""
+"""Fixtures of the worker's tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> TensorParallel:
-    """A tensor-parallel group of one, which megatron-core needs."""
+    """The tensor-parallel group of one rank that megatron-core needs."""
     from elastic.worker.contrib.megatron import init_tensor_parallel
 
     store: Path = tmp_path_factory.mktemp("tp") / "store"

@@ -18,7 +18,15 @@ from pathlib import Path
 import psutil
 
 from elastic.agent.health.devices import Devices
-from elastic.core.protocol.health_report import LONG, MANY, DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
+from elastic.core.protocol.health_report import (
+    LONG,
+    MANY,
+    DeviceSeen,
+    Disk,
+    HealthReport,
+    LinkSeen,
+    Mishap,
+)
 
 log = logging.getLogger(__name__)
 SAMPLE_S = 1.0

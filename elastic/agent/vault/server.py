@@ -18,7 +18,14 @@ import xxhash
 from elastic.agent.vault.vault import Incoming, Vault
 from elastic.core.protocol.timeouts import DEFAULT
 from elastic.domain import codec
-from elastic.domain.errors import ChannelClosed, ElasticError, FieldError, StaleError, VaultError, VaultFull
+from elastic.domain.errors import (
+    ChannelClosed,
+    ElasticError,
+    FieldError,
+    StaleError,
+    VaultError,
+    VaultFull,
+)
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.blocks import CODECS, drain_blocks
 from elastic.rpc.bulk.compression import CompressionPolicy

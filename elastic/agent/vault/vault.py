@@ -23,7 +23,14 @@ from elastic.agent.vault.retention import Group, abandoned, group_of, spare, sup
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.domain.types import LOGS, STATE, UPDATE, Copy
-from elastic.store.shared_memory import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
+from elastic.store.shared_memory import (
+    DATA_OFFSET,
+    Slot,
+    SlotPool,
+    SlotReader,
+    checksum,
+    slot_prefix,
+)
 
 
 @dataclass(slots=True)

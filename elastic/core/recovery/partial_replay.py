@@ -14,7 +14,16 @@ from itertools import groupby
 
 from elastic.core.recovery.copy_index import Shelf, on_node
 from elastic.domain.ledger import format_indices
-from elastic.domain.types import ACTIVATION, COTANGENT, Copy, LayerSpec, PartialRun, Pipeline, Plan, Unit
+from elastic.domain.types import (
+    ACTIVATION,
+    COTANGENT,
+    Copy,
+    LayerSpec,
+    PartialRun,
+    Pipeline,
+    Plan,
+    Unit,
+)
 
 Span = tuple[int, int]
 """Layers [first, last)."""

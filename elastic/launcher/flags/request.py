@@ -23,7 +23,14 @@ from elastic.domain.types import Accumulate
 from elastic.launcher.flags.guarding import Guard, certificates, guard, guard_cluster
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
-from elastic.launcher.flags.values import DYNAMIC_PORT, STATIC_PORT, addresses, folder, slug, streams
+from elastic.launcher.flags.values import (
+    DYNAMIC_PORT,
+    STATIC_PORT,
+    addresses,
+    folder,
+    slug,
+    streams,
+)
 from elastic.launcher.flags.waiting import heartbeat, metadata_services, notices, silence
 from elastic.planning.cost.profile import Link, Profile
 

@@ -19,7 +19,13 @@ from elastic.command_line import CommandLine, Parsed
 from elastic.domain.errors import EXIT_OK, FieldError, UsageError, needs_extra
 from elastic.launcher.flags.flags import OURS, TORCHRUN
 from elastic.launcher.flags.values import NODES
-from elastic.launcher.kubernetes.controllers import COMPONENT, KINDS, convert, coordinators, pod_template
+from elastic.launcher.kubernetes.controllers import (
+    COMPONENT,
+    KINDS,
+    convert,
+    coordinators,
+    pod_template,
+)
 from elastic.launcher.kubernetes.kustomize import FILE, Object, build
 from elastic.planning.plan.units import size_of
 

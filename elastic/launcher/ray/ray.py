@@ -19,7 +19,10 @@ import ray
 from ray import exceptions
 from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from elastic.core.job import fleet
 from elastic.domain.errors import FieldError

@@ -22,7 +22,13 @@ from elastic.planning.schedule.microbatch_split import Cost, allot
 from elastic.planning.schedule.schedule import ZERO_BUBBLE
 from elastic.planning.search.column_pool import Pool, pool
 from elastic.planning.search.columns import MANY, WIDER
-from elastic.planning.search.evaluate import cost, figures, largest_tail, shape_seconds, slowest_stage
+from elastic.planning.search.evaluate import (
+    cost,
+    figures,
+    largest_tail,
+    shape_seconds,
+    slowest_stage,
+)
 from elastic.planning.search.layer_partition import Cutter
 from elastic.planning.search.master_problem import Relaxation, most_whole
 from elastic.planning.search.problem import Problem, Shape, Solution

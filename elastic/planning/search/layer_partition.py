@@ -9,7 +9,14 @@ from math import inf
 
 import numpy as np
 
-from elastic.planning.cost.cost_model import CostModel, Floats, Ints, Stages, in_flight, pipeline_seconds
+from elastic.planning.cost.cost_model import (
+    CostModel,
+    Floats,
+    Ints,
+    Stages,
+    in_flight,
+    pipeline_seconds,
+)
 from elastic.planning.search.problem import CLOSE, Shape
 
 EVEN = 1e-9

@@ -1,7 +1,7 @@
-"""Messages between stages as copies: what the `log` scheme keeps on the sender's node.
+"""The `log` scheme: messages between stages, kept as copies on the sender's node.
 
-A copy is a header (int64 words, as on the wire: `elastic.worker.transport.tensor_header`) padded to
-DATA_OFFSET bytes, and the tensor's bytes.
+A copy has a header (int64 words as on the wire, `elastic.worker.transport.tensor_header`), padding
+up to DATA_OFFSET bytes, and the tensor's bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from elastic.domain.errors import ElasticError, VaultError, VaultFull
+from elastic.worker.backup.items import PendingCopy
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
-    """A message that was sent: the input of layer `layer`, or its gradient."""
+class LoggedMessage:
+    """A message that was sent: the input of layer `layer`, or the gradient of that input."""
 
     kind: str
     """One of `elastic.domain.types.LOGS`."""
@@ -41,6 +42,11 @@ class Logged:
         """Bytes of its copy."""
         return DATA_OFFSET + self.tensor.nbytes
 
+    def as_copy(self) -> PendingCopy:
+        """The copy to make of this message."""
+        ledger = frozenset((self.microbatch,))
+        return PendingCopy(self.kind, self.layer, self.step, self.nbytes, self.write, ledger)
+
     def write(self, out: Tensor) -> None:
         """Write the copy to `out`, uint8 [nbytes] in host memory."""
         out[:HEADER_BYTES].copy_(pack_header(spec_of(self.tensor)).view(torch.uint8))
@@ -48,54 +54,63 @@ class Logged:
         out[DATA_OFFSET:].copy_(as_bytes(self.tensor))
 
 
-def read(data: Tensor) -> Tensor:
-    """The message in a copy's bytes, uint8 [nbytes]; a view. Raises VaultError if it is malformed."""
+def read_message(data: Tensor) -> Tensor:
+    """The message in a copy's bytes, uint8 [nbytes], as a view. VaultError if it is malformed."""
     try:
         dtype, shape = unpack_header(data[:HEADER_BYTES].clone().view(torch.int64), 0)
         return data[DATA_OFFSET:].view(dtype).view(shape)
     except (ElasticError, RuntimeError, ValueError) as error:
-        raise VaultError(f"a logged message of {data.numel()} bytes is malformed: {error}") from error
+        size = data.numel()
+        raise VaultError(f"a logged message of {size} bytes is malformed: {error}") from error
 
 
-class BoundaryLog:
-    """The log of one worker in one epoch. What is kept is written and announced at the next `flush`, all at once.
+class ActivationLog:
+    """The log of one worker in one epoch.
 
-    Until then tensors are only held; they do not change (`Links.send`). In host memory they are held for two steps, and
-    written when the epoch ends: a worker that dies takes its own messages along, but its stage's inputs and gradients
-    are those that its neighbours sent. Where memory is short, no more is kept in this epoch, and training goes on:
-    such micro-batches run through more layers if a stage is lost.
+    `keep` only holds a tensor, which does not change after `Links.send`. The next `flush` writes
+    and announces all held tensors together. If memory is short, the log ends for this epoch and
+    training goes on: if a stage is lost, its micro-batches then run through more layers again.
     """
 
-    def __init__(self, publisher: Publisher, epoch: int, *, held: bool = False) -> None:
-        """`held`: nothing is written before the epoch ends."""
-        self._publisher, self._epoch, self._held = publisher, epoch, held
-        self._pending: list[Logged] = []
+    def __init__(self, publisher: Publisher, epoch: int, *, in_memory: bool = False) -> None:
+        """`in_memory`: hold the messages of two steps, and write them when the epoch ends.
+
+        A worker that dies loses its own messages, but the neighbours have the messages that its
+        stage needs.
+        """
+        self._publisher, self._epoch, self._in_memory = publisher, epoch, in_memory
+        self._pending: list[LoggedMessage] = []
         self._full = False
 
-    def keep(self, logged: Logged) -> None:
-        """Have `logged` written soon, or when the epoch ends."""
-        if self._held and self._pending and self._pending[-1].step < logged.step:
-            self._pending = [other for other in self._pending if other.step >= logged.step - 1]
+    def keep(self, message: LoggedMessage) -> None:
+        """Hold `message` for the next write."""
+        new_step = self._pending and self._pending[-1].step < message.step
+        if self._in_memory and new_step:
+            self._pending = [old for old in self._pending if old.step >= message.step - 1]
         if not self._full:
-            self._pending.append(logged)
+            self._pending.append(message)
 
     def flush(self, abandon: AbandonSignal | None) -> None:
-        """Write and announce what was kept; None: the epoch has ended. Waits for slots as `Publisher` does. Raises
-        EpochAbandoned."""
-        if self._held and abandon is not None:
+        """Write and announce the held messages; `abandon` is None when the epoch has ended.
+
+        Waits for slots as `Publisher` does. Raises EpochAbandoned, and keeps the messages then.
+        """
+        if self._in_memory and abandon is not None:
             return
         pending, self._pending = self._pending, []
         if not pending:
             return
+        steps = [list(messages) for _, messages in groupby(pending, key=lambda m: m.step)]
         try:
-            steps = [list(messages) for _, messages in groupby(pending, key=lambda logged: logged.step)]
-            for messages in reversed(
-                steps
-            ):  # the running step first; a bundle has at most one of a ring of slots
-                self._publisher.publish_logs(messages, self._epoch, abandon)
+            # The running step goes first. A bundle uses one slot of a ring at most.
+            for messages in reversed(steps):
+                copies = [message.as_copy() for message in messages]
+                self._publisher.publish(copies, self._epoch, "", abandon)
         except EpochAbandoned:
             self._pending = pending
             raise
         except VaultFull as error:
             self._full = True
-            log.warning("messages are not logged any more in this epoch, training goes on: %s", error)
+            log.warning(
+                "messages are not logged any more in this epoch, training goes on: %s", error
+            )

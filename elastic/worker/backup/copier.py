@@ -1,116 +1,84 @@
-"""Writes copies to host memory beside the computing: from a GPU, on streams of its own.
+"""Writes copies to host memory in background threads; from a GPU, on streams of their own.
 
-Jobs are done one after the other, the copies of a job by several threads. Each waits, on the device, for what was
-computed when the job was given, and for nothing later. Whoever is to change what is being read waits for its
-`Copying` first (`LayerReplica`).
+Jobs run one after the other, and the copies of one job in parallel. A copy waits on the device for
+the work that was queued before `start`, and for nothing later. Before a change of data that a job
+reads, wait for the job's future (`GradientSum.settle`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 THREADS = 4
-"""One thread copies from a GPU and takes checksums at a fraction of what the bus carries."""
+"""One thread alone, with copying and checksums, uses a fraction of the bus bandwidth."""
 
 
-def beside(device: torch.device) -> torch.device | None:
-    """`device`, if copies are made beside its computing: a GPU's always, others' where it is asked for."""
-    return device if device.type == "cuda" or os.environ.get("ELASTIC_COPY_BESIDE") == "1" else None
-
-
-class Copying:
-    """A job under way."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.error: BaseException | None = None
-
-    def wait(self) -> None:
-        """Until all was read that the job reads. Raises what went wrong in it."""
-        self._done.wait()
-        if self.error is not None:
-            raise self.error
-
-    def end(self, error: BaseException | None) -> None:
-        self.error = error
-        self._done.set()
-
-
-_Job = tuple[Copying, torch.cuda.Event | None, Sequence[Callable[[], Any]], Callable[[list[Any]], None]]
+def async_copy_device(device: torch.device) -> torch.device | None:
+    """`device` if its copies are made in the background: GPUs, and CPUs on request."""
+    requested = os.environ.get("ELASTIC_COPY_BESIDE") == "1"
+    return device if device.type == "cuda" or requested else None
 
 
 class Copier:
-    """One a worker. Its threads begin with the first job and end with the process, or with `close`."""
+    """Background threads of one worker. They start with the first job and end with `close`."""
 
     def __init__(
         self, device: torch.device, failed: Callable[[BaseException], None], threads: int = THREADS
     ) -> None:
-        """`failed` hears of errors, from the thread that they came up in."""
+        """`failed` is called with the error of a job, in the job's thread."""
         self._device, self._failed = device, failed
+        self._jobs = ThreadPoolExecutor(1, "copier")
         self._pool = ThreadPoolExecutor(threads, "copy")
-        self._own = threading.local()
-        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._last = Copying()
-        self._last.end(None)
-        self._thread: threading.Thread | None = None
+        self._local = threading.local()
+        self._last: Future[None] | None = None
 
-    def start(self, writes: Sequence[Callable[[], T]], then: Callable[[list[T]], None]) -> Copying:
-        """Run `writes`, then `then` with what they returned, after all jobs before. Returns at once."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="copier", daemon=True)
-            self._thread.start()
-        ready = torch.cuda.current_stream(self._device).record_event() if self._cuda else None
-        self._last = Copying()
-        self._queue.put((self._last, ready, writes, then))
+    def start(
+        self, writes: Sequence[Callable[[], T]], then: Callable[[list[T]], None]
+    ) -> Future[None]:
+        """Run `writes` after all earlier jobs, then call `then` with their results."""
+        cuda = self._device.type == "cuda"
+        ready = torch.cuda.current_stream(self._device).record_event() if cuda else None
+        self._last = self._jobs.submit(self._run, ready, writes, then)
         return self._last
 
     def settle(self) -> None:
-        """Wait for all jobs. Raises what went wrong in the last one."""
-        self._last.wait()
+        """Wait for all jobs. Raises the error of the last one."""
+        if self._last is not None:
+            self._last.result()
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._jobs.shutdown(wait=False)
         self._pool.shutdown(wait=False)
 
-    @property
-    def _cuda(self) -> bool:
-        return self._device.type == "cuda"
-
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            copying, ready, writes, then = job
-            error: BaseException | None = None
-            try:
-                then(list(self._pool.map(partial(self._write, ready), writes)))
-            except Exception as problem:  # noqa: BLE001 - whatever it is, the main thread must hear of it
-                error = problem
-                self._failed(problem)
-            copying.end(error)
+    def _run(
+        self,
+        ready: torch.cuda.Event | None,
+        writes: Sequence[Callable[[], T]],
+        then: Callable[[list[T]], None],
+    ) -> None:
+        try:
+            then(list(self._pool.map(partial(self._write, ready), writes)))
+        except Exception as error:
+            self._failed(error)
+            raise
 
     def _write(self, ready: torch.cuda.Event | None, write: Callable[[], T]) -> T:
-        with self._stream(ready):
-            return write()
-
-    @contextlib.contextmanager
-    def _stream(self, ready: torch.cuda.Event | None) -> Any:
-        """This thread's own stream, behind what the job was given with."""
+        """On a GPU, write on this thread's own stream, after the event `ready`."""
         if ready is None:
-            yield
-            return
-        if not hasattr(self._own, "stream"):
+            return write()
+        if not hasattr(self._local, "stream"):
             torch.cuda.set_device(self._device)
-            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._own.stream):
-            self._own.stream.wait_event(ready)
-            yield
-            self._own.stream.synchronize()
+            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._local.stream):
+            self._local.stream.wait_event(ready)
+            result = write()
+            self._local.stream.synchronize()
+        return result

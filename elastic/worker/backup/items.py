@@ -1,8 +1,8 @@
-"""Copies to be made: what of a worker's layers is published, and how its bytes are written."""
+"""Lists of the copies to be made of a worker's layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from elastic.domain.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, WHOLE, Portion
 from elastic.worker.model.state_codec import as_bytes
-from elastic.worker.replica.publishing import Message, Readable, Summed
+from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.replica.replica import LayerReplica
 
 RingKey = tuple[str, int, frozenset[int]]
+"""(kind, layer, ledger) of a ring of slots; the ledger is empty unless the kind is a log."""
 
 
-@dataclass(slots=True)
-class Item:
+@dataclass(slots=True, eq=False)
+class PendingCopy:
     """One copy to be made."""
 
     kind: str
@@ -25,15 +26,16 @@ class Item:
     step: int
     nbytes: int
     write: Callable[[Tensor], None]
+    """Writes the copy to a uint8 tensor [nbytes] in host memory."""
     microbatches: frozenset[int] = frozenset()
     losses: tuple[tuple[int, float], ...] = ()
     portion: Portion = WHOLE
-    source: Readable | None = None
-    """What `write` reads; it must not change before that is done."""
+    source: GradientSum | None = None
+    """The data that `write` reads, if later micro-batches or updates change it."""
 
     @property
     def ring(self) -> RingKey:
-        """Which ring of slots it takes turns in."""
+        """The ring of slots that holds copies of this kind."""
         return self.kind, self.layer, self.microbatches if self.kind in LOGS else frozenset()
 
     @property
@@ -41,10 +43,10 @@ class Item:
         return self.step, self.microbatches
 
 
-def gradients(sums: Iterable[Summed], step: int) -> list[Item]:
-    """Those that are not empty."""
+def gradients(sums: Iterable[GradientSum], step: int) -> list[PendingCopy]:
+    """Copies of the sums that are not empty."""
     return [
-        Item(
+        PendingCopy(
             GRADIENT,
             part.index,
             step,
@@ -61,39 +63,42 @@ def gradients(sums: Iterable[Summed], step: int) -> list[Item]:
 
 def reduced_gradients(
     replicas: Iterable[LayerReplica], reduced: Mapping[int, Tensor], step: int
-) -> list[Item]:
-    items = []
+) -> list[PendingCopy]:
+    """Copies of `reduced`: layer -> flat gradient that its update takes."""
+    copies = []
     for replica in replicas:
         source = reduced[replica.index]
-        held = frozenset(index for part in replica.parts for index in part.ledger)
-        items.append(Item(REDUCED, replica.index, step, source.nbytes, partial(_copy, source), held))
-    return items
+        ledger = frozenset(index for part in replica.parts for index in part.ledger)
+        write = partial(_copy, source)
+        copies.append(PendingCopy(REDUCED, replica.index, step, source.nbytes, write, ledger))
+    return copies
 
 
 def updates(
-    replicas: Iterable[LayerReplica], reduced: Mapping[int, Tensor], clip: float, *, at_once: bool
-) -> list[Item]:
-    """`at_once`: they are converted now, since `reduced` may change before they are written."""
-    items = []
+    replicas: Iterable[LayerReplica],
+    reduced: Mapping[int, Tensor],
+    clip: float,
+    *,
+    convert_now: bool,
+) -> list[PendingCopy]:
+    """Copies of the inputs of the next updates.
+
+    `convert_now`: convert `reduced` at once, because it may change before the copies are written.
+    """
+    copies = []
     for replica in replicas:
-        source = reduced[replica.index]
-        write = (
-            partial(_copy, replica.update_taken(source, clip))
-            if at_once
-            else partial(replica.write_update, source, clip)
-        )
-        size, version = replica.update_nbytes, replica.version
-        items.append(Item(UPDATE, replica.index, version, size, write, portion=replica.portion))
-    return items
+        source, size, version = reduced[replica.index], replica.update_nbytes, replica.version
+        write = partial(replica.write_update, source, clip)
+        if convert_now:
+            write = partial(_copy, replica.update_input(source, clip))
+        portion = replica.portion
+        copies.append(PendingCopy(UPDATE, replica.index, version, size, write, portion=portion))
+    return copies
 
 
-def messages(logged: Iterable[Message]) -> list[Item]:
-    return [Item(m.kind, m.layer, m.step, m.nbytes, m.write, frozenset((m.microbatch,))) for m in logged]
-
-
-def states(replicas: Iterable[LayerReplica]) -> list[Item]:
+def states(replicas: Iterable[LayerReplica]) -> list[PendingCopy]:
     return [
-        Item(
+        PendingCopy(
             STATE,
             replica.index,
             replica.version,
@@ -104,12 +109,6 @@ def states(replicas: Iterable[LayerReplica]) -> list[Item]:
         )
         for replica in replicas
     ]
-
-
-def among(items: Collection[Item], layers: Collection[int] | None) -> tuple[list[Item], list[Item]]:
-    """Items of these layers (None: of all), and the others."""
-    inside = [item for item in items if layers is None or item.layer in layers]
-    return inside, [item for item in items if item not in inside]
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What backups cost a worker: bytes and seconds of copying, waiting and sending, counted while it trains."""
+"""Cost of a worker's backups: bytes and seconds of copying, waiting and sending."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from elastic.core.protocol.messages import Traffic
 
 
 class TrafficMeter:
-    """Counts until it is asked. The main thread copies and waits; acknowledgements come from another one.
+    """Counts until `take`. Thread-safe: acknowledgements come from a thread of their own.
 
-    A bundle's sending takes from its announcement, or the acknowledgement of the one before it, to its own: they are
-    sent one after the other.
+    Bundles are sent one after the other. The sending time of a bundle is the time from its
+    announcement, or from the acknowledgement of the bundle before it, to its own acknowledgement.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._under_way: deque[tuple[int, int, float]] = deque()
-        """(bundle, bytes, announced at) of bundles for a peer, oldest first."""
+        self._unacked: deque[tuple[int, int, float]] = deque()
+        """(bundle, bytes, time of announcement) of bundles for a peer, oldest first."""
         self._acked_at = 0.0
         self._reset()
 
@@ -30,30 +30,30 @@ class TrafficMeter:
 
     @property
     def busy(self) -> bool:
-        """Something is on its way to a peer."""
-        return bool(self._under_way)
+        """Whether a bundle is on its way to a peer."""
+        return bool(self._unacked)
 
     def copied(self, nbytes: int, seconds: float) -> None:
-        """A copy was written and its checksum taken."""
+        """Count a copy that was written, with its checksum."""
         with self._lock:
             self._copied, self._copied_s = self._copied + nbytes, self._copied_s + seconds
 
     def waited(self, seconds: float) -> None:
-        """The main thread stood still until something was acknowledged."""
+        """Count time in which the main thread waited for an acknowledgement."""
         with self._lock:
             self._waited_s += seconds
 
     def announced(self, bundle: int, nbytes: int) -> None:
-        """A bundle for a peer was given to the agent."""
+        """Count a bundle for a peer that was given to the agent."""
         with self._lock:
-            self._under_way.append((bundle, nbytes, self._clock()))
+            self._unacked.append((bundle, nbytes, self._clock()))
 
     def acked(self, bundle: int, kept: bool = True) -> None:
-        """`bundle` and all before it are whole at the peer; or (not `kept`) it had no room, which tells nothing."""
+        """Count all bundles up to `bundle` as sent; not if the peer had no room (not `kept`)."""
         with self._lock:
             now, began = self._clock(), None
-            while self._under_way and self._under_way[0][0] <= bundle:
-                _, nbytes, at = self._under_way.popleft()
+            while self._unacked and self._unacked[0][0] <= bundle:
+                _, nbytes, at = self._unacked.popleft()
                 began = max(at, self._acked_at) if began is None else began
                 self._sent += nbytes if kept else 0
             if began is not None:
@@ -61,12 +61,12 @@ class TrafficMeter:
                 self._acked_at = now
 
     def forget(self) -> None:
-        """The epoch is over: what is under way will never be acknowledged."""
+        """Drop bundles on their way: the epoch is over, so their acknowledgements never come."""
         with self._lock:
-            self._under_way.clear()
+            self._unacked.clear()
 
     def take(self) -> Traffic:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             found = Traffic(self._copied, self._copied_s, self._waited_s, self._sent, self._sent_s)
             self._reset()

@@ -1,4 +1,4 @@
-"""Text as one long run of bytes: a file, or a folder's files end to end, mapped and never copied whole."""
+"""Text as one sequence of bytes: a file, or the files of a folder, memory-mapped."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from pathlib import Path
 from elastic.domain.errors import FieldError
 
 MAPPED_FILES = 128
-"""Files that stay mapped at a time."""
+"""Maximum number of files that are mapped at a time."""
 
 
 class ByteCorpus:
-    """Bytes of a file or folder; `None` stands for the Python standard library's own sources.
+    """Bytes of a file or folder; `None` means the sources of the Python standard library.
 
-    A folder's regular files count, in the order of their paths below it; hidden ones do not, and links to
-    folders are not followed. Raises FieldError("data", ...) if there is nothing to read.
+    A folder contributes its regular files in path order, without hidden files. Links to folders are
+    not followed. Raises FieldError("data", ...) if there is nothing to read.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         if path == "":
             raise FieldError("data", path, "name a file or folder of text")
         self.path = Path(path) if path is not None else Path(sysconfig.get_path("stdlib"))
-        found = list(_sources(self.path)) if path is None else list(_files(self.path))
+        found = _standard_library(self.path) if path is None else _files(self.path)
         sized = [(file, size) for file, size in found if size]
         self._files = [file for file, _ in sized]
         self._ends = list(accumulate(size for _, size in sized))
         if not self._files:
-            raise FieldError(
-                "data", str(self.path), "there is no text in it; name a file or folder with some"
-            )
+            remedy = "there is no text in it; name a file or folder with some"
+            raise FieldError("data", str(self.path), remedy)
         self._map = lru_cache(MAPPED_FILES)(self._open)
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def read(self, start: int, count: int) -> bytes:
-        """Return bytes [start, start + count); the range must lie inside the corpus."""
+        """Return bytes [start, start + count). IndexError if the range is not in the corpus."""
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"bytes {start} to {start + count} of {len(self)}")
         parts, at, end = [], start, start + count
@@ -57,11 +56,8 @@ class ByteCorpus:
     def need(self, count: int) -> None:
         """Raise FieldError unless the corpus has at least `count` bytes."""
         if len(self) < count:
-            raise FieldError(
-                "data",
-                str(self.path),
-                f"it has {len(self)} bytes and a sequence needs {count}; give more text",
-            )
+            remedy = f"it has {len(self)} bytes and a sequence needs {count}; give more text"
+            raise FieldError("data", str(self.path), remedy)
 
     def _open(self, index: int) -> mmap.mmap:
         path = self._files[index]
@@ -72,12 +68,14 @@ class ByteCorpus:
         except (OSError, ValueError) as error:
             raise FieldError("data", path, f"cannot be read any more: {error}") from error
         if len(mapped) < size:
-            raise FieldError("data", path, f"shrank from {size} to {len(mapped)} bytes since the start")
+            remedy = f"shrank from {size} to {len(mapped)} bytes since the start"
+            raise FieldError("data", path, remedy)
         return mapped
 
 
-def _sources(root: Path) -> list[tuple[str, int]]:
-    return [(f, n) for f, n in _walk(root, skip=("site-packages", "dist-packages")) if f.endswith(".py")]
+def _standard_library(root: Path) -> list[tuple[str, int]]:
+    found = _walk(root, skip=("site-packages", "dist-packages"))
+    return [(file, size) for file, size in found if file.endswith(".py")]
 
 
 def _files(path: Path) -> list[tuple[str, int]]:
@@ -91,11 +89,12 @@ def _files(path: Path) -> list[tuple[str, int]]:
         return _walk(path, skip=())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise FieldError("data", str(path), f"{reason}; name a readable file or folder of text") from error
+        remedy = f"{reason}; name a readable file or folder of text"
+        raise FieldError("data", str(path), remedy) from error
 
 
 def _walk(root: Path, skip: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Regular, readable, not hidden files below `root`, with sizes, by path."""
+    """(path, size) of the regular files below `root` that are not hidden, sorted by path."""
     found = []
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -104,7 +103,7 @@ def _walk(root: Path, skip: tuple[str, ...]) -> list[tuple[str, int]]:
             if name.startswith(".") or not os.path.isfile(file):
                 continue
             if not os.access(file, os.R_OK):
-                raise FieldError("data", file, "may not be read; make it readable or move it away")
+                raise FieldError("data", file, "is not readable; make it readable or move it away")
             found.append((file, os.path.getsize(file)))
     return sorted(found, key=lambda pair: os.fsencode(pair[0]))
 

@@ -1,4 +1,4 @@
-"""Byte-level training samples; which ones depends on (seed, step, micro-batch) alone."""
+"""Byte-level training samples, a function of (seed, step, micro-batch)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ import torch
 
 from elastic.worker.contrib.corpus import ByteCorpus
 from elastic.worker.model.layers import Microbatch
-from elastic.worker.model.rng import keyed
+from elastic.worker.model.rng import derive_seed
 
 __all__ = ["ByteCorpus", "ByteDataset"]
 SAMPLES = 1 << 32
-"""Stands where a layer's index stands in other keys, so that samples share no key with a layer."""
+"""Used in place of a layer's index, so that samples and layers never share a seed."""
 
 
 class ByteDataset:
-    """Random windows of a corpus. Fields: tokens and labels (the next bytes), int64 [batch, sequence]."""
+    """Random windows of a corpus.
+
+    Fields: tokens and labels (the next bytes), int64 [batch, sequence].
+    """
 
     def __init__(self, corpus: ByteCorpus, seq_len: int, microbatch_size: int, seed: int) -> None:
         corpus.need(seq_len + 1)
-        self.corpus, self.seq_len, self.microbatch_size, self.seed = corpus, seq_len, microbatch_size, seed
+        self.corpus, self.seq_len = corpus, seq_len
+        self.microbatch_size, self.seed = microbatch_size, seed
 
     def offsets(self, step: int, index: int) -> list[int]:
-        """Where the samples of micro-batch `index` of `step` begin."""
+        """First bytes of the samples of micro-batch `index` of `step`."""
         room = len(self.corpus) - self.seq_len
-        return [keyed(self.seed, step, index, SAMPLES, n) % room for n in range(self.microbatch_size)]
+        keys = (self.seed, step, index, SAMPLES)
+        return [derive_seed(*keys, n) % room for n in range(self.microbatch_size)]
 
     def microbatch(self, step: int, index: int) -> Microbatch:
-        windows = b"".join(self.corpus.read(start, self.seq_len + 1) for start in self.offsets(step, index))
-        rows = torch.frombuffer(bytearray(windows), dtype=torch.uint8).view(self.microbatch_size, -1).long()
-        return Microbatch(
-            step, index, {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
-        )
+        starts = self.offsets(step, index)
+        windows = b"".join(self.corpus.read(start, self.seq_len + 1) for start in starts)
+        flat = torch.frombuffer(bytearray(windows), dtype=torch.uint8)
+        rows = flat.view(self.microbatch_size, -1).long()
+        fields = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+        return Microbatch(step, index, fields)

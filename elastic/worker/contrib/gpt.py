@@ -1,4 +1,4 @@
-"""What a GPT looks like: sizes and options, checked without importing torch."""
+"""Sizes and options of a GPT, checked without importing torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A GPT with learned positions, pre-layer norm and a GELU MLP four times as wide."""
+    """A GPT with learned positions, pre-layer norm and a GELU MLP of four times the width.
+
+    Raises FieldError for a value out of range.
+    """
 
     layers: int
-    """Transformer layers; embedding and head come on top."""
+    """Transformer layers, without embedding and head."""
     hidden: int
     heads: int
     seq_len: int
     micro_batch_size: int = 1
-    """Sequences a micro-batch; used for the planner's figures only."""
+    """Sequences per micro-batch; used for the planner's figures only."""
     vocab: int = 256
     dropout: float = 0.0
     """On embeddings, attention weights and both residual branches."""
     dtype: str = "fp32"
-    """Of parameters and activations: fp32 | bf16."""
+    """Type of parameters and activations: fp32 | bf16."""
     tie_embeddings: bool = False
-    """The head's matrix is the embedding's."""
+    """Use the embedding matrix as the head's matrix."""
     tp: int = 1
     """Tensor-parallel size."""
     seed: int = 0

@@ -1,8 +1,8 @@
-"""A matrix product whose backward pass computes only what is asked for.
+"""A linear layer whose backward pass computes only the requested gradients.
 
-megatron-core's own finds the gradients of input and weight together, whichever is wanted; a backward pass in two
-parts (`elastic.worker.model.split_backward`) would pay for both twice. This one does the same products on the same tensors, so its
-results are megatron-core's, bit for bit.
+megatron-core's own function always computes the gradients of input and weight together. A backward
+pass in two parts (`elastic.worker.model.split_backward`) would compute both twice. This function
+does the same products on the same tensors, so its results equal megatron-core's bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from torch import Tensor
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.group = group
@@ -28,7 +32,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         hidden, weight = ctx.saved_tensors
         gradient = gradients[0]
-        for_hidden, for_weight, for_bias = _wanted(ctx)
+        for_hidden, for_weight, for_bias = _requested(ctx)
         to_hidden = to_weight = to_bias = work = None
         if for_hidden:
             to_hidden = gradient.matmul(weight)
@@ -44,11 +48,11 @@ class _Linear(torch.autograd.Function):
         return to_hidden, to_weight, to_bias, None
 
 
-def _wanted(ctx: Any) -> list[bool]:
-    """Whether the running backward pass goes on behind input, weight and bias (False where there is none)."""
+def _requested(ctx: Any) -> list[bool]:
+    """Whether the running backward pass needs the gradients of input, weight and bias."""
     nodes = [node for node, _ in ctx.next_functions]
-    wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
-    return wanted + [False] * (3 - len(wanted))
+    found = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+    return found + [False] * (3 - len(found))
 
 
 def linear(
@@ -60,9 +64,10 @@ def linear(
     tp_group: dist.ProcessGroup | None = None,
     **others: Any,
 ) -> Tensor:
-    """input @ weight.T + bias, with the parameters of megatron-core's function; `others` are at their defaults.
+    """input @ weight.T + bias, with the signature of megatron-core's function.
 
-    `allreduce_dgrad`: the input's gradient is summed over `tp_group`.
+    `allreduce_dgrad`: sum the input's gradient over `tp_group`. `others` have their defaults.
     """
-    out: Tensor = _Linear.apply(input, weight, bias, tp_group if allreduce_dgrad else None)  # type: ignore[no-untyped-call]
+    group = tp_group if allreduce_dgrad else None
+    out: Tensor = _Linear.apply(input, weight, bias, group)  # type: ignore[no-untyped-call]
     return out

@@ -1,9 +1,9 @@
-"""A GPT from megatron-core's layers; the only file that imports megatron.core.
+"""A GPT from megatron-core's layers. No other file imports megatron.core.
 
-Each of embedding, transformer layers and head (final norm, output matrix, cross entropy) is one layer.
-Hidden states are [sequence, batch, hidden], megatron's order. One code path for CPU and CUDA, with or
-without tensor parallelism: initial values are drawn whole, on the CPU, from (seed, layer, name), and sliced
-for the rank.
+The embedding, each transformer layer, and the head (final norm, output matrix, cross entropy) are
+one layer each. Hidden states are [sequence, batch, hidden], megatron's order. Initial values are
+drawn whole on the CPU from (seed, layer, name), and sliced for the TP rank, so that they do not
+depend on device or TP size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +21,51 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError, needs_extra
-from elastic.worker.contrib.uncompiled import uncompiled
+from elastic.domain.types import Accumulate, LayerSpec
+from elastic.worker.contrib.gpt import GPTConfig
+from elastic.worker.contrib.linear import linear
+from elastic.worker.model import rng as randomness
+from elastic.worker.model.layers import (
+    LayerStack,
+    Microbatch,
+    ParameterShape,
+    TensorParallel,
+    layer_spec,
+)
+from elastic.worker.model.optimizer import OptimizerSpec
 
-with needs_extra("megatron", "A GPT from megatron-core layers"), uncompiled(), warnings.catch_warnings():
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Disable `torch.compile` inside, if there is no GPU.
+
+    megatron-core compiles fused helpers while it is imported. That loads the whole compiler: 1.7 s
+    of CPU time per worker start, for helpers that only a GPU gains from.
+    """
+
+    def identity(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else identity
+
+    compiler = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = identity  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+with (
+    needs_extra("megatron", "A GPT from megatron-core layers"),
+    uncompiled(),
+    warnings.catch_warnings(),
+):
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401 - imported by layers
-    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -41,13 +80,6 @@ with needs_extra("megatron", "A GPT from megatron-core layers"), uncompiled(), w
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-from elastic.domain.types import Accumulate, LayerSpec
-from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.linear import linear
-from elastic.worker.model import rng as randomness
-from elastic.worker.model.layers import LayerStack, Microbatch, Shape, TensorParallel, layer_spec
-from elastic.worker.model.optimizer import OptimizerSpec
-
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
 HEAD_WEIGHT = "output.weight"
 INIT_STD = 0.02
@@ -56,16 +88,16 @@ SHARD_DIMS = {
     RowParallelLinear: {"weight": 1},
     VocabParallelEmbedding: {"weight": 0},
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def init_tensor_parallel(
     rank: int, size: int, store_path: str, device: torch.device | None = None
 ) -> TensorParallel:
-    """Form this worker's tensor-parallel group, once a process; it is torch.distributed's WORLD.
+    """Form this worker's tensor-parallel group, which is torch.distributed's WORLD.
 
-    `store_path` is a file that all ranks of the group, and nobody else, can reach. Size 1 needs it too. A
-    second call for the same place returns the same group.
+    `store_path` is a file that only the ranks of this group use; size 1 needs it too. A process
+    has one group: a second call with the same rank and size returns it.
     """
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size):
         return TensorParallel(rank, size, dist.group.WORLD)
@@ -77,26 +109,32 @@ def init_tensor_parallel(
 
 
 class SDPAttention(nn.Module):
-    """megatron's core attention on `scaled_dot_product_attention`; causal."""
+    """Causal core attention for megatron on `scaled_dot_product_attention`, CPU or GPU."""
 
     def __init__(self, config: TransformerConfig, **others: Any) -> None:
         super().__init__()
         self.dropout = float(config.attention_dropout)
         self.rank: int = others["pg_collection"].tp.rank()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any
+    ) -> Tensor:
         """[s, b, heads, d] each -> [s, b, heads * d]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        with randomness.sharded(self.rank, query.device) if dropout else nullcontext():
-            out = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        with randomness.rank_stream(self.rank, query.device) if dropout else nullcontext():
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True
+            )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
 class EmbeddingLayer(nn.Module):
-    """Bytes and positions to hidden states."""
+    """Embeds bytes and positions as hidden states."""
 
-    def __init__(self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection
+    ) -> None:
         super().__init__()
         self.embedding = LanguageModelEmbedding(config, gpt.vocab, gpt.seq_len, tp_group=groups.tp)
 
@@ -125,9 +163,13 @@ class BlockLayer(nn.Module):
 class HeadLayer(nn.Module):
     """Final norm, output matrix and mean cross entropy."""
 
-    def __init__(self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection
+    ) -> None:
         super().__init__()
-        self.norm = WrappedTorchNorm(config=config, hidden_size=gpt.hidden, eps=config.layernorm_epsilon)
+        self.norm = WrappedTorchNorm(
+            config=config, hidden_size=gpt.hidden, eps=config.layernorm_epsilon
+        )
         self.output = ColumnParallelLinear(
             gpt.hidden,
             gpt.vocab,
@@ -139,13 +181,18 @@ class HeadLayer(nn.Module):
 
     def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         logits, _ = self.output(self.norm(hidden))
-        labels = microbatch.fields["labels"].to(hidden.device, non_blocking=True).transpose(0, 1).contiguous()
+        labels = (
+            microbatch.fields["labels"]
+            .to(hidden.device, non_blocking=True)
+            .transpose(0, 1)
+            .contiguous()
+        )
         loss: Tensor = vocab_parallel_cross_entropy(logits.float(), labels).mean()
         return loss
 
 
 class GPTStack(LayerStack):
-    """A GPT as `layers` + 2 layers. Building needs `init_tensor_parallel` first; describing does not."""
+    """A GPT of `layers` + 2 layers. Call `init_tensor_parallel` before building layers."""
 
     def __init__(self, gpt: GPTConfig) -> None:
         self.gpt, self.seed = gpt, gpt.seed
@@ -156,7 +203,9 @@ class GPTStack(LayerStack):
     def n_layers(self) -> int:
         return self.gpt.n_layers
 
-    def tensor_parallel(self, rank: int, size: int, store_path: str, device: torch.device) -> TensorParallel:
+    def tensor_parallel(
+        self, rank: int, size: int, store_path: str, device: torch.device
+    ) -> TensorParallel:
         return init_tensor_parallel(rank, size, store_path, device)
 
     def release(self) -> None:
@@ -176,7 +225,9 @@ class GPTStack(LayerStack):
             raise FieldError("tp", tp.size, f"this model was configured for {self.gpt.tp}")
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
         with torch.device(device):
-            module = self._module(index, self._config(device), groups).to(DTYPES[self.gpt.dtype])
+            module = self._module(index, self._config(device), groups).to(
+                TORCH_DTYPES[self.gpt.dtype]
+            )
         for part in module.modules():
             for name, dim in SHARD_DIMS.get(type(part), {}).items():
                 _mark_sharded(getattr(part, name), dim)
@@ -184,8 +235,10 @@ class GPTStack(LayerStack):
                 part._forward_impl = linear
         return module
 
-    def specs(self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None) -> tuple[LayerSpec, ...]:
-        gpt, width = self.gpt, DTYPES[self.gpt.dtype].itemsize
+    def specs(
+        self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
+    ) -> tuple[LayerSpec, ...]:
+        gpt, width = self.gpt, TORCH_DTYPES[self.gpt.dtype].itemsize
         tokens, h = gpt.seq_len * gpt.micro_batch_size, gpt.hidden
         output = tokens * h * width
         flops = [
@@ -207,7 +260,9 @@ class GPTStack(LayerStack):
         ]
         return (described[0], *(described[1] for _ in range(gpt.layers)), described[2])
 
-    def _module(self, index: int, config: TransformerConfig, groups: ProcessGroupCollection) -> nn.Module:
+    def _module(
+        self, index: int, config: TransformerConfig, groups: ProcessGroupCollection
+    ) -> nn.Module:
         if index == 0:
             return EmbeddingLayer(self.gpt, config, groups)
         if index == self.n_layers - 1:
@@ -216,7 +271,7 @@ class GPTStack(LayerStack):
 
     @cached_property
     def _spec(self) -> Any:
-        """megatron's own layer, with attention and norm that run anywhere."""
+        """megatron's layer specification, with attention and norm that run on CPU and GPU."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             spec = get_gpt_layer_local_spec()
@@ -241,14 +296,17 @@ class GPTStack(LayerStack):
                 tensor_model_parallel_size=gpt.tp,
                 hidden_dropout=gpt.dropout,
                 attention_dropout=gpt.dropout,
-                params_dtype=DTYPES[gpt.dtype],
+                params_dtype=TORCH_DTYPES[gpt.dtype],
                 bf16=gpt.dtype == "bf16",
                 use_cpu_initialization=True,
                 perform_initialization=False,
             )
 
     def _initial(self, index: int, name: str, parameter: Tensor, tp: TensorParallel) -> Tensor:
-        """This rank's part of the parameter's initial value, float32 on the CPU."""
+        """This rank's part of the parameter's initial value, float32 on the CPU.
+
+        Tied parameters take the value of their first owner.
+        """
         if name.endswith("bias"):
             return torch.zeros(parameter.shape)
         if "norm" in name:
@@ -259,28 +317,26 @@ class GPTStack(LayerStack):
         std = INIT_STD
         if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
             std /= math.sqrt(2 * self.gpt.layers)
-        drawn = torch.empty(whole).normal_(0.0, std, generator=_generator(self.seed, *owner))
+        seed = randomness.derive_parameter_seed(self.seed, *owner)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.empty(whole).normal_(0.0, std, generator=generator)
         return drawn if dim < 0 else drawn.chunk(tp.size, dim)[tp.rank]
 
-    def _shapes(self, kind: int) -> list[Shape]:
-        """Parameters of embedding (0), transformer layer (1) or head (2), whole."""
-        h, dtype = self.gpt.hidden, DTYPES[self.gpt.dtype]
+    def _shapes(self, kind: int) -> list[ParameterShape]:
+        """Whole parameters of embedding (0), transformer layer (1) or head (2)."""
+        h, dtype = self.gpt.hidden, TORCH_DTYPES[self.gpt.dtype]
         shapes: list[tuple[int, ...]]
         if kind == 0:
             shapes = [(self.gpt.vocab, h), (self.gpt.seq_len, h)]
         elif kind == 1:
-            matrices = [(h, h), (h,), (3 * h, h), (3 * h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,)]
-            shapes = [(h,), (h,), (h,), (h,), *matrices]
+            matrices = [(h, h), (3 * h, h), (4 * h, h), (h, 4 * h)]
+            shapes = [(h,)] * 4 + [shape for rows, w in matrices for shape in ((rows, w), (rows,))]
         else:
             shapes = [(h,), (h,), (self.gpt.vocab, h)]
-        return [Shape(str(i), shape, dtype) for i, shape in enumerate(shapes)]
+        return [ParameterShape(str(i), shape, dtype) for i, shape in enumerate(shapes)]
 
 
 def _mark_sharded(parameter: Tensor | None, dim: int) -> None:
-    """As megatron does when it initialises; with one rank too, so that its state can be split later."""
+    """Set megatron's attributes for a split parameter; with one rank too, to split it later."""
     if parameter is not None and getattr(parameter, "partition_dim", -1) < 0:
         set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-
-
-def _generator(seed: int, layer: int, name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(randomness.named(seed, layer, name))

@@ -4,7 +4,7 @@ When a worker joins a round, it hands over the gradient sums of its layers, star
 starts an all-reduce of a copy. When the round is over, the total moves into the layer's *common*
 sum, which is equal at all holders. From then on these micro-batches survive as long as one holder
 does. After the last round all gradients are common, and the update uses the common sum. If the
-epoch ends earlier, the sums of unfinished rounds are taken back (`LayerReplica.recall`). A
+epoch ends earlier, the sums of unfinished rounds are taken back (`LayerReplica.cancel_rounds`). A
 micro-batch is in the layer's own sum or in the common sum, never in both.
 
 A second, small all-reduce of int64 counts accompanies each one of gradients. Per layer it tells how
@@ -33,7 +33,7 @@ from elastic.planning.schedule.reduction_rounds import Rounds, rounds_of
 from elastic.planning.schedule.schedule import Action
 from elastic.worker.engine import allreduce
 from elastic.worker.engine.stage_runner import GroupAgreement
-from elastic.worker.replica.gradient_sum import Part
+from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links, PendingCollective
 
@@ -130,7 +130,7 @@ class IncrementalAllReduce:
         gradients = {part.index: part.gradient for part in self.parts()}
         return {layer: g.clone() if layer in copied else g for layer, g in gradients.items()}
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GradientSum]:
         """The common sums of all layers, after `finish`.
 
         Raises LedgerError if a layer has no common sum, or gradients outside of it.
@@ -152,7 +152,7 @@ class IncrementalAllReduce:
             self._joined += 1
 
     def _start(self, bucket: _RoundBucket) -> _PendingReduction:
-        sent, n = [layer.hand_over() for layer in bucket.layers], self._roster.n_microbatches
+        sent, n = [layer.start_round() for layer in bucket.layers], self._roster.n_microbatches
         rows = [[int(m in part.ledger) for m in range(n)] for part in sent]
         counts = torch.tensor(rows, dtype=torch.int64)
         if sent[-1].index == self._roster.n_layers - 1:
@@ -166,7 +166,7 @@ class IncrementalAllReduce:
         )
         return _PendingReduction(bucket, gradients, counts, waits)
 
-    def _buffer(self, bucket: _RoundBucket, sent: Sequence[Part]) -> Tensor:
+    def _buffer(self, bucket: _RoundBucket, sent: Sequence[GradientSum]) -> Tensor:
         """Copy the gradients of `sent` into one buffer."""
         gradients, spare = [part.gradient for part in sent], self._spare[bucket]
         return torch.cat(gradients, out=spare.pop()) if spare else torch.cat(gradients)
@@ -209,7 +209,7 @@ def _share(reduction: _PendingReduction) -> None:
         if layer is layers[-1] and len(reduction.counts) > len(layers):
             values = reduction.counts[-1].view(torch.float64).tolist()
             losses = {m: values[m] for m in ledger}
-        layer.share(total, ledger, losses)
+        layer.finish_round(total, ledger, losses)
 
 
 def _buckets(

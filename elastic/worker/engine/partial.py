@@ -15,7 +15,7 @@ from elastic.domain.types import Assignment, Copy, PartialRun
 from elastic.planning.plan.rank_map import Member, Roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind
-from elastic.worker.backup.activation_log import read
+from elastic.worker.backup.activation_log import read_message
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import Hooks, StageRunner
 from elastic.worker.replica.replica import LayerReplica
@@ -54,7 +54,7 @@ class PartialRunner:
         self._member, self._places = roster.members[rank], roster.places(rank)
         self._pipeline = assignment.plan.pipelines[self._member.pipeline]
         self._layers = {replica.index: replica for replica in replicas}
-        self._messages = {key: read(data) for key, data in messages.items()}
+        self._messages = {key: read_message(data) for key, data in messages.items()}
         self._runners: list[StageRunner] = []
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic.worker.model.layers import Microbatch
-from elastic.worker.model.split_backward import WeightPart, backward_input
+from elastic.worker.model.split_backward import WeightBackward, backward_input
 
 
 class StageLayer(Protocol):
@@ -51,7 +51,7 @@ class _MicrobatchPass:
     """Input of the stage; None if the stage holds the first layer."""
     output: Tensor | None = None
     """Output with its graph; None if it will be recomputed."""
-    rest: WeightPart | None = None
+    rest: WeightBackward | None = None
     """Weight part of the backward pass, once the input part is done."""
 
 

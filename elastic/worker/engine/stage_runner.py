@@ -20,7 +20,7 @@ import torch
 from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
-from elastic.worker.backup.activation_log import Logged
+from elastic.worker.backup.activation_log import LoggedMessage
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.layers import Microbatch
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
@@ -130,7 +130,7 @@ class StageRunner:
         data: Callable[[int, int], Microbatch],
         abandon: AbandonSignal,
         tp_sync: Callable[[bool], bool] | None = None,
-        keep: Callable[[Logged], None] | None = None,
+        keep: Callable[[LoggedMessage], None] | None = None,
     ) -> None:
         self._keep_sent = keep
         self._stages = {stage.number: stage for stage in stages}
@@ -268,7 +268,7 @@ class StageRunner:
         tensor = self._outgoing.pop(action)
         self._links.send(tensor, rank, _tag(action))
         if self._keep_sent is not None:
-            self._keep_sent(Logged(kind, layer, step, action.microbatch, tensor.detach()))
+            self._keep_sent(LoggedMessage(kind, layer, step, action.microbatch, tensor.detach()))
 
     def _forward(self, stage: LocalStage, step: int, action: Action) -> None:
         m = action.microbatch

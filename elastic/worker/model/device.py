@@ -1,14 +1,48 @@
-"""Which device a worker computes on."""
+"""The device of a worker, and the memory that a forward pass keeps there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor, nn
 
 
 def choose_device(local_rank: int, *, emulated: bool = False) -> torch.device:
-    """This worker's device: its GPU if the machine has any, else the CPU; always the CPU for emulated layers."""
+    """This worker's GPU if the machine has any, else the CPU; always the CPU if `emulated`."""
     if emulated or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def activation_bytes(forward: Callable[[], Tensor], module: nn.Module, device: torch.device) -> int:
+    """Measure the bytes that `forward` keeps for its backward pass, parameters excluded.
+
+    On the CPU these are the storages that autograd saves, each counted once, with the input. On
+    CUDA it is the growth of the allocated memory: without the input, but with the output, which is
+    the next layer's input.
+    """
+    if device.type == "cuda":
+        forward()  # The first call also allocates libraries and workspaces.
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        out = forward()
+        torch.cuda.synchronize(device)
+        kept = torch.cuda.memory_allocated(device) - before
+        del out
+        return max(0, kept)
+    own = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(saved.values())

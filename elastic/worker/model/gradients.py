@@ -1,21 +1,22 @@
 """Accumulated gradients of one layer: one flat tensor, summed over micro-batches.
 
-FAST sums in float32. EXACT sums in fixed point, int64 with 44 fractional bits, so that a sum does not
-depend on the order of its terms, nor on how they are spread over pipelines, backups and recoveries.
+FAST sums in float32. EXACT sums in fixed point (int64 with 44 fractional bits), so that a sum does
+not depend on the order of its terms, nor on their distribution over pipelines, backups and
+recoveries.
 
-    resolution   2**-44 = 5.7e-14: a float32 gradient of 2**-20 = 1e-6 or more enters without any rounding,
-                 smaller ones to within 2.9e-14, as good as float32 addition itself down to 1e-7 or so
-    range        |sum| < 2**19. Each accumulator refuses more than 2**13 = 8192, counted as the sum of the
-                 micro-batches' largest elements, so that up to 64 of them add up without overflow
+    resolution   2**-44 = 5.7e-14. A float32 gradient of 2**-20 = 1e-6 or more enters without
+                 rounding; smaller ones to within 2.9e-14, as good as float32 addition down to
+                 about 1e-7.
+    range        |sum| < 2**19. Each accumulator refuses more than 2**13 = 8192, counted as the sum
+                 of the micro-batches' largest elements, so that up to 64 of them can be added.
 
-A gradient that is infinite, NaN or beyond the range raises GradientError, naming layer and parameter.
+A gradient that is infinite, NaN or out of range raises GradientError with layer and parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,19 +28,19 @@ FRACTION_BITS = 44
 SCALE = 2.0**FRACTION_BITS
 LIMIT = 2.0 ** (63 - FRACTION_BITS - 6)
 ALIGN_ELEMENTS = 16
-"""Every parameter starts at a multiple of this: 64 bytes or more in float32 and int64."""
+"""Each parameter starts at a multiple of this: at least 64 bytes in float32 and int64."""
 CHUNK_ELEMENTS = 32768
-"""CPU work goes in pieces that stay in the cache and that torch never splits over threads."""
+"""Elements per CPU operation: they stay in the cache, and torch never splits them over threads."""
 DTYPES = {Accumulate.FAST: torch.float32, Accumulate.EXACT: torch.int64}
 
 
 class GradientError(ElasticError):
-    """A gradient is not finite, or outgrew what the accumulator can hold."""
+    """A gradient is not finite, or exceeds the range of the accumulator."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one parameter's gradient lies in the flat tensor."""
+class ParameterRange:
+    """Place of one parameter's gradient in the flat tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,62 +50,64 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of one layer's parameters, in the module's order."""
+    """Ranges of one layer's parameters, in the module's order."""
 
-    slots: tuple[Slot, ...]
+    ranges: tuple[ParameterRange, ...]
     numel: int
 
     @staticmethod
     def of(parameters: Iterable[tuple[str, Tensor]]) -> FlatLayout:
         """Lay out tensors given as (name, tensor)."""
-        slots, offset = [], 0
+        ranges, offset = [], 0
         for name, tensor in parameters:
-            slots.append(Slot(name, tuple(tensor.shape), offset, offset + tensor.numel()))
+            stop = offset + tensor.numel()
+            ranges.append(ParameterRange(name, tuple(tensor.shape), offset, stop))
             offset += -(-tensor.numel() // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
-        return FlatLayout(tuple(slots), offset)
-
-    @cached_property
-    def by_name(self) -> dict[str, Slot]:
-        return {slot.name: slot for slot in self.slots}
+        return FlatLayout(tuple(ranges), offset)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Split `flat` [numel] into views in the parameters' shapes."""
-        return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
+        return [flat[place.start : place.stop].view(place.shape) for place in self.ranges]
 
 
 class Accumulator:
-    """The gradient sum of one layer. `flat` is int64 (exact) or float32 (fast), padding always zero."""
+    """Gradient sum of one layer. `flat` is int64 (exact) or float32 (fast), with zero padding."""
 
-    def __init__(self, layout: FlatLayout, accumulate: Accumulate, device: torch.device, label: str) -> None:
-        self.layout, self.label = layout, label
+    def __init__(
+        self, layout: FlatLayout, accumulate: Accumulate, device: torch.device, label: str
+    ) -> None:
+        self.layout, self.label, self._accumulate = layout, label, accumulate
         self.exact = accumulate is Accumulate.EXACT
         self.flat = torch.zeros(layout.numel, dtype=DTYPES[accumulate], device=device)
-        self._parts = [self.flat[slot.start : slot.stop] for slot in layout.slots]
-        self._peaks = torch.zeros(len(layout.slots), device=device)
-        largest = max((slot.stop - slot.start for slot in layout.slots), default=0)
+        self._parts = [self.flat[place.start : place.stop] for place in layout.ranges]
+        self._peaks = torch.zeros(len(layout.ranges), device=device)
+        largest = max((place.stop - place.start for place in layout.ranges), default=0)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else max(largest, 1)
 
     def clear(self) -> None:
         self.flat.zero_()
         self._peaks.zero_()
 
-    def sibling(self) -> Accumulator:
-        """An empty one of the same form."""
-        kind = Accumulate.EXACT if self.exact else Accumulate.FAST
-        return Accumulator(self.layout, kind, self.flat.device, self.label)
+    def new_empty(self) -> Accumulator:
+        """An empty accumulator of the same layout, type and device."""
+        return Accumulator(self.layout, self._accumulate, self.flat.device, self.label)
 
     def absorb(self, other: Accumulator) -> None:
-        """Add another accumulator of the same layout, with what it has used of the range."""
+        """Add another accumulator of the same layout, together with its use of the range."""
         self._peaks += other._peaks
         self.flat += other.flat
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's gradients, in slot order; None is zero. On the CPU bad values raise here."""
+        """Add one micro-batch's gradients in parameter order; None is zero.
+
+        Raises GradientError for bad values on the CPU; on a GPU `check` raises it later.
+        """
         pairs = [(i, g) for i, g in enumerate(gradients) if g is not None]
         if not pairs:
             return
         if not self.exact:
-            torch._foreach_add_([self._parts[i] for i, _ in pairs], [g.reshape(-1) for _, g in pairs])
+            flat = [g.reshape(-1) for _, g in pairs]
+            torch._foreach_add_([self._parts[i] for i, _ in pairs], flat)
             return
         self._peaks[[i for i, _ in pairs]] += _peaks([g for _, g in pairs]).to(self._peaks)
         if self.flat.device.type == "cpu":
@@ -113,19 +116,19 @@ class Accumulator:
             self._add_exact(self._parts[i], gradient.reshape(-1))
 
     def merge(self, other: Tensor) -> None:
-        """Add another accumulator's flat tensor of the same layout."""
+        """Add the flat tensor of another accumulator of the same layout."""
         if self.exact:
-            tops = _peaks([other[slot.start : slot.stop] for slot in self.layout.slots])
+            tops = _peaks([other[place.start : place.stop] for place in self.layout.ranges])
             self._peaks += (tops.double() / SCALE).to(self._peaks)
             self.check()
         self.flat += other.to(self.flat.device)
 
     def check(self) -> None:
-        """Raise GradientError if a gradient added since `clear` was not finite or the range is used up."""
+        """Raise GradientError if a gradient since `clear` was not finite, or the sum is too big."""
         if not self.exact or bool((self._peaks < LIMIT).all()):
             return
         worst = next(i for i, peak in enumerate(self._peaks.tolist()) if not peak < LIMIT)
-        name = self.layout.slots[worst].name
+        name = self.layout.ranges[worst].name
         raise GradientError(
             f"{self.label}: gradient of {name} reaches {self._peaks[worst].item():g}; "
             f"exact accumulation holds finite values up to {LIMIT:g} "
@@ -145,7 +148,7 @@ class Accumulator:
 
 
 def _peaks(tensors: Sequence[Tensor]) -> Tensor:
-    """Largest magnitude in each tensor, NaN if one is in it. [len(tensors)]"""
+    """Largest magnitude in each tensor, NaN if the tensor has one. [len(tensors)]"""
     ends = [torch.aminmax(t) if t.numel() else (t.new_zeros(()), t.new_zeros(())) for t in tensors]
     low, high = (torch.stack(list(end)) for end in zip(*ends, strict=True))
     return torch.maximum(low.neg(), high)
@@ -154,19 +157,21 @@ def _peaks(tensors: Sequence[Tensor]) -> Tensor:
 def to_flat(reduced: Tensor, factor: float = 1.0) -> Tensor:
     """Return `factor` times `reduced` (flat, int64 or float32) as a new flat float32 tensor.
 
-    Each element is converted and multiplied by itself, so the bits are always the same.
+    Each element is converted and multiplied on its own, so the bits are always the same.
     """
     flat = torch.empty(reduced.numel(), dtype=torch.float32, device=reduced.device)
     flat.copy_(reduced)
     return flat.mul_(factor / SCALE if reduced.dtype == torch.int64 else factor)
 
 
-def norm_sq(reduced: Tensor, slots: Iterable[Slot]) -> float:
-    """Sum of squares over `slots` in float64, in an order that depends on the shapes alone."""
+def norm_sq(reduced: Tensor, ranges: Iterable[ParameterRange]) -> float:
+    """Sum of squares over `ranges` in float64, in an order that depends on the shapes alone."""
     unit = 1.0 / SCALE if reduced.dtype == torch.int64 else 1.0
     total = torch.zeros((), dtype=torch.float64, device=reduced.device)
-    for slot in slots:
-        step = CHUNK_ELEMENTS if reduced.device.type == "cpu" else max(slot.stop - slot.start, 1)
-        for start in range(slot.start, slot.stop, step):
-            total += reduced[start : min(start + step, slot.stop)].double().mul_(unit).square_().sum()
+    for place in ranges:
+        on_cpu = reduced.device.type == "cpu"
+        size = CHUNK_ELEMENTS if on_cpu else max(place.stop - place.start, 1)
+        for start in range(place.start, place.stop, size):
+            chunk = reduced[start : min(start + size, place.stop)]
+            total += chunk.double().mul_(unit).square_().sum()
     return float(total.item())

@@ -1,4 +1,4 @@
-"""The model as a list of layers, each of which can be built, placed and moved by itself."""
+"""The model as a list of layers that can be built, placed and moved one by one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -20,7 +21,7 @@ from elastic.worker.model.optimizer import OptimizerSpec
 Tied = tuple[tuple[tuple[int, str], ...], ...]
 """Groups of (layer, parameter name) that are one tensor."""
 ADAM_BYTES = 8
-"""Assumed optimizer bytes per element when no optimizer is given: two float32 moments."""
+"""Assumed optimizer bytes per element if no optimizer is given: two float32 moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,34 @@ class TensorParallel:
     group: ProcessGroup | None = None
 
 
+def tp_sync(tp: TensorParallel) -> Callable[[bool], bool] | None:
+    """Return a function that gives the maximum of a flag over the group; None for one rank."""
+    if tp.size == 1:
+        return None
+    device = torch.device("cpu")
+    if dist.get_backend(tp.group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def sync(flag: bool) -> bool:
+        value = torch.tensor([int(flag)], device=device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=tp.group)
+        return bool(value.item())
+
+    return sync
+
+
 class LayerStack(ABC):
     """All layers of a model.
 
-    A layer's module has `forward(hidden: Tensor | None, microbatch: Microbatch) -> Tensor`. Layer 0 gets None
-    and reads the micro-batch's fields; the last layer returns the scalar mean loss. A parameter that TP ranks
-    split carries its dimension as `partition_dim`. Modules keep no state but parameters and constant buffers.
+    A layer's module has `forward(hidden: Tensor | None, microbatch: Microbatch) -> Tensor`. Layer 0
+    gets None and reads the micro-batch's fields. The last layer returns the scalar mean loss. A
+    parameter that TP ranks split has the split dimension as attribute `partition_dim`. Modules keep
+    no state except parameters and constant buffers.
     """
 
     seed: int
     tied: Tied = ()
-    """Each owner of a tied tensor holds a copy, initialised equal; gradients are summed before the update."""
+    """Each owner of a tied tensor holds an equal copy; gradients are summed before the update."""
 
     @property
     @abstractmethod
@@ -61,29 +79,34 @@ class LayerStack(ABC):
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         """Build layer `index` with its initial values, which depend on (seed, index) alone."""
 
-    def tensor_parallel(self, rank: int, size: int, store_path: str, device: torch.device) -> TensorParallel:
-        """Form this worker's tensor-parallel group, once a process. `store_path`: a file of this group's own.
+    def tensor_parallel(
+        self, rank: int, size: int, store_path: str, device: torch.device
+    ) -> TensorParallel:
+        """Form this worker's tensor-parallel group. Called once per process.
 
-        Stacks whose layers know no tensor parallelism run with size 1 only (FieldError).
+        `store_path` names a file that only this group uses. Raises FieldError if the layers do not
+        support the size; this default supports 1 only.
         """
         if size != 1:
             raise FieldError("tp", size, "these layers run without tensor parallelism; use 1")
         return TensorParallel()
 
-    def release(self) -> None:  # noqa: B027 - most stacks make nothing
-        """Give up what `tensor_parallel` made; nothing is built after it."""
+    def release(self) -> None:  # noqa: B027 - most stacks have nothing to release
+        """Release the resources of `tensor_parallel`; nothing is built afterwards."""
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        """Build layer `index` as fast as can be; its parameters may hold anything."""
+        """Build layer `index` as fast as possible, with arbitrary parameter values."""
         return self.build(index, device, tp)
 
     @abstractmethod
-    def specs(self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None) -> tuple[LayerSpec, ...]:
-        """Describe all layers to the planner, without allocating weights. Times are relative figures."""
+    def specs(
+        self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
+    ) -> tuple[LayerSpec, ...]:
+        """Describe all layers for the planner without allocating weights. Times are relative."""
 
 
-class Shape(NamedTuple):
-    """A parameter that is not there."""
+class ParameterShape(NamedTuple):
+    """Description of a parameter that is not allocated."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,7 +114,7 @@ class Shape(NamedTuple):
 
 
 def layer_spec(
-    parameters: Sequence[Shape],
+    parameters: Sequence[ParameterShape],
     accumulate: Accumulate,
     optimizer: OptimizerSpec | None,
     *,
@@ -99,11 +122,13 @@ def layer_spec(
     activation_bytes: int = 0,
     output_bytes: int = 0,
 ) -> LayerSpec:
-    """Describe a layer of these parameters; a backward pass is taken as two forward passes."""
-    layout = FlatLayout.of((p.name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in parameters)
+    """Describe a layer of these parameters. A backward pass counts as two forward passes."""
+    layout = FlatLayout.of(
+        (p.name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in parameters
+    )
     elements: dict[torch.dtype, int] = {}
-    for slot, parameter in zip(layout.slots, parameters, strict=True):
-        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + slot.stop - slot.start
+    for place, parameter in zip(layout.ranges, parameters, strict=True):
+        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + place.stop - place.start
     return LayerSpec(
         param_bytes=sum(n * dtype.itemsize for dtype, n in elements.items()),
         state_bytes=sum(
@@ -119,17 +144,21 @@ def layer_spec(
 
 
 class ListStack(LayerStack):
-    """A user's own layers, one builder each. Builders draw initial values from torch's default generator.
+    """The user's own layers, one builder function per layer, without tensor parallelism.
 
-    Without tensor parallelism inside; every builder must build the same module each time it is called.
+    Builders draw initial values from torch's default generator. A builder must build the same
+    module on each call. Raises FieldError for an empty list or an unknown tied parameter.
     """
 
-    def __init__(self, builders: Sequence[Callable[[], nn.Module]], seed: int, tied: Tied = ()) -> None:
+    def __init__(
+        self, builders: Sequence[Callable[[], nn.Module]], seed: int, tied: Tied = ()
+    ) -> None:
         if not builders:
             raise FieldError("builders", builders, "at least one layer is needed")
         self.builders, self.seed, self.tied = tuple(builders), seed, tied
         for layer, name in (owner for group in tied for owner in group):
-            if not 0 <= layer < len(builders) or name not in dict(self._meta(layer).named_parameters()):
+            known = 0 <= layer < len(builders)
+            if not known or name not in dict(self._on_meta(layer).named_parameters()):
                 raise FieldError("tied", (layer, name), "no such layer or parameter")
 
     @property
@@ -138,41 +167,44 @@ class ListStack(LayerStack):
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         if tp.size != 1:
-            raise FieldError("tp", tp.size, "layers given as a list run without tensor parallelism; use 1")
+            remedy = "layers given as a list run without tensor parallelism; use 1"
+            raise FieldError("tp", tp.size, remedy)
         module = self._initial(index)
-        for group in self.tied:
-            first = group[0][0]
-            for name in (name for layer, name in group[1:] if layer == index):
-                source = self._initial(first).get_parameter(group[0][1])
+        for (first, first_name), *others in self.tied:
+            for name in (name for layer, name in others if layer == index):
                 with torch.no_grad():
+                    source = self._initial(first).get_parameter(first_name)
                     module.get_parameter(name).copy_(source)
         return module.to(device)
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        module = self._meta(index) if tp.size == 1 else None
+        module = self._on_meta(index) if tp.size == 1 else None
         if module is None or _holds_constants(module):
             return self.build(index, device, tp)
         return module.to_empty(device=device)
 
-    def specs(self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None) -> tuple[LayerSpec, ...]:
+    def specs(
+        self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
+    ) -> tuple[LayerSpec, ...]:
         described = []
         for index in range(self.n_layers):
-            shapes = [Shape(n, tuple(p.shape), p.dtype) for n, p in self._meta(index).named_parameters()]
-            work = sum(p.numel() for p in self._meta(index).parameters()) + 1
-            described.append(layer_spec(shapes, accumulate, optimizer, forward_s=2e-9 * work))
+            parameters = dict(self._on_meta(index).named_parameters())
+            shapes = [ParameterShape(n, tuple(p.shape), p.dtype) for n, p in parameters.items()]
+            forward_s = 2e-9 * (sum(p.numel() for p in parameters.values()) + 1)
+            described.append(layer_spec(shapes, accumulate, optimizer, forward_s=forward_s))
         return tuple(described)
 
     def _initial(self, index: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(randomness.named(self.seed, index, ""))
+            torch.manual_seed(randomness.derive_parameter_seed(self.seed, index, ""))
             return self.builders[index]()
 
-    def _meta(self, index: int) -> nn.Module:
+    def _on_meta(self, index: int) -> nn.Module:
         with torch.device("meta"):
             return self.builders[index]()
 
 
 def _holds_constants(module: nn.Module) -> bool:
-    """Whether it has buffers or plain tensor attributes, which only the real builder can fill."""
-    plain = (value for part in module.modules() for value in vars(part).values())
-    return any(True for _ in module.buffers()) or any(isinstance(value, Tensor) for value in plain)
+    """Whether it has buffers or tensor attributes, which only the real builder can fill."""
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    return any(True for _ in module.buffers()) or any(isinstance(v, Tensor) for v in attributes)

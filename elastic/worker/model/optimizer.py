@@ -1,8 +1,8 @@
-"""Any torch optimizer whose state is per parameter, applied layer by layer.
+"""The update of one layer by any torch optimizer that keeps its state per parameter.
 
-Each layer has its own optimizer instance, so that a layer moves between workers with all it needs. The
-learning rate is a function of the step and the clip coefficient comes with the step's record: nothing
-depends on the past.
+Each layer has its own optimizer, so that it can move between workers together with its state. The
+learning rate is a function of the step, and the clip coefficient belongs to the step's record, so
+an update does not depend on earlier steps except through the state.
 """
 
 from __future__ import annotations
@@ -22,70 +22,77 @@ from elastic.domain.state_layout import span
 from elastic.domain.types import WHOLE, Portion
 from elastic.planning.plan.schemes import SHARDED
 
-Groups = list[dict[str, Any]]
-Schedule = Callable[[int], float]
+ParameterGroups = list[dict[str, Any]]
+LearningRate = Callable[[int], float]
+"""Learning rate as a function of the step."""
 
 
-def one_group(parameters: list[tuple[str, Parameter]]) -> Groups:
-    """All parameters alike."""
+def one_group(parameters: list[tuple[str, Parameter]]) -> ParameterGroups:
+    """Treat all parameters alike."""
     return [{"params": [p for _, p in parameters]}]
 
 
-def decay_matrices(weight_decay: float) -> Callable[[list[tuple[str, Parameter]]], Groups]:
-    """Weight decay for tensors of two or more dimensions; none for biases and norms."""
+def decay_matrices(weight_decay: float) -> Callable[[list[tuple[str, Parameter]]], ParameterGroups]:
+    """Decay tensors of two or more dimensions, but not biases and norms."""
 
-    def groups(parameters: list[tuple[str, Parameter]]) -> Groups:
+    def groups(parameters: list[tuple[str, Parameter]]) -> ParameterGroups:
         decayed = [p for _, p in parameters if p.ndim >= 2]
         rest = [p for _, p in parameters if p.ndim < 2]
-        both: Groups = [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": rest, "weight_decay": 0.0},
-        ]
-        return [group for group in both if group["params"]]
+        pairs = ((decayed, weight_decay), (rest, 0.0))
+        return [{"params": params, "weight_decay": decay} for params, decay in pairs if params]
 
     return groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """How the parameters are updated."""
+    """Optimizer, learning rate and clipping of a job."""
 
-    factory: Callable[[Groups], torch.optim.Optimizer]
-    """Makes the optimizer of one layer from its parameter groups."""
-    lr: Schedule
-    """Learning rate of a step; a group's own "lr_scale" multiplies it."""
-    groups: Callable[[list[tuple[str, Parameter]]], Groups] = one_group
-    """Splits one layer's (name, parameter) pairs into groups. Must treat tied parameters alike."""
+    factory: Callable[[ParameterGroups], torch.optim.Optimizer]
+    """Create the optimizer of one layer from its parameter groups."""
+    lr: LearningRate
+    """Learning rate per step; the "lr_scale" of a group multiplies it."""
+    groups: Callable[[list[tuple[str, Parameter]]], ParameterGroups] = one_group
+    """Split one layer's (name, parameter) pairs into groups. Must treat tied parameters alike."""
     clip_norm: float | None = None
-    """Global gradient norm above which gradients are scaled down; None: never."""
+    """Global gradient norm above which gradients are scaled down; None: no clipping."""
     master_weights: bool = False
-    """Keep float32 masters of lower-precision parameters and update those."""
+    """Keep float32 copies of lower-precision parameters, and update those."""
     elementwise: bool = False
-    """Each element of a parameter is updated by its own gradient and state alone, as in AdamW: only such an optimizer's
-    state can be shared by the holders of a layer."""
+    """Each element's update depends on its own gradient and state alone, as in AdamW. The holders
+    of a layer can share the optimizer's state only if this is true."""
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
-            raise FieldError("clip_norm", self.clip_norm, "a positive number, or None for no clipping")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise FieldError(
+                "clip_norm", self.clip_norm, "a positive number, or None for no clipping"
+            )
 
     def check(self, *, shared: bool) -> None:
-        """Raise FieldError if holders are to share the state and cannot."""
+        """Raise FieldError if `shared`, and holders cannot share this optimizer's state."""
         if shared and not self.elementwise:
-            why = f"pipelines can share the state of elementwise optimizers only: leave {SHARDED} out of --backup"
-            raise FieldError("OptimizerSpec.elementwise", self.elementwise, why)
+            remedy = (
+                "pipelines can share the state of elementwise optimizers only: "
+                f"leave {SHARDED} out of --backup"
+            )
+            raise FieldError("OptimizerSpec.elementwise", self.elementwise, remedy)
 
     def state_bytes_per_element(self, dtype: torch.dtype) -> int:
-        """Bytes kept per element of a parameter of `dtype` besides itself, found by updating a tiny layer."""
+        """Bytes of state per element of a parameter of `dtype`, measured on a tiny layer."""
         parameter = Parameter(torch.zeros(4, 4, dtype=dtype))
-        tiny = LayerOptimizer([("probe", parameter)], self)
+        tiny = LayerOptimizer([("tiny", parameter)], self)
         tiny.step([torch.zeros(4, 4)], 0.0)
         state = sum(t.nbytes for _, _, t in tiny.tensors() if t.shape == parameter.shape)
         return (state + sum(m.nbytes for m in tiny.masters.values())) // parameter.numel()
 
 
 class LayerOptimizer:
-    """The optimizer of one layer and its float32 masters, or a portion of these: it then updates that portion of the
-    parameters. Tensors are those of `elastic.domain.state_layout`."""
+    """The optimizer of one layer with its float32 masters, or one portion of them.
+
+    With a portion, it updates that portion of the parameters. Tensors are named and cut as
+    `elastic.domain.state_layout` defines. Raises FieldError if a portion is requested of an
+    optimizer that is not elementwise.
+    """
 
     def __init__(
         self,
@@ -95,48 +102,48 @@ class LayerOptimizer:
         empty: bool = False,
         portion: Portion = WHOLE,
     ) -> None:
-        """Raises FieldError if a portion is asked for of an optimizer that is not elementwise."""
         spec.check(shared=portion != WHOLE)
         self.portion = portion
-        self.parameters = {name: self.cut(p) for name, p in parameters}
+        self.parameters = {
+            name: p if portion == WHOLE else Parameter(self.portion_of(p.detach()))
+            for name, p in parameters
+        }
         self.masters: dict[str, Parameter] = {}
-        if spec.master_weights:
-            low = {n: self.parameters[n] for n, p in parameters if p.dtype.itemsize < 4}
-            with torch.no_grad():
-                self.masters = {
-                    n: Parameter(torch.empty_like(p, dtype=torch.float32)) for n, p in low.items()
-                }
-                for name, master in () if empty else self.masters.items():
-                    master.copy_(low[name])
+        for name, parameter in self.parameters.items() if spec.master_weights else ():
+            if parameter.dtype.itemsize < 4:
+                master = torch.empty_like(parameter, dtype=torch.float32)
+                self.masters[name] = Parameter(
+                    master if empty else master.copy_(parameter.detach())
+                )
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
         self.optimizer = spec.factory(self._groups(spec, dict(parameters)))
         self._check_groups()
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
-    def cut(self, parameter: Parameter) -> Parameter:
-        """This optimizer's portion of a parameter: a flat view, or itself."""
-        return parameter if self.portion == WHOLE else Parameter(self.part(parameter.detach()))
-
-    def part(self, tensor: Tensor) -> Tensor:
-        """This optimizer's portion of a tensor of a parameter's shape: a flat view, or itself."""
+    def portion_of(self, tensor: Tensor) -> Tensor:
+        """This optimizer's portion of a tensor in a parameter's shape: a flat view, or itself."""
         if self.portion == WHOLE or not tensor.ndim:
             return tensor
         first, last = span(tensor.shape, self.portion)
         return tensor.view(-1)[first:last]
 
-    def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> Groups:
-        """The spec's groups of whole parameters, with the targets in their places; without empty targets."""
+    def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> ParameterGroups:
+        """The spec's parameter groups, with whole parameters replaced by the update targets."""
         if self.portion == WHOLE:
             return spec.groups(list(self.targets.items()))
-        of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
+        target_of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
         groups = spec.groups(list(whole.items()))
-        unknown = [p for group in groups for p in group["params"] if id(p) not in of]
+        unknown = [p for group in groups for p in group["params"] if id(p) not in target_of]
         if unknown:
-            raise FieldError("groups", len(unknown), "it must return the parameters that it is given")
-        return [{**group, "params": [of[id(p)] for p in group["params"]]} for group in groups]
+            raise FieldError(
+                "groups", len(unknown), "the function must return the parameters given to it"
+            )
+        return [
+            {**group, "params": [target_of[id(p)] for p in group["params"]]} for group in groups
+        ]
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """Update the parameters in place from `gradients` (float32, in parameter order; portions of them)."""
+        """Update in place from `gradients`: float32, in parameter order, this portion of each."""
         for target, gradient in zip(self.targets.values(), gradients, strict=True):
             target.grad = gradient.to(target.dtype) if target.numel() else None
         for group in self.optimizer.param_groups:
@@ -149,14 +156,14 @@ class LayerOptimizer:
                 self.parameters[name].copy_(master)
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(parameter name, key, tensor) of the optimizer's state, in parameter order."""
+        """Yield (parameter name, key, tensor) of the state, in parameter order."""
         for name, target in self.targets.items():
             for key, value in self._state(target).items():
                 if isinstance(value, Tensor):
                     yield name, key, value
 
     def extra(self) -> dict[str, str]:
-        """Whatever state is not a tensor, as JSON texts."""
+        """State that is not a tensor, as JSON texts by path."""
         texts = {
             f"optim/{name}/{key}": json.dumps(value)
             for name, target in self.targets.items()
@@ -170,12 +177,13 @@ class LayerOptimizer:
         return texts
 
     def load(self, tensors: Mapping[tuple[str, str], Tensor], extra: Mapping[str, str]) -> None:
-        """Replace the optimizer's state. Tensors are copied to where the optimizer wants them."""
+        """Replace the state. Tensors are copied to the device where the optimizer expects them."""
         self.optimizer.state.clear()
         for (name, key), tensor in tensors.items():
             target = self.targets[name]
-            home = target.device if tensor.ndim or self._on_device(target) else torch.device("cpu")
-            self.optimizer.state[target][key] = tensor.to(home, copy=True)
+            on_device = tensor.ndim or self._scalars_on_device(target)
+            device = target.device if on_device else torch.device("cpu")
+            self.optimizer.state[target][key] = tensor.to(device, copy=True)
         for path, text in extra.items():
             kind, rest = path.split("/", 1)
             name, key = rest.rsplit("/", 1)
@@ -188,29 +196,31 @@ class LayerOptimizer:
         state: dict[str, Any] = self.optimizer.state.get(target, {})
         return state
 
-    def _on_device(self, target: Parameter) -> bool:
-        group = next(g for g in self.optimizer.param_groups if any(p is target for p in g["params"]))
+    def _scalars_on_device(self, target: Parameter) -> bool:
+        groups = self.optimizer.param_groups
+        group = next(g for g in groups if any(p is target for p in g["params"]))
         return bool(group.get("fused") or group.get("capturable"))
 
     @staticmethod
     def _scalars(group: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in group.items() if k != "lr" and isinstance(v, (bool, int, float, str))}
+        simple = (bool, int, float, str)
+        return {k: v for k, v in group.items() if k != "lr" and isinstance(v, simple)}
 
     def _check_groups(self) -> None:
         held = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
         missing = [n for n, p in self.targets.items() if id(p) not in held]
         if missing or len(held) != len(self.targets):
-            raise FieldError(
-                "groups", missing or held, "every parameter of the layer must be in exactly one group"
-            )
+            remedy = "every parameter of the layer must be in exactly one group"
+            raise FieldError("groups", missing or held, remedy)
 
 
-def constant(lr: float) -> Schedule:
+def constant(lr: float) -> LearningRate:
+    """The same learning rate in each step."""
     return lambda step: lr
 
 
-def cosine(peak: float, *, warmup: int, steps: int, floor: float = 0.1) -> Schedule:
-    """Linear warm-up over `warmup` steps, then a half cosine down to `floor` * `peak` at `steps`."""
+def cosine(peak: float, *, warmup: int, steps: int, floor: float = 0.1) -> LearningRate:
+    """Linear warm-up over `warmup` steps, then a half cosine to `floor` * `peak` at `steps`."""
 
     def schedule(step: int) -> float:
         if step < warmup:
@@ -222,7 +232,7 @@ def cosine(peak: float, *, warmup: int, steps: int, floor: float = 0.1) -> Sched
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: float | LearningRate,
     *,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
@@ -230,9 +240,9 @@ def adamw(
     clip_norm: float | None = 1.0,
     master_weights: bool = False,
 ) -> OptimizerSpec:
-    """AdamW with weight decay on matrices only."""
+    """torch's fused AdamW, with weight decay on matrices only."""
 
-    def factory(groups: Groups) -> torch.optim.Optimizer:
+    def factory(groups: ParameterGroups) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
     return OptimizerSpec(

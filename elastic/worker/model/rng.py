@@ -1,9 +1,9 @@
-"""Random numbers as a function of (seed, step, micro-batch, layer), never of who computes or when.
+"""Random numbers as a function of (seed, step, micro-batch, layer), independent of the worker.
 
-Right before a layer's forward pass `begin` seeds this process's default generators, so whatever draws from
-them (torch's dropout, user code) gives the same numbers wherever and however often the layer runs. Inside
-the pass `sharded` lends tensor-parallel ranks different numbers for what they hold a shard of (attention
-heads), and leaves the generators in step for what they hold whole (hidden states).
+`seed_forward` seeds the default generators right before a layer's forward pass. Everything that
+draws from them, such as torch's dropout, then repeats its numbers on any worker at any time. Within
+the pass, `rank_stream` gives each tensor-parallel rank its own numbers for sharded tensors, such as
+attention heads. Whole tensors, such as hidden states, get equal numbers on all ranks.
 """
 
 from __future__ import annotations
@@ -18,42 +18,43 @@ import torch
 _MASK = (1 << 64) - 1
 
 
-def keyed(seed: int, step: int, microbatch: int, layer: int, stream: int = 0) -> int:
-    """Return 63 well-mixed bits that depend on all arguments (any integers; taken modulo 2**64)."""
-    key = struct.pack("<5Q", *(n & _MASK for n in (seed, step, microbatch, layer, stream)))
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+def derive_seed(seed: int, step: int, microbatch: int, layer: int, stream: int = 0) -> int:
+    """Return 63 well-mixed bits that depend on all arguments (integers, taken modulo 2**64)."""
+    return _hash(struct.pack("<5Q", *(n & _MASK for n in (seed, step, microbatch, layer, stream))))
 
 
-def named(seed: int, layer: int, name: str) -> int:
+def derive_parameter_seed(seed: int, layer: int, name: str) -> int:
     """Return 63 bits for the initial value of parameter `name` of `layer`."""
-    key = struct.pack("<2Q", seed & _MASK, layer & _MASK) + name.encode()
+    return _hash(struct.pack("<2Q", seed & _MASK, layer & _MASK) + name.encode())
+
+
+def _hash(key: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-def generator(device: torch.device) -> torch.Generator:
-    """The default generator of `device`."""
+def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
 
 
-def begin(seed: int, step: int, microbatch: int, layer: int, device: torch.device) -> None:
-    """Seed the default generators of the CPU and of `device` for one forward pass of one layer."""
-    key = keyed(seed, step, microbatch, layer)
+def seed_forward(seed: int, step: int, microbatch: int, layer: int, device: torch.device) -> None:
+    """Seed the default generators of the CPU and of `device` for one forward pass of a layer."""
+    key = derive_seed(seed, step, microbatch, layer)
     torch.default_generator.manual_seed(key)
     if device.type != "cpu":
-        generator(device).manual_seed(key)
+        default_generator(device).manual_seed(key)
 
 
 @contextmanager
-def sharded(rank: int, device: torch.device) -> Iterator[None]:
-    """Within: numbers of TP rank `rank` alone. Afterwards the generators are in step on all ranks again."""
+def rank_stream(rank: int, device: torch.device) -> Iterator[None]:
+    """Draw the numbers of TP rank `rank` inside; restore the common generator state at the end."""
     base = int(torch.randint(1 << 62, ()).item())
-    own = generator(device)
-    state = own.get_state()
-    own.manual_seed(keyed(base, rank, 0, 0, 1))
+    generator = default_generator(device)
+    state = generator.get_state()
+    generator.manual_seed(derive_seed(base, rank, 0, 0, 1))
     try:
         yield
     finally:
-        own.set_state(state)
+        generator.set_state(state)

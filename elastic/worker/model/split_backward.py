@@ -1,15 +1,16 @@
-"""A backward pass in two parts: the gradient of the input first, those of the parameters later.
+"""A backward pass in two parts: first the input's gradient, later the parameters' gradients.
 
-The graph of a forward pass is cut where parameters enter the way from the input to the output: at every operation
-that has the input behind one of its arguments and parameters alone behind another (a matrix product with a weight, a
-sum with a bias). The first part runs all operations on the way, but none towards the parameters, and keeps what
-arrives at those places. The second part goes on from there, towards the parameters only. So every operation sees the
-very tensors that it would see in a whole backward pass, and the results are the same, bit for bit.
+The autograd graph is cut at each operation that has the input behind one argument and only
+parameters behind another, such as a product with a weight or a sum with a bias. The first part runs
+all operations between the output and the input, and keeps the gradients that arrive at the cuts.
+The second part continues from the cuts towards the parameters. Each operation sees the same tensors
+as in a whole backward pass, so the results are equal bit for bit.
 
-A parameter that enters at several places would need their gradients added in the order of a whole pass: its gradient
-is found in the first part. Tensor hooks that a layer puts on what it computes may run in both parts.
+A parameter that is used in several places would need its gradients added in the order of a whole
+pass; the first part computes its gradient. Tensor hooks that a layer sets may run in both parts.
 
-torch.distributed.pipelining (`_backward.py`) splits in the same way; Qi et al. 2023 describe what it is good for.
+torch.distributed.pipelining (`_backward.py`) splits in the same way; Qi et al. 2023 describe the
+schedules that use it.
 """
 
 from __future__ import annotations
@@ -23,55 +24,53 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 @dataclass(eq=False)
-class _Entry:
-    """A place where parameters enter."""
+class _CutPoint:
+    """An operation at which the graph is cut."""
 
     node: Node
     parameters: list[Tensor] = field(default_factory=list)
-    """Those that enter here and nowhere else."""
+    """Parameters that are used here and nowhere else."""
     gradients: tuple[Tensor | None, ...] = ()
-    """What arrived here in the first part."""
+    """Gradients that arrived here in the first part."""
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         self.gradients = tuple(gradients)
 
 
 @dataclass
-class WeightPart:
-    """What is left of a backward pass after `backward_input`."""
+class WeightBackward:
+    """The rest of a backward pass after `backward_input`."""
 
-    entries: list[_Entry]
+    cuts: list[_CutPoint]
     found: list[tuple[Tensor, Tensor | None]]
-    """Parameters whose gradients are there already."""
+    """Parameters with gradients that the first part has computed."""
 
     def run(self) -> None:
-        """Put the gradients into the parameters' `.grad`, which must be empty. Once."""
+        """Set the parameters' `.grad`, which must be empty. Call once."""
         for parameter, gradient in self.found:
             parameter.grad = gradient
-        for entry in self.entries:
-            arrived = [
-                (GradientEdge(entry.node, i), g) for i, g in enumerate(entry.gradients) if g is not None
-            ]
+        for cut in self.cuts:
+            arrived = [(i, g) for i, g in enumerate(cut.gradients) if g is not None]
             if arrived:
-                edges, gradients = zip(*arrived, strict=True)
-                torch.autograd.backward(edges, gradients, inputs=entry.parameters)
-        self.entries, self.found = [], []
+                edges = [GradientEdge(cut.node, i) for i, _ in arrived]
+                torch.autograd.backward(edges, [g for _, g in arrived], inputs=cut.parameters)
+        self.cuts, self.found = [], []
 
 
 def backward_input(
     output: Tensor, gradient: Tensor, source: Tensor, parameters: Iterable[Tensor]
-) -> WeightPart:
-    """Find the gradient of `source` (put into its `.grad`), and keep what the parameters' gradients need.
+) -> WeightBackward:
+    """Set the `.grad` of `source`, and keep what the parameters' gradients need.
 
     Args:
-        output: what was computed from `source` and `parameters`.
-        gradient: that of `output`.
+        output: result of a forward pass on `source` and `parameters`.
+        gradient: gradient of `output`.
         source: a leaf that requires a gradient.
-        parameters: leaves whose `.grad` is empty, and stays so.
+        parameters: leaves with an empty `.grad`, which stays empty.
     """
     wanted = [p for p in parameters if p.requires_grad]
-    entries, rest = _entries(output, source, wanted)
-    handles = [entry.node.register_prehook(entry.keep) for entry in entries]
+    cuts, rest = _cut(output, source, wanted)
+    handles = [cut.node.register_prehook(cut.keep) for cut in cuts]
     try:
         torch.autograd.backward(output, gradient, inputs=[source, *rest], retain_graph=True)
     finally:
@@ -80,13 +79,13 @@ def backward_input(
     found = [(parameter, parameter.grad) for parameter in rest]
     for parameter in rest:
         parameter.grad = None
-    return WeightPart(entries, found)
+    return WeightBackward(cuts, found)
 
 
-def _entries(
+def _cut(
     output: Tensor, source: Tensor, parameters: Sequence[Tensor]
-) -> tuple[list[_Entry], list[Tensor]]:
-    """The places where parameters enter, and the parameters that cannot be left for later."""
+) -> tuple[list[_CutPoint], list[Tensor]]:
+    """Return the cuts of the graph, and the parameters that cannot be left for later."""
     start = get_gradient_edge(source).node
     order = _children_first(get_gradient_edge(output).node)
     inside = {start}
@@ -94,23 +93,23 @@ def _entries(
         if any(child in inside for child, _ in node.next_functions):
             inside.add(node)
     owners = {get_gradient_edge(p).node: p for p in parameters}
-    entering: dict[Node, list[_Entry]] = {node: [] for node in owners}
-    entries = [_Entry(node) for node in order if node in inside and node is not start]
-    for entry in entries:
-        for node in _behind(entry.node, inside):
+    entering: dict[Node, list[_CutPoint]] = {node: [] for node in owners}
+    cuts = [_CutPoint(node) for node in order if node in inside and node is not start]
+    for cut in cuts:
+        for node in _behind(cut.node, inside):
             if node in entering:
-                entering[node].append(entry)
+                entering[node].append(cut)
     rest: list[Tensor] = []
     for node, parameter in owners.items():
         if len(entering[node]) == 1:
             entering[node][0].parameters.append(parameter)
         else:
             rest.append(parameter)
-    return [entry for entry in entries if entry.parameters], rest
+    return [cut for cut in cuts if cut.parameters], rest
 
 
 def _behind(node: Node, inside: set[Node]) -> set[Node]:
-    """All operations behind `node` that do not lead to the input, parameters' leaves among them."""
+    """All operations behind `node` that do not lead to the input, including parameter leaves."""
     found: set[Node] = set()
     left = [child for child, _ in node.next_functions if child is not None and child not in inside]
     while left:
@@ -122,7 +121,7 @@ def _behind(node: Node, inside: set[Node]) -> set[Node]:
 
 
 def _children_first(root: Node) -> list[Node]:
-    """All operations of a graph, each after those behind it."""
+    """All operations of a graph, each after the operations behind it."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False)]

@@ -188,7 +188,7 @@ class EmulatedStack(LayerStack):
         if tp.size != 1:
             remedy = "emulated layers run without tensor parallelism; use 1"
             raise FieldError("tp", tp.size, remedy)
-        value = randomness.named(self.seed, index, "weight") / 2**63
+        value = randomness.derive_parameter_seed(self.seed, index, "weight") / 2**63
         spec, times = self._profile.layers[index], self._times[index]
         return EmulatedLayer(spec, times, value, index == self.n_layers - 1, self._timer)
 

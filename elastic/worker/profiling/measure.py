@@ -26,10 +26,9 @@ from elastic.planning.cost.measurement import Measurement, Order
 from elastic.planning.cost.profile import Device, LayerTimes
 from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings
-from elastic.worker.model.device import choose_device
+from elastic.worker.model.device import activation_bytes, choose_device
 from elastic.worker.model.layers import Microbatch, TensorParallel
-from elastic.worker.model.memory import activation_bytes
-from elastic.worker.model.split_backward import WeightPart, backward_input
+from elastic.worker.model.split_backward import WeightBackward, backward_input
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 
@@ -159,7 +158,7 @@ class _MeasuredPass:
             self._hidden = hidden.detach().requires_grad_(hidden.is_floating_point())
         self._weights = [p for p in replica.module.parameters() if p.requires_grad]
         self._out: Tensor | None = None
-        self._rest: WeightPart | None = None
+        self._rest: WeightBackward | None = None
 
     def forward(self) -> Tensor:
         self._out = self._replica.forward(self._hidden, self._microbatch)

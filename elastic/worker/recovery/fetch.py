@@ -1,4 +1,4 @@
-"""Reads copies out of vaults: this node's through shared memory, others' over TCP. All is verified."""
+"""Reads copies from vaults: this node's through shared memory, others' over TCP, all verified."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.frames import CHUNK_BYTES
 from elastic.store.shared_memory import SlotReader
+from elastic.worker.model.state_codec import as_memory
 from elastic.worker.transport.cancellation import AbandonSignal
 
-SHARED_MEMORY = "shared-memory"
 
-
-class Fetched(NamedTuple):
+class FetchedCopy(NamedTuple):
     data: Tensor
     """uint8 [nbytes] in host memory, 64-byte aligned."""
     source: str
@@ -29,7 +28,7 @@ class Fetched(NamedTuple):
 
 
 class Fetcher:
-    """Keeps connections to the vaults of one assignment. Thread-safe; calls to one vault queue."""
+    """Connections to the vaults of one assignment. Thread-safe; calls to one vault queue up."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class Fetcher:
         *,
         timeout_s: float = DEFAULT.bulk_s,
     ) -> None:
-        """`node` is this one; `vaults` maps nodes to host:port; setting `abandon` ends all transfers."""
+        """`node`: this node; `vaults`: node -> host:port; `abandon` ends all transfers if set."""
         self._node, self._abandon = node, abandon
         self._clients = {
             name: VaultClient(address, node=node, timeout_s=timeout_s)
@@ -47,12 +46,13 @@ class Fetcher:
             if address
         }
         if abandon is not None:
-            abandon.subscribe(self._hang_up)
+            abandon.subscribe(self._close_clients)
 
-    def fetch(self, copy: Copy) -> Fetched:
-        """The bytes of `copy`, from the vault of `copy.node`.
+    def fetch(self, copy: Copy) -> FetchedCopy:
+        """Read the bytes of `copy` from the vault of `copy.node`.
 
-        Raises VaultError if the vault is away or the copy gone or corrupt, EpochAbandoned when told to stop.
+        Raises VaultError if the vault cannot be reached or the copy is gone or corrupt, and
+        EpochAbandoned if the epoch was abandoned.
         """
         client = self._clients.get(copy.node)
         if client is None:
@@ -60,27 +60,26 @@ class Fetcher:
         out = torch.empty(copy.nbytes, dtype=torch.uint8)
         try:
             if copy.node == self._node:
-                self._map(client, copy, out)
-                return Fetched(out, SHARED_MEMORY)
-            client.get(copy, _bytes(out))
+                self._read_shared_memory(client, copy, out)
+                return FetchedCopy(out, "shared-memory")
+            client.get(copy, as_memory(out))
         except VaultError:
             if self._abandon is not None:
                 self._abandon.check()
             raise
-        return Fetched(out, f"peer:{copy.node}")
-
+        return FetchedCopy(out, f"peer:{copy.node}")
 
     def close(self) -> None:
-        """End transfers in progress and all connections."""
+        """End transfers in progress and close all connections."""
         if self._abandon is not None:
-            self._abandon.unsubscribe(self._hang_up)
-        self._hang_up()
+            self._abandon.unsubscribe(self._close_clients)
+        self._close_clients()
 
-    def _hang_up(self) -> None:
+    def _close_clients(self) -> None:
         for client in self._clients.values():
             client.close()
 
-    def _map(self, client: VaultClient, copy: Copy, out: Tensor) -> None:
+    def _read_shared_memory(self, client: VaultClient, copy: Copy, out: Tensor) -> None:
         path, _ = client.locate(copy)
         reader = SlotReader(path)
         if reader.sequence == copy.sequence:
@@ -94,24 +93,3 @@ class Fetcher:
                 return
         client.verify(copy)
         raise VaultError(f"{copy.key} is torn or was overwritten")
-
-
-def fetch(
-    copy: Copy,
-    vaults: Mapping[str, str],
-    node: str,
-    nbytes: int | None = None,
-    abandon: AbandonSignal | None = None,
-) -> Fetched:
-    """Fetch one copy over connections of its own; `nbytes` is what the caller expects."""
-    if nbytes is not None and nbytes != copy.nbytes:
-        raise VaultError(f"{copy.key} has {copy.nbytes} bytes; {nbytes} are wanted")
-    fetcher = Fetcher(node, {copy.node: vaults.get(copy.node, "")}, abandon)
-    try:
-        return fetcher.fetch(copy)
-    finally:
-        fetcher.close()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.numpy().data)

@@ -1,10 +1,8 @@
-"""The hash of a finished job's parameters, read from the vaults of those who hold them."""
+"""The hash of a finished job's parameters, from the last states in the vaults."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-
-from torch import Tensor
 
 from elastic.domain.errors import VaultError
 from elastic.domain.types import STATE, Copy, JobSpec, Plan, Slot, slot_of
@@ -16,14 +14,18 @@ from elastic.worker.replica.export import params_sha256
 from elastic.worker.transport.cancellation import AbandonSignal
 
 
-def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, abandon: AbandonSignal) -> str:
-    """SHA-256 of all parameters after the last step (`elastic.worker.replica.export.params_sha256`).
+def job_sha256(
+    plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, abandon: AbandonSignal
+) -> str:
+    """SHA-256 of all parameters after the last step (`elastic.worker.replica.export`).
 
-    Everybody's last state is in its vault. Raises VaultError if one is gone, EpochAbandoned when told to give up.
+    Each node's vault has its last state. Raises VaultError if one is gone, and EpochAbandoned.
     """
     first = None if state_of(plan.state).sharded else 1
     holders = {
-        layer: {unit.node: portion_of(plan, unit.node, layer) for unit in plan.holders(layer)[:first]}
+        layer: {
+            unit.node: portion_of(plan, unit.node, layer) for unit in plan.holders(layer)[:first]
+        }
         for layer in range(plan.n_layers)
     }
     copies: dict[Slot, Copy] = {}
@@ -34,34 +36,31 @@ def job_sha256(plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, 
         finally:
             client.close()
         for copy in inventory:
-            if (
-                copy.kind == STATE
-                and copy.step == spec.n_steps
-                and copy.owner == holder
-                and holders[copy.layer].get(holder) == copy.portion
-            ):
+            last = (copy.kind, copy.step, copy.owner) == (STATE, spec.n_steps, holder)
+            if last and holders[copy.layer].get(holder) == copy.portion:
                 copies.setdefault(copy.slot, copy)
     fetcher = Fetcher(node, vaults, abandon)
 
-    def layers() -> Iterator[list[Tensor]]:
+    def layers() -> Iterator[list[memoryview]]:
         for layer in range(plan.n_layers):
             number = max(number for _, number in holders[layer].values())
-            portions = [(index, number) for index in range(number)]
-            yield [
-                join_portions([_fetched(fetcher, copies, slot_of(layer, shard, p)) for p in portions])
-                for shard in range(plan.tp)
-            ]
+            runs = []
+            for shard in range(plan.tp):
+                slots = [slot_of(layer, shard, (index, number)) for index in range(number)]
+                found = [fetcher.fetch(_require(copies, slot)).data for slot in slots]
+                runs.append(as_memory(join_portions(found)))
+            yield runs
 
     try:
-        return params_sha256([as_memory(run) for run in runs] for runs in layers())
+        return params_sha256(layers())
     finally:
         fetcher.close()
 
 
-def _fetched(fetcher: Fetcher, copies: Mapping[Slot, Copy], slot: Slot) -> Tensor:
+def _require(copies: Mapping[Slot, Copy], slot: Slot) -> Copy:
     copy = copies.get(slot)
     if copy is None:
         layer, shard, *portion = slot
         which = f", portion {portion[0]} of {portion[1]}," if portion else ""
-        raise VaultError(f"the last state of layer {layer}, TP rank {shard}{which} is in no vault")
-    return fetcher.fetch(copy).data
+        raise VaultError(f"no vault has the last state of layer {layer}, TP rank {shard}{which}")
+    return copy

@@ -1,4 +1,4 @@
-"""Makes the replicas of layers."""
+"""Builds replicas of layers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ def build_replica(
     empty: bool = False,
     portion: Portion = WHOLE,
 ) -> LayerReplica:
-    """Make the replica of layer `index` at version 0; `empty`: fast, for `read_state` to fill."""
+    """Build layer `index` at version 0. `empty`: fast, with values that `read_state` replaces."""
     module = (stack.build_empty if empty else stack.build)(index, device, tp)
     module.train()
     parameters = list(module.named_parameters())
-    layout = FlatLayout.of(parameters)
-    uncounted = {name for group in stack.tied for layer, name in group[1:] if layer == index}
+    outside_norm = {name for group in stack.tied for layer, name in group[1:] if layer == index}
     if tp.rank > 0:
-        uncounted |= {name for name, parameter in parameters if shard_dim(parameter) < 0}
+        outside_norm |= {name for name, parameter in parameters if shard_dim(parameter) < 0}
     return LayerReplica(
         index,
-        tp.rank,
+        tp,
         module,
         LayerOptimizer(parameters, optimizer, empty=empty, portion=portion),
-        Accumulator(layout, accumulate, device, f"layer {index}"),
+        Accumulator(FlatLayout.of(parameters), accumulate, device, f"layer {index}"),
         seed=seed,
-        uncounted=frozenset(uncounted),
+        outside_norm=frozenset(outside_norm),
     )
 
 
@@ -49,9 +48,7 @@ def warm_up(
     accumulate: Accumulate,
     device: torch.device,
 ) -> None:
-    """Build a layer of each end and of the middle and drop them, so that no import is left for a recovery."""
+    """Build and drop the first, the middle and the last layer, so that a recovery imports less."""
     for index in sorted({0, stack.n_layers // 2, stack.n_layers - 1}):
         replica = build_replica(stack, index, tp, optimizer, accumulate, 0, device, empty=True)
-        run = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
-        replica.write_state(run)
-        replica.read_state(run)
+        replica.read_state(replica.state_run())

@@ -1,9 +1,8 @@
-"""Whole parameters out of state runs: their hash, and a plain safetensors file. NumPy only, so that it
-starts fast.
+"""Whole parameters from state runs: their hash, and a plain safetensors file.
 
-Runs (`elastic.domain.state_layout`) come from vaults or from a checkpoint, one a TP rank; parameters that TP ranks
-split are joined first, so that neither hash nor file depends on the TP size. Low-precision values stay the
-bits that they are.
+Runs (`elastic.domain.state_layout`) come from vaults or from a checkpoint, one per TP rank.
+Parameters that TP ranks split are joined first, so that neither hash nor file depends on the TP
+size. Bits are moved, never converted. This module imports no torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -22,29 +21,32 @@ from elastic.domain.state_layout import ITEM_BYTES, TensorEntry, read_header
 from elastic.store import checkpoint_directory, safetensors_stream
 
 _RAW = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
-"""Unsigned little-endian stand-ins, by item size: values are moved, never converted."""
+"""Unsigned little-endian dtypes by item size."""
 
 
 def parameters(runs: Sequence[memoryview]) -> Iterator[tuple[str, str, NDArray[np.generic]]]:
-    """(name, dtype, whole values as unsigned integers) of a layer's parameters in name order.
+    """Yield (name, dtype, whole values as unsigned integers) of a layer, in name order.
 
-    `runs` are the states of all TP ranks, in rank order. Raises VaultError if they do not fit together.
+    `runs` are the states of all TP ranks, in rank order. Raises VaultError if they do not match.
     """
-    shards = [{e.name: e for e in read_header(run).tensors if e.name.startswith("param/")} for run in runs]
+    shards = [
+        {entry.name: entry for entry in read_header(run).tensors if entry.name.startswith("param/")}
+        for run in runs
+    ]
     if any(shard.keys() != shards[0].keys() for shard in shards):
         raise VaultError("TP ranks hold different parameters")
     for name in sorted(shards[0]):
         entry = shards[0][name]
         parts = [_values(run, shard[name]) for run, shard in zip(runs, shards, strict=True)]
-        whole = parts[0] if entry.shard_dim < 0 or len(parts) == 1 else np.concatenate(parts, entry.shard_dim)
+        split = entry.shard_dim >= 0 and len(parts) > 1
+        whole = np.concatenate(parts, entry.shard_dim) if split else parts[0]
         yield name.removeprefix("param/"), entry.dtype, np.ascontiguousarray(whole)
 
 
 def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:
     """SHA-256 over layers in order, parameters in name order, little-endian bytes.
 
-    `layers` gives each layer's state runs, one a TP rank; it may be lazy, so that one layer is in memory at
-    a time.
+    `layers` has each layer's state runs, one per TP rank; a lazy iterable saves memory.
     """
     digest = hashlib.sha256()
     for runs in layers:
@@ -54,24 +56,27 @@ def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:
 
 
 def checkpoint_runs(path: Path) -> Iterator[list[memoryview]]:
-    """The state runs of all layers of a checkpoint, one layer at a time, verified."""
+    """Yield the verified state runs of a checkpoint, layer by layer."""
     manifest = checkpoint_directory.read_manifest(path)
     for layer in range(manifest.n_layers):
-        yield [checkpoint_directory.read_run(path, manifest, layer, shard) for shard in range(manifest.tp)]
+        shards = range(manifest.tp)
+        yield [checkpoint_directory.read_run(path, manifest, layer, shard) for shard in shards]
 
 
 def export_checkpoint(
     checkpoint: str | Path, out: str | Path, *, force: bool = False
 ) -> dict[str, int | str]:
-    """Write all parameters of a checkpoint to the safetensors file `out`, named layers.N.NAME.
+    """Write all parameters of a checkpoint to the safetensors file `out`, as layers.N.NAME.
 
-    `checkpoint` is a step's directory, or the directory of all, of which the newest is taken. Returns step,
-    number of tensors, bytes and params_sha256. An existing file is refused unless `force`; `out` appears
-    whole or not.
+    `checkpoint` is the directory of one step, or of all steps; then the newest is exported.
+    Returns step, number of tensors, bytes and params_sha256. The file appears whole or not at all.
+    Raises FieldError if `out` exists and `force` is not set, or if it cannot be written.
     """
     path, target = _resolve(Path(checkpoint)), Path(out)
     if target.is_dir() or (target.exists() and not force):
-        raise FieldError("output", str(target), "it exists; name another file or force overwriting")
+        raise FieldError(
+            "output", str(target), "the file exists; name another file or force overwriting"
+        )
     if not target.absolute().parent.is_dir():
         raise FieldError("output", str(target), "its directory must exist")
     digest = hashlib.sha256()
@@ -80,11 +85,13 @@ def export_checkpoint(
         for name, dtype, values in parameters(runs):
             data = memoryview(values.reshape(-1).view(np.uint8).data)
             digest.update(data)
-            tensors.append(safetensors_stream.RawTensor(f"layers.{layer}.{name}", dtype, values.shape, data))
+            full_name = f"layers.{layer}.{name}"
+            tensors.append(safetensors_stream.RawTensor(full_name, dtype, values.shape, data))
     step, sha = checkpoint_directory.read_manifest(path).step, digest.hexdigest()
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        nbytes, _ = safetensors_stream.write(fresh, tensors, {"step": str(step), "params_sha256": sha})
+        metadata = {"step": str(step), "params_sha256": sha}
+        nbytes, _ = safetensors_stream.write(fresh, tensors, metadata)
         os.replace(fresh, target)
     except OSError as error:
         fresh.unlink(missing_ok=True)

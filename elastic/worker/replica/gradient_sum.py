@@ -1,31 +1,33 @@
-"""A gradient sum with its ledger: of a layer under `reduce`, beside the one that the layer itself adds to."""
+"""A sum of micro-batch gradients together with its ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from elastic.worker.model.gradients import Accumulator
 from elastic.worker.model.state_codec import as_bytes
-from elastic.worker.replica.publishing import Waiting
 
 
-@dataclass(slots=True)
-class Part:
-    """Gradients of the micro-batches in `ledger`, with the losses of those that ran through the last layer."""
+@dataclass(slots=True, eq=False)
+class GradientSum:
+    """Gradients of one layer, summed over the micro-batches in `ledger`."""
 
     index: int
     """The layer."""
     accumulator: Accumulator
     ledger: set[int] = field(default_factory=set)
     losses: dict[int, float] = field(default_factory=dict)
-    copying: Waiting | None = None
+    """Losses of the micro-batches in the ledger; on the last layer only."""
+    copying: Future[None] | None = None
+    """A copy that is being written and reads this sum."""
 
     @property
     def gradient(self) -> Tensor:
-        """Flat, int64 fixed point (exact) or float32 (fast)."""
+        """The sum: flat, int64 fixed point (exact) or float32 (fast)."""
         return self.accumulator.flat
 
     @property
@@ -38,17 +40,23 @@ class Part:
         out.copy_(as_bytes(self.gradient))
 
     def add(self, total: Tensor, ledger: set[int], losses: Mapping[int, float]) -> None:
-        """Sum in a flat gradient of micro-batches that are not in the ledger yet."""
+        """Add a flat gradient of micro-batches that are not in the ledger yet."""
         self.settle()
         self.accumulator.merge(total)
         self.ledger |= ledger
         self.losses.update(losses)
 
+    def absorb(self, other: GradientSum) -> None:
+        """Add another sum of the same layer, with its ledger and losses."""
+        self.accumulator.absorb(other.accumulator)
+        self.ledger |= other.ledger
+        self.losses.update(other.losses)
+
     def settle(self) -> None:
-        """Wait for a copy that is being written: the sum is about to change."""
+        """Wait for a copy that is being written; call before a change. Raises the copy's error."""
         copying, self.copying = self.copying, None
         if copying is not None:
-            copying.wait()
+            copying.result()
 
     def clear(self) -> None:
         self.settle()

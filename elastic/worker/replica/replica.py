@@ -1,4 +1,4 @@
-"""One layer on one worker: its module, its gradient with ledger, its optimizer, and all of it as bytes."""
+"""One layer on one worker: module, gradient sum with ledger, optimizer, and state as bytes."""
 
 from __future__ import annotations
 
@@ -14,176 +14,86 @@ from elastic.domain.types import WHOLE, Portion
 from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.optimizer import LayerOptimizer
-from elastic.worker.model.state_codec import Named, StatePlan, as_bytes, plan_state, read_state
-from elastic.worker.replica.gradient_sum import Part
-from elastic.worker.replica.publishing import Waiting
+from elastic.worker.model.state_codec import (
+    NamedTensor,
+    StatePlan,
+    as_bytes,
+    plan_state,
+    read_state,
+)
+from elastic.worker.replica.gradient_sum import GradientSum
 
 
-class LayerReplica:
-    """A layer that this worker holds. Its state has version `version`; its gradient belongs to that step."""
+class LayerReplica(GradientSum):
+    """A layer that this worker holds, and the gradient sum of the micro-batches run here.
+
+    The state has version `version`, and the gradient belongs to the step of that number. Under
+    `reduce` a layer has several sums, with disjoint ledgers: its own, `common`, and the sums of
+    rounds that are not finished.
+    """
 
     def __init__(
         self,
         index: int,
-        shard: int,
+        tp: TensorParallel,
         module: nn.Module,
         optimizer: LayerOptimizer,
         accumulator: Accumulator,
         *,
         seed: int,
-        uncounted: frozenset[str] = frozenset(),
+        outside_norm: frozenset[str] = frozenset(),
     ) -> None:
-        self.index, self.shard, self.module, self.seed = index, shard, module, seed
+        """`outside_norm`: names of parameters that another worker counts in the gradient norm."""
+        super().__init__(index, accumulator)
+        self.shard, self.tp_size, self.module, self.seed = tp.rank, tp.size, module, seed
         self.version = 0
         self.owner = ""
-        """Node of this worker; set by whoever places the layer."""
-        self.ledger: set[int] = set()
-        """Micro-batches whose gradients `gradient` holds."""
-        self.losses: dict[int, float] = {}
-        """Losses of the micro-batches in the ledger; on the last layer only."""
-        self.common: Part | None = None
-        """Under `reduce`: the sum that all holders of the layer have alike; disjoint from `gradient`."""
+        """Node of this worker."""
+        self.common: GradientSum | None = None
+        """Under `reduce`: the sum of finished rounds, equal on all holders of the layer."""
         self.complete = True
-        """Every portion of the parameters is of this version; else only the optimizer's, whose state `write_state`
-        writes (`elastic.worker.engine.sharded_update`)."""
-        self.copying: Waiting | None = None
-        """A copy of the state or of the gradients that is being written."""
-        self._sent: deque[Part] = deque()
-        self._idle: list[Part] = []
+        """All parameters have this version. If not, only the optimizer's portion has it
+        (`elastic.worker.engine.sharded_update`)."""
+        self._rounds: deque[GradientSum] = deque()
+        self._spare: list[GradientSum] = []
         self.layout = accumulator.layout
         self.device = accumulator.flat.device
-        self._accumulator, self._optimizer = accumulator, optimizer
-        self._counted = [slot for slot in self.layout.slots if slot.name not in uncounted]
+        self._optimizer = optimizer
+        self._in_norm = [place for place in self.layout.ranges if place.name not in outside_norm]
         self._parameters = dict(module.named_parameters())
         self._plan: StatePlan | None = None
 
     # ---- a micro-batch ----
 
-    @property
-    def gradient(self) -> Tensor:
-        """Sum of the ledger's micro-batch gradients: flat, int64 fixed point (exact) or float32 (fast)."""
-        return self._accumulator.flat
-
-    def gradient_slice(self, name: str) -> slice:
-        """Where parameter `name` lies in `gradient`."""
-        slot = self.layout.by_name[name]
-        return slice(slot.start, slot.stop)
-
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
-        """Run the layer, random numbers keyed by (seed, step, micro-batch, layer)."""
-        randomness.begin(self.seed, microbatch.step, microbatch.index, self.index, self.device)
+        """Run the layer with random numbers keyed by (seed, step, micro-batch, layer)."""
+        step, index = microbatch.step, microbatch.index
+        randomness.seed_forward(self.seed, step, index, self.index, self.device)
         out: Tensor = self.module(hidden, microbatch)
         return out
 
     def collect(self, index: int, *, skip: bool) -> None:
-        """After the backward pass of micro-batch `index`: move `.grad` into the sum, or (skip) drop it."""
-        found = [parameter.grad for parameter in self._parameters.values()]
-        for parameter in self._parameters.values():
+        """Move the gradients of micro-batch `index` into the sum, and `index` into the ledger.
+
+        Call after the backward pass. With `skip` the gradients are dropped, because the ledger of
+        another sum has the micro-batch. Raises LedgerError if this ledger has it already.
+        """
+        found = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
         if skip:
             return
         self._refuse_doubled({index})
-        self._settle()
-        self._accumulator.add(found)
+        self.settle()
+        self.accumulator.add(found)
         self.ledger.add(index)
 
-    def clear(self) -> None:
-        """Forget all gradients, ledgers and losses: a step begins."""
-        self._settle()
-        self._accumulator.clear()
-        self.ledger.clear()
-        self.losses.clear()
-        while self._sent:
-            self._retire()
-        if self.common is not None:
-            self.common.clear()
-
-    def set_aside(self, before: Part | None = None) -> Part:
-        """Forget the gradients as `clear`, but return them; `before` is what was set aside last, to be used again."""
-        self._settle()
-        final = Part(self.index, self._accumulator, self.ledger, self.losses)
-        fresh = before or Part(self.index, self._accumulator.sibling())
-        self._accumulator, self.ledger, self.losses = fresh.accumulator, fresh.ledger, fresh.losses
-        self.clear()
-        return final
-
-    # ---- rounds of sums over the holders (elastic.worker.engine.incremental_allreduce) ----
-
-    def hand_over(self) -> Part:
-        """Set aside what this holder has on its own, to be summed with that of the others; it begins anew."""
-        self._settle()
-        self._accumulator.check()
-        sent = Part(self.index, self._accumulator, self.ledger, self.losses)
-        fresh = self._idle.pop() if self._idle else Part(self.index, self._accumulator.sibling())
-        self._accumulator, self.ledger, self.losses = fresh.accumulator, fresh.ledger, fresh.losses
-        self._sent.append(sent)
-        return sent
-
-    def share(self, total: Tensor, ledger: set[int], losses: Mapping[int, float]) -> None:
-        """What was handed over first is now with all holders: `total`, theirs included.
-
-        Raises LedgerError if it lacks what went from here, or holds what all have already.
-        """
-        if self.common is None:
-            self.common = Part(self.index, self._accumulator.sibling())
-        lost, doubled = sorted(self._sent[0].ledger - ledger), sorted(self.common.ledger & ledger)
-        if lost or doubled:
-            text = f"layer {self.index}: a sum over its holders lacks {lost} and doubles {doubled}"
-            raise LedgerError(f"{text} of step {self.version}")
-        self.common.add(total, ledger, losses)
-        self._retire()
-
-    def recall(self) -> None:
-        """Take back what was handed over and is not with all holders: the epoch is over."""
-        self._settle()
-        while self._sent:
-            sent = self._sent[0]
-            self._accumulator.absorb(sent.accumulator)
-            self.ledger |= sent.ledger
-            self.losses.update(sent.losses)
-            self._retire()
-
-    def keep(self, ledgers: Collection[frozenset[int]]) -> None:
-        """Make the gradient the sum of those parts that have one of these ledgers; drop the others."""
-        self.recall()
-        common, self.common = self.common, None
-        self._idle.clear()
-        if frozenset(self.ledger) not in ledgers:
-            self.clear()
-        if common is not None and frozenset(common.ledger) in ledgers:
-            self._accumulator.absorb(common.accumulator)
-            self.ledger |= common.ledger
-            self.losses.update(common.losses)
-
-    @property
-    def parts(self) -> tuple[LayerReplica | Part, ...]:
-        """The sums that are not empty: what all holders have, and what this one has on its own."""
-        found = (self.common, self) if self.common is not None else (self,)
-        return tuple(part for part in found if part.ledger)
-
-    def _settle(self) -> None:
-        """Wait for a copy that is being written: what it reads is about to change."""
-        copying, self.copying = self.copying, None
-        if copying is not None:
-            copying.wait()
-
-    def _retire(self) -> None:
-        part = self._sent.popleft()
-        part.clear()
-        self._idle.append(part)
-
-    # ---- the gradient as bytes ----
-
-    @property
-    def gradient_nbytes(self) -> int:
-        return self.gradient.nbytes
-
-    def write_gradient(self, out: Tensor) -> None:
-        """Copy the gradient to `out`, uint8 [gradient_nbytes] in host memory."""
-        self._accumulator.check()
-        out.copy_(as_bytes(self.gradient))
+    def gradient_slice(self, name: str) -> slice:
+        """The elements of parameter `name` in `gradient`."""
+        place = next(place for place in self.layout.ranges if place.name == name)
+        return slice(place.start, place.stop)
 
     def add_gradient(
         self,
@@ -191,103 +101,174 @@ class LayerReplica:
         microbatches: Iterable[int],
         losses: Mapping[int, float] | Iterable[tuple[int, float]],
     ) -> None:
-        """Sum in what `write_gradient` wrote elsewhere, with its ledger. LedgerError if one is doubled."""
+        """Add a copy that `write_gradient` wrote elsewhere, with its ledger and losses.
+
+        Raises LedgerError if a micro-batch would count twice, VaultError for a wrong size.
+        """
         added = set(microbatches)
         self._refuse_doubled(added)
         if data.numel() != self.gradient_nbytes:
-            raise VaultError(
-                f"layer {self.index}: gradient of {data.numel()} bytes, not {self.gradient_nbytes}"
-            )
-        whole = data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data
-        self._settle()
-        self._accumulator.merge(whole.view(self.gradient.dtype))
-        self.ledger |= added
-        self.losses.update(losses)
+            sizes = f"gradient of {data.numel()} bytes, not {self.gradient_nbytes}"
+            raise VaultError(f"layer {self.index}: {sizes}")
+        aligned = data.clone() if data.storage_offset() % 8 or data.data_ptr() % 8 else data
+        self.add(aligned.view(self.gradient.dtype), added, dict(losses))
+
+    def clear(self) -> None:
+        """Empty all sums and ledgers: a step begins."""
+        super().clear()
+        while self._rounds:
+            self._retire_round()
+        if self.common is not None:
+            self.common.clear()
+
+    def set_aside(self, reuse: GradientSum | None = None) -> GradientSum:
+        """Clear the replica, but return its sum. `reuse`: an earlier sum whose memory is free."""
+        final = self._detach(reuse)
+        self.clear()
+        return final
+
+    def _detach(self, empty: GradientSum | None) -> GradientSum:
+        """Return the current sum, and continue with `empty`, or with a new one."""
+        self.settle()
+        sum_ = GradientSum(self.index, self.accumulator, self.ledger, self.losses)
+        empty = empty or GradientSum(self.index, self.accumulator.new_empty())
+        self.accumulator, self.ledger, self.losses = empty.accumulator, empty.ledger, empty.losses
+        return sum_
 
     def _refuse_doubled(self, microbatches: set[int]) -> None:
         doubled = sorted(self.ledger & microbatches)
         if doubled:
-            raise LedgerError(
-                f"layer {self.index} already holds micro-batches {doubled} of step {self.version}"
-            )
+            text = f"layer {self.index} already holds micro-batches {doubled}"
+            raise LedgerError(f"{text} of step {self.version}")
+
+    # ---- rounds of sums over the holders (elastic.worker.engine.incremental_allreduce) ----
+
+    def start_round(self) -> GradientSum:
+        """Detach the current sum for an all-reduce over the holders; continue with an empty one."""
+        self.accumulator.check()
+        self._rounds.append(self._detach(self._spare.pop() if self._spare else None))
+        return self._rounds[-1]
+
+    def finish_round(self, total: Tensor, ledger: set[int], losses: Mapping[int, float]) -> None:
+        """Add `total`, the all-reduced sums of the oldest round, to `common`.
+
+        Raises LedgerError if `ledger` lacks this worker's part, or repeats a finished round.
+        """
+        if self.common is None:
+            self.common = GradientSum(self.index, self.accumulator.new_empty())
+        lost = sorted(self._rounds[0].ledger - ledger)
+        doubled = sorted(self.common.ledger & ledger)
+        if lost or doubled:
+            text = f"layer {self.index}: a sum over its holders lacks {lost} and doubles {doubled}"
+            raise LedgerError(f"{text} of step {self.version}")
+        self.common.add(total, ledger, losses)
+        self._retire_round()
+
+    def cancel_rounds(self) -> None:
+        """Put the sums of unfinished rounds back into the replica's own sum: the epoch is over."""
+        self.settle()
+        while self._rounds:
+            self.absorb(self._rounds[0])
+            self._retire_round()
+
+    def keep(self, ledgers: Collection[frozenset[int]]) -> None:
+        """Merge the sums that have one of these ledgers into the own sum; drop the others."""
+        self.cancel_rounds()
+        common, self.common = self.common, None
+        self._spare.clear()
+        if frozenset(self.ledger) not in ledgers:
+            self.clear()
+        if common is not None and frozenset(common.ledger) in ledgers:
+            self.absorb(common)
+
+    @property
+    def parts(self) -> tuple[GradientSum, ...]:
+        """The sums that are not empty: `common`, and the replica's own."""
+        found = (self.common, self) if self.common is not None else (self,)
+        return tuple(part for part in found if part.ledger)
+
+    def _retire_round(self) -> None:
+        part = self._rounds.popleft()
+        part.clear()
+        self._spare.append(part)
 
     # ---- the update ----
 
     def norm_sq(self, reduced: Tensor) -> float:
-        """Squared norm of this layer's share of the whole model's gradient, float64.
+        """Squared norm of this layer's share of the model's gradient, float64.
 
-        Parameters that every TP rank has count on rank 0 only, tied ones at their first owner only.
+        Parameters that all TP ranks hold count on rank 0 only, tied ones at their first owner only.
         """
-        self._accumulator.check()
-        return gradients.norm_sq(reduced, self._counted)
+        self.accumulator.check()
+        return gradients.norm_sq(reduced, self._in_norm)
 
     def update(self, reduced: Tensor, clip: float, lr: float) -> None:
-        """Apply `clip` times the gradient `reduced` (flat, left as it is); the version goes up by one."""
-        self._accumulator.check()
-        self._step(gradients.to_flat(reduced, clip), lr)
+        """Apply `clip` times the flat gradient `reduced`; the version goes up by one."""
+        self.accumulator.check()
+        self._step(self._portions(gradients.to_flat(reduced, clip)), lr)
 
     @property
     def portion(self) -> Portion:
-        """What of the optimizer's state is here; the update changes this portion of the parameters alone."""
+        """Portion of the optimizer's state held here; the update changes these parameters alone."""
         return self._optimizer.portion
 
     @property
     def parameters(self) -> Iterable[Parameter]:
-        """All of them, whole."""
+        """All parameters, whole."""
         return self._parameters.values()
 
     @property
     def update_nbytes(self) -> int:
-        """Bytes of what an update takes."""
+        """Bytes of the input of an update."""
         if self.portion == WHOLE:
             return 4 * self.layout.numel
-        return 4 * max(self._taken, 1)
+        return 4 * max(self._target_elements, 1)
 
     def write_update(self, reduced: Tensor, clip: float, out: Tensor) -> None:
-        """Write what `update` of the same `reduced` and `clip` takes to `out`, uint8 [update_nbytes] in host memory."""
-        out.copy_(as_bytes(self.update_taken(reduced, clip)))
+        """Write `update_input` to `out`, uint8 [update_nbytes] in host memory."""
+        out.copy_(as_bytes(self.update_input(reduced, clip)))
 
-    def update_taken(self, reduced: Tensor, clip: float) -> Tensor:
-        """The same as a new flat tensor."""
+    def update_input(self, reduced: Tensor, clip: float) -> Tensor:
+        """The float32 gradient that `update` applies, in a new flat tensor; at least one byte."""
         flat = gradients.to_flat(reduced, clip)
         if self.portion == WHOLE:
             return flat
-        parts = [part.reshape(-1) for part in self._parts(flat)]
-        return torch.cat(parts) if self._taken else flat.new_zeros(1)  # a copy has a byte at least
+        if not self._target_elements:
+            return flat.new_zeros(1)
+        return torch.cat([part.reshape(-1) for part in self._portions(flat)])
 
     @property
-    def _taken(self) -> int:
-        """Elements that an update of this portion takes."""
+    def _target_elements(self) -> int:
+        """Elements that an update changes."""
         return sum(target.numel() for target in self._optimizer.targets.values())
 
     def apply_update(self, data: Tensor, lr: float) -> None:
-        """Make the update that `write_update` wrote down elsewhere; the version goes up by one."""
+        """Repeat an update from the bytes of `write_update`; the version goes up by one."""
         if data.numel() != self.update_nbytes:
-            raise VaultError(f"layer {self.index}: update of {data.numel()} bytes, not {self.update_nbytes}")
-        flat = (data.clone() if data.data_ptr() % 4 else data).view(torch.float32).to(self.device)
+            sizes = f"update of {data.numel()} bytes, not {self.update_nbytes}"
+            raise VaultError(f"layer {self.index}: {sizes}")
+        aligned = data.clone() if data.data_ptr() % 4 else data
+        flat = aligned.view(torch.float32).to(self.device)
         if self.portion == WHOLE:
-            self._step(flat, lr)
+            self._step(self._portions(flat), lr)
             return
         targets = list(self._optimizer.targets.values())
-        parts = torch.split(flat[: self._taken], [target.numel() for target in targets])
-        self._advance([part.view(target.shape) for part, target in zip(parts, targets, strict=True)], lr)
+        parts = torch.split(flat[: self._target_elements], [t.numel() for t in targets])
+        self._step([part.view(t.shape) for part, t in zip(parts, targets, strict=True)], lr)
 
-    def _step(self, flat: Tensor, lr: float) -> None:
-        self._advance(self._parts(flat), lr)
-
-    def _advance(self, parts: Sequence[Tensor], lr: float) -> None:
+    def _step(self, parts: Sequence[Tensor], lr: float) -> None:
         """Update from these portions of the gradient, in parameter order."""
-        self._settle()
+        self.settle()
         self._optimizer.step(parts, lr)
         self.complete = self.portion == WHOLE
         self.version += 1
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """Of each parameter's gradient the optimizer's portion."""
-        return [self._optimizer.part(view) for view in self.layout.views(flat)]
+    def _portions(self, flat: Tensor) -> list[Tensor]:
+        """The optimizer's portion of each parameter's gradient."""
+        return [self._optimizer.portion_of(view) for view in self.layout.views(flat)]
 
     def optimizer_bytes(self) -> dict[str, int]:
-        """Bytes of optimizer state and masters, by parameter. Most optimizers make theirs at the first update."""
+        """Bytes of optimizer state and masters by parameter; most state appears at first update."""
         found = {name: master.nbytes for name, master in self._optimizer.masters.items()}
         for name, _, value in self._optimizer.tensors():
             found[name] = found.get(name, 0) + value.nbytes
@@ -296,73 +277,92 @@ class LayerReplica:
     # ---- the state as bytes ----
 
     def state_nbytes(self) -> int:
-        """Bytes of the state as it is now. More after the first update, when most optimizers make theirs."""
-        return self._planned(self._tensors()).nbytes
+        """Bytes of the current state; it grows at the first update with most optimizers."""
+        return self._state_plan(self._tensors()).nbytes
 
     def write_state(self, out: Tensor) -> None:
         """Write the state to the first `state_nbytes()` of `out`, uint8 [n] in host memory."""
         tensors = self._tensors()
-        self._planned(tensors).write(out, tensors)
+        self._state_plan(tensors).write(out, tensors)
+
+    def state_run(self) -> Tensor:
+        """The state as a new run, uint8 [state_nbytes()] in host memory."""
+        run = torch.empty(self.state_nbytes(), dtype=torch.uint8)
+        self.write_state(run)
+        return run
 
     def read_state(self, data: Tensor) -> None:
-        """Take over a written state, version included: the whole one, of which the optimizer takes its portion, or just
-        this portion (then the parameters are not complete). VaultError if it is not this layer's."""
-        self._settle()
+        """Load a written state with its version: the whole state, or this replica's portion.
+
+        From a whole state the optimizer takes its portion. After a portion the replica is not
+        `complete`. Raises VaultError if the state is not of this layer.
+        """
+        self.settle()
         header, tensors = read_state(data)
         if header.portion not in (WHOLE, self.portion):
-            raise VaultError(f"layer {self.index}: portion {header.portion} of a state, not {self.portion}")
-        whole = header.portion == WHOLE
+            text = f"portion {header.portion} of a state, not {self.portion}"
+            raise VaultError(f"layer {self.index}: {text}")
+        whole, optimizer = header.portion == WHOLE, self._optimizer
         found = {named.name: named for named in tensors}
-        values: dict[str, Tensor] = {f"param/{n}": p for n, p in self._parameters.items()}
-        if not whole:
-            values = {f"param/{n}": p for n, p in self._optimizer.parameters.items()}
-        masters = {f"master/{n}": m for n, m in self._optimizer.masters.items()}
-        moments = {n: t.tensor for n, t in found.items() if n.startswith("optim/")}
+        mine = self._parameters if whole else optimizer.parameters
+        values: dict[str, Tensor] = {f"param/{name}": p for name, p in mine.items()}
+        masters = {f"master/{name}": m for name, m in optimizer.masters.items()}
+        moments = {n: named.tensor for n, named in found.items() if n.startswith("optim/")}
         self._match({**values, **masters}, {n: t for n, t in found.items() if n not in moments})
-        take = self._optimizer.part if whole else _as_it_is
+
+        def take(tensor: Tensor) -> Tensor:
+            return optimizer.portion_of(tensor) if whole else tensor
+
         with torch.no_grad():
             for name, value in values.items():
                 value.copy_(found[name].tensor)
             for name, value in masters.items():
                 value.copy_(take(found[name].tensor))
-        targets = self._optimizer.targets
-        state = {_split(n): take(t) for n, t in moments.items() if targets[_split(n)[0]].numel()}
-        self._optimizer.load(state, {k: v for k, v in header.extra.items() if self._has(k)})
+        split = {name: _split(name) for name in moments}
+        state = {
+            split[name]: take(tensor)
+            for name, tensor in moments.items()
+            if optimizer.targets[split[name][0]].numel()
+        }
+        optimizer.load(state, {k: v for k, v in header.extra.items() if self._in_portion(k)})
         self.complete, self.version = whole, header.version
 
-    def _has(self, path: str) -> bool:
-        """Whether a text of the state belongs to this portion of it."""
-        kind, _, rest = path.partition("/")
-        return kind != "optim" or bool(self._optimizer.targets[rest.rsplit("/", 1)[0]].numel())
+    def _in_portion(self, path: str) -> bool:
+        """Whether a text of the state belongs to this replica's portion of it."""
+        kind = path.partition("/")[0]
+        return kind != "optim" or bool(self._optimizer.targets[_split(path)[0]].numel())
 
-    def _match(self, mine: Mapping[str, Tensor], theirs: Mapping[str, Named]) -> None:
-        for name in sorted(mine.keys() | theirs.keys()):
-            a, b = mine.get(name), theirs.get(name)
-            shape = self._parameters[name.split("/", 1)[1]].shape if a is not None else ()
-            if a is None or b is None or (b.shape or b.tensor.shape) != shape or a.dtype != b.tensor.dtype:
-                told = [
-                    f"{tuple(shape)} {a.dtype}" if a is not None else "nothing",
-                    f"{tuple(b.shape or b.tensor.shape)} {b.tensor.dtype}" if b is not None else "nothing",
-                ]
-                raise VaultError(f"layer {self.index}: state of {name} is {told[1]}, not {told[0]}")
+    def _match(self, mine: Mapping[str, Tensor], theirs: Mapping[str, NamedTensor]) -> None:
+        """Raise VaultError unless both have the same names, shapes and dtypes."""
+        shapes = {name: self._parameters[name.split("/", 1)[1]].shape for name in mine}
+        wanted = {name: f"{tuple(shapes[name])} {t.dtype}" for name, t in mine.items()}
+        found = {
+            name: f"{tuple(named.shape or named.tensor.shape)} {named.tensor.dtype}"
+            for name, named in theirs.items()
+        }
+        for name in sorted(wanted.keys() | found.keys()):
+            if found.get(name) != wanted.get(name):
+                text = f"{found.get(name, 'nothing')}, not {wanted.get(name, 'nothing')}"
+                raise VaultError(f"layer {self.index}: state of {name} is {text}")
 
-    def _tensors(self) -> list[Named]:
+    def _tensors(self) -> list[NamedTensor]:
         optimizer = self._optimizer
         tensors = [self._named(f"param/{n}", p, n) for n, p in optimizer.parameters.items()]
         tensors += [self._named(f"master/{n}", m, n) for n, m in optimizer.masters.items()]
         for name, key, value in optimizer.tensors():
-            same = value.shape == optimizer.parameters[name].shape
+            like_parameter = value.ndim and value.shape == optimizer.parameters[name].shape
             path = f"optim/{name}/{key}"
-            tensors.append(self._named(path, value, name) if same and value.ndim else Named(path, value))
+            named = self._named(path, value, name) if like_parameter else NamedTensor(path, value)
+            tensors.append(named)
         return tensors
 
-    def _named(self, path: str, value: Tensor, name: str) -> Named:
-        """`value` is of the form of parameter `name`, or of this portion of it."""
+    def _named(self, path: str, value: Tensor, name: str) -> NamedTensor:
+        """`value` has the shape of parameter `name`, or of this portion of it."""
         parameter = self._parameters[name]
-        return Named(path, value, shard_dim(parameter), tuple(parameter.shape))
+        return NamedTensor(path, value, shard_dim(parameter), tuple(parameter.shape))
 
-    def _planned(self, tensors: list[Named]) -> StatePlan:
-        """The layout at this version, from that of another one where possible."""
+    def _state_plan(self, tensors: list[NamedTensor]) -> StatePlan:
+        """The layout of the state; made from the layout of another version if possible."""
         extra, plan = self._optimizer.extra(), self._plan
         if plan is not None and plan.header.version != self.version:
             plan = plan.at(self.version)
@@ -373,14 +373,11 @@ class LayerReplica:
 
 
 def shard_dim(parameter: Tensor) -> int:
+    """Dimension along which TP ranks split the parameter; -1: not split."""
     return int(getattr(parameter, "partition_dim", -1))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _split(name: str) -> tuple[str, str]:
+def _split(path: str) -> tuple[str, str]:
     """optim/NAME/KEY -> (NAME, KEY)."""
-    parameter, key = name.removeprefix("optim/").rsplit("/", 1)
-    return parameter, key
+    name, key = path.removeprefix("optim/").rsplit("/", 1)
+    return name, key

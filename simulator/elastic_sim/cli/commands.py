@@ -155,7 +155,9 @@ def replay(
         told = show.as_json(scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps()))
         stored(out, json.dumps(told, indent=2) + "\n")
     if html is not None:
-        from elastic_sim.report.report import report  # its templates need a library that others need not load
+        from elastic_sim.report.report import (
+            report,  # its templates need a library that others need not load
+        )
 
         stored(html, report(scenario, found, names, seeds))
 

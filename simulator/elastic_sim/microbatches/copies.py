@@ -11,7 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.protocol import messages as m
-from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, STATE, UPDATE, Assignment, Copy, Portion
+from elastic.domain.types import (
+    ACTIVATION,
+    COTANGENT,
+    GRADIENT,
+    STATE,
+    UPDATE,
+    Assignment,
+    Copy,
+    Portion,
+)
 from elastic.planning.plan.schemes import LOG, NONE, gradients_of, portion_of, state_of
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic_sim.microbatches.environment import Environment, Host

@@ -11,7 +11,18 @@ from elastic.core.protocol.messages import Halted
 from elastic.core.recovery.recovery import explain, replayed
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import Copy, StepRecord
-from tests.core.recovery.copies import ONE, RECORD, TWO, M, gradient, pipeline, plan_of, recipes, run, state
+from tests.core.recovery.copies import (
+    ONE,
+    RECORD,
+    TWO,
+    M,
+    gradient,
+    pipeline,
+    plan_of,
+    recipes,
+    run,
+    state,
+)
 from tests.core.recovery.job_model import make_spec
 
 # ---- which version

@@ -11,7 +11,17 @@ import pytest
 from elastic.core.recovery.recovery import explain
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import STATE, UPDATE, Copy, whole_slots
-from tests.core.recovery.copies import RECORD, M, gradient, pipeline, plan_of, recipes, run, state, update
+from tests.core.recovery.copies import (
+    RECORD,
+    M,
+    gradient,
+    pipeline,
+    plan_of,
+    recipes,
+    run,
+    state,
+    update,
+)
 
 FULL = set(range(M))
 TWO = replace(

@@ -7,7 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from elastic.planning.capacity.svg import CHART, COLOURS, COMFORT, ROW, WIDEST, Panel, draw, marks, seconds
+from elastic.planning.capacity.svg import (
+    CHART,
+    COLOURS,
+    COMFORT,
+    ROW,
+    WIDEST,
+    Panel,
+    draw,
+    marks,
+    seconds,
+)
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.planning.schedule.timeline import Span, Timeline
 

@@ -11,7 +11,15 @@ import pytest
 from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
 from elastic.planning.placement.exchange import Host, Slot
-from elastic.planning.placement.migration import CHECKPOINT, FRESH, HELD, KEPT, LOCAL, links_of, transition
+from elastic.planning.placement.migration import (
+    CHECKPOINT,
+    FRESH,
+    HELD,
+    KEPT,
+    LOCAL,
+    links_of,
+    transition,
+)
 from elastic.planning.placement.placement import Holdings, assign
 
 Lines = list[list[tuple[str, int]]]

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from elastic.domain.errors import FieldError
-from elastic.planning.plan.schemes import Gradients, State, gradients_of, refuse_useless, schemes_of, state_of
+from elastic.planning.plan.schemes import (
+    Gradients,
+    State,
+    gradients_of,
+    refuse_useless,
+    schemes_of,
+    state_of,
+)
 
 
 @pytest.mark.parametrize(

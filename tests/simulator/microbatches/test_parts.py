@@ -15,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
-from elastic.domain.types import ACTIVATION, GRADIENT, STATE, UPDATE, Copy, Pipeline, Plan, Stage, Unit
+from elastic.domain.types import (
+    ACTIVATION,
+    GRADIENT,
+    STATE,
+    UPDATE,
+    Copy,
+    Pipeline,
+    Plan,
+    Stage,
+    Unit,
+)
 from elastic.planning.plan.plan import format_plan
 
 

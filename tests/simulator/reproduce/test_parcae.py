@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.parcae import NONE, Costs, forecasting, ideal, minutes, reactive, sending_ms
+from elastic_sim.reproduce.parcae import (
+    NONE,
+    Costs,
+    forecasting,
+    ideal,
+    minutes,
+    reactive,
+    sending_ms,
+)
 from elastic_sim.reproduce.parcae_models import BERT, GPT_1_5B, GPT_6_7B, MODELS
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
 

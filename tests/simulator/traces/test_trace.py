@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from elastic_sim.traces import trace as traces
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check, format_trace, parse, read, window
+from elastic_sim.traces.trace import (
+    ADD,
+    REMOVE,
+    Event,
+    Trace,
+    check,
+    format_trace,
+    parse,
+    read,
+    window,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Logged messages: written by their sender, kept for the running step, found after a trim, gone after the update."""
+"""Logged messages: written by the sender, kept until the update of their step, then dropped."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import VaultFull
 from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, LOGS, STATE, Copy
-from elastic.worker.backup.activation_log import BoundaryLog, Logged, read
+from elastic.worker.backup.activation_log import ActivationLog, LoggedMessage, read_message
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.copies import LocalWriter, content, make
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.patience import LONG_S
-from tests.worker.model.toys import replicas, run
+from tests.worker.model.toy_model import replicas, run
 
 M = 4
 
@@ -36,12 +36,12 @@ def publisher_of(node: MiniNode) -> Publisher:
     return publisher
 
 
-def message(kind: str, step: int, index: int) -> Logged:
+def message(kind: str, step: int, index: int) -> LoggedMessage:
     tensor = torch.full((3, 2, 5), float(100 * step + index), dtype=torch.bfloat16)
-    return Logged(kind, 2 if kind == ACTIVATION else 1, step, index, tensor)
+    return LoggedMessage(kind, 2 if kind == ACTIVATION else 1, step, index, tensor)
 
 
-def log_step(log: BoundaryLog, step: int, abandon: AbandonSignal) -> None:
+def log_step(log: ActivationLog, step: int, abandon: AbandonSignal) -> None:
     for index in range(M):
         log.keep(message(ACTIVATION, step, index))
         log.keep(message(COTANGENT, step, index))
@@ -54,7 +54,8 @@ def settle(node: MiniNode, bundles: int) -> None:
 
 
 def found(vault: Vault) -> set[tuple[str, int, int]]:
-    return {(c.kind, c.step, *c.microbatches) for c in vault.inventory() if c.kind in LOGS}
+    logged = [copy for copy in vault.inventory() if copy.kind in LOGS]
+    return {(c.kind, c.step, index) for c in logged for index in c.microbatches}
 
 
 def everything(step: int) -> set[tuple[str, int, int]]:
@@ -63,13 +64,13 @@ def everything(step: int) -> set[tuple[str, int, int]]:
 
 def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
     publisher, abandon = publisher_of(node), AbandonSignal()
-    log = BoundaryLog(publisher, 1)
+    log = ActivationLog(publisher, 1)
     log_step(log, 0, abandon)
     settle(node, M)
     assert found(node.vault) == everything(0)
     fetcher = Fetcher("a", {"a": node.server.address})
     for copy in node.vault.inventory():
-        tensor = read(fetcher.fetch(copy).data)
+        tensor = read_message(fetcher.fetch(copy).data)
         assert torch.equal(tensor, message(copy.kind, 0, *copy.microbatches).tensor)
     fetcher.close()
     for step in (1, 2, 3):
@@ -82,11 +83,11 @@ def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
     assert len(list((node.directory / "slots").iterdir())) == 2 * 2 * M
 
 
-def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
-    log, abandon = BoundaryLog(publisher_of(node), 1), AbandonSignal()
+def test_the_end_of_an_epoch_announces_pending_messages(node: MiniNode) -> None:
+    log, abandon = ActivationLog(publisher_of(node), 1), AbandonSignal()
     log_step(log, 0, abandon)
     settle(node, M)
-    abandon.set("told")
+    abandon.set("epoch 2")
     log.keep(message(ACTIVATION, 1, 0))
     log.flush(None)
     log.flush(None)
@@ -94,8 +95,8 @@ def test_what_was_not_announced_is_when_the_epoch_ends(node: MiniNode) -> None:
     assert (ACTIVATION, 1, 0) in found(node.vault)
 
 
-def test_in_host_memory_two_steps_are_held_and_written_when_the_epoch_ends(node: MiniNode) -> None:
-    log, abandon = BoundaryLog(publisher_of(node), 1, held=True), AbandonSignal()
+def test_messages_in_memory_are_written_when_the_epoch_ends(node: MiniNode) -> None:
+    log, abandon = ActivationLog(publisher_of(node), 1, in_memory=True), AbandonSignal()
     for step in range(4):
         log_step(log, step, abandon)
     assert not found(node.vault) and node.acked.empty()
@@ -104,21 +105,21 @@ def test_in_host_memory_two_steps_are_held_and_written_when_the_epoch_ends(node:
     assert found(node.vault) == everything(2) | everything(3)
 
 
-def test_what_could_not_be_written_in_time_is_when_the_epoch_ends(tmp_path: Path) -> None:
-    """The slots are not acknowledged: a flush waits for them until the epoch is left, and nothing is forgotten."""
+def test_an_abandoned_flush_is_completed_when_the_epoch_ends(tmp_path: Path) -> None:
+    """A flush waits for unacknowledged slots until the epoch ends, and loses no message."""
 
-    class Silent:
+    class SilentAgent:
         def __init__(self) -> None:
             self.sent: list[Copy] = []
 
         def send(self, published: object) -> None:
             self.sent += [local.copy for local in published.copies]  # type: ignore[attr-defined]
 
-    channel, abandon = Silent(), AbandonSignal()
-    log = BoundaryLog(Publisher(channel, tmp_path / "slots", "a"), 1)
+    channel, abandon = SilentAgent(), AbandonSignal()
+    log = ActivationLog(Publisher(channel, tmp_path / "slots", "a"), 1)
     log_step(log, 0, abandon)
     log_step(log, 1, abandon)
-    abandon.set("told")
+    abandon.set("epoch 2")
     log.keep(message(ACTIVATION, 2, 0))
     log.keep(message(ACTIVATION, 2, 1))
     with pytest.raises(EpochAbandoned):
@@ -127,11 +128,11 @@ def test_what_could_not_be_written_in_time_is_when_the_epoch_ends(tmp_path: Path
     assert [(c.step, *c.microbatches) for c in channel.sent[4 * M :]] == [(2, 0), (2, 1)]
 
 
-def test_short_memory_ends_the_log_not_the_training(
+def test_training_continues_without_the_log_if_memory_is_short(
     node: MiniNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher, abandon = publisher_of(node), AbandonSignal()
-    log = BoundaryLog(publisher, 1)
+    log = ActivationLog(publisher, 1)
 
     def full(nbytes: int) -> None:
         raise VaultFull("no room")
@@ -141,12 +142,12 @@ def test_short_memory_ends_the_log_not_the_training(
     assert not found(node.vault) and caplog.text.count("not logged any more") == 1
 
 
-def test_logged_messages_make_room_for_what_is_not_optional(
+def test_logged_messages_make_room_for_gradients(
     node: MiniNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They have filled what there is; a gradient finds room all the same, the vault drops them, and no more come."""
+    """If they fill the memory, the vault drops them for a gradient, and no more are written."""
     publisher, abandon, layers = publisher_of(node), AbandonSignal(), replicas()
-    log = BoundaryLog(publisher, 1)
+    log = ActivationLog(publisher, 1)
     log_step(log, 0, abandon)
     settle(node, M)
     assert found(node.vault)
@@ -163,7 +164,9 @@ def test_logged_messages_make_room_for_what_is_not_optional(
 def messages_of(writer: LocalWriter, vault: Vault, step: int, epoch: int) -> None:
     for number, index in enumerate(range(M)):
         data = content(10 * step + index)
-        copy = make(data, kind=ACTIVATION, layer=2, step=step, epoch=epoch, microbatches=frozenset({index}))
+        copy = make(
+            data, kind=ACTIVATION, layer=2, step=step, epoch=epoch, microbatches=frozenset({index})
+        )
         vault.publish(writer.write(100 * epoch + number, copy, data))
 
 
@@ -172,7 +175,7 @@ def state_of(writer: LocalWriter, vault: Vault, step: int, epoch: int) -> None:
     vault.publish(writer.write(1000 + epoch, make(data, kind=STATE, step=step, epoch=epoch), data))
 
 
-def test_messages_of_the_running_step_outlive_the_trim_until_its_update(tmp_path: Path) -> None:
+def test_messages_of_the_running_step_survive_trims_until_its_update(tmp_path: Path) -> None:
     vault, writer = Vault("b", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
     messages_of(writer, vault, 7, 1)
     state_of(writer, vault, 7, 1)
@@ -184,24 +187,24 @@ def test_messages_of_the_running_step_outlive_the_trim_until_its_update(tmp_path
     vault.trim(3, 7)
     assert len(found(vault)) == M and len(vault.inventory()) == 2 * M
     state_of(writer, vault, 7, 3)
-    assert len(found(vault)) == M, "its own copy of the same version"
+    assert len(found(vault)) == M, "a copy of the same version keeps them"
     state_of(writer, vault, 8, 3)
     assert not found(vault)
     released = [writer.slots[100 * epoch + i].sequence for epoch in (1, 2) for i in range(M)]
-    assert not any(released), "their writer may have the slots back"
+    assert not any(released), "the slots are released to their writer"
     messages_of(writer, vault, 8, 3)
     assert len(found(vault)) == M and vault.check_integrity() == ()
 
 
 @pytest.mark.parametrize("step", [6, 8, -1])
-def test_messages_of_other_steps_go_with_their_epoch(step: int, tmp_path: Path) -> None:
+def test_messages_of_other_steps_are_trimmed_with_their_epoch(step: int, tmp_path: Path) -> None:
     vault, writer = Vault("b", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
     messages_of(writer, vault, 7, 1)
     vault.trim(2, step)
     assert not vault.inventory() and not any(slot.sequence for slot in writer.slots.values())
 
 
-def test_a_trim_that_comes_after_the_update_leaves_nothing(tmp_path: Path) -> None:
+def test_a_trim_after_the_update_leaves_nothing(tmp_path: Path) -> None:
     vault, writer = Vault("b", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
     messages_of(writer, vault, 7, 1)
     state_of(writer, vault, 8, 2)

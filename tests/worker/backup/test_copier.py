@@ -1,4 +1,4 @@
-"""Copies that are written beside the computing: in order, of what was there when they were asked for, errors told."""
+"""Copies in the background: their order, their consistency, and their errors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import torch
 
 from elastic.core.protocol.messages import Published
 from elastic.domain.types import GRADIENT, STATE, UPDATE
-from elastic.worker.backup.copier import Copier, beside
+from elastic.worker.backup import items
+from elastic.worker.backup.copier import Copier, async_copy_device
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.gradients import GradientError
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from tests.patience import LONG_S
-from tests.worker.model.toys import CPU, replicas, run, state_of
+from tests.worker.model.toy_model import CPU, replicas, run, state_of
 
 WAIT_S = LONG_S
 
 
 class Recorder:
-    """Keeps what was announced, with the bytes that lay in the slots then."""
+    """Records announcements with the bytes in the slots at that time."""
 
     def __init__(self) -> None:
         self.sent: list[Published] = []
         self.data: dict[tuple[str, int], bytes] = {}
-        self.told = threading.Semaphore(0)
+        self.announced = threading.Semaphore(0)
 
     def send(self, message: Published) -> None:
         for local in message.copies:
@@ -36,11 +37,11 @@ class Recorder:
                 file.seek(local.offset)
                 self.data[local.copy.kind, local.copy.layer] = file.read(local.copy.nbytes)
         self.sent.append(message)
-        self.told.release()
+        self.announced.release()
 
 
-class Held:
-    """Writes of `layer` wait until they are let go."""
+class BlockedWrite:
+    """Makes a write of `layer` wait for the event `go`."""
 
     def __init__(self, layer: LayerReplica, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -60,16 +61,18 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def publisher(recorder: Recorder, tmp_path: Path) -> Publisher:
-    return Publisher(recorder, tmp_path, "a", beside=CPU)
+    return Publisher(recorder, tmp_path, "a", copy_device=CPU)
 
 
-def test_jobs_are_done_in_order_and_their_parts_together() -> None:
-    copier, done, meet = Copier(CPU, pytest.fail), [], threading.Barrier(3)
+def test_jobs_run_in_order_and_their_copies_in_parallel() -> None:
+    errors: list[BaseException] = []
+    done: list[object] = []
+    copier, meet = Copier(CPU, errors.append), threading.Barrier(3)
     first = copier.start([lambda: meet.wait(WAIT_S)] * 3, lambda found: done.append(len(found)))
     copier.start([lambda: 7], done.append)
-    first.wait()
+    first.result()
     copier.settle()
-    assert done == [3, [7]]
+    assert done == [3, [7]] and not errors
     copier.close()
 
 
@@ -79,9 +82,9 @@ def test_a_gradient_does_not_change_while_it_is_written(
     layers = replicas()
     run(layers, 0, 0)
     before = bytes(layers[1].gradient.numpy().tobytes())
-    held = Held(layers[1], "write_gradient", monkeypatch)
+    blocked = BlockedWrite(layers[1], "write_gradient", monkeypatch)
     publisher.publish_gradients(layers, 0, 1, "b", AbandonSignal())
-    assert held.begun.wait(WAIT_S) and not recorder.sent, "the main thread goes on"
+    assert blocked.begun.wait(WAIT_S) and not recorder.sent, "the main thread goes on"
     changed = threading.Event()
 
     def next_microbatch() -> None:
@@ -91,56 +94,57 @@ def test_a_gradient_does_not_change_while_it_is_written(
     worker = threading.Thread(target=next_microbatch)
     worker.start()
     assert not changed.wait(0.2)
-    held.go.set()
+    blocked.go.set()
     worker.join(WAIT_S)
     assert changed.is_set() and recorder.data[GRADIENT, 1] == before
     assert layers[1].ledger == {0, 1}
     assert [set(c.copy.microbatches) for c in recorder.sent[0].copies] == [{0}] * 3
 
 
-@pytest.mark.parametrize("change", ["update", "clear", "set_aside", "hand_over", "read_state"])
-def test_whatever_changes_what_is_written_waits(
+@pytest.mark.parametrize("change", ["update", "clear", "set_aside", "start_round", "read_state"])
+def test_changes_of_the_source_wait_for_the_copy(
     publisher: Publisher, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     layers = replicas()
     layer = layers[0]
     run(layers, 0, 0)
     state, reduced = state_of(layer), layer.gradient.clone()
-    held = Held(layer, "write_state", monkeypatch)
+    blocked = BlockedWrite(layer, "write_state", monkeypatch)
     publisher.publish_states([layer], 1, "b", abandon=AbandonSignal())
-    assert held.begun.wait(WAIT_S)
+    assert blocked.begun.wait(WAIT_S)
     changes: dict[str, Any] = {
         "update": lambda: layer.update(reduced, 1.0, 0.1),
         "clear": layer.clear,
         "set_aside": layer.set_aside,
-        "hand_over": layer.hand_over,
+        "start_round": layer.start_round,
         "read_state": lambda: layer.read_state(state),
     }
     worker = threading.Thread(target=changes[change])
     worker.start()
     worker.join(0.1)
     assert worker.is_alive()
-    held.go.set()
+    blocked.go.set()
     worker.join(WAIT_S)
     assert not worker.is_alive() and recorder.data[STATE, 0] == bytes(state.numpy())
 
 
-def test_what_an_update_took_is_that_of_the_moment(publisher: Publisher, recorder: Recorder) -> None:
+def test_update_inputs_are_converted_at_once(publisher: Publisher, recorder: Recorder) -> None:
     layers = replicas()
     run(layers, 0, 0)
     reduced = {layer.index: layer.gradient.clone() for layer in layers}
-    expected = {n: layers[n].update_taken(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
-    publisher.publish_updates(layers, reduced, 0.5, 1, "b", AbandonSignal())
+    expected = {n: layers[n].update_input(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
+    copies = items.updates(layers, reduced, 0.5, convert_now=publisher.in_background)
+    publisher.publish(copies, 1, "b", AbandonSignal())
     for tensor in reduced.values():
-        tensor.zero_()  # the next reduction uses the same buffers
+        tensor.zero_()  # The next reduction uses the same buffers.
     publisher.settle()
     assert all(recorder.data[UPDATE, n] == expected[n] for n in range(3))
 
 
-def test_what_goes_wrong_is_raised_where_it_is_waited_for(publisher: Publisher) -> None:
+def test_a_waiting_caller_gets_the_error_of_a_copy(publisher: Publisher) -> None:
     layers, abandon = replicas(), AbandonSignal()
     run(layers, 0, 0)
-    layers[2]._accumulator._peaks.fill_(float("inf"))
+    layers[2].accumulator._peaks.fill_(float("inf"))
     bundle = publisher.publish_gradients(layers, 0, 1, "b", abandon)
     with pytest.raises(GradientError):
         publisher.wait_acked(bundle, abandon)
@@ -148,8 +152,10 @@ def test_what_goes_wrong_is_raised_where_it_is_waited_for(publisher: Publisher) 
         publisher.settle()
 
 
-def test_on_cpus_copies_are_made_by_the_main_thread_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_copies_are_in_the_main_thread_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTIC_COPY_BESIDE", raising=False)
-    assert beside(CPU) is None and beside(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert async_copy_device(CPU) is None and async_copy_device(
+        torch.device("cuda", 0)
+    ) == torch.device("cuda", 0)
     monkeypatch.setenv("ELASTIC_COPY_BESIDE", "1")
-    assert beside(CPU) == CPU
+    assert async_copy_device(CPU) == CPU

@@ -1,4 +1,4 @@
-"""Counting what backups cost."""
+"""Counts of a worker's backup traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock:
 
 
 def test_bundles_are_sent_one_after_the_other() -> None:
-    """The second waits for the first: its sending begins when that is acknowledged."""
+    """Sending of the second bundle begins when the first is acknowledged."""
     clock = Clock()
     meter = TrafficMeter(clock)
     for bundle, at in ((1, 0.0), (2, 1.0)):
@@ -34,7 +34,7 @@ def test_bundles_are_sent_one_after_the_other() -> None:
     assert meter.take() == Traffic(sent_bytes=50, sent_s=1.0), "an idle link does not count"
 
 
-def test_several_acknowledged_at_once_and_those_of_no_peer() -> None:
+def test_one_acknowledgement_covers_earlier_bundles() -> None:
     clock = Clock()
     meter = TrafficMeter(clock)
     meter.acked(7)
@@ -46,7 +46,7 @@ def test_several_acknowledged_at_once_and_those_of_no_peer() -> None:
     assert meter.take() == Traffic(sent_bytes=30, sent_s=3.0)
 
 
-def test_what_an_abandoned_epoch_had_under_way_is_forgotten() -> None:
+def test_bundles_of_an_abandoned_epoch_are_dropped() -> None:
     meter = TrafficMeter()
     meter.announced(1, 10)
     meter.forget()
@@ -57,7 +57,7 @@ def test_what_an_abandoned_epoch_had_under_way_is_forgotten() -> None:
     assert meter.take() == Traffic()
 
 
-def test_a_refused_bundle_tells_nothing_of_the_link() -> None:
+def test_a_refused_bundle_does_not_count() -> None:
     clock = Clock()
     meter = TrafficMeter(clock)
     meter.announced(1, 10**9)

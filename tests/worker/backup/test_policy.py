@@ -1,4 +1,4 @@
-"""What a worker publishes in an epoch, and when it says that its layers are protected."""
+"""The copies of a worker in an epoch, and the report that its layers are protected."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from elastic.domain.types import UPDATE, Pipeline, Plan, Stage, Unit
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
-from tests.worker.model.toys import replicas
+from tests.worker.model.toy_model import replicas
 
-PLAN = Plan(3, 3, 2, 1, (Pipeline((Stage(Unit("a"), 0, 3),), (0, 1)),), spares=("b",), peers=(("a", "b"),))
+PLAN = Plan(
+    3, 3, 2, 1, (Pipeline((Stage(Unit("a"), 0, 3),), (0, 1)),), spares=("b",), peers=(("a", "b"),)
+)
 
 
 class Agent:
-    """Hears what the worker says; acknowledges when told to."""
+    """Records the worker's messages; acknowledges bundles on request."""
 
     def __init__(self, directory: Path, state: str = "snapshot") -> None:
         self.said: list[object] = []
         self.publisher = Publisher(self, directory, "a")
         self.layers = replicas()
         plan = replace(PLAN, state=state)
-        self.protection = Protection(self.publisher, plan, "a", self.layers, AbandonSignal(), self.send, ())
+        self.protection = Protection(
+            self.publisher, plan, "a", self.layers, AbandonSignal(), self.send, ()
+        )
 
     def send(self, message: object) -> None:
         self.said.append(message)
@@ -40,7 +44,7 @@ class Agent:
         return m.Protected(PLAN.epoch) in self.said
 
 
-def test_layers_are_protected_when_the_first_copies_are_whole(tmp_path: Path) -> None:
+def test_layers_are_protected_once_the_first_copies_are_whole(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.protection.enter()
     assert not agent.protected
@@ -50,8 +54,8 @@ def test_layers_are_protected_when_the_first_copies_are_whole(tmp_path: Path) ->
     assert agent.said.count(m.Protected(PLAN.epoch)) == 1
 
 
-def test_older_copies_are_given_away_only_when_useless_if_the_new_ones_found_no_room(tmp_path: Path) -> None:
-    """Survivors keep two versions: after two updates the old copies lead nowhere, and may make room."""
+def test_refused_first_copies_delay_the_report_by_two_updates(tmp_path: Path) -> None:
+    """Survivors keep two versions: after two updates the older copies are useless."""
     agent = Agent(tmp_path)
     agent.protection.enter()
     agent.ack(kept=False)
@@ -64,7 +68,7 @@ def test_older_copies_are_given_away_only_when_useless_if_the_new_ones_found_no_
         assert agent.protected == (done == 2)
 
 
-def test_a_later_copy_without_room_changes_nothing(tmp_path: Path) -> None:
+def test_a_later_refusal_does_not_change_the_report(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.protection.enter()
     agent.ack()
@@ -76,7 +80,7 @@ def test_a_later_copy_without_room_changes_nothing(tmp_path: Path) -> None:
 
 
 def step(agent: Agent, *, room: bool = True) -> tuple[set[int], set[int]]:
-    """One update; returns the layers of which updates and of which whole states went to the peer."""
+    """Do one update; return the layers whose updates and whose states went to the peer."""
     heard = len(agent.said)
     reduced = {layer.index: layer.gradient for layer in agent.layers}
     agent.protection.before_update(reduced, 1.0)
@@ -91,11 +95,13 @@ def step(agent: Agent, *, room: bool = True) -> tuple[set[int], set[int]]:
     return updates, {c.layer for c in copies if c.kind != UPDATE}
 
 
-def test_replay_sends_every_update_and_whole_states_in_turn(tmp_path: Path) -> None:
+def test_replay_sends_all_updates_and_takes_turns_with_states(tmp_path: Path) -> None:
     agent = Agent(tmp_path, "replay:4")
     agent.protection.enter()
     first = [msg for msg in agent.said if isinstance(msg, m.Published)]
-    assert [(msg.peer, len(msg.copies)) for msg in first] == [("b", 3)], "an epoch begins with whole states"
+    assert [(msg.peer, len(msg.copies)) for msg in first] == [("b", 3)], (
+        "an epoch begins with whole states"
+    )
     agent.ack()
     assert agent.protected
     found = [step(agent) for _ in range(8)]
@@ -115,7 +121,7 @@ def test_local_states_are_whole_after_every_update(tmp_path: Path) -> None:
 
 
 def test_a_refused_update_is_followed_by_whole_states(tmp_path: Path) -> None:
-    """Nothing leads across a gap: the chain begins anew, once."""
+    """A gap ends the chain of updates, so it begins anew, once."""
     agent = Agent(tmp_path, "replay:8")
     agent.protection.enter()
     agent.ack()

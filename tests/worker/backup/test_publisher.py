@@ -1,4 +1,4 @@
-"""The publishing side, with real replicas, vaults and sockets."""
+"""The publisher with real replicas, vaults and sockets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from elastic.core.protocol.messages import Published
 from elastic.domain.errors import StaleError
 from elastic.domain.types import GRADIENT, REDUCED, STATE, Copy
 from elastic.rpc.frames import Channel
+from elastic.worker.backup import items
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.patience import LONG_S
-from tests.worker.model.toys import replicas, run, state_of, toy_stack, train
+from tests.worker.model.toy_model import replicas, run, state_of, toy_stack, train
 
 
 @pytest.fixture
@@ -33,17 +34,19 @@ def pair(tmp_path: Path) -> Iterator[list[MiniNode]]:
         yield made
 
 
-BESIDE: list[torch.device | None] = [None]
-"""Where publishers make copies from beside the main thread."""
+COPY_DEVICE: list[torch.device | None] = [None]
+"""Device of background copies; None: copies are made in the main thread."""
 
 
 @pytest.fixture(params=[None, torch.device("cpu")], ids=["main-thread", "beside"], autouse=True)
 def either_way(request: pytest.FixtureRequest) -> None:
-    BESIDE[0] = request.param
+    COPY_DEVICE[0] = request.param
 
 
 def publisher_of(node: MiniNode) -> Publisher:
-    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name, beside=BESIDE[0])
+    publisher = Publisher(
+        node.worker_channel(), node.directory / "slots", node.name, copy_device=COPY_DEVICE[0]
+    )
     node.on_acked = publisher.on_acked
     return publisher
 
@@ -51,7 +54,10 @@ def publisher_of(node: MiniNode) -> Publisher:
 def ledgers(node: MiniNode) -> dict[int, list[set[int]]]:
     """Layer -> the ledgers of its gradients, smallest first."""
     copies = sorted(node.vault.inventory(), key=lambda c: len(c.microbatches))
-    return {n: [set(c.microbatches) for c in copies if (c.kind, c.layer) == (GRADIENT, n)] for n in range(3)}
+    return {
+        n: [set(c.microbatches) for c in copies if (c.kind, c.layer) == (GRADIENT, n)]
+        for n in range(3)
+    }
 
 
 def restored(node: MiniNode, copy: Copy, layers: list[LayerReplica]) -> LayerReplica:
@@ -91,7 +97,12 @@ def test_states_reach_the_peer_and_some_stay_local(pair: list[MiniNode]) -> None
         bundle = publisher.publish_states(layers, 1, "b", {0, 2}, abandon)
         publisher.wait_acked(bundle, abandon)
         train(layers, 1)
-    assert sorted((c.layer, c.step) for c in b.vault.inventory()) == [(0, 1), (0, 2), (2, 1), (2, 2)]
+    assert sorted((c.layer, c.step) for c in b.vault.inventory()) == [
+        (0, 1),
+        (0, 2),
+        (2, 1),
+        (2, 2),
+    ]
     assert sorted((c.layer, c.step) for c in a.vault.inventory()) == [
         (n, v) for n in (0, 1, 2) for v in (1, 2)
     ]
@@ -101,7 +112,7 @@ def test_states_reach_the_peer_and_some_stay_local(pair: list[MiniNode]) -> None
         assert torch.equal(state_of(restored(b, copy, layers)), state_of(layers[copy.layer]))
 
 
-def test_what_is_whole_already_is_not_announced_again(pair: list[MiniNode]) -> None:
+def test_an_unchanged_copy_is_not_announced_again(pair: list[MiniNode]) -> None:
     a, _ = pair
     publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
     assert publisher.publish_gradients(layers, 0, 1, "b", abandon) == 0, "nothing accumulated yet"
@@ -111,7 +122,7 @@ def test_what_is_whole_already_is_not_announced_again(pair: list[MiniNode]) -> N
     assert publisher.publish_gradients(layers, 0, 1, "b", abandon) == first
     assert publisher.publish_gradients(layers, 0, 1, "") == first, "at the peer is also here"
     assert publisher.publish_states(layers, 1, "") == state
-    layers[0].ledger.add(1)  # one layer alone had a micro-batch
+    layers[0].ledger.add(1)  # Only one layer has a new micro-batch.
     second = publisher.publish_gradients(layers, 0, 1, "b", abandon)
     publisher.wait_acked(second, abandon)
     sizes = [len(a.heard.get(timeout=LONG_S).copies) for _ in range(3)]
@@ -119,7 +130,7 @@ def test_what_is_whole_already_is_not_announced_again(pair: list[MiniNode]) -> N
 
 
 class Recorder:
-    """A channel that nobody answers."""
+    """A channel without acknowledgements."""
 
     def __init__(self) -> None:
         self.sent: list[Published] = []
@@ -155,7 +166,7 @@ def test_a_slot_is_written_again_only_after_its_acknowledgement(tmp_path: Path) 
     assert first == third != second
 
 
-def test_waits_end_when_the_epoch_does(tmp_path: Path) -> None:
+def test_waits_end_with_the_epoch(tmp_path: Path) -> None:
     recorder, layers = Recorder(), replicas()
     publisher, abandon = Publisher(recorder, tmp_path, "a"), AbandonSignal()
     for index in range(2):
@@ -168,13 +179,17 @@ def test_waits_end_when_the_epoch_does(tmp_path: Path) -> None:
     with pytest.raises(EpochAbandoned):
         publisher.wait_acked(bundle, abandon)
     assert len(recorder.sent) == 2
-    publisher.publish_gradients(layers, 0, 1, "")  # to the local vault: never waits, and spares the other two
+    publisher.publish_gradients(layers, 0, 1, "")  # to the local vault: does not wait
     assert len(set(recorder.paths(0))) == 3
-    assert recorder.sent[-1].peer == "" and recorder.sent[-1].copies[0].copy.microbatches == {0, 1, 2}
+    assert recorder.sent[-1].peer == "" and recorder.sent[-1].copies[0].copy.microbatches == {
+        0,
+        1,
+        2,
+    }
 
 
-def test_what_recovery_needs_is_there_at_every_moment(tmp_path: Path) -> None:
-    """After every announcement: state v and final gradients of v, or state v+1, are in the local vault."""
+def test_the_local_vault_can_always_roll_forward(tmp_path: Path) -> None:
+    """After each announcement it has state v and the final gradients of v, or state v+1."""
     with nodes(tmp_path, "a") as (a,):
         abandon, layers = AbandonSignal(), replicas()
         recorder = Recorder()
@@ -212,7 +227,7 @@ def test_what_recovery_needs_is_there_at_every_moment(tmp_path: Path) -> None:
             deliver()
 
 
-def test_reduced_gradients_reach_the_peer_beside_the_others(pair: list[MiniNode]) -> None:
+def test_reduced_gradients_use_rings_of_their_own(pair: list[MiniNode]) -> None:
     a, _ = pair
     publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas(toy_stack(tied=True))
     tied = [layers[0], layers[2]]
@@ -220,22 +235,34 @@ def test_reduced_gradients_reach_the_peer_beside_the_others(pair: list[MiniNode]
         for index in range(2):
             run(layers, step, index)
             publisher.publish_gradients(layers, step, 1, "b", abandon)
-        reduced = {r.index: torch.arange(40.0) + 10 * step + r.index for r in tied} | {1: torch.zeros(1)}
-        bundle = publisher.publish_reduced(tied, reduced, step, 1, "b", abandon)
-        assert publisher.publish_reduced(tied, reduced, step, 1, "b", abandon) == bundle
+        reduced = {r.index: torch.arange(40.0) + 10 * step + r.index for r in tied} | {
+            1: torch.zeros(1)
+        }
+        copies = items.reduced_gradients(tied, reduced, step)
+        bundle = publisher.publish(copies, 1, "b", abandon)
+        assert publisher.publish(copies, 1, "b", abandon) == bundle
         publisher.wait_acked(bundle, abandon)
         for r in layers:
             r.clear()
     for node in pair:
-        copies = [c for c in node.vault.inventory() if c.kind == REDUCED]
-        assert sorted((c.step, c.layer) for c in copies) == [(1, 0), (1, 2), (2, 0), (2, 2)]
-        for copy in copies:
+        found = [c for c in node.vault.inventory() if c.kind == REDUCED]
+        assert sorted((c.step, c.layer) for c in found) == [(1, 0), (1, 2), (2, 0), (2, 2)]
+        for copy in found:
             data = torch.frombuffer(bytearray(node.vault.read(copy.key)), dtype=torch.float32)
             assert torch.equal(data, torch.arange(40.0) + 10 * copy.step + copy.layer)
-            assert (copy.microbatches, copy.owner, copy.epoch, copy.losses) == ({0, 1}, "a", 1, ())
+            assert (copy.microbatches, copy.owner, copy.epoch, copy.losses) == (
+                frozenset({0, 1}),
+                "a",
+                1,
+                (),
+            )
         assert node.vault.check_integrity() == ()
-    gradients = [(c.layer, c.step, len(c.microbatches)) for c in a.vault.inventory() if c.kind == GRADIENT]
-    assert sorted(gradients) == [(n, 2, size) for n in range(3) for size in (1, 2)], "rings of their own"
+    gradients = [
+        (c.layer, c.step, len(c.microbatches)) for c in a.vault.inventory() if c.kind == GRADIENT
+    ]
+    assert sorted(gradients) == [(n, 2, size) for n in range(3) for size in (1, 2)], (
+        "rings of their own"
+    )
 
 
 def test_a_reduced_gradient_waits_for_its_slot(tmp_path: Path) -> None:
@@ -243,15 +270,17 @@ def test_a_reduced_gradient_waits_for_its_slot(tmp_path: Path) -> None:
     publisher, abandon = Publisher(recorder, tmp_path, "a"), AbandonSignal()
     run(layers, 0, 0)
     for step in range(2):
-        publisher.publish_reduced(layers[:1], {0: torch.ones(5)}, step, 1, "b", abandon)
+        copies = items.reduced_gradients(layers[:1], {0: torch.ones(5)}, step)
+        publisher.publish(copies, 1, "b", abandon)
     threading.Timer(0.1, abandon.set, ("epoch 2",)).start()
     with pytest.raises(EpochAbandoned, match="epoch 2"):
-        publisher.publish_reduced(layers[:1], {0: torch.ones(5)}, 2, 1, "b", abandon)
+        copies = items.reduced_gradients(layers[:1], {0: torch.ones(5)}, 2)
+        publisher.publish(copies, 1, "b", abandon)
     assert [m.copies[0].copy.step for m in recorder.sent] == [0, 1]
     assert len(set(recorder.paths(0))) == 2
 
 
-def test_copies_of_an_old_epoch_outlive_the_new_ones_until_trimmed(pair: list[MiniNode]) -> None:
+def test_copies_of_an_old_epoch_stay_until_trimmed(pair: list[MiniNode]) -> None:
     a, _ = pair
     publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
     for index in range(2):
@@ -260,7 +289,9 @@ def test_copies_of_an_old_epoch_outlive_the_new_ones_until_trimmed(pair: list[Mi
     for epoch in (2, 3):
         for index in range(2):
             run(layers, 0, 10 * epoch + index)
-            publisher.wait_acked(publisher.publish_gradients(layers, 0, epoch, "b", abandon), abandon)
+            publisher.wait_acked(
+                publisher.publish_gradients(layers, 0, epoch, "b", abandon), abandon
+            )
     kept = {c.epoch for c in a.vault.inventory()}
     before = publisher.allocated_bytes
     assert kept == {1, 2, 3} and a.vault.check_integrity() == ()
@@ -286,14 +317,22 @@ def test_growing_state_gets_bigger_slots(pair: list[MiniNode]) -> None:
     assert newest.step == 3 and a.vault.check_integrity() == ()
 
 
-def test_a_worker_killed_in_the_middle_of_a_copy_loses_that_copy_alone(tmp_path: Path) -> None:
+def test_a_worker_killed_during_a_copy_loses_only_that_copy(tmp_path: Path) -> None:
     with nodes(tmp_path, "a") as (a,):
         path = str(tmp_path / "agent.sock")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen(1)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-        command = [sys.executable, "-m", "tests.worker.backup.half_writer", path, str(tmp_path / "slots")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "tests.worker.backup.interrupted_writer",
+            path,
+            str(tmp_path / "slots"),
+        ]
         pipe = subprocess.PIPE
         worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         try:
@@ -307,7 +346,7 @@ def test_a_worker_killed_in_the_middle_of_a_copy_loses_that_copy_alone(tmp_path:
             worker.wait(LONG_S)
             listener.close()
         assert a.ended.wait(LONG_S)
-        # Layer 1 was being copied over its older gradient, layer 0 was copied but not announced.
+        # Layer 1 was half written over its older gradient; layer 0 was written, not announced.
         assert ledgers(a) == {0: [{0, 1}], 1: [{0, 1}], 2: [{0}, {0, 1}]}
         assert a.vault.check_integrity() == ()
         layers = replicas()

@@ -1,5 +1,4 @@
-"""What updates take, in vaults: how long it is kept, what makes room, and that states made from it are bit for bit
-those that were trained."""
+"""Copies of update inputs: their retention in vaults, and states rebuilt from them bit for bit."""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ from elastic.domain.types import (
 from elastic.planning.plan.rank_map import Member, roster
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
-from elastic.worker.backup.snapshot_schedule import Rebase
+from elastic.worker.backup.snapshot_schedule import SnapshotSchedule
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, cosine
 from elastic.worker.recovery.fetch import Fetcher
-from elastic.worker.recovery.state_loader import Installer
+from elastic.worker.recovery.state_loader import StateLoader
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.agent.vault.nodes import MiniNode, nodes
 from tests.core.recovery.job_model import make_spec
-from tests.worker.model.toys import replicas, run, sgd, state_of, toy_stack
+from tests.worker.model.toy_model import replicas, run, sgd, state_of, toy_stack
 
 MICROBATCHES = (0, 1, 2, 3)
 
@@ -70,8 +69,8 @@ def test_updates_since_the_older_state_are_kept(tmp_path: Path) -> None:
     vault.close()
 
 
-def test_lines_do_not_touch_each_other(tmp_path: Path) -> None:
-    """A state says nothing of the updates of another layer, TP rank, owner or epoch."""
+def test_retention_is_separate_per_owner_layer_and_epoch(tmp_path: Path) -> None:
+    """A state does not affect updates of another layer, TP rank, owner or epoch."""
     vault = Vault("n", tmp_path / "v")
     for changes in ({}, {"layer": 1}, {"shard": 1}, {"epoch": 2}):
         keep(vault, STATE, 0, **changes)
@@ -87,7 +86,7 @@ def test_lines_do_not_touch_each_other(tmp_path: Path) -> None:
     vault.close()
 
 
-def test_updates_without_a_state_are_few_and_never_too_many(tmp_path: Path) -> None:
+def test_updates_without_a_state_are_limited(tmp_path: Path) -> None:
     vault = Vault("n", tmp_path / "v")
     for step in range(5):
         keep(vault, UPDATE, step)
@@ -97,7 +96,7 @@ def test_updates_without_a_state_are_few_and_never_too_many(tmp_path: Path) -> N
     vault.close()
 
 
-def test_a_corrupt_state_takes_along_what_only_it_led_to(tmp_path: Path) -> None:
+def test_a_corrupt_state_drops_the_updates_that_need_it(tmp_path: Path) -> None:
     vault = Vault("n", tmp_path / "v")
     older = keep(vault, STATE, 0)
     for step in range(6):
@@ -109,7 +108,7 @@ def test_a_corrupt_state_takes_along_what_only_it_led_to(tmp_path: Path) -> None
     vault.close()
 
 
-def test_a_torn_local_state_does_the_same(tmp_path: Path) -> None:
+def test_a_torn_local_state_drops_the_updates_that_need_it(tmp_path: Path) -> None:
     vault, writer = Vault("a", tmp_path / "v"), LocalWriter(tmp_path / "w")
     for slot, (kind, step) in enumerate(((STATE, 0), (UPDATE, 0), (STATE, 1), (UPDATE, 1))):
         vault.publish(writer.write(slot, make(content(slot), kind=kind, step=step), content(slot)))
@@ -119,19 +118,19 @@ def test_a_torn_local_state_does_the_same(tmp_path: Path) -> None:
     vault.close()
 
 
-def test_room_is_made_by_what_the_newest_state_makes_dispensable(tmp_path: Path) -> None:
+def test_copies_before_the_newest_state_make_room(tmp_path: Path) -> None:
     page = 4000
     vault = Vault("n", tmp_path / "v", limit=7 * 4096)
     for kind, step in ((STATE, 0), (UPDATE, 0), (UPDATE, 1), (STATE, 2), (UPDATE, 2), (UPDATE, 3)):
         keep(vault, kind, step, page)
     keep(vault, UPDATE, 4, page)
-    keep(vault, UPDATE, 5, page)  # the older state and its updates go
+    keep(vault, UPDATE, 5, page)  # replaces the older state and its updates
     assert steps(vault, STATE) == [2] and steps(vault, UPDATE) == [2, 3, 4, 5]
     keep(vault, UPDATE, 6, page)
     keep(vault, UPDATE, 7, page)
     with pytest.raises(VaultFull):
         keep(vault, UPDATE, 8, page)
-    assert steps(vault, UPDATE) == [2, 3, 4, 5, 6, 7], "nothing that leads on is dropped"
+    assert steps(vault, UPDATE) == [2, 3, 4, 5, 6, 7], "needed updates are never dropped"
     with pytest.raises(VaultFull):
         keep(vault, STATE, 9, page)
     with pytest.raises(VaultFull):
@@ -145,7 +144,7 @@ def test_an_older_epoch_makes_room_for_a_newer_state(tmp_path: Path) -> None:
     vault = Vault("n", tmp_path / "v", limit=4 * 4096)
     keep(vault, STATE, 5, page)
     keep(vault, UPDATE, 5, page)
-    keep(vault, STATE, 4, page, epoch=2)  # everybody went back
+    keep(vault, STATE, 4, page, epoch=2)  # training went back
     keep(vault, UPDATE, 4, page, epoch=2)
     keep(vault, UPDATE, 5, page, epoch=2)
     assert steps(vault, STATE) == [4] and steps(vault, UPDATE) == [4, 5]
@@ -153,7 +152,7 @@ def test_an_older_epoch_makes_room_for_a_newer_state(tmp_path: Path) -> None:
     vault.close()
 
 
-# ---- the same bits ----
+# ---- repeated updates ----
 
 
 def bf16() -> OptimizerSpec:
@@ -170,7 +169,7 @@ def made(name: str, accumulate: Accumulate, *, empty: bool = False) -> list[Laye
 
 @pytest.mark.parametrize("accumulate", list(Accumulate))
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_applied_updates_end_in_the_trained_bits(name: str, accumulate: Accumulate) -> None:
+def test_repeated_updates_give_the_trained_bits(name: str, accumulate: Accumulate) -> None:
     trained, others = made(name, accumulate), made(name, accumulate, empty=True)
     lr, clip = OPTIMIZERS[name].lr, 0.37
     for one, other in zip(trained, others, strict=True):
@@ -199,17 +198,26 @@ def test_an_update_of_another_layer_is_refused() -> None:
 
 N_STEPS = 6
 PLAN = Plan(
-    1, 3, 4, 1, (Pipeline((Stage(Unit("a"), 0, 3),), MICROBATCHES),), spares=("b",), peers=(("a", "b"),),
+    1, 3, 4, 1, (Pipeline((Stage(Unit("a"), 0, 3),), MICROBATCHES),),
+    spares=("b",), peers=(("a", "b"),),
     state="replay:8",
 )  # fmt: skip
 NEXT = dataclasses.replace(
-    PLAN, epoch=2, pipelines=(Pipeline((Stage(Unit("b"), 0, 3),), MICROBATCHES),), spares=(), peers=()
+    PLAN,
+    epoch=2,
+    pipelines=(Pipeline((Stage(Unit("b"), 0, 3),), MICROBATCHES),),
+    spares=(),
+    peers=(),
 )
 
 
-def trained_on(a: MiniNode, name: str, *, limit: int = 0, b: MiniNode | None = None) -> list[LayerReplica]:
-    """Train N_STEPS with replay:8, as `elastic.worker.engine.step` does; with `limit` nothing is streamed, and from
-    step 3 on that bounds the vault of b."""
+def trained_on(
+    a: MiniNode, name: str, *, limit: int = 0, b: MiniNode | None = None
+) -> list[LayerReplica]:
+    """Train N_STEPS with replay:8, as `elastic.worker.engine.step` does.
+
+    `limit`: bytes of the vault of b from step 3 on; no gradients are streamed then.
+    """
     publisher = Publisher(a.worker_channel(), a.directory / "slots", "a")
     layers, optimizer = made(name, Accumulate.EXACT), OPTIMIZERS[name]
     plan = dataclasses.replace(PLAN, gradients="recompute") if limit else PLAN
@@ -234,7 +242,7 @@ def trained_on(a: MiniNode, name: str, *, limit: int = 0, b: MiniNode | None = N
 
 
 def assigned(b: MiniNode, records: tuple[StepRecord, ...] = ()) -> Assignment:
-    """What the solver makes of b's vault alone."""
+    """The recovery that the solver finds with b's vault alone."""
     return solve(
         plan=NEXT, spec=make_spec(3, 4, 20), inventory=b.vault.inventory(), records=records,
         vaults=(("b", b.server.address),), checkpoint=None, initial_allowed=False, live={},
@@ -246,44 +254,52 @@ def install(
 ) -> list[LayerReplica]:
     fetcher = Fetcher("b", dict(assignment.vaults))
     empty = made(name, Accumulate.EXACT, empty=True)
-    installer = Installer(
+    loader = StateLoader(
         lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, lambda: None, ()
     )
     member: Member = roster(NEXT).members[0]
     try:
-        return installer.install(assignment, member, live or {}).replicas
+        return loader.install(assignment, member, live or {}).replicas
     finally:
         fetcher.close()
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_a_lost_node_s_state_is_made_again_from_its_peer_s_vault(name: str, tmp_path: Path) -> None:
+def test_a_lost_state_is_rebuilt_from_the_peers_vault(name: str, tmp_path: Path) -> None:
     with nodes(tmp_path, "a", "b") as (a, b):
         trained = trained_on(a, name)
         assignment = assigned(b)
         recipes = {recipe.layer: recipe for _, recipe in assignment.recipes}
         assert assignment.step == N_STEPS
-        assert {layer: len(r.updates) for layer, r in recipes.items()} == {0: 6, 1: 6, 2: 0}, "2 had its turn"
+        assert {layer: len(r.updates) for layer, r in recipes.items()} == {0: 6, 1: 6, 2: 0}, (
+            "layer 2 had its whole state sent"
+        )
         for one, other in zip(trained, install(b, assignment, name), strict=True):
             assert torch.equal(state_of(one), state_of(other)) and not other.ledger
-        assert steps(a.vault, STATE, layer=0) == [5, 6], "whole after every update, without the network"
+        assert steps(a.vault, STATE, layer=0) == [5, 6], (
+            "the local vault has the state of each update"
+        )
         assert b.vault.check_integrity() == a.vault.check_integrity() == ()
 
 
-def test_a_live_layer_goes_on_from_where_it_is(tmp_path: Path) -> None:
-    """What the node has made before of this owner's history is not fetched and not made again."""
+def test_a_live_layer_repeats_only_missing_updates(tmp_path: Path) -> None:
+    """Updates that the node has already applied to this owner's state are not fetched again."""
     with nodes(tmp_path, "a", "b") as (a, b):
         trained = trained_on(a, "adamw")
         assignment = assigned(b)
         recipe = next(recipe for _, recipe in assignment.recipes if recipe.layer == 0)
         short = dataclasses.replace(recipe, version=4, updates=recipe.updates[:4])
-        behind = install(b, dataclasses.replace(assignment, step=4, recipes=(("b", short),)), "adamw")[0]
+        behind = install(
+            b, dataclasses.replace(assignment, step=4, recipes=(("b", short),)), "adamw"
+        )[0]
         assert behind.version == 4
         for owner, kept in (("a", True), ("b", False)):
             behind.owner = owner
             found = install(b, assignment, "adamw", {0: behind})[0]
             assert (found is behind) == kept and torch.equal(state_of(found), state_of(trained[0]))
-            behind = install(b, dataclasses.replace(assignment, step=4, recipes=(("b", short),)), "adamw")[0]
+            behind = install(
+                b, dataclasses.replace(assignment, step=4, recipes=(("b", short),)), "adamw"
+            )[0]
 
 
 def test_an_update_out_of_order_is_refused(tmp_path: Path) -> None:
@@ -302,13 +318,11 @@ def test_an_update_out_of_order_is_refused(tmp_path: Path) -> None:
             install(b, altered(dataclasses.replace(recipe, updates=recipe.updates[:5])), "adamw")
 
 
-def test_a_full_vault_leaves_a_gap_that_nobody_steps_over(tmp_path: Path) -> None:
-    """From step 3 on the peer refuses: what it has leads to version 3, and no further."""
+def test_recovery_stops_at_a_gap_in_the_updates(tmp_path: Path) -> None:
+    """The peer refuses copies from step 3 on, so version 3 is the last reachable one."""
     with nodes(tmp_path, "a", "b") as (a, b):
         trained_on(a, "adamw", limit=1, b=b)
-        assert steps(b.vault, UPDATE, layer=0) == [0, 1, 2], (
-            "whole, and nothing after the gap that could mislead"
-        )
+        assert steps(b.vault, UPDATE, layer=0) == [0, 1, 2], "no updates after the gap"
         assert a.refused
         found = assigned(b, tuple(StepRecord(step, 0.5, 1.0, 1.0) for step in range(N_STEPS)))
         assert found.step == 3
@@ -323,22 +337,26 @@ def test_a_full_vault_leaves_a_gap_that_nobody_steps_over(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [STATE, REDUCED])
-def test_after_training_went_back_the_newest_is_of_the_newest_epoch(kind: str) -> None:
+def test_copies_of_an_older_epoch_make_room_first(kind: str) -> None:
     """Version 20 of an abandoned epoch makes room, not version 10 of the running one."""
     old = [make(content(v), kind=kind, step=v, epoch=3) for v in (19, 20)]
     here = make(content(10), kind=kind, step=10, epoch=4)
     assert spare([*old, here], make(content(11), kind=kind, step=11, epoch=4)) == old
 
 
-def test_what_lies_beyond_the_version_an_epoch_begins_with_is_dropped(tmp_path: Path) -> None:
-    """Of older epochs alone; what the recovery reads is not beyond it."""
+def test_copies_beyond_the_first_version_of_an_epoch_are_dropped(tmp_path: Path) -> None:
+    """Only copies of older epochs are dropped; a recovery never reads these."""
     vault = Vault("a", tmp_path)
     sizes = {
-        (kind, step, epoch): put(vault, make(content(step), kind=kind, step=step, epoch=epoch), content(step))
+        (kind, step, epoch): put(
+            vault, make(content(step), kind=kind, step=step, epoch=epoch), content(step)
+        )
         for kind in (STATE, REDUCED, UPDATE)
         for step, epoch in ((9, 1), (10, 1), (11, 2))
     }
-    ledgers = {step: put(vault, gradient(content(step), step, {0}), content(step)) for step in (10, 11)}
+    ledgers = {
+        step: put(vault, gradient(content(step), step, {0}), content(step)) for step in (10, 11)
+    }
     vault.enter(2, 10)
     left = set(vault.inventory())
     assert left == {
@@ -350,25 +368,25 @@ def test_what_lies_beyond_the_version_an_epoch_begins_with_is_dropped(tmp_path: 
     vault.close()
 
 
-class Layer:
-    """As much of a layer as its turn depends on."""
+class ScheduledLayer:
+    """The fields of a layer that the schedule reads."""
 
     def __init__(self, index: int, version: int) -> None:
         self.index, self.version = index, version
 
 
-def due(rebase: Rebase, version: int) -> set[int]:
-    return rebase.due([Layer(index, version) for index in range(4)])  # type: ignore[misc]
+def due(schedule: SnapshotSchedule, version: int) -> set[int]:
+    return schedule.due([ScheduledLayer(index, version) for index in range(4)])  # type: ignore[misc]
 
 
-def test_whole_states_that_found_no_room_are_tried_again_when_there_will_be_some() -> None:
-    """Else layers would go without for as many updates as lie between two turns."""
-    rebase = Rebase(32)
-    rebase.sent(1, whole=True)
-    rebase.given_up(1)
-    assert due(rebase, 1) == set() and due(rebase, 2) == set()
-    rebase.again()
-    assert due(rebase, 3) == {0, 1, 2, 3}
-    rebase.sent(2, whole=True)
-    rebase.given_up(2)
-    assert due(rebase, 4) == {0, 1, 2, 3}, "the room was not there yet"
+def test_refused_states_are_sent_again_once_there_is_room() -> None:
+    """Without the retry, layers would wait for their next turn."""
+    schedule = SnapshotSchedule(32)
+    schedule.sent(1, whole=True)
+    schedule.refused(1)
+    assert due(schedule, 1) == set() and due(schedule, 2) == set()
+    schedule.retry()
+    assert due(schedule, 3) == {0, 1, 2, 3}
+    schedule.sent(2, whole=True)
+    schedule.refused(2)
+    assert due(schedule, 4) == {0, 1, 2, 3}, "the peer still had no room"

@@ -55,7 +55,7 @@ def test_links(tmp_path: Path) -> None:
     assert corpus.read(0, len(corpus)) == b"first second third"
 
 
-def test_more_files_than_stay_mapped(tmp_path: Path) -> None:
+def test_more_files_than_the_limit_of_mapped_files(tmp_path: Path) -> None:
     for i in range(MAPPED_FILES + 20):
         write(tmp_path / f"{i:04}", b"%04d" % i)
     corpus = ByteCorpus(tmp_path)
@@ -70,25 +70,27 @@ def test_default_is_the_standard_library() -> None:
     assert all("site-packages" not in name for name in corpus._files)
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty file", "empty folder", "device", "nothing", "nul"])
-def test_nothing_to_read_is_said_clearly(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["missing", "empty file", "empty folder", "device", "nothing", "nul"]
+)
+def test_an_unusable_path_is_a_field_error(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "empty", b"")
     (tmp_path / "folder").mkdir()
-    path = {
+    paths: dict[str, str | Path] = {
         "missing": tmp_path / "nope",
         "empty file": tmp_path / "empty",
         "empty folder": tmp_path / "folder",
         "device": "/dev/null",
         "nothing": "",
         "nul": "a\0b",
-    }[kind]
+    }
     with pytest.raises(FieldError) as caught:
-        ByteCorpus(path)
+        ByteCorpus(paths[kind])
     assert caught.value.field == "data"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_forbidden_text_is_said_clearly(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads all files")
+def test_unreadable_text_is_a_field_error(tmp_path: Path) -> None:
     write(tmp_path / "t" / "secret", b"text").chmod(0)
     for path in (tmp_path / "t", tmp_path / "t" / "secret"):
         with pytest.raises(FieldError, match="data"):
@@ -103,7 +105,7 @@ def test_too_short_text_is_refused(tmp_path: Path) -> None:
     assert only.fields["tokens"].tolist() == [list(b"012345678")] * 2
 
 
-def test_text_that_shrinks_is_said_clearly(tmp_path: Path) -> None:
+def test_text_that_shrinks_is_a_field_error(tmp_path: Path) -> None:
     path = write(tmp_path / "t", b"x" * 100)
     corpus = ByteCorpus(path)
     path.write_bytes(b"x" * 10)

@@ -12,18 +12,32 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.megatron import EMBEDDING_WEIGHT, HEAD_WEIGHT, GPTStack, init_tensor_parallel
+from elastic.worker.contrib.megatron import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    GPTStack,
+    init_tensor_parallel,
+)
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.model.state_codec import read_state
 from elastic.worker.replica.build import build_replica, warm_up
+from elastic.worker.replica.replica import LayerReplica
 from tests.patience import LONG_S
-from tests.worker.contrib.gpts import MICROBATCHES, build, config, microbatch, run, state_of, train
-from tests.worker.model.toys import CPU, same, values
+from tests.worker.contrib.gpt_models import (
+    MICROBATCHES,
+    build,
+    config,
+    microbatch,
+    run,
+    state_of,
+    train,
+)
+from tests.worker.model.toy_model import CPU, same, values
 
 
-def test_same_layer_whoever_builds_it(alone: TensorParallel) -> None:
+def test_a_layer_is_equal_in_each_build(alone: TensorParallel) -> None:
     layers = build(config(), alone)
     torch.manual_seed(3)
     stack = GPTStack(config())
@@ -45,7 +59,7 @@ def test_layers_differ_and_start_small(alone: TensorParallel) -> None:
             assert parameter.eq(1.0 if name.endswith("norm.weight") else 0.0).all(), name
 
 
-def test_first_loss_is_that_of_guessing_and_training_lowers_it(alone: TensorParallel) -> None:
+def test_the_first_loss_is_random_guessing_and_training_lowers_it(alone: TensorParallel) -> None:
     losses = train(build(config(), alone), 6)
     assert losses[0] == pytest.approx(torch.tensor(64.0).log().item(), abs=0.1)
     fixed = build(config(), alone)
@@ -82,15 +96,15 @@ def test_two_runs_are_bit_identical_with_dropout(dtype: str, alone: TensorParall
     assert losses != train(build(config(dtype=dtype), alone, spec), 2)
 
 
-def travelled(tensor: torch.Tensor) -> torch.Tensor:
-    """What the next stage receives: the same values in memory of its own."""
+def received(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as the next stage receives it: equal values in other memory."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
     return out.copy_(tensor.detach())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("cut", [(0, 1, 4), (0, 2, 4), (0, 3, 4), (0, 1, 2, 3, 4)])
-def test_cutting_the_pipeline_anywhere_changes_no_bit(
+def test_stage_boundaries_do_not_change_the_results(
     cut: tuple[int, ...], dtype: str, alone: TensorParallel
 ) -> None:
     gpt = config(dropout=0.1, dtype=dtype)
@@ -98,7 +112,7 @@ def test_cutting_the_pipeline_anywhere_changes_no_bit(
     loss = run(whole, 0, 0)
     ends: list[tuple[torch.Tensor | None, torch.Tensor]] = []
     for first, last in itertools.pairwise(cut):
-        start = travelled(ends[-1][1]).requires_grad_() if ends else None
+        start = received(ends[-1][1]).requires_grad_() if ends else None
         hidden = start
         for replica in layers[first:last]:
             hidden = replica.forward(hidden, microbatch(0, 0))
@@ -108,24 +122,28 @@ def test_cutting_the_pipeline_anywhere_changes_no_bit(
     gradient = None
     for start, end in reversed(ends):
         torch.autograd.backward(end / MICROBATCHES if gradient is None else end, gradient)
-        gradient = travelled(start.grad) if start is not None and start.grad is not None else None
+        gradient = received(start.grad) if start is not None and start.grad is not None else None
     for one, other in zip(whole, layers, strict=True):
         other.collect(0, skip=False)
         assert torch.equal(one.gradient, other.gradient), one.index
 
 
-def test_dropout_falls_on_embeddings_attention_and_residuals(alone: TensorParallel) -> None:
+def core_attention(replica: LayerReplica) -> torch.nn.Module:
+    return replica.module.get_submodule("layer.self_attention.core_attention")
+
+
+def test_dropout_applies_to_embeddings_attention_and_residuals(alone: TensorParallel) -> None:
     dropped, plain = build(config(dropout=0.5), alone), build(config(), alone)
     embedded = dropped[0].forward(None, microbatch(0, 0))
     assert 0.3 < (embedded == 0).float().mean().item() < 0.7
-    attention = dropped[1].module.layer.self_attention.core_attention  # type: ignore[union-attr]
+    attention = core_attention(dropped[1])
     q, k, v = (torch.randn(16, 2, 4, 8) for _ in range(3))
-    randomness.begin(1, 2, 3, 4, CPU)
+    randomness.seed_forward(1, 2, 3, 4, CPU)
     first = attention(q, k, v, None)
     after = torch.rand(3)
-    randomness.begin(1, 2, 3, 4, CPU)
+    randomness.seed_forward(1, 2, 3, 4, CPU)
     assert torch.equal(attention(q, k, v, None), first) and torch.equal(torch.rand(3), after)
-    whole = plain[1].module.layer.self_attention.core_attention(q, k, v, None)  # type: ignore[union-attr]
+    whole = core_attention(plain[1])(q, k, v, None)
     assert not torch.allclose(first, whole)
 
 
@@ -145,7 +163,9 @@ def test_tied_embeddings_stay_one_tensor(alone: TensorParallel) -> None:
     counted = build(config(), alone)
     for replica in (layers[3], counted[3]):
         replica.gradient.fill_(1 << 44)
-    assert counted[3].norm_sq(counted[3].gradient) - layers[3].norm_sq(layers[3].gradient) == 64 * 32
+    assert (
+        counted[3].norm_sq(counted[3].gradient) - layers[3].norm_sq(layers[3].gradient) == 64 * 32
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -163,7 +183,7 @@ def test_training_goes_on_from_a_copy(dtype: str, at: int, alone: TensorParallel
 
 
 @pytest.mark.parametrize("changes", [{}, {"dtype": "bf16", "hidden": 48, "seq_len": 20}])
-def test_specs_tell_the_true_bytes(changes: dict[str, object], alone: TensorParallel) -> None:
+def test_specs_have_the_real_sizes(changes: dict[str, object], alone: TensorParallel) -> None:
     gpt = config(**changes)
     spec = adamw(0.01, master_weights="dtype" in changes)
     layers = build(gpt, alone, spec)
@@ -174,7 +194,9 @@ def test_specs_tell_the_true_bytes(changes: dict[str, object], alone: TensorPara
         assert told.gradient_bytes == replica.gradient_nbytes
         replica.update(replica.gradient, 1.0, 0.0)
         _, tensors = read_state(state_of(replica))
-        kept = sum(t.tensor.nbytes for t in tensors if not t.name.startswith("param/") and t.tensor.ndim)
+        kept = sum(
+            t.tensor.nbytes for t in tensors if not t.name.startswith("param/") and t.tensor.ndim
+        )
         assert told.state_bytes == kept
     hidden = layers[0].forward(None, microbatch(0, 0)) if not changes else None
     assert hidden is None or described[0].output_bytes * 2 == hidden.nbytes
@@ -183,7 +205,7 @@ def test_specs_tell_the_true_bytes(changes: dict[str, object], alone: TensorPara
 
 @pytest.mark.chaos
 def test_building_empty_is_quick_enough_for_recovery(alone: TensorParallel) -> None:
-    """On a machine with nothing else to do: 20 ms. A first import alone costs ten times as much."""
+    """Takes about 20 ms on an idle machine; a first import alone takes ten times as long."""
     gpt = config(hidden=256, seq_len=128, vocab=256)
     stack = GPTStack(gpt)
     warm_up(stack, alone, adamw(0.1), Accumulate.EXACT, CPU)
@@ -234,7 +256,8 @@ def test_vocabulary_must_split(alone: TensorParallel) -> None:
 
 def test_sizes_are_checked_without_torch() -> None:
     code = (
-        "import sys; from elastic.worker.contrib.gpt import GPTConfig; from elastic.worker.contrib.corpus import ByteCorpus; "
+        "import sys, elastic.worker.contrib.corpus; "
+        "from elastic.worker.contrib.gpt import GPTConfig; "
         "GPTConfig(layers=1, hidden=4, heads=1, seq_len=4); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S).returncode == 0

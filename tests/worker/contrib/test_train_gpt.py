@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_wrong_flags_are_named_and_end_with_2(
+def test_wrong_flags_are_named_and_exit_with_2(
     flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -52,7 +52,7 @@ def test_wrong_flags_are_named_and_end_with_2(
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--hidden", "1"], 2)])
-def test_nothing_heavy_is_imported_for_help_and_mistakes(flags: list[str], code: int) -> None:
+def test_help_and_mistakes_import_no_torch(flags: list[str], code: int) -> None:
     script = (
         "import sys\nfrom examples.train_gpt import main\n"
         "try: code = main(sys.argv[1:])\nexcept SystemExit as e: code = e.code\n"
@@ -66,5 +66,11 @@ def test_nothing_heavy_is_imported_for_help_and_mistakes(flags: list[str], code:
 
 def test_defaults_fit_together() -> None:
     gpt, corpus = train_gpt.check(train_gpt.parser().parse_args([]))
-    assert (gpt.layers, gpt.hidden, gpt.heads, gpt.seq_len, gpt.micro_batch_size) == (4, 128, 4, 128, 4)
+    assert (gpt.layers, gpt.hidden, gpt.heads, gpt.seq_len, gpt.micro_batch_size) == (
+        4,
+        128,
+        4,
+        128,
+        4,
+    )
     assert len(corpus) > 1_000_000

@@ -246,7 +246,7 @@ def interrupted_step(rank: Rank, victim: int, at: int, every: int) -> HeldParts:
         worker.step(worker.todo)
         worker.common.finish(())
     for layer in worker.layers:
-        layer.recall()
+        layer.cancel_rounds()
     return {
         la.index: [(frozenset(p.ledger), p.gradient.clone()) for p in la.parts]
         for la in worker.layers

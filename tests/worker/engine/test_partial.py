@@ -19,7 +19,7 @@ from elastic.domain.types import (
 )
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import actions_of, one_f_one_b
-from elastic.worker.backup.activation_log import Logged, read
+from elastic.worker.backup.activation_log import LoggedMessage, read_message
 from elastic.worker.engine.partial import PartialRunner, needed_messages
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
@@ -84,7 +84,7 @@ def logged() -> dict[str, torch.Tensor]:
     layers, copies = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.FAST), {}
 
     def keep(kind: str, layer: int, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        message = Logged(kind, layer, 0, index, tensor)
+        message = LoggedMessage(kind, layer, 0, index, tensor)
         out = torch.empty(message.nbytes, dtype=torch.uint8)
         message.write(out)
         copies[copy_of(kind, layer, index).key] = out
@@ -175,9 +175,9 @@ def test_partial_replay_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 60, 128, 140])
 def test_malformed_messages_are_refused(nbytes: int) -> None:
-    whole = Logged(ACTIVATION, 1, 0, 0, torch.ones(4, dtype=torch.bfloat16))
+    whole = LoggedMessage(ACTIVATION, 1, 0, 0, torch.ones(4, dtype=torch.bfloat16))
     out = torch.empty(whole.nbytes, dtype=torch.uint8)
     whole.write(out)
-    assert torch.equal(read(out), whole.tensor)
+    assert torch.equal(read_message(out), whole.tensor)
     with pytest.raises(VaultError, match="malformed"):
-        read(torch.cat((out, out))[:nbytes])
+        read_message(torch.cat((out, out))[:nbytes])

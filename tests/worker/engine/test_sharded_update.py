@@ -18,7 +18,7 @@ from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import stack
 from tests.worker.engine.plans import roster_of
 from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
-from tests.worker.model.toys import ALONE, CPU
+from tests.worker.model.toy_model import ALONE, CPU
 
 N_LAYERS = 4
 CUTS = [

@@ -18,10 +18,11 @@ from elastic.worker.model.gradients import (
     norm_sq,
     to_flat,
 )
-from tests.worker.model.toys import CPU
+from tests.worker.model.toy_model import CPU
 
 SHAPES = [("a", (3, 5)), ("b", (1,)), ("empty", (0, 4)), ("c", (2, 3, 4)), ("scalar", ())]
 LAYOUT = FlatLayout.of((name, torch.empty(shape)) for name, shape in SHAPES)
+RANGES = {place.name: place for place in LAYOUT.ranges}
 finite = st.floats(-100, 100, width=32)
 
 
@@ -36,16 +37,20 @@ def gradients(seed: int, size: float = 1.0) -> list[torch.Tensor]:
 
 def test_layout_aligns_every_parameter_in_both_formats() -> None:
     for item in (4, 8):
-        assert all(slot.start * item % 64 == 0 for slot in LAYOUT.slots)
+        assert all(place.start * item % 64 == 0 for place in LAYOUT.ranges)
     assert LAYOUT.numel * 4 % 64 == 0
-    assert LAYOUT.by_name["c"].shape == (2, 3, 4)
+    assert RANGES["c"].shape == (2, 3, 4)
     views = LAYOUT.views(torch.arange(LAYOUT.numel))
     assert [tuple(view.shape) for view in views] == [shape for _, shape in SHAPES]
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(2, 9), st.randoms(use_true_random=False), st.sampled_from([1e-12, 1e-6, 1.0, 300.0]))
-def test_exact_sums_do_not_depend_on_order_or_grouping(n: int, shuffler: random.Random, size: float) -> None:
+@given(
+    st.integers(2, 9), st.randoms(use_true_random=False), st.sampled_from([1e-12, 1e-6, 1.0, 300.0])
+)
+def test_exact_sums_do_not_depend_on_order_or_grouping(
+    n: int, shuffler: random.Random, size: float
+) -> None:
     terms = [gradients(i, size) for i in range(n)]
     straight = accumulator()
     for term in terms:
@@ -63,7 +68,7 @@ def test_exact_sums_do_not_depend_on_order_or_grouping(n: int, shuffler: random.
 
 
 def test_fast_sums_do_depend_on_order() -> None:
-    """The reason for exact mode; should this fail, the test above proves little."""
+    """Float sums need exact mode; otherwise the test above would prove little."""
     terms = [gradients(i, 10.0 ** (i % 7)) for i in range(20)]
     one, other = accumulator(Accumulate.FAST), accumulator(Accumulate.FAST)
     for term in terms:
@@ -75,14 +80,14 @@ def test_fast_sums_do_depend_on_order() -> None:
 
 
 @given(st.lists(finite, min_size=15, max_size=15))
-def test_one_gradient_comes_back_within_half_a_unit(numbers: list[float]) -> None:
-    term = [torch.tensor(numbers).view(3, 5), None, None, None, None]
+def test_one_gradient_is_exact_to_half_a_unit(numbers: list[float]) -> None:
+    wanted = torch.tensor(numbers).view(3, 5)
     sums = accumulator()
-    sums.add(term)
+    sums.add([wanted, None, None, None, None])
     back = LAYOUT.views(to_flat(sums.flat))[0]
-    assert ((back.double() - term[0].double()).abs() <= 0.5 / SCALE).all()
-    large = term[0].abs() >= 2.0**-20
-    assert torch.equal(back[large], term[0][large])
+    assert ((back.double() - wanted.double()).abs() <= 0.5 / SCALE).all()
+    large = wanted.abs() >= 2.0**-20
+    assert torch.equal(back[large], wanted[large])
 
 
 @pytest.mark.parametrize("accumulate", list(Accumulate))
@@ -97,8 +102,10 @@ def test_sum_matches_float64(accumulate: Accumulate, dtype: torch.dtype) -> None
     for value, wanted in zip(LAYOUT.views(to_flat(sums.flat, 0.5)), expected, strict=True):
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), wanted / 2, rtol=1e-5, atol=1e-6)
-    norm = math.sqrt(norm_sq(sums.flat, LAYOUT.slots))
-    assert norm == pytest.approx(math.sqrt(sum(float(e.square().sum()) for e in expected)), rel=1e-6)
+    norm = math.sqrt(norm_sq(sums.flat, LAYOUT.ranges))
+    assert norm == pytest.approx(
+        math.sqrt(sum(float(e.square().sum()) for e in expected)), rel=1e-6
+    )
 
 
 def test_chunked_work_equals_whole_work() -> None:
@@ -110,11 +117,11 @@ def test_chunked_work_equals_whole_work() -> None:
     assert not sums.flat[100_001:].any()
 
 
-def test_norm_counts_only_the_slots_given() -> None:
+def test_norm_counts_only_the_given_ranges() -> None:
     sums = accumulator()
     sums.add([torch.ones(shape) for _, shape in SHAPES])
-    assert norm_sq(sums.flat, LAYOUT.slots) == 15 + 1 + 0 + 24 + 1
-    assert norm_sq(sums.flat, [LAYOUT.by_name["a"], LAYOUT.by_name["scalar"]]) == 16
+    assert norm_sq(sums.flat, LAYOUT.ranges) == 15 + 1 + 0 + 24 + 1
+    assert norm_sq(sums.flat, [RANGES["a"], RANGES["scalar"]]) == 16
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, LIMIT, -2 * LIMIT])
@@ -126,7 +133,7 @@ def test_unusable_gradient_names_layer_and_parameter(bad: float) -> None:
         sums.add(term)
 
 
-def test_range_is_used_up_by_the_sum_too_and_by_merging() -> None:
+def test_sums_and_merges_use_up_the_range() -> None:
     term = [torch.full(shape, LIMIT * 0.375) for _, shape in SHAPES]
     sums, other = accumulator(), accumulator()
     for part in (sums, other):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from elastic.worker.model.optimizer import (
     decay_matrices,
 )
 
-FACTORIES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
+FACTORIES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.0),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.0),
@@ -38,7 +40,8 @@ def steps(optimizer: LayerOptimizer, first: int, last: int) -> None:
     for step in range(first, last):
         seeded = torch.Generator().manual_seed(step)
         optimizer.step(
-            [torch.randn(4, 3, generator=seeded), torch.randn(4, generator=seeded)], 0.01 * (step + 1)
+            [torch.randn(4, 3, generator=seeded), torch.randn(4, generator=seeded)],
+            0.01 * (step + 1),
         )
 
 
@@ -77,9 +80,9 @@ def test_state_moves_to_another_instance_bit_for_bit(name: str, at: int) -> None
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps plain numbers in its state and in its group, as some published optimizers do."""
+    """An optimizer with plain numbers in its state and its group, as some published ones have."""
 
-    def __init__(self, groups: list[dict]) -> None:
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 0.0, "k": 0})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -91,7 +94,7 @@ class Counting(torch.optim.Optimizer):
                 parameter.data -= group["lr"] * parameter.grad * state["n"] / group["k"]
 
 
-def test_state_that_is_no_tensor_travels_as_text() -> None:
+def test_state_without_tensors_is_saved_as_text() -> None:
     counting = OptimizerSpec(factory=Counting, lr=constant(0.1))
     one, other = LayerOptimizer(parameters(), counting), LayerOptimizer(parameters(), counting)
     assert one.extra() == {}
@@ -101,7 +104,7 @@ def test_state_that_is_no_tensor_travels_as_text() -> None:
     assert other.extra() == one.extra() and other.optimizer.param_groups[0]["k"] == 3
 
 
-def test_masters_collect_updates_that_bf16_alone_would_lose() -> None:
+def test_float32_masters_keep_updates_that_bf16_rounds_away() -> None:
     masters, bare = parameters(torch.bfloat16), parameters(torch.bfloat16)
     one = LayerOptimizer(masters, spec("sgd", master_weights=True))
     other = LayerOptimizer(bare, spec("sgd"))
@@ -118,7 +121,7 @@ def test_masters_collect_updates_that_bf16_alone_would_lose() -> None:
 
 
 def test_groups_decay_matrices_and_scale_rates() -> None:
-    def groups(named: list[tuple[str, Parameter]]) -> list[dict]:
+    def groups(named: list[tuple[str, Parameter]]) -> list[dict[str, Any]]:
         split = decay_matrices(0.5)(named)
         split[1]["lr_scale"] = 0.0
         return split
@@ -126,16 +129,24 @@ def test_groups_decay_matrices_and_scale_rates() -> None:
     named = parameters()
     before = [p.detach().clone() for _, p in named]
     optimizer = LayerOptimizer(
-        named, OptimizerSpec(factory=lambda g: torch.optim.SGD(g, lr=0.0), groups=groups, lr=constant(0.1))
+        named,
+        OptimizerSpec(
+            factory=lambda g: torch.optim.SGD(g, lr=0.0), groups=groups, lr=constant(0.1)
+        ),
     )
     optimizer.step([torch.zeros(4, 3), torch.ones(4)], 0.1)
     torch.testing.assert_close(named[0][1].detach(), before[0] * 0.95)
     assert torch.equal(named[1][1], before[1])
 
 
-def test_parameters_left_out_or_doubled_are_refused() -> None:
-    for groups in (lambda n: [{"params": [n[0][1]]}], lambda n: [{"params": []}]):
+def _first_parameters(count: int, named: list[tuple[str, Parameter]]) -> list[dict[str, Any]]:
+    return [{"params": [parameter for _, parameter in named[:count]]}]
+
+
+def test_missing_parameters_are_refused() -> None:
+    for count in (1, 0):
         with pytest.raises((FieldError, ValueError)):
+            groups = partial(_first_parameters, count)
             LayerOptimizer(parameters(), spec("sgd", groups=groups))
 
 
@@ -154,7 +165,7 @@ def test_bytes_of_the_state() -> None:
     assert adamw(1e-3, master_weights=True).state_bytes_per_element(low) == 12
 
 
-def test_cosine_warms_up_and_comes_down() -> None:
+def test_cosine_warms_up_and_then_decays() -> None:
     rate = cosine(1.0, warmup=4, steps=20, floor=0.1)
     assert [rate(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
     falling = [rate(s) for s in range(4, 21)]

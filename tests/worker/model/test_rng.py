@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.worker.model import rng as randomness
-from tests.worker.model.toys import CPU
+from tests.worker.model.toy_model import CPU
 
 GOLDEN_KEY, GOLDEN_NAME = 7712375960500741298, 3264815987575576102
 small = st.integers(0, 1 << 40)
@@ -18,40 +18,42 @@ def test_key_depends_on_every_argument(
     seed: int, step: int, microbatch: int, layer: int, stream: int
 ) -> None:
     arguments = [seed, step, microbatch, layer, stream]
-    key = randomness.keyed(*arguments)
-    assert 0 <= key < 1 << 63 and key == randomness.keyed(*arguments)
+    key = randomness.derive_seed(*arguments)
+    assert 0 <= key < 1 << 63 and key == randomness.derive_seed(*arguments)
     for i in range(5):
         other = [*arguments]
         other[i] += 1
-        assert randomness.keyed(*other) != key
+        assert randomness.derive_seed(*other) != key
 
 
-def test_keys_of_neighbours_are_all_different() -> None:
-    keys = [randomness.keyed(*arguments) for arguments in itertools.product(range(6), repeat=5)]
+def test_neighbouring_arguments_give_different_seeds() -> None:
+    keys = [
+        randomness.derive_seed(*arguments) for arguments in itertools.product(range(6), repeat=5)
+    ]
     assert len(set(keys)) == len(keys)
 
 
 def test_golden_keys() -> None:
-    """Keys decide what a run computes: they must never change between versions."""
-    assert randomness.keyed(0, 0, 0, 0) == GOLDEN_KEY
-    assert randomness.named(0, 0, "weight") == GOLDEN_NAME
+    """Seeds determine the results of a run, so they must not change between versions."""
+    assert randomness.derive_seed(0, 0, 0, 0) == GOLDEN_KEY
+    assert randomness.derive_parameter_seed(0, 0, "weight") == GOLDEN_NAME
 
 
-def test_begin_repeats_whatever_was_drawn_before() -> None:
-    randomness.begin(1, 2, 3, 4, CPU)
+def test_seeding_a_pass_repeats_its_numbers() -> None:
+    randomness.seed_forward(1, 2, 3, 4, CPU)
     first = torch.rand(5)
     torch.rand(17)
-    randomness.begin(1, 2, 3, 4, CPU)
+    randomness.seed_forward(1, 2, 3, 4, CPU)
     assert torch.equal(torch.rand(5), first)
-    randomness.begin(1, 2, 3, 5, CPU)
+    randomness.seed_forward(1, 2, 3, 5, CPU)
     assert not torch.equal(torch.rand(5), first)
 
 
-def test_sharded_differs_by_rank_and_leaves_the_ranks_in_step() -> None:
+def test_rank_streams_differ_and_leave_the_common_stream_unchanged() -> None:
     inside, after = [], []
     for rank in range(3):
-        randomness.begin(1, 2, 3, 4, CPU)
-        with randomness.sharded(rank, CPU):
+        randomness.seed_forward(1, 2, 3, 4, CPU)
+        with randomness.rank_stream(rank, CPU):
             inside.append(torch.rand(5))
             torch.rand(rank)
         after.append(torch.rand(5))

@@ -1,4 +1,4 @@
-"""A backward pass in two parts gives the bits of a whole one."""
+"""A backward pass in two parts gives the same bits as a whole pass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from elastic.worker.contrib.linear import linear
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.split_backward import backward_input
-from tests.worker.contrib.gpts import build, config, microbatch, parts_and_whole
-from tests.worker.model.toys import CPU
+from tests.worker.contrib.gpt_models import build, config, microbatch, parts_and_whole
+from tests.worker.model.toy_model import CPU
 
 Pass = Callable[[Tensor], Tensor]
 
@@ -22,7 +22,7 @@ Pass = Callable[[Tensor], Tensor]
 def both_ways(
     forward: Pass, source: Tensor, parameters: list[nn.Parameter]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Gradients of input and parameters: in one go, and in two parts."""
+    """Gradients of input and parameters from a whole pass, and from a pass in two parts."""
     found = []
     for split in (False, True):
         hidden = source.clone().requires_grad_()
@@ -50,14 +50,14 @@ def same(whole: list[Tensor | None], parts: list[Tensor | None]) -> bool:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layers", [(1, 2), (2, 3), (1, 2, 3)])
 def test_megatron_layers(layers: tuple[int, ...], dtype: str, alone: TensorParallel) -> None:
-    """Transformer layers with dropout, and the head."""
+    """Transformer layers with dropout, and the head, give the same bits."""
     whole, parts = parts_and_whole(build(config(dropout=0.2, dtype=dtype), alone), layers)
     assert len(whole) == len(parts) > 12
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 class Shared(nn.Module):
-    """One matrix used three times, and one parameter that is not used at all."""
+    """A matrix that is used three times, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Shared(nn.Module):
         return hidden * torch.sigmoid(hidden @ self.matrix)
 
 
-def test_a_parameter_that_enters_several_times_is_summed_in_one_order() -> None:
+def test_a_parameter_used_several_times_is_summed_in_one_order() -> None:
     torch.manual_seed(0)
     module = Shared()
     whole, parts = both_ways(module, torch.randn(5, 8), list(module.parameters()))
@@ -80,7 +80,7 @@ def test_a_parameter_that_enters_several_times_is_summed_in_one_order() -> None:
 
 
 class Convolved(nn.Module):
-    """Normalisation, branches, a parameter behind an operation of its own, and a frozen one."""
+    """Normalisation, branches, a parameter with an operation of its own, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,8 @@ class Convolved(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         branch = self.second(nn.functional.gelu(self.norm(self.first(hidden))))
-        return hidden * self.frozen + branch * torch.exp(self.scale)
+        out: Tensor = hidden * self.frozen + branch * torch.exp(self.scale)
+        return out
 
 
 def test_branches_and_parameters_behind_operations() -> None:
@@ -102,7 +103,7 @@ def test_branches_and_parameters_behind_operations() -> None:
 
 
 class Counting(torch.autograd.Function):
-    """hidden * weight, counting which gradients are computed."""
+    """hidden * weight; records each backward call."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, calls: list[str]) -> Tensor:
@@ -117,15 +118,19 @@ class Counting(torch.autograd.Function):
         return gradients[0] * weight, gradients[0] * hidden, None
 
 
-def test_functions_that_know_only_whole_passes_are_run_in_each_part() -> None:
+def test_functions_without_split_backward_run_in_each_part() -> None:
     weight, calls = nn.Parameter(torch.randn(4)), list[str]()
-    whole, parts = both_ways(lambda h: Counting.apply(h, weight, calls), torch.randn(4), [weight])
+    whole, parts = both_ways(
+        lambda h: Counting.apply(h, weight, calls),  # type: ignore[no-untyped-call]
+        torch.randn(4),
+        [weight],
+    )
     assert same(whole, parts)
     assert calls == ["both"] * 3
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_matrix_product_is_that_of_megatron(bias: bool) -> None:
+def test_linear_equals_megatrons_function(bias: bool) -> None:
     from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
     torch.manual_seed(0)
@@ -146,11 +151,16 @@ def test_the_matrix_product_is_that_of_megatron(bias: bool) -> None:
     assert torch.equal(theirs(source), linear(source, weight, offset))
 
 
-def test_the_matrix_product_finds_only_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part does one product; a whole pass both."""
+def test_linear_computes_only_the_requested_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part does one matrix product; a whole pass does both."""
     products: list[tuple[int, ...]] = []
     real = Tensor.matmul
-    monkeypatch.setattr(Tensor, "matmul", lambda a, b: (products.append(tuple(b.shape)), real(a, b))[1])
+
+    def recorded(a: Tensor, b: Tensor) -> Tensor:
+        products.append(tuple(b.shape))
+        return real(a, b)
+
+    monkeypatch.setattr(Tensor, "matmul", recorded)
     weight = nn.Parameter(torch.randn(12, 8))
     hidden = torch.randn(5, 8, requires_grad=True)
     output = linear(hidden, weight)
@@ -161,10 +171,10 @@ def test_the_matrix_product_finds_only_what_is_wanted(monkeypatch: pytest.Monkey
     assert products == [(12, 8), (5, 8)]
 
 
-def test_random_numbers_are_keyed_when_a_pass_runs_again(alone: TensorParallel) -> None:
-    """What a recomputing stage relies on: a layer's second pass draws the same dropout, whatever ran between."""
+def test_a_repeated_pass_draws_the_same_dropout(alone: TensorParallel) -> None:
+    """A stage that recomputes needs equal dropout, regardless of passes in between."""
     replica = build(config(dropout=0.5), alone)[1]
     source = torch.randn(16, 2, 32)
     one = replica.forward(source, microbatch(3, 1))
-    randomness.begin(9, 9, 9, 9, CPU)
+    randomness.seed_forward(9, 9, 9, 9, CPU)
     assert torch.equal(one, replica.forward(source, microbatch(3, 1)))

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.domain.errors import FieldError, VaultError
-from elastic.worker.model.state_codec import Named, merge_shards, plan_state, read_state, reshard, slice_shard
+from elastic.worker.model.state_codec import (
+    NamedTensor,
+    merge_shards,
+    plan_state,
+    read_state,
+    reshard,
+    slice_shard,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -18,20 +25,22 @@ def some(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
     return (100 * torch.randn(shape, generator=seeded)).to(dtype)
 
 
-def run_of(tensors: list[Named], version: int = 3, extra: dict[str, str] | None = None) -> Tensor:
+def run_of(
+    tensors: list[NamedTensor], version: int = 3, extra: dict[str, str] | None = None
+) -> Tensor:
     plan = plan_state(version, tensors, extra or {})
     out = torch.full((plan.nbytes,), 255, dtype=torch.uint8)
     plan.write(out, tensors)
     return out
 
 
-def whole(seed: int = 0) -> list[Named]:
+def whole(seed: int = 0) -> list[NamedTensor]:
     return [
-        Named("param/w", some(torch.float32, [8, 3], seed), 0),
-        Named("param/v", some(torch.bfloat16, [5, 4], seed + 1), 1),
-        Named("param/b", some(torch.float32, [3], seed + 2)),
-        Named("optim/w/step", torch.tensor(4.0)),
-        Named("optim/w/m", some(torch.float32, [8, 3], seed + 3), 0),
+        NamedTensor("param/w", some(torch.float32, [8, 3], seed), 0),
+        NamedTensor("param/v", some(torch.bfloat16, [5, 4], seed + 1), 1),
+        NamedTensor("param/b", some(torch.float32, [3], seed + 2)),
+        NamedTensor("optim/w/step", torch.tensor(4.0)),
+        NamedTensor("optim/w/m", some(torch.float32, [8, 3], seed + 3), 0),
     ]
 
 
@@ -39,7 +48,8 @@ def whole(seed: int = 0) -> list[Named]:
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=6), st.integers(0, 10**9))
 def test_round_trip_is_bit_exact(kinds: list[tuple[torch.dtype, list[int]]], version: int) -> None:
     tensors = [
-        Named(f"param/{i}", some(dtype, shape, i), i % 3 - 1) for i, (dtype, shape) in enumerate(kinds)
+        NamedTensor(f"param/{i}", some(dtype, shape, i), i % 3 - 1)
+        for i, (dtype, shape) in enumerate(kinds)
     ]
     run = run_of(tensors, version, {"optim/a/k": "[1]"})
     header, found = read_state(run)
@@ -53,7 +63,7 @@ def test_two_runs_of_the_same_state_are_the_same_bytes() -> None:
     assert torch.equal(run_of(whole()), run_of(whole()))
 
 
-def test_a_run_need_not_start_where_its_memory_does() -> None:
+def test_a_run_may_be_an_unaligned_view() -> None:
     run = run_of(whole())
     for shift in (1, 8, 64):
         moved = torch.zeros(run.numel() + shift, dtype=torch.uint8)
@@ -82,9 +92,9 @@ def test_foreign_bytes_are_refused() -> None:
         read_state(torch.full((9000,), 7, dtype=torch.uint8))
 
 
-def test_types_that_do_not_travel_are_named() -> None:
+def test_unsupported_dtypes_are_named() -> None:
     with pytest.raises(FieldError, match="param/c"):
-        plan_state(0, [Named("param/c", torch.zeros(2, dtype=torch.complex64))], {})
+        plan_state(0, [NamedTensor("param/c", torch.zeros(2, dtype=torch.complex64))], {})
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -92,7 +102,10 @@ def test_slices_merge_to_the_whole(size: int) -> None:
     run = run_of(whole())
     parts = [slice_shard(run, rank, size) for rank in range(size)]
     _, first = read_state(parts[0])
-    assert tuple(first[0].tensor.shape) == (8 // size, 3) and tuple(first[1].tensor.shape) == (5, 4 // size)
+    assert tuple(first[0].tensor.shape) == (8 // size, 3) and tuple(first[1].tensor.shape) == (
+        5,
+        4 // size,
+    )
     assert torch.equal(merge_shards(parts), run)
 
 
@@ -106,10 +119,10 @@ def test_reshard_between_sizes() -> None:
         slice_shard(run, 0, 3)
 
 
-def test_shards_that_do_not_belong_together_are_refused() -> None:
+def test_shards_of_different_states_are_refused() -> None:
     run = run_of(whole())
     with pytest.raises(VaultError, match="version"):
         merge_shards([slice_shard(run, 0, 2), slice_shard(run_of(whole(), 4), 1, 2)])
-    other = [Named("optim/w/row", some(torch.float32, [3], rank)) for rank in range(2)]
+    other = [NamedTensor("optim/w/row", some(torch.float32, [3], rank)) for rank in range(2)]
     with pytest.raises(VaultError, match="optim/w/row"):
         merge_shards([run_of([tensor]) for tensor in other])

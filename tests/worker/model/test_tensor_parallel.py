@@ -1,4 +1,4 @@
-"""TP 2 against TP 1: two real processes, gloo."""
+"""TP size 2 in two gloo processes gives the results of TP size 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from elastic.worker.contrib.megatron import GPTStack
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.state_codec import merge_shards, read_state, reshard
-from tests.worker.contrib.gpts import build, config, run, state_of, train
+from tests.worker.contrib.gpt_models import build, config, run, state_of, train
 
 SIZE = 2
 ROOT = Path(__file__).parents[3]
@@ -21,11 +21,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What both ranks found."""
+    """The results of both ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.worker.model.tp_worker"]
     workers = [
-        subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], cwd=ROOT) for rank in range(SIZE)
+        subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], cwd=ROOT)
+        for rank in range(SIZE)
     ]
     try:
         assert [worker.wait(120) for worker in workers] == [0] * SIZE
@@ -63,7 +64,7 @@ def test_initial_values_are_slices_of_the_same_model(
     }
 
 
-def test_loss_norm_and_update_are_those_of_one_rank(
+def test_loss_norm_and_update_equal_those_of_one_rank(
     ranks: list[dict[str, Any]], alone: TensorParallel
 ) -> None:
     layers = build(config(), alone)
@@ -76,7 +77,7 @@ def test_loss_norm_and_update_are_those_of_one_rank(
         close(merge_shards([rank["updated"][index] for rank in ranks]), state_of(replica))
 
 
-def test_what_both_ranks_hold_whole_stays_bit_equal_even_with_dropout(ranks: list[dict[str, Any]]) -> None:
+def test_replicated_parameters_stay_bit_equal_with_dropout(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["dropout losses"] == ranks[1]["dropout losses"]
     compared = 0
     for one, other in zip(*(rank["dropout states"] for rank in ranks), strict=True):
@@ -87,7 +88,9 @@ def test_what_both_ranks_hold_whole_stays_bit_equal_even_with_dropout(ranks: lis
     assert compared > 20
 
 
-def test_tied_embeddings_learn_as_on_one_rank(ranks: list[dict[str, Any]], alone: TensorParallel) -> None:
+def test_tied_embeddings_learn_as_on_one_rank(
+    ranks: list[dict[str, Any]], alone: TensorParallel
+) -> None:
     gpt = config(tie_embeddings=True)
     losses = train(build(gpt, alone), 2, GPTStack(gpt).tied)
     assert ranks[0]["tied losses"] == ranks[1]["tied losses"] == pytest.approx(losses, abs=1e-4)

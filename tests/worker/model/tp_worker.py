@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel GPT, run as a process by test_tensor_parallel; leaves a file of results."""
+"""One rank of a tensor-parallel GPT, a process of test_tensor_parallel; writes a results file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 from elastic.worker.contrib.megatron import GPTStack, init_tensor_parallel
-from tests.worker.contrib.gpts import build, config, parts_and_whole, run, state_of, train
+from tests.worker.contrib.gpt_models import build, config, parts_and_whole, run, state_of, train
 
 
 def main(rank: int, size: int, folder: Path) -> None:

@@ -17,7 +17,7 @@ from elastic.worker.model.split_backward import backward_input
 from elastic.worker.profiling.emulated import EmulatedStack, PassTimer
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import CPU, sgd
+from tests.worker.model.toy_model import CPU, sgd
 
 TIMES = LayerTimes(forward_s=0.3, backward_s=0.7, backward_input_s=0.4, backward_weight_s=0.5)
 LAYER = LayerSpec(

@@ -1,4 +1,4 @@
-"""Reading copies back, from here and from peers."""
+"""Reading copies from the local vault and from peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
-from elastic.worker.recovery.fetch import Fetcher, fetch
+from elastic.worker.recovery.fetch import FetchedCopy, Fetcher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.copies import LocalWriter, content, make, put
 from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
@@ -25,8 +25,17 @@ def pair(tmp_path: Path) -> Iterator[list[MiniNode]]:
         yield made
 
 
-def book(made: list[MiniNode]) -> dict[str, str]:
+def addresses(made: list[MiniNode]) -> dict[str, str]:
     return {node.name: node.server.address for node in made}
+
+
+def fetch(copy: Copy, vaults: dict[str, str], node: str) -> FetchedCopy:
+    """Fetch one copy over connections of its own."""
+    fetcher = Fetcher(node, {copy.node: vaults.get(copy.node, "")})
+    try:
+        return fetcher.fetch(copy)
+    finally:
+        fetcher.close()
 
 
 def test_own_copies_come_through_shared_memory(pair: list[MiniNode], tmp_path: Path) -> None:
@@ -35,7 +44,7 @@ def test_own_copies_come_through_shared_memory(pair: list[MiniNode], tmp_path: P
     arrived = put(a.vault, make(data), data)
     a.vault.publish(LocalWriter(tmp_path / "w").write(0, make(data, layer=1, owner="a"), data))
     for copy in a.vault.inventory():
-        got = fetch(copy, book(pair), "a", nbytes=len(data))
+        got = fetch(copy, addresses(pair), "a")
         assert got.source == "shared-memory" and bytes(got.data.numpy()) == data
         assert got.data.data_ptr() % 64 == 0
     assert arrived in a.vault.inventory()
@@ -44,16 +53,18 @@ def test_own_copies_come_through_shared_memory(pair: list[MiniNode], tmp_path: P
 def test_peers_copies_come_over_the_network(pair: list[MiniNode]) -> None:
     _, b = pair
     data = content(2, 3_000_000)
-    got = fetch(put(b.vault, make(data), data), book(pair), "a")
-    assert got.source == "peer:b" and bytes(got.data.numpy()) == data and got.data.data_ptr() % 64 == 0
+    got = fetch(put(b.vault, make(data), data), addresses(pair), "a")
+    assert (
+        got.source == "peer:b" and bytes(got.data.numpy()) == data and got.data.data_ptr() % 64 == 0
+    )
 
 
-def test_what_is_gone_corrupt_or_unknown(pair: list[MiniNode], tmp_path: Path) -> None:
+def test_missing_torn_and_unknown_copies_are_vault_errors(
+    pair: list[MiniNode], tmp_path: Path
+) -> None:
     a, b = pair
-    vaults = book(pair)
+    vaults = addresses(pair)
     copy = put(b.vault, make(content(1)), content(1))
-    with pytest.raises(VaultError, match="1000 bytes; 7 are wanted"):
-        fetch(copy, vaults, "a", nbytes=7)
     with pytest.raises(VaultError, match="no vault of z"):
         fetch(dataclasses.replace(copy, node="z"), vaults, "a")
     b.vault.trim(9)
@@ -65,7 +76,7 @@ def test_what_is_gone_corrupt_or_unknown(pair: list[MiniNode], tmp_path: Path) -
     writer.slots[0].view(10)[5] ^= 4
     with pytest.raises(VaultError, match="torn"):
         fetch(torn, vaults, "a")
-    assert a.vault.inventory() == (), "the vault has looked at it again"
+    assert a.vault.inventory() == (), "the vault verified the copy and dropped it"
     b.server.close()
     with pytest.raises(VaultError):
         fetch(copy, vaults, "a")

@@ -1,4 +1,4 @@
-"""Layers that the installer makes of copies in vaults."""
+"""Layers that the state loader builds from copies."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from elastic.domain.types import (
 from elastic.planning.plan.rank_map import roster
 from elastic.store.shared_memory import checksum
 from elastic.worker.model.optimizer import adamw
-from elastic.worker.recovery.fetch import Fetched, Fetcher
-from elastic.worker.recovery.state_loader import Installed, Installer
+from elastic.worker.recovery.fetch import FetchedCopy, Fetcher
+from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import replicas, run, same, state_of, values
+from tests.worker.model.toy_model import replicas, run, same, state_of, values
 
 SPEC = adamw(0.01)
 PLAN = Plan(1, 3, 4, 1, (Pipeline((Stage(Unit("x"), 0, 3),), (0, 1, 2, 3)),))
 
 
-class Shelf(Fetcher):
-    """Copies and their bytes, without vaults."""
+class FakeFetcher(Fetcher):
+    """A fetcher with the copies in memory."""
 
     def __init__(self) -> None:
         super().__init__("x", {})
@@ -43,23 +43,32 @@ class Shelf(Fetcher):
     def put(self, kind: str, replica: LayerReplica, data: Tensor, **more: object) -> Copy:
         digest = checksum(memoryview(data.numpy().data))
         copy = Copy(
-            kind, replica.index, 0, replica.version, 1, f"n{replica.index}", 1, len(data), digest, node="k"
+            kind,
+            replica.index,
+            0,
+            replica.version,
+            1,
+            f"n{replica.index}",
+            1,
+            len(data),
+            digest,
+            node="k",
         )
         copy = replace(copy, **more)  # type: ignore[arg-type]
         self.held[copy.key] = data
         return copy
 
-    def fetch(self, copy: Copy) -> Fetched:
+    def fetch(self, copy: Copy) -> FetchedCopy:
         self.read.append(copy.key)
-        return Fetched(self.held[copy.key], "peer:k")
+        return FetchedCopy(self.held[copy.key], "peer:k")
 
 
-def install(shelf: Shelf, recipe: Recipe, record: StepRecord | None = None) -> Installed:
-    installer = Installer(
+def install(fetcher: FakeFetcher, recipe: Recipe, record: StepRecord | None = None) -> LoadedStage:
+    loader = StateLoader(
         lambda layer, empty, portion: replicas(optimizer=SPEC, empty=empty)[layer],
-        shelf, SPEC.lr, lambda: None, lambda: None, (),
+        fetcher, SPEC.lr, lambda: None, lambda: None, (),
     )  # fmt: skip
-    return installer.install(
+    return loader.install(
         Assignment(PLAN, 1, (("x", recipe),), record=record), roster(PLAN).members[0], {}
     )
 
@@ -76,23 +85,27 @@ def trained() -> list[LayerReplica]:
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_a_lost_layer_is_bit_for_bit_what_it_was(trained: list[LayerReplica], lost: int) -> None:
-    shelf = Shelf()
-    installed = install(shelf, Recipe(lost, 0, 1, shelf.put(STATE, trained[lost], state_of(trained[lost]))))
+def test_a_lost_layer_is_restored_bit_for_bit(trained: list[LayerReplica], lost: int) -> None:
+    fetcher = FakeFetcher()
+    installed = install(
+        fetcher, Recipe(lost, 0, 1, fetcher.put(STATE, trained[lost], state_of(trained[lost])))
+    )
     assert installed.sources[lost] == "peer:k" and installed.replicas[lost].version == 1
     assert same(values([installed.replicas[lost]]), values([trained[lost]]))
-    assert bytes(state_of(installed.replicas[lost]).numpy()) == bytes(state_of(trained[lost]).numpy())
+    assert bytes(state_of(installed.replicas[lost]).numpy()) == bytes(
+        state_of(trained[lost]).numpy()
+    )
 
 
-def test_a_lost_layer_is_read_and_then_updated() -> None:
-    layers, shelf = replicas(optimizer=SPEC), Shelf()
-    state = shelf.put(STATE, layers[1], state_of(layers[1]))
+def test_a_lost_layer_is_restored_and_then_updated() -> None:
+    layers, fetcher = replicas(optimizer=SPEC), FakeFetcher()
+    state = fetcher.put(STATE, layers[1], state_of(layers[1]))
     for index in range(4):
         run(layers, 0, index)
     lost = layers[1]
     data = torch.empty(lost.gradient_nbytes, dtype=torch.uint8)
     lost.write_gradient(data)
-    final = shelf.put(GRADIENT, lost, data, microbatches=frozenset(range(4)))
+    final = fetcher.put(GRADIENT, lost, data, microbatches=frozenset(range(4)))
     lost.update(lost.gradient.clone(), 0.5, SPEC.lr(0))
-    installed = install(shelf, Recipe(1, 0, 1, state, (final,)), StepRecord(0, 0.5, 2.0, 1.0))
+    installed = install(fetcher, Recipe(1, 0, 1, state, (final,)), StepRecord(0, 0.5, 2.0, 1.0))
     assert same(values([installed.replicas[1]]), values([lost]))

@@ -1,4 +1,4 @@
-"""From checkpoints back into replicas of any TP size, into hashes, and into plain files."""
+"""Checkpoints as replicas of any TP size, as hashes, and as safetensors files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, pa
 from elastic.worker.replica.replica import LayerReplica
 from tests.agent.vault.checkpoints import N_LAYERS, floats, layer_run, whole
 from tests.patience import LONG_S
-from tests.worker.model.toys import replicas, state_of, train
+from tests.worker.model.toy_model import replicas, state_of, train
 
 
 def split_replicas(*, empty: bool = False) -> list[LayerReplica]:
-    """Toy layers whose weights count as split along their rows."""
+    """Toy layers with weights that are marked as split along their rows."""
     layers = replicas(empty=empty)
     for replica in layers:
         for name, parameter in replica.module.named_parameters():
@@ -39,12 +39,14 @@ def save(directory: Path, layers: list[LayerReplica], tp: int) -> Path:
         for shard in range(tp):
             part = slice_shard(run, shard, tp) if tp > 1 else run
             view = memoryview(part.numpy().data)
-            checkpoint_directory.write_part(directory, step, replica.index, shard, len(layers), tp, view)
+            checkpoint_directory.write_part(
+                directory, step, replica.index, shard, len(layers), tp, view
+            )
     return checkpoint_directory.commit(directory, step)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_a_checkpoint_of_any_tp_loads_at_one(tmp_path: Path, tp: int) -> None:
+def test_a_checkpoint_of_any_tp_size_loads_with_tp_1(tmp_path: Path, tp: int) -> None:
     layers = split_replicas()
     train(layers, 2)
     path = save(tmp_path, layers, tp)
@@ -53,7 +55,7 @@ def test_a_checkpoint_of_any_tp_loads_at_one(tmp_path: Path, tp: int) -> None:
         assert fresh.version == 2 and torch.equal(state_of(fresh), state_of(replica))
 
 
-def test_a_checkpoint_of_one_is_cut_for_two(tmp_path: Path) -> None:
+def test_a_checkpoint_of_tp_1_is_cut_for_tp_2(tmp_path: Path) -> None:
     layers = split_replicas()
     train(layers, 1)
     one, two = save(tmp_path / "one", layers, 1), save(tmp_path / "two", layers, 2)
@@ -63,7 +65,7 @@ def test_a_checkpoint_of_one_is_cut_for_two(tmp_path: Path) -> None:
             assert torch.equal(cut, read_layer(two, layer)[rank])
 
 
-def test_training_goes_on_the_same_from_a_checkpoint(tmp_path: Path) -> None:
+def test_training_continues_equally_from_a_checkpoint(tmp_path: Path) -> None:
     layers = split_replicas()
     train(layers, 2)
     path = save(tmp_path, layers, 2)
@@ -75,14 +77,16 @@ def test_training_goes_on_the_same_from_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(state_of(a), state_of(b)) for a, b in zip(layers, again, strict=True))
 
 
-def test_the_hash_is_what_it_says() -> None:
-    """Layers in order, parameters in name order, little-endian, shards joined."""
+def test_the_hash_follows_its_definition() -> None:
+    """Layers are in order, parameters in name order, bytes little-endian, shards joined."""
     expected = hashlib.sha256()
     for layer in range(N_LAYERS):
         expected.update(floats(layer))  # a_norm
         expected.update(bytes(b for row in range(4) for b in (row, 0x40 + layer)))  # bias
         expected.update(
-            floats(*(100 * layer + 10 * row + column + 6 for row in range(2) for column in range(4)))
+            floats(
+                *(100 * layer + 10 * row + column + 6 for row in range(2) for column in range(4))
+            )
         )
     for tp in (1, 2, 4):
         runs = ([memoryview(layer_run(n, 6, s, tp)) for s in range(tp)] for n in range(N_LAYERS))
@@ -94,9 +98,9 @@ def test_export_merges_shards(tmp_path: Path) -> None:
     for tp in (1, 2):
         path = whole(tmp_path / str(tp), 6, tp)
         out = tmp_path / f"{tp}.safetensors"
-        told = export_checkpoint(path if tp == 1 else path.parent, out)
-        assert told["step"] == 6 and told["tensors"] == 9
-        assert told["params_sha256"] == params_sha256(checkpoint_runs(path))
+        result = export_checkpoint(path if tp == 1 else path.parent, out)
+        assert result["step"] == 6 and result["tensors"] == 9
+        assert result["params_sha256"] == params_sha256(checkpoint_runs(path))
         tensors = load_file(out)
         assert tensors["layers.2.weight"].tolist() == [[206, 207, 208, 209], [216, 217, 218, 219]]
         assert tensors["layers.1.bias"].dtype == torch.bfloat16 and len(tensors) == 9
@@ -104,7 +108,7 @@ def test_export_merges_shards(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_export_overwrites_nothing_unless_forced(tmp_path: Path) -> None:
+def test_export_overwrites_a_file_only_if_forced(tmp_path: Path) -> None:
     path, out = whole(tmp_path / "c", 6), tmp_path / "out.safetensors"
     out.write_text("precious")
     with pytest.raises(FieldError, match="exists"):
@@ -124,4 +128,6 @@ def test_export_overwrites_nothing_unless_forced(tmp_path: Path) -> None:
 
 def test_export_starts_without_torch(tmp_path: Path) -> None:
     code = "import sys, elastic.worker.replica.export; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S, cwd=Path.cwd()).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=LONG_S, cwd=Path.cwd()).returncode == 0
+    )

@@ -1,4 +1,4 @@
-"""The sums of a layer under `reduce`: what it has on its own, what is on its way, what all holders have."""
+"""The sums of a layer under `reduce`: its own, those of open rounds, and the common sum."""
 
 from __future__ import annotations
 
@@ -8,81 +8,87 @@ import torch
 from elastic.domain.errors import LedgerError
 from elastic.worker.model.gradients import SCALE, GradientError
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import replicas, run
+from tests.worker.model.toy_model import replicas, run
 
 
 def held(replica: LayerReplica) -> list[set[int]]:
     return [part.ledger for part in replica.parts]
 
 
-def test_what_is_handed_over_comes_back_as_the_sum_of_all_holders() -> None:
+def test_a_finished_round_has_the_sum_of_all_holders() -> None:
     mine, theirs, whole = replicas(), replicas(), replicas()
     for index in (0, 1, 2, 3):
         run(mine if index < 2 else theirs, 0, index)
         run(whole, 0, index)
         if index == 0:
-            first = [replica.hand_over() for replica in mine]
+            first = [replica.start_round() for replica in mine]
             assert held(mine[0]) == [] and first[0].ledger == {0}
     for a, b, all_of_it in zip(mine, theirs, whole, strict=True):
-        a.hand_over()
-        a.share(first[a.index].gradient.clone() + b.gradient, {0, 2, 3}, b.losses | first[a.index].losses)
+        a.start_round()
+        a.finish_round(
+            first[a.index].gradient.clone() + b.gradient,
+            {0, 2, 3},
+            b.losses | first[a.index].losses,
+        )
         assert held(a) == [{0, 2, 3}] and a.ledger == set()
-        a.recall()
+        a.cancel_rounds()
         assert held(a) == [{0, 2, 3}, {1}]
-        assert a.common is not None and torch.equal(a.common.gradient + a.gradient, all_of_it.gradient)
+        assert a.common is not None and torch.equal(
+            a.common.gradient + a.gradient, all_of_it.gradient
+        )
         a.keep([frozenset((1,)), frozenset((0, 2, 3))])
         assert held(a) == [{0, 1, 2, 3}] and torch.equal(a.gradient, all_of_it.gradient)
         assert a.losses == all_of_it.losses
 
 
-def test_only_the_parts_that_are_asked_for_are_kept() -> None:
+def test_only_the_named_sums_are_kept() -> None:
     for kept, left in (((0,), {0}), ((1,), {1}), ((2,), set())):
         layer = replicas()[0]
         for index in (0, 1):
             layer.ledger.add(index)
             layer.gradient.fill_(index + 1)
             if index == 0:
-                layer.share(layer.hand_over().gradient.clone(), {0}, {})
+                layer.finish_round(layer.start_round().gradient.clone(), {0}, {})
         layer.keep([frozenset(kept)])
         assert layer.ledger == left and layer.common is None
         assert bool((layer.gradient == (kept[0] + 1 if left else 0)).all())
 
 
-def test_a_step_begins_with_all_parts_empty() -> None:
+def test_clear_empties_all_sums() -> None:
     layer = replicas()[0]
     layer.ledger.add(0)
-    layer.share(layer.hand_over().gradient, {0, 1}, {})
+    layer.finish_round(layer.start_round().gradient, {0, 1}, {})
     layer.ledger.add(2)
-    layer.hand_over()
+    layer.start_round()
     layer.clear()
-    layer.recall()
+    layer.cancel_rounds()
     assert held(layer) == []
 
 
-def test_sums_that_lack_or_double_something_are_refused() -> None:
+def test_lost_or_doubled_microbatches_are_refused() -> None:
     layer = replicas()[0]
     layer.ledger |= {0, 1}
-    zeros = torch.zeros_like(layer.hand_over().gradient)
+    zeros = torch.zeros_like(layer.start_round().gradient)
     with pytest.raises(LedgerError, match=r"lacks \[1\] and doubles \[\]"):
-        layer.share(zeros, {0, 2}, {})
-    layer.share(zeros, {0, 1}, {})
-    layer.hand_over()
+        layer.finish_round(zeros, {0, 2}, {})
+    layer.finish_round(zeros, {0, 1}, {})
+    layer.start_round()
     with pytest.raises(LedgerError, match=r"lacks \[\] and doubles \[1\]"):
-        layer.share(zeros, {1, 2}, {})
+        layer.finish_round(zeros, {1, 2}, {})
 
 
-def test_the_range_is_that_of_the_sums() -> None:
+def test_the_range_limit_covers_all_sums() -> None:
     layer = replicas()[0]
     large = torch.full_like(layer.gradient, int(5000 * SCALE))
-    layer.hand_over()
-    layer.share(large, {0}, {})
-    layer.hand_over()
+    layer.start_round()
+    layer.finish_round(large, {0}, {})
+    layer.start_round()
     with pytest.raises(GradientError, match="layer 0"):
-        layer.share(large, {1}, {})
+        layer.finish_round(large, {1}, {})
     layer = replicas()[0]
     for index in (0, 1):
         layer.add_gradient(large.view(torch.uint8), {index}, {})
-        layer.hand_over()
-    layer.recall()
+        layer.start_round()
+    layer.cancel_rounds()
     with pytest.raises(GradientError, match="layer 0"):
         layer.write_gradient(torch.empty(layer.gradient_nbytes, dtype=torch.uint8))

@@ -13,7 +13,7 @@ from elastic.worker.model.layers import ListStack, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, constant
 from elastic.worker.replica.build import warm_up
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import (
+from tests.worker.model.toy_model import (
     ALONE,
     CPU,
     First,
@@ -46,7 +46,7 @@ def gradient_of(replica: LayerReplica) -> torch.Tensor:
 # ---- building ----
 
 
-def test_same_layer_whoever_builds_it_and_in_whatever_order() -> None:
+def test_a_layer_is_equal_in_each_build_and_order() -> None:
     torch.manual_seed(5)
     one = values(replicas())
     torch.rand(100)
@@ -56,7 +56,7 @@ def test_same_layer_whoever_builds_it_and_in_whatever_order() -> None:
     assert not same(one, values(replicas(toy_stack(seed=2))))
 
 
-def test_building_leaves_the_random_state_alone() -> None:
+def test_building_keeps_the_random_state() -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
     replicas()
@@ -76,7 +76,7 @@ def test_empty_build_keeps_buffers() -> None:
     assert torch.equal(last.get_buffer("scale"), torch.tensor([2.0]))
 
 
-def test_tied_layers_start_equal_and_wrong_ones_are_refused() -> None:
+def test_tied_layers_start_equal_and_unknown_ones_are_refused() -> None:
     layers = replicas(toy_stack(tied=True))
     first, last = (layers[i].module.get_parameter("inner.weight") for i in (0, 2))
     assert torch.equal(first, last) and first is not last
@@ -86,7 +86,7 @@ def test_tied_layers_start_equal_and_wrong_ones_are_refused() -> None:
         ListStack([First, Last], 0, (((0, "nothing"), (1, "inner.weight")),))
 
 
-def test_list_stack_refuses_what_it_cannot_do() -> None:
+def test_list_stack_refuses_no_layers_and_tensor_parallelism() -> None:
     with pytest.raises(FieldError, match="builders"):
         ListStack([], 0)
     with pytest.raises(FieldError, match="tp"):
@@ -94,7 +94,7 @@ def test_list_stack_refuses_what_it_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("accumulate", list(Accumulate))
-def test_specs_tell_the_true_bytes(accumulate: Accumulate) -> None:
+def test_specs_have_the_real_sizes(accumulate: Accumulate) -> None:
     layers = replicas(optimizer=adamw(0.1), accumulate=accumulate)
     train(layers, 1)
     for replica, spec in zip(layers, toy_stack().specs(accumulate, adamw(0.1)), strict=True):
@@ -104,7 +104,7 @@ def test_specs_tell_the_true_bytes(accumulate: Accumulate) -> None:
         assert spec.forward_s > 0 and spec.backward_s == 2 * spec.forward_s
 
 
-def test_warm_up_touches_no_random_state() -> None:
+def test_warm_up_keeps_the_random_state() -> None:
     state = torch.get_rng_state()
     warm_up(toy_stack(), ALONE, adamw(0.1), Accumulate.EXACT, CPU)
     assert torch.equal(torch.get_rng_state(), state)
@@ -115,7 +115,9 @@ def test_warm_up_touches_no_random_state() -> None:
 
 def test_dropout_depends_on_step_and_microbatch_alone() -> None:
     layers = replicas()
-    losses = {(s, m): run(layers, s, m, skip=True) for s, m in itertools.product(range(2), range(3))}
+    losses = {
+        (s, m): run(layers, s, m, skip=True) for s, m in itertools.product(range(2), range(3))
+    }
     torch.manual_seed(123)
     other = replicas()
     for (step, index), loss in reversed(losses.items()):
@@ -136,7 +138,7 @@ def test_ledger_takes_each_microbatch_once() -> None:
         assert not replica.ledger and not replica.losses and not replica.gradient.any()
 
 
-def test_skipping_leaves_gradient_and_ledger_alone() -> None:
+def test_a_skipped_microbatch_changes_neither_gradient_nor_ledger() -> None:
     layers = replicas()
     run(layers, 0, 1)
     before = [replica.gradient.clone() for replica in layers]
@@ -153,10 +155,11 @@ def test_gradient_matches_plain_autograd() -> None:
         run(layers, 0, index)
     plain = replicas()
     for index in range(4):
-        hidden = None
+        hidden: torch.Tensor | None = None
         for replica in plain:
             hidden = replica.forward(hidden, microbatch(0, index))
-        (hidden / 4).backward()  # type: ignore[operator]
+        assert hidden is not None
+        torch.autograd.backward(hidden / 4)
     for one, other in zip(layers, plain, strict=True):
         for parameter, found in zip(
             other.module.parameters(), one.layout.views(to_flat(one.gradient)), strict=True
@@ -166,20 +169,22 @@ def test_gradient_matches_plain_autograd() -> None:
 
 
 @pytest.mark.parametrize("cut", [(0, 3), (0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
-def test_cutting_the_pipeline_anywhere_changes_no_bit(cut: tuple[int, ...]) -> None:
+def test_stage_boundaries_do_not_change_the_gradients(cut: tuple[int, ...]) -> None:
     whole = replicas()
     run(whole, 0, 0)
     layers = replicas()
-    hidden, ends = None, []
+    hidden: torch.Tensor | None = None
+    ends: list[tuple[torch.Tensor | None, torch.Tensor]] = []
     for first, last in itertools.pairwise(cut):
         hidden = hidden.detach().requires_grad_() if hidden is not None else None
         start = hidden
         for replica in layers[first:last]:
             hidden = replica.forward(hidden, microbatch(0, 0))
+        assert hidden is not None
         ends.append((start, hidden))
     gradient = None
     for start, end in reversed(ends):
-        torch.autograd.backward(end / 4 if gradient is None else end, gradient)  # type: ignore[operator]
+        torch.autograd.backward(end / 4 if gradient is None else end, gradient)
         gradient = start.grad if start is not None else None
     for replica in layers:
         replica.collect(0, skip=False)
@@ -190,7 +195,7 @@ def test_cutting_the_pipeline_anywhere_changes_no_bit(cut: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("accumulate", list(Accumulate))
-def test_gradients_move_and_add_up(accumulate: Accumulate) -> None:
+def test_gradient_copies_add_up(accumulate: Accumulate) -> None:
     whole, one, other = (replicas(accumulate=accumulate) for _ in range(3))
     for index in range(4):
         run(whole, 0, index)
@@ -228,7 +233,7 @@ def test_exact_training_does_not_depend_on_the_order_of_microbatches(name: str, 
     assert same(values(one), values(other)) and one[0].version == 3
 
 
-def test_update_leaves_the_reduced_gradient_as_it_is() -> None:
+def test_update_does_not_change_the_reduced_gradient() -> None:
     layers = replicas()
     run(layers, 0, 0)
     reduced = layers[1].gradient.clone()
@@ -272,8 +277,11 @@ def test_norm_is_that_of_all_gradients() -> None:
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_training_goes_on_from_a_copy_bit_for_bit(name: str, at: int) -> None:
-    layers, others = replicas(optimizer=OPTIMIZERS[name]), replicas(optimizer=OPTIMIZERS[name], empty=True)
+def test_training_continues_bit_for_bit_from_a_copy(name: str, at: int) -> None:
+    layers, others = (
+        replicas(optimizer=OPTIMIZERS[name]),
+        replicas(optimizer=OPTIMIZERS[name], empty=True),
+    )
     train(layers, at)
     for one, other in zip(layers, others, strict=True):
         copied = state_of(one)
@@ -298,7 +306,7 @@ def test_rolling_a_live_replica_back() -> None:
     assert same(values(layers), ahead)
 
 
-def test_masters_travel_with_the_state() -> None:
+def test_the_state_has_the_float32_masters() -> None:
     spec = adamw(0.01, master_weights=True)
     layers = replicas(toy_stack(dtype=torch.bfloat16), spec)
     others = replicas(toy_stack(dtype=torch.bfloat16), spec, empty=True)

@@ -1,4 +1,4 @@
-"""A worker process that publishes two gradients and is then caught in the middle of copying the third."""
+"""A worker process that publishes two gradients and stops while it copies the third."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from elastic.rpc.frames import connect_unix
 from elastic.worker.backup.publisher import Publisher
-from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.transport.cancellation import AbandonSignal
-from tests.worker.model.toys import replicas, run
+from tests.worker.model.toy_model import replicas, run
 
 
 def main(address: str, directory: str) -> None:
@@ -25,18 +25,18 @@ def main(address: str, directory: str) -> None:
         run(layers, 0, index)
         publisher.publish_gradients(layers, 0, 1, "", AbandonSignal())
         publisher.on_acked(99)
-    sys.stdin.readline()  # the agent has acknowledged all of these
+    sys.stdin.readline()  # The test writes a line when the agent has acknowledged all copies.
     run(layers, 0, 2)
-    whole = LayerReplica.write_gradient
+    whole = GradientSum.write_gradient
 
-    def half(replica: LayerReplica, out: torch.Tensor) -> None:
-        whole(replica, out)
-        if replica.index == 1:
+    def write_half(self: GradientSum, out: torch.Tensor) -> None:
+        whole(self, out)
+        if self.index == 1:
             out[out.numel() // 2 :] = 255
             print("in the middle", flush=True)
             signal.pause()
 
-    LayerReplica.write_gradient = half  # type: ignore[method-assign]
+    GradientSum.write_gradient = write_half  # type: ignore[method-assign]
     publisher.publish_gradients(layers, 0, 1, "", AbandonSignal())
 
 

@@ -1,4 +1,4 @@
-"""A small model of the user's own, for tests that need no megatron."""
+"""A small model of three plain torch layers, for tests without megatron."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class First(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
-        return self.drop(torch.tanh(self.inner(microbatch.fields["x"])))
+        out: Tensor = self.drop(torch.tanh(self.inner(microbatch.fields["x"])))
+        return out
 
 
 class Middle(nn.Module):
@@ -33,7 +34,8 @@ class Middle(nn.Module):
         self.unused = nn.Parameter(torch.ones(3, dtype=dtype))
 
     def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        return hidden + self.inner(hidden.to(self.inner.weight.dtype)).to(hidden.dtype)
+        out: Tensor = self.inner(hidden.to(self.inner.weight.dtype))
+        return hidden + out.to(hidden.dtype)
 
 
 class Last(nn.Module):
@@ -43,10 +45,13 @@ class Last(nn.Module):
         self.register_buffer("scale", torch.full((1,), 2.0), persistent=False)
 
     def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        return (self.scale * self.inner(hidden) - microbatch.fields["x"]).square().mean()
+        error: Tensor = self.scale * self.inner(hidden) - microbatch.fields["x"]
+        return error.square().mean()
 
 
-def toy_stack(seed: int = 1, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> ListStack:
+def toy_stack(
+    seed: int = 1, *, tied: bool = False, dtype: torch.dtype = torch.float32
+) -> ListStack:
     pair = (((0, "inner.weight"), (2, "inner.weight")),) if tied else ()
     return ListStack([First, lambda: Middle(dtype), Last], seed, pair)
 
@@ -76,13 +81,15 @@ def replicas(
     ]
 
 
-def run(layers: list[LayerReplica], step: int, index: int, *, skip: bool = False, count: int = 4) -> float:
-    """Forward and backward of one micro-batch through all layers; returns its loss."""
+def run(
+    layers: list[LayerReplica], step: int, index: int, *, skip: bool = False, count: int = 4
+) -> float:
+    """Run forward and backward of one micro-batch through all layers; return its loss."""
     hidden: Tensor | None = None
     for replica in layers:
         hidden = replica.forward(hidden, microbatch(step, index))
     assert hidden is not None
-    (hidden / count).backward()
+    torch.autograd.backward(hidden / count)
     for replica in layers:
         replica.collect(index, skip=skip)
     layers[-1].losses[index] = hidden.item()
@@ -101,9 +108,7 @@ def train(layers: list[LayerReplica], steps: int, order: tuple[int, ...] = (0, 1
 
 
 def state_of(replica: LayerReplica) -> Tensor:
-    out = torch.empty(replica.state_nbytes(), dtype=torch.uint8)
-    replica.write_state(out)
-    return out
+    return replica.state_run()
 
 
 def values(layers: list[LayerReplica]) -> list[Tensor]:

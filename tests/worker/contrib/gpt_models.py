@@ -15,28 +15,43 @@ from elastic.worker.model.optimizer import OptimizerSpec, adamw
 from elastic.worker.model.split_backward import backward_input
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toys import CPU
+from tests.worker.model.toy_model import CPU
 
 MICROBATCHES = 3
 
 
 def config(**changes: object) -> GPTConfig:
-    small: dict[str, object] = {"layers": 2, "hidden": 32, "heads": 4, "seq_len": 16, "vocab": 64, "seed": 11}
+    small: dict[str, object] = {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "seq_len": 16,
+        "vocab": 64,
+        "seed": 11,
+    }
     return GPTConfig(**{**small, **changes})  # type: ignore[arg-type]
 
 
 def microbatch(step: int, index: int, vocab: int = 64) -> Microbatch:
     seeded = torch.Generator().manual_seed(100 * step + index)
     rows = torch.randint(vocab, (2, 17), generator=seeded)
-    return Microbatch(step, index, {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+    return Microbatch(
+        step, index, {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    )
 
 
 def build(
-    gpt: GPTConfig, tp: TensorParallel, optimizer: OptimizerSpec | None = None, *, empty: bool = False
+    gpt: GPTConfig,
+    tp: TensorParallel,
+    optimizer: OptimizerSpec | None = None,
+    *,
+    empty: bool = False,
 ) -> list[LayerReplica]:
     stack = GPTStack(gpt)
     return [
-        build_replica(stack, i, tp, optimizer or adamw(0.01), Accumulate.EXACT, gpt.seed, CPU, empty=empty)
+        build_replica(
+            stack, i, tp, optimizer or adamw(0.01), Accumulate.EXACT, gpt.seed, CPU, empty=empty
+        )
         for i in range(stack.n_layers)
     ]
 
@@ -46,7 +61,7 @@ def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
     for replica in layers:
         hidden = replica.forward(hidden, microbatch(step, index))
     assert hidden is not None
-    (hidden / MICROBATCHES).backward()
+    torch.autograd.backward(hidden / MICROBATCHES)
     for replica in layers:
         replica.collect(index, skip=False)
     return hidden.item()
@@ -55,13 +70,19 @@ def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
 def parts_and_whole(
     layers: Sequence[LayerReplica], which: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of the input and of all parameters of some layers in a row: in one go, and in two parts."""
+    """Gradients of input and parameters of `layers`, from a whole pass and from two parts."""
     held, found = [layers[i] for i in which], []
     parameters = [p for replica in held for p in replica.module.parameters()]
     gpt_width = layers[0].module.get_parameter("embedding.position_embeddings.weight")
     shape, dtype = (16, 2, gpt_width.shape[1]), gpt_width.dtype
     for split in (False, True):
-        hidden = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).sin().to(dtype).requires_grad_()
+        hidden = (
+            torch.linspace(-1, 1, torch.Size(shape).numel())
+            .view(shape)
+            .sin()
+            .to(dtype)
+            .requires_grad_()
+        )
         output = hidden
         for replica in held:
             output = replica.forward(output, microbatch(0, 1))
@@ -78,7 +99,7 @@ def parts_and_whole(
 
 
 def tie(layers: Sequence[LayerReplica], group: Sequence[tuple[int, str]]) -> list[Tensor]:
-    """Reduced gradients with those of a tied tensor summed, as the engine does it."""
+    """Reduced gradients, with the tied tensor's gradients summed as in the engine."""
     reduced = [replica.gradient.clone() for replica in layers]
     places = [(reduced[layer], layers[layer].gradient_slice(name)) for layer, name in group]
     total = sum(flat[place] for flat, place in places)
