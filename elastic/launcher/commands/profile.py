@@ -24,7 +24,7 @@ from elastic.domain import codec
 from elastic.domain.errors import EXIT_OK, EXIT_USAGE, FieldError, UsageError
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.values import ACCUMULATE, read_profile
-from elastic.planning.cost.measurement import Measurement, Order, merge, new_profile
+from elastic.planning.cost.profile import Measurement, Order, merge, new_profile
 from elastic.planning.cost.profile import Link, Profile, format_profile
 
 OUT = "profile.json"

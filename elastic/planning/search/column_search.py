@@ -20,8 +20,7 @@ import numpy as np
 from elastic.planning.cost.cost_model import CostModel, Ints, pipeline_seconds
 from elastic.planning.schedule.microbatch_split import Cost, allot
 from elastic.planning.schedule.schedule import ZERO_BUBBLE
-from elastic.planning.search.column_pool import Pool, pool
-from elastic.planning.search.columns import MANY, WIDER
+from elastic.planning.search.columns import MANY, WIDER, Pool, pool
 from elastic.planning.search.evaluate import cost, figures, largest_tail, shape_seconds, slowest_stage
 from elastic.planning.search.layer_partition import Cutter
 from elastic.planning.search.master_problem import Relaxation, most_whole

@@ -17,17 +17,107 @@ Three nested dynamic programmes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from math import inf, prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.planning.cost.cost_model import Floats, pipeline_seconds
+from elastic.planning.cost.cost_model import Floats, in_flight, pipeline_seconds
 from elastic.planning.schedule.schedule import ZERO_BUBBLE
-from elastic.planning.search.exact_cover import Covers
-from elastic.planning.search.problem import CLOSE, Group, Problem, Solution
-from elastic.planning.search.unwinding import shape_of
+from elastic.planning.search.problem import CLOSE, Group, Problem, Shape, Solution
+
+
+@dataclass
+class Covers:
+    """How the groups of nodes of a problem cover the layers."""
+
+    problem: Problem
+    _covers: dict[tuple[str, int, float, int], dict[Group, Floats]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        self.model, self.counts, self.m = p.model, p.counts, p.microbatches
+        self.n_layers = p.model.n_layers
+        units = [min(kind.units, self.n_layers) for kind in p.model.kinds]
+        self.units, self.most = units, 1
+        self.deepest = min(self.n_layers, sum(n * u for n, u in zip(self.counts, units, strict=True)))
+        self.limits = {schedule: self._limits(schedule) for schedule in p.schedules}
+        self.schedules = [schedule for schedule in p.schedules if len(self.limits[schedule])]
+
+    # ---- pipelines ----
+
+    def _limits(self, schedule: str) -> Floats:
+        """Every time that the slowest stage can have."""
+        found = [np.zeros(0)]
+        for kind, n in enumerate(self.counts):
+            for ahead in range(1, self.deepest + 1) if self.model.limited and n else [1] * bool(n):
+                for inside, last in ((False, False), (False, True), (True, False)):
+                    if inside and self.units[kind] == 1:
+                        continue
+                    tau = self.model.stages(kind, ahead, schedule, inside=inside, last=last).tau
+                    found.append(tau[np.isfinite(tau)])
+        values = np.unique(np.concatenate(found))
+        return values[values <= self.problem.above * (1 + CLOSE)]
+
+    def cover(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[Group, Floats]:
+        """`cover` of every group: [L + 1, limits]. `ahead`: most micro-batches in flight (zero-bubble: exactly)."""
+        key = (schedule, ahead, tail, 0 if tail == inf else pipelines)
+        if key not in self._covers:
+            self._covers[key] = self._build(schedule, ahead, tail, pipelines)
+        return self._covers[key]
+
+    def _build(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[Group, Floats]:
+        start = np.full((self.n_layers + 1, len(self.limits[schedule])), inf)
+        start[self.n_layers] = 0.0
+        covers = {Group((0,) * len(self.counts), 0): start}
+        for size in range(sum(self.counts)):
+            for group in [g for g in covers if sum(g.counts) == size]:
+                for kind, n in enumerate(self.counts):
+                    if group.counts[kind] < n:
+                        self._extend(covers, group, kind, schedule, ahead, tail, pipelines)
+        return {group: cover for group, cover in covers.items() if group.depth}
+
+    def _extend(
+        self, covers: dict[Group, Floats], group: Group, kind: int,
+        schedule: str, ahead: int, tail: float, pipelines: int,
+    ) -> None:  # fmt: skip
+        """Put a node of `kind` before `group`, with any number of its units."""
+        cover = covers[group]
+        counts = tuple(n + (q == kind) for q, n in enumerate(group.counts))
+        for used in range(1, self.units[kind] + 1):
+            depth = group.depth + used
+            if depth > self.deepest:
+                return
+            table, fill = self.stage(kind, depth - 1, used > 1, schedule, ahead, tail, pipelines)
+            cover = _prepend(cover, table, fill, self.limits[schedule])
+            known = covers.get(Group(counts, depth))
+            covers[Group(counts, depth)] = cover if known is None else np.minimum(known, cover)
+
+    def stage(
+        self, kind: int, behind: int, inside: bool, schedule: str, ahead: int, tail: float, pipelines: int
+    ) -> tuple[Floats, Floats]:
+        flying = ahead if schedule == ZERO_BUBBLE else min(behind + 1, ahead)
+        stages = self.model.stages(kind, flying, schedule, inside=inside, last=behind == 0)
+        if tail == inf:
+            return stages.tau, stages.fill
+        tau = np.where(self.model.tails(kind, pipelines) <= tail * (1 + CLOSE), stages.tau, inf)
+        return tau, stages.fill
+
+
+def _prepend(cover: Floats, tau: Floats, fill: Floats, limits: Floats) -> Floats:
+    """Put one stage before what `cover` covers: [L + 1, limits], the least sum over where the stage ends."""
+    result = np.full_like(cover, inf)
+    ends = np.flatnonzero(np.isfinite(cover).any(axis=1))
+    for end in ends:
+        starts = np.flatnonzero(np.isfinite(tau[:, end]))
+        allowed = tau[starts, end][:, None] <= limits[None, :]
+        sums = np.where(allowed, fill[starts, end][:, None] + cover[end][None, :], inf)
+        result[starts] = np.minimum(result[starts], sums)
+    return result
+
 
 IMPOSSIBLE = -(1 << 40)
 FEW_LAYERS = 8
@@ -234,3 +324,87 @@ def size(problem: Problem) -> int:
     alike = problem.model.tailless or len(problem.counts) == 1
     limits = 1 if alike else max(1, layers // FEW_LAYERS)
     return states * sum(problem.counts) * units * layers * layers * limits
+
+
+class _Way(NamedTuple):
+    """Under what a pipeline is covered."""
+
+    covers: Covers
+    schedule: str
+    ahead: int
+    tail: float
+    pipelines: int
+
+
+def shape_of(covers: Covers, group: Group, microbatches: int, tail: float, pipelines: int) -> Shape:
+    """How `group` covers the layers best, for so many micro-batches and a limit on the tail."""
+    best: tuple[float, _Way, int] | None = None
+    for schedule in covers.schedules:
+        ahead = 1
+        if covers.model.limited:
+            ahead = in_flight(schedule, covers.deepest - 1, group.depth, microbatches)
+        way = _Way(covers, schedule, ahead, tail, pipelines)
+        cover = covers.cover(schedule, ahead, tail, pipelines).get(group)
+        if cover is None:
+            continue
+        times = pipeline_seconds(schedule, cover[0], covers.limits[schedule], microbatches)
+        at = int(np.argmin(times))
+        if best is None or float(times[at]) < best[0]:
+            best = float(times[at]), way, at
+    assert best is not None, "a group that was priced has a cover"
+    _, way, limit = best
+    nodes = _unwind(way, group, limit)
+    return Shape(
+        way.schedule,
+        tuple(kind for kind, _ in nodes),
+        tuple(len(starts) for _, starts in nodes),
+        (*(start for _, starts in nodes for start in starts), covers.n_layers),
+        microbatches,
+    )
+
+
+def _unwind(way: _Way, group: Group, limit: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Nodes of the best cover under a limit: (kind, first layer of each of its stages), first stage first."""
+    at, nodes = 0, []
+    while at < way.covers.n_layers:
+        kind, starts, at, group = _first_node(way, group, at, limit)
+        nodes.append((kind, starts))
+    return nodes
+
+
+def _first_node(way: _Way, group: Group, at: int, limit: int) -> tuple[int, tuple[int, ...], int, Group]:
+    """The first node of a best cover from layer `at`: (kind, its cuts, where it ends, the group behind it)."""
+    covers = way.covers
+    found = covers.cover(way.schedule, way.ahead, way.tail, way.pipelines)
+    target, slowest = found[group][at, limit], covers.limits[way.schedule][limit]
+    for kind, used in product(range(len(covers.counts)), range(1, max(covers.units) + 1)):
+        behind = Group(tuple(n - (q == kind) for q, n in enumerate(group.counts)), group.depth - used)
+        if used > covers.units[kind] or min(behind.counts) < 0 or behind.depth < 0:
+            continue
+        rest = found.get(behind)
+        if rest is None and behind.depth:
+            continue
+        for starts, end, value in _blocks(way, kind, used, behind.depth, at, slowest):
+            after = (0.0 if end == covers.n_layers else inf) if rest is None else rest[end, limit]
+            if value + after <= target * (1 + CLOSE):
+                return kind, starts, end, behind
+    raise AssertionError("a cover that was found can be unwound")
+
+
+def _blocks(
+    way: _Way, kind: int, used: int, behind: int, at: int, slowest: float
+) -> Iterator[tuple[tuple[int, ...], int, float]]:
+    """Ways to put `used` stages of one node from layer `at` on: (first layers, end, sum of fills)."""
+    covers = way.covers
+    tau, fill = covers.stage(
+        kind, behind + used - 1, used > 1, way.schedule, way.ahead, way.tail, way.pipelines
+    )
+    ends = range(at + 1, covers.n_layers + 1)
+    for end in sorted(ends, key=lambda end: abs(tau[at, end] - slowest)):
+        if tau[at, end] > slowest:
+            continue
+        if used == 1:
+            yield (at,), end, float(fill[at, end])
+            continue
+        for starts, last, value in _blocks(way, kind, used - 1, behind, end, slowest):
+            yield (at, *starts), last, value + float(fill[at, end])

@@ -12,7 +12,7 @@ from elastic.planning.backup.peer_assignment import natural
 from elastic.planning.cost.profile import Link, Profile, profile_of
 from elastic.planning.plan.schemes import schemes_of
 from elastic.planning.schedule.schedule import SCHEDULES
-from elastic.planning.search.shapes import parse_shape
+from elastic.planning.search.fixed_shape import parse_shape
 
 MANY_NODES = 128
 """Above this shapes are searched once."""

@@ -24,19 +24,18 @@ from elastic.planning.cost.predict import Prediction, predict
 from elastic.planning.cost.profile import Profile
 from elastic.planning.schedule.schedule import ONE_F_ONE_B, ZERO_BUBBLE
 from elastic.planning.search import assemble as building
-from elastic.planning.search import column_pool as pool
 from elastic.planning.search import column_search as scale
+from elastic.planning.search import columns as pool
 from elastic.planning.search import evaluate as figures
-from elastic.planning.search import exact, pricing
+from elastic.planning.search import evaluate as pricing
+from elastic.planning.search import exact
 from elastic.planning.search import fixed_shape as forced
-from elastic.planning.search.assemble import build, protect
-from elastic.planning.search.incremental import repair
+from elastic.planning.search.assemble import build, protect, refine
+from elastic.planning.search.fixed_shape import Depths, Room, candidates, format_depths
+from elastic.planning.search.incremental import repair, staying
 from elastic.planning.search.infeasibility import shortage
-from elastic.planning.search.keep_plan import staying
 from elastic.planning.search.problem import Problem, Shape, Solution
-from elastic.planning.search.refine import refine
 from elastic.planning.search.request import PlanRequest, check, pick
-from elastic.planning.search.shapes import Depths, Room, candidates, format_depths
 
 __all__ = ["Decision", "PlanRequest", "decide", "forget", "make_plan", "problem_of", "protect"]
 

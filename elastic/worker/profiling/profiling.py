@@ -21,7 +21,7 @@ from torch import Tensor
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, LayerSpec
-from elastic.planning.cost.measurement import Measurement, Order
+from elastic.planning.cost.profile import Measurement, Order
 from elastic.planning.cost.profile import Device, LayerTimes
 from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings

@@ -14,7 +14,7 @@ import pytest
 from elastic.domain.errors import FieldError
 from elastic.domain.types import LayerSpec
 from elastic.launcher import cli
-from elastic.planning.cost.measurement import Measurement, merge, new_profile
+from elastic.planning.cost.profile import Measurement, merge, new_profile
 from elastic.planning.cost.profile import Device, LayerTimes, Profile, format_profile, parse_profile
 
 SCRIPT = """
