@@ -34,11 +34,11 @@ from benchmarks.results import DIRECTORY, Row, save
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import JobSpec, NodeInfo, Plan
 from elastic.planning.cost.predict import closed_form, predict
-from elastic.planning.cost.profile import Device, Link, Profile
-from elastic.planning.cost.published_profiles import zoo_profile
-from elastic.planning.search.search import PlanRequest, forget, make_plan, problem_of
+from elastic.planning.cost.profile import Device, LinkProfile, Profile
+from elastic.planning.cost.published_profiles import published_profile
+from elastic.planning.search.search import PlanRequest, clear_caches, make_plan, problem_of
 
-NETWORK = Link(12.5e9, 10e-6)
+NETWORK = LinkProfile(12.5e9, 10e-6)
 """Between nodes: 100 Gbit/s, 10 us."""
 TYPES = ("A100-80", "A100-40", "H100")
 STEPS = {
@@ -62,7 +62,7 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class PlannerRunSize:
     """How much of everything to measure."""
 
     repeats: int
@@ -80,8 +80,8 @@ class Size:
     """Branchings of the bound; None: its own measure."""
 
 
-FULL = Size(5, 1024, 96, (64, 256, 1024, 4096, 8192), 100, (64, 512), tuple(STEPS), tuple(range(2, 65)))
-QUICK = Size(1, 5, 10, (4,), 1, (8, 12), ("gpt3-medium", "gpt3-2.7b"), (2, 5, 9), 3)
+FULL = PlannerRunSize(5, 1024, 96, (64, 256, 1024, 4096, 8192), 100, (64, 512), tuple(STEPS), tuple(range(2, 65)))
+QUICK = PlannerRunSize(1, 5, 10, (4,), 1, (8, 12), ("gpt3-medium", "gpt3-2.7b"), (2, 5, 9), 3)
 
 
 def nodes_of(counts: dict[str, int]) -> tuple[NodeInfo, ...]:
@@ -97,9 +97,9 @@ def request_of(profile: Profile, nodes: tuple[NodeInfo, ...], microbatches: int)
     return PlanRequest(spec=spec, nodes=nodes, epoch=1, profile=profile)
 
 
-def deep(types: tuple[str, ...], layers: int) -> Profile:
+def deep_profile(types: tuple[str, ...], layers: int) -> Profile:
     """GPT-3 6.7b with more blocks: `layers` layers in all."""
-    base = zoo_profile("gpt3-6.7b", types, link=NETWORK)
+    base = published_profile("gpt3-6.7b", types, link=NETWORK)
     blocks = layers - 2
 
     def stretched(values: tuple[object, ...]) -> tuple[object, ...]:
@@ -114,7 +114,7 @@ def timed(work: Callable[[], object], repeats: int, *, first: Callable[[], objec
     which a re-plan starts). One call goes before, for imports."""
     spent = []
     for _ in range(repeats + 1):
-        forget()
+        clear_caches()
         if first is not None:
             first()
         began = time.perf_counter()
@@ -123,17 +123,17 @@ def timed(work: Callable[[], object], repeats: int, *, first: Callable[[], objec
     return statistics.median(spent[1:])
 
 
-def thirds(nodes: int) -> dict[str, int]:
+def three_types(nodes: int) -> dict[str, int]:
     return {name: nodes // 3 + (i < nodes % 3) for i, name in enumerate(TYPES)}
 
 
-def speed(size: Size) -> Iterator[Row]:
+def speed(size: PlannerRunSize) -> Iterator[Row]:
     """Issue row 3."""
-    one, three = deep(TYPES[:1], size.layers), deep(TYPES, size.layers)
+    one, three = deep_profile(TYPES[:1], size.layers), deep_profile(TYPES, size.layers)
     n, m = size.equal, 2 * size.equal
     equal, mixed = (
         request_of(one, nodes_of({TYPES[0]: n}), m),
-        request_of(three, nodes_of(thirds(n)), m),
+        request_of(three, nodes_of(three_types(n)), m),
     )
     where = f"{n:,} equal nodes x {size.layers} layers"
     yield Row(where, timed(partial(make_plan, equal), size.repeats), "s", 0.1, "lower")
@@ -148,7 +148,7 @@ def speed(size: Size) -> Iterator[Row]:
     for n in size.growth:
         larger = request_of(one, nodes_of({TYPES[0]: n}), 2 * n)
         yield Row(f"growth: {n:,} equal nodes", timed(partial(make_plan, larger), 1), "s", None, "lower")
-        larger = request_of(three, nodes_of(thirds(n)), 2 * n)
+        larger = request_of(three, nodes_of(three_types(n)), 2 * n)
         yield Row(f"growth: {n:,} nodes of 3 types", timed(partial(make_plan, larger), 1), "s", None, "lower")
 
 
@@ -166,8 +166,8 @@ def random_cluster(seed: int, between: tuple[int, int], links: tuple[float, ...]
     shares = rng.dirichlet(np.ones(len(kinds)))
     counts = {kind: max(1, int(nodes * share)) for kind, share in zip(kinds, shares, strict=True)}
     model = ("gpt2", "gpt3-2.7b", "gpt3-6.7b", "llama3-8b")[rng.integers(4)]
-    link = Link(float(rng.choice(links)), 10e-6)
-    profile = zoo_profile(model, kinds, microbatch=int(rng.integers(1, 3)), link=link)
+    link = LinkProfile(float(rng.choice(links)), 10e-6)
+    profile = published_profile(model, kinds, microbatch=int(rng.integers(1, 3)), link=link)
     request = request_of(profile, nodes_of(counts), int(nodes * rng.integers(2, 9)))
     return replace(request, schedule="1f1b", backup="none+none")
 
@@ -186,7 +186,7 @@ def closed_s(plan: Plan, request: PlanRequest) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class BoundGap:
     """One random cluster."""
 
     over_bound: float
@@ -195,7 +195,7 @@ class Gap:
     """What planning took."""
 
 
-def gap(seed: int, size: Size, links: tuple[float, ...]) -> Gap | None:
+def bound_gap(seed: int, size: PlannerRunSize, links: tuple[float, ...]) -> BoundGap | None:
     """None: the cluster cannot hold its model."""
     request = random_cluster(seed, size.between, links)
     began = time.perf_counter()
@@ -205,19 +205,19 @@ def gap(seed: int, size: Size, links: tuple[float, ...]) -> Gap | None:
         return None
     spent = time.perf_counter() - began
     seconds = closed_s(plan, request)
-    return Gap(seconds / lower_bound(problem_of(request), seconds, size.splits) - 1, spent)
+    return BoundGap(seconds / lower_bound(problem_of(request), seconds, size.splits) - 1, spent)
 
 
-def gaps(size: Size, clusters: int, links: tuple[float, ...], jobs: int) -> tuple[list[Gap], int]:
+def bound_gaps(size: PlannerRunSize, clusters: int, links: tuple[float, ...], jobs: int) -> tuple[list[BoundGap], int]:
     """(gaps to the bound of so many clusters, clusters that were drawn and cannot hold their model)."""
-    found: list[Gap] = []
+    found: list[BoundGap] = []
     drawn = 0
     fresh = multiprocessing.get_context("spawn")  # locks that threads hold stay locked in a fork
     with ProcessPoolExecutor(jobs, fresh) as pool, tqdm(total=clusters, unit="cluster", disable=None) as bar:
         while len(found) < clusters:
             seeds = range(drawn, drawn + clusters - len(found))
             drawn = seeds.stop
-            for seed, one in zip(seeds, pool.map(gap, seeds, repeat(size), repeat(links)), strict=True):
+            for seed, one in zip(seeds, pool.map(bound_gap, seeds, repeat(size), repeat(links)), strict=True):
                 found += [one] if one else []
                 if one and clusters > 1:
                     print(f"cluster {seed}: {one.over_bound:.3%}", flush=True)
@@ -225,10 +225,10 @@ def gaps(size: Size, clusters: int, links: tuple[float, ...], jobs: int) -> tupl
     return found, drawn - clusters
 
 
-def quality(size: Size, jobs: int = 1) -> Iterator[Row]:
+def quality(size: PlannerRunSize, jobs: int = 1) -> Iterator[Row]:
     """Issue row 4."""
     a, b = size.between
-    found, small = gaps(size, size.clusters, FAST, jobs)
+    found, small = bound_gaps(size, size.clusters, FAST, jobs)
     percent = [100 * one.over_bound for one in found]
     what = f"gap to the lower bound, {size.clusters} random mixed clusters of {a} to {b} nodes"
     yield Row(f"{what}: median", statistics.median(percent), "%", 2.0, "lower")
@@ -241,17 +241,17 @@ def quality(size: Size, jobs: int = 1) -> Iterator[Row]:
     yield Row(f"{what}: longest time to plan", max(g.plan_s for g in found), "s", None, "lower")
 
 
-def slow_links(size: Size, jobs: int = 1) -> Iterator[Row]:
+def slow_links(size: PlannerRunSize, jobs: int = 1) -> Iterator[Row]:
     """The same where reduction rules the step."""
     few = max(1, size.clusters // 10)
-    slow = [100 * one.over_bound for one in gaps(size, few, SLOW, jobs)[0]]
+    slow = [100 * one.over_bound for one in bound_gaps(size, few, SLOW, jobs)[0]]
     what = f"gap, {few} clusters with links of 25 Gbit/s"
     yield Row(f"{what}: median", statistics.median(slow), "%", None, "lower")
     yield Row(f"{what}: worst", max(slow), "%", None, "lower")
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PlanComparison:
     """Seconds of a step of three planners' plans; inf: no plan."""
 
     model: str
@@ -261,10 +261,10 @@ class Match:
     varuna: float
 
 
-def match(model: str, nodes: int) -> Match:
+def compare(model: str, nodes: int) -> PlanComparison:
     """One line of the table: A40 nodes and links as in Oobleck's evaluation, no backups for anybody."""
     microbatches, sequences = STEPS[model]
-    profile = zoo_profile(model, ["A40"], microbatch=sequences, link=Link(25e9, 10e-6))
+    profile = published_profile(model, ["A40"], microbatch=sequences, link=LinkProfile(25e9, 10e-6))
     request = replace(request_of(profile, nodes_of({"A40": nodes}), microbatches), backup="none+none")
     cluster = Equal(profile, microbatches, profile.devices[0].memory_bytes)
 
@@ -276,14 +276,14 @@ def match(model: str, nodes: int) -> Match:
     except InfeasiblePlan:
         ours = math.inf
     theirs = [price(planner(cluster, request.nodes, price)) for planner in (oobleck, varuna)]
-    return Match(model, nodes, ours, *theirs)
+    return PlanComparison(model, nodes, ours, *theirs)
 
 
-def matches(size: Size) -> list[Match]:
-    return [match(model, nodes) for model in size.models for nodes in size.nodes]
+def compare_all(size: PlannerRunSize) -> list[PlanComparison]:
+    return [compare(model, nodes) for model in size.models for nodes in size.nodes]
 
 
-def rivals(found: list[Match]) -> Iterator[Row]:
+def rivals(found: list[PlanComparison]) -> Iterator[Row]:
     """Issue row 5."""
     for name in ("oobleck", "varuna"):
         able = [m for m in found if math.isfinite(getattr(m, name))]
@@ -300,7 +300,7 @@ def rivals(found: list[Match]) -> Iterator[Row]:
         yield Row(f"{title}: cases without a plan where ours has one", no_plan, "", None, "higher")
 
 
-def published(found: list[Match]) -> Iterator[Row]:
+def published(found: list[PlanComparison]) -> Iterator[Row]:
     """Our prediction of Oobleck's plan against what Oobleck measured: rates assumed, nothing fitted."""
     for m in found:
         if m.nodes == 30 and math.isfinite(m.oobleck):
@@ -309,20 +309,20 @@ def published(found: list[Match]) -> Iterator[Row]:
             yield Row(f"Oobleck on 30 A40, {m.model}: predicted over published", ratio, "x", None, "lower")
 
 
-def table(found: list[Match]) -> str:
+def table(found: list[PlanComparison]) -> str:
     """The comparison as CSV: seconds of a step; inf where there is no plan."""
     lines = [f"{m.model},{m.nodes},{m.ours:.6g},{m.oobleck:.6g},{m.varuna:.6g}" for m in found]
     return "\n".join(("model,nodes,ours_s,oobleck_s,varuna_s", *lines, ""))
 
 
-def measure(size: Size, jobs: int = 1) -> tuple[list[Row], list[Match]]:
+def measure(size: PlannerRunSize, jobs: int = 1) -> tuple[list[Row], list[PlanComparison]]:
     """Everything at one size."""
     fast = list(speed(size))  # before anything is remembered
-    found = matches(size)
+    found = compare_all(size)
     return [*fast, *quality(size, jobs), *slow_links(size, jobs), *rivals(found), *published(found)], found
 
 
-def again(size: Size, jobs: int) -> list[Row]:
+def remeasure_clusters(size: PlannerRunSize, jobs: int) -> list[Row]:
     """The random clusters alone; all other rows stay as they were written last."""
     rows = {row.metric: row for row in quality(size, jobs)}
     old = json.loads((DIRECTORY / "planner.json").read_text())["rows"]

@@ -1,9 +1,9 @@
 """A proven lower bound on the step time of any 1F1B plan: how far can the planner be from the best?
 
 Nothing here follows the planner's choices. Every group of nodes that could make a pipeline gets an
-optimistic price that no real pipeline of the group beats (`optimistic`). For a time T an integer
+optimistic price that no real pipeline of the group beats (`price_optimistically`). For a time T an integer
 programme over all groups says how many micro-batches all nodes could do at most
-(`linear.most_whole`, as far as HiGHS proves), and the least T that allows M is the bound. Two
+(`linear.solve_integer`, as far as HiGHS proves), and the least T that allows M is the bound. Two
 properties of the plan are branched over, because the groups alone do not know them: the length of
 its tail, and the number of pipelines in its ring. Kinds are few (<= 3), layers some dozens: all
 groups are enumerated.
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.cost_model import CostModel, Floats, Ints
 from elastic.planning.schedule.schedule import ONE_F_ONE_B
-from elastic.planning.search.columns import columns, compositions, rank, stage_times
-from elastic.planning.search.master_problem import Relaxation, most_whole
+from elastic.planning.search.columns import price_columns, compositions, composition_index, stage_times
+from elastic.planning.search.master_problem import Relaxation, solve_integer
 from elastic.planning.search.problem import Problem
 
 MOST_GROUPS = 60_000
@@ -83,7 +83,7 @@ def lower_bound(problem: Problem, above: float, splits: int | None = None) -> fl
 def _proven(problem: Problem, above: float, splits: int, near: float) -> float:
     """The bound that so many branchings prove, if they aim at one that is this near to the plan."""
     nodes = sum(problem.counts)
-    whole = _Groups(problem, above, above, 1)
+    whole = _GroupBounds(problem, above, above, 1)
     value = whole.values(above)
     if not value.any():
         return above
@@ -112,7 +112,7 @@ class _Branch:
     number: tuple[int, int]
     rest: float
     """Least seconds of their pipelines."""
-    groups: _Groups | None = field(compare=False)
+    groups: _GroupBounds | None = field(compare=False)
 
 
 def _branch(
@@ -136,7 +136,7 @@ def _branch(
         groups = (
             parent.groups
             if parent and same
-            else _Groups(problem, high, above - low, number[0], parent.groups if parent else None)
+            else _GroupBounds(problem, high, above - low, number[0], parent.groups if parent else None)
         )
         if groups is not None:
             rest = groups.least(parent.rest if parent else 0.0, above - low, number)
@@ -150,7 +150,7 @@ def _halves(problem: Problem, above: float, branch: _Branch, near: float) -> lis
     enough = above * (1 - near) - branch.rest
     rings = problem.model.reduction(fewest), problem.model.reduction(most)
     least = above * SHORT
-    if problem.model.tailless:
+    if problem.model.has_no_tail:
         cut = inf
     elif low < least < high:
         cut = max(least, min(enough, high * NARROW))
@@ -178,7 +178,7 @@ def _least_tail(problem: Problem, pipelines: int) -> float:
     return largest * model.reduction(pipelines)
 
 
-class _Groups:
+class _GroupBounds:
     """All groups, their stages' tails within `tail` in plans of at least `fewest` pipelines; for times up to `seconds`.
 
     They are priced twice: roughly (or as they are in `parent`, whose tail is longer or whose pipelines are fewer), and
@@ -186,11 +186,11 @@ class _Groups:
     """
 
     def __init__(
-        self, problem: Problem, tail: float, seconds: float, fewest: int, parent: _Groups | None = None
+        self, problem: Problem, tail: float, seconds: float, fewest: int, parent: _GroupBounds | None = None
     ) -> None:
         self.problem = problem
         model = problem.model
-        tail = inf if model.tailless else tail
+        tail = inf if model.has_no_tail else tail
         self.times = stage_times(model, ONE_F_ONE_B, model.n_layers)
         self._take(parent.parts if parent else self._rough(tail, seconds, fewest))
         parts = []
@@ -199,23 +199,23 @@ class _Groups:
                 levels = int(part.counts[kept].sum(axis=1).max())
                 scope = replace(part.scope, levels=levels, tail=tail, pipelines=fewest)
                 times = self._up_to(seconds / scope.least)
-                parts.append(optimistic(scope, times, refined(times, part, kept), MANY))
+                parts.append(price_optimistically(scope, times, refined(times, part, kept), MANY))
         self._take(parts)
 
-    def _rough(self, tail: float, seconds: float, fewest: int) -> list[Optimistic]:
+    def _rough(self, tail: float, seconds: float, fewest: int) -> list[OptimisticColumns]:
         problem = self.problem
         starts = [n for n in RANGES if n <= problem.microbatches] if problem.model.limited else [1]
         levels = min(sum(problem.counts), problem.model.n_layers)
         found = []
         for least, after in zip(starts, (*starts[1:], inf), strict=True):
             times = self._up_to(seconds / least)
-            scope = Scope(
+            scope = PricingScope(
                 model=problem.model, levels=levels, least=least, most=after - 1, tail=tail, pipelines=fewest
             )
-            found.append(optimistic(scope, times, spread(times, COARSE), FEW))
+            found.append(price_optimistically(scope, times, spread(times, COARSE), FEW))
         return found
 
-    def _take(self, parts: list[Optimistic]) -> None:
+    def _take(self, parts: list[OptimisticColumns]) -> None:
         self.parts = parts
         none = np.zeros((0, len(self.problem.counts)), dtype=np.int64)
         self.counts = max((part.counts for part in parts), key=len, default=none)
@@ -269,12 +269,12 @@ class _Groups:
         value, enough = self.values(seconds), self.problem.microbatches
         if not value.any():
             return False
-        found = most_whole(relaxation, value, enough, number)
+        found = solve_integer(relaxation, value, enough, number)
         return found.bound >= enough * (1 - 1e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class PricingScope:
     """What the groups are for: up to `levels` nodes, their stages' tails within `tail` in a ring of `pipelines`,
     `least` to `most` micro-batches a pipeline."""
 
@@ -287,10 +287,10 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimistic:
+class OptimisticColumns:
     """Optimistic options of all groups."""
 
-    scope: Scope
+    scope: PricingScope
     counts: Ints
     fill: Floats
     """[groups, ranges of the slowest stage] least sum of stage times; inf: not possible."""
@@ -306,7 +306,7 @@ class Optimistic:
         return np.asarray(np.minimum(best, self.scope.most), dtype=np.int64)
 
 
-def optimistic(scope: Scope, times: Floats, limits: Floats, prices: int) -> Optimistic:
+def price_optimistically(scope: PricingScope, times: Floats, limits: Floats, prices: int) -> OptimisticColumns:
     """Price all groups with `limits` on the slowest stage, some of all `times` that stages have.
 
     The slowest stage takes at least the least limit under which stages of any order cover the
@@ -315,18 +315,18 @@ def optimistic(scope: Scope, times: Floats, limits: Floats, prices: int) -> Opti
     it, in the best order of kinds. Any price gives a bound; the best of some is kept.
     With m micro-batches memory holds at least min(m, stages behind + 1) of them.
     """
-    priced = columns(
+    priced = price_columns(
         scope.model, limits, ONE_F_ONE_B, scope.levels, 1, scope.least, scope.tail, scope.pipelines,
-        optimistic=True,
+        price_optimistically=True,
     )  # fmt: skip
     able = np.isfinite(priced.fill[:, 0])
     floors = times[np.searchsorted(times, np.concatenate(([0.0], limits[:-1])), side="right")]
     slowest = np.where(able, floors[priced.option[:, 0]], np.inf)
     ends = spread(limits, INTERVALS)
     starts = np.concatenate(([0.0], ends[:-1]))
-    fill = _Sums(scope, ends, prices).of()
+    fill = _StageSumBounds(scope, ends, prices).of()
     fill = np.where(ends >= slowest[:, None] * (1 - 1e-9), fill[: len(priced.counts)], np.inf)
-    return Optimistic(scope, priced.counts, fill, np.maximum(slowest[:, None], starts))
+    return OptimisticColumns(scope, priced.counts, fill, np.maximum(slowest[:, None], starts))
 
 
 def spread(times: Floats, number: int) -> Floats:
@@ -335,17 +335,17 @@ def spread(times: Floats, number: int) -> Floats:
     return np.asarray(times[np.unique(np.minimum(np.searchsorted(times, wanted), len(times) - 1))])
 
 
-def refined(times: Floats, found: Optimistic, kept: NDArray[np.bool_]) -> Floats:
+def refined(times: Floats, found: OptimisticColumns, kept: NDArray[np.bool_]) -> Floats:
     """Limits among `times`: all near the least limits of the groups `kept`, few elsewhere."""
     least = found.slowest[kept].min(axis=1)
     chosen = times[(times >= least.min() * (1 - 1e-9)) & (times <= least.max() * (1 + CLOSE_BY))]
     return np.union1d(chosen[:: -(-max(1, len(chosen)) // LIMITS)], spread(times, COARSE))
 
 
-class _Sums:
+class _StageSumBounds:
     """Least sums of stage times, none of them above the limits `ends`."""
 
-    def __init__(self, scope: Scope, ends: Floats, prices: int) -> None:
+    def __init__(self, scope: PricingScope, ends: Floats, prices: int) -> None:
         self.scope, self.ends = scope, ends
         model = self.model = scope.model
         self.work = model.prefix(0).forward + model.prefix(0).backward
@@ -377,7 +377,7 @@ class _Sums:
         return self._known[key]
 
     def of(self) -> Floats:
-        """[groups, limits] of all groups, in the order of `columns`."""
+        """[groups, limits] of all groups, in the order of `price_columns`."""
         kinds = len(self.model.kinds)
         units = np.array([min(kind.units, self.model.n_layers) for kind in self.model.kinds])
         below = np.zeros((1, len(self.ends), len(self.prices)))
@@ -388,7 +388,7 @@ class _Sums:
             for kind in range(kinds):
                 rows = np.flatnonzero(groups[:, kind] > 0)
                 before = groups[rows] - (np.arange(kinds) == kind)
-                depth, source = before @ units, rank(before, level - 1)
+                depth, source = before @ units, composition_index(before, level - 1)
                 for behind in np.unique(depth):
                     if behind + units[kind] > self.model.n_layers:
                         continue

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 
 _TAKEN = struct.Struct("<ddd")
 """Until when each lane is taken; how many times slower than its limit the link is (0: it is not)."""
@@ -25,7 +25,7 @@ _TAKEN = struct.Struct("<ddd")
 class Shaper:
     """One process's end of the link of its node. Thread-safe."""
 
-    def __init__(self, path: Path, limit: Link) -> None:
+    def __init__(self, path: Path, limit: LinkProfile) -> None:
         """`path`: the node's file, made by whoever comes first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.limit, self._path = limit, path
@@ -75,12 +75,12 @@ def _read(descriptor: int) -> tuple[float, float, float]:
     return float(ahead), float(behind), float(factor)
 
 
-def shaper_of(directory: Path | str, limit: Link) -> Shaper | None:
+def shaper_of(directory: Path | str, limit: LinkProfile) -> Shaper | None:
     """The shaper of the node whose shared memory is `directory`; None without a limit."""
-    return Shaper(Path(directory) / "link", limit) if limit != Link() else None
+    return Shaper(Path(directory) / "link", limit) if limit != LinkProfile() else None
 
 
-def pace_of(directory: Path | str, limit: Link) -> Callable[[int], None] | None:
+def pace_of(directory: Path | str, limit: LinkProfile) -> Callable[[int], None] | None:
     """What the bulk connections of that node wait for before each piece (`elastic.rpc.frames.Stream.pace`)."""
     shaper = shaper_of(directory, limit)
     return shaper.pass_on if shaper else None

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.planner import (
     QUICK,
     TYPES,
-    Match,
-    deep,
-    match,
+    PlanComparison,
+    deep_profile,
+    compare,
     measure,
     published,
     random_cluster,
@@ -32,7 +32,7 @@ def test_a_small_part_of_everything() -> None:
 
 
 def test_rows_of_rivals_count_what_the_table_says() -> None:
-    found = [Match("a", 2, 1.0, 1.5, 0.9), Match("a", 30, 2.0, math.inf, 2.0)]
+    found = [PlanComparison("a", 2, 1.0, 1.5, 0.9), PlanComparison("a", 30, 2.0, math.inf, 2.0)]
     values = {row.metric: row.value for row in rivals(found)}
     assert values["Oobleck: cases in which its plan is faster"] == 0
     assert values["Oobleck: cases without a plan where ours has one"] == 1
@@ -49,6 +49,6 @@ def test_clusters_are_drawn_by_their_seed() -> None:
 
 
 def test_deep_models_have_the_layers_asked_for() -> None:
-    profile = deep(TYPES, 96)
+    profile = deep_profile(TYPES, 96)
     assert {len(device.layers) for device in profile.devices} == {len(profile.layers)} == {96}
-    assert match("gpt3-medium", 3).ours > 0
+    assert compare("gpt3-medium", 3).ours > 0

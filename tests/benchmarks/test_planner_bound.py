@@ -12,16 +12,16 @@ from scipy.optimize import linprog
 from benchmarks.planner_bound import lower_bound
 from elastic.domain.errors import FieldError
 from elastic.domain.types import LayerSpec
-from elastic.planning.cost.cost_model import CostModel, Kind
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.cost_model import CostModel, NodeKind
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.search import exact
-from elastic.planning.search.master_problem import Relaxation, most_whole
+from elastic.planning.search.master_problem import Relaxation, solve_integer
 from elastic.planning.search.problem import Problem
 from tests.planning.search.clusters import Case, random_case
 
 
 def problem_of(case: Case) -> Problem:
-    kinds = [Kind(device, slow, memory, units) for device, slow, memory, units in case.kinds]
+    kinds = [NodeKind(device, slow, memory, units) for device, slow, memory, units in case.kinds]
     return Problem(
         model=CostModel(case.profile, kinds, stream=case.stream),
         counts=case.counts,
@@ -44,10 +44,10 @@ def test_never_above_the_best_plan(chunk: int) -> None:
     assert np.median(shares) > 0.8, "and it says something"
 
 
-def profile_of(layers: list[LayerSpec], times: dict[str, list[tuple[float, float]]], link: Link) -> Profile:
+def profile_of(layers: list[LayerSpec], times: dict[str, list[tuple[float, float]]], link: LinkProfile) -> Profile:
     """Forward and backward seconds of every layer, by device."""
     devices = tuple(Device(name, tuple(LayerTimes(f, b) for f, b in pairs)) for name, pairs in times.items())
-    return Profile(model="x", layers=tuple(layers), devices=devices, inside=Link(), link=link)
+    return Profile(model="x", layers=tuple(layers), devices=devices, inside=LinkProfile(), link=link)
 
 
 def layer(params: int = 0, activation: int = 0, output: int = 0) -> LayerSpec:
@@ -56,18 +56,18 @@ def layer(params: int = 0, activation: int = 0, output: int = 0) -> LayerSpec:
 
 HARD = {
     "each kind is fast at other layers": (
-        profile_of([layer(), layer()], {"a": [(0.5, 0.5), (5, 5)], "b": [(5, 5), (0.5, 0.5)]}, Link()),
-        (Kind("a", 1.0, 0, 1), Kind("b", 1.0, 0, 1)), (1, 1), 10, 11.0,
+        profile_of([layer(), layer()], {"a": [(0.5, 0.5), (5, 5)], "b": [(5, 5), (0.5, 0.5)]}, LinkProfile()),
+        (NodeKind("a", 1.0, 0, 1), NodeKind("b", 1.0, 0, 1)), (1, 1), 10, 11.0,
     ),
     "coming further meets a wide boundary": (
         profile_of(
-            [layer(10, 0, 100), layer(10), layer(10)], {"a": [(1, 1), (0.25, 0.25), (1, 1)]}, Link(1.0)
+            [layer(10, 0, 100), layer(10), layer(10)], {"a": [(1, 1), (0.25, 0.25), (1, 1)]}, LinkProfile(1.0)
         ),
-        (Kind("a", 1.0, 25, 1),), (2,), 20, 52.0,
+        (NodeKind("a", 1.0, 25, 1),), (2,), 20, 52.0,
     ),
     "a deeper pipeline need not recompute": (
-        profile_of([layer(5, 10, 1)] * 6 + [layer(60, 25)], {"a": [(1, 1)] * 6 + [(8, 12)]}, Link()),
-        (Kind("a", 1.0, 100, 1),), (3,), 8, 172.0,
+        profile_of([layer(5, 10, 1)] * 6 + [layer(60, 25)], {"a": [(1, 1)] * 6 + [(8, 12)]}, LinkProfile()),
+        (NodeKind("a", 1.0, 100, 1),), (3,), 8, 172.0,
     ),
 }  # fmt: skip
 """(profile, kinds, nodes of each, micro-batches, seconds of the best plan)"""
@@ -87,7 +87,7 @@ def test_what_it_cannot_bound_is_refused() -> None:
     problem = problem_of(random_case(1))
     with pytest.raises(FieldError, match="seconds of a known plan"):
         lower_bound(problem, inf)
-    kinds = (Kind("a", 1.0, 0, 2),)
+    kinds = (NodeKind("a", 1.0, 0, 2),)
     model = CostModel(HARD["a deeper pipeline need not recompute"][0], kinds)
     with pytest.raises(FieldError, match="one unit"):
         lower_bound(Problem(model=model, counts=(2,), microbatches=2), 1000.0)
@@ -144,7 +144,7 @@ def test_whole_columns_as_by_trying_everything() -> None:
         for enough in {max(1, best), best + 1, best + 5}:
             if enough <= 0:
                 continue
-            found = most_whole(relaxation, np.array(value), enough, (low, high))
+            found = solve_integer(relaxation, np.array(value), enough, (low, high))
             if enough <= best:
                 assert found.value >= enough and found.bound >= enough - 1e-6
                 used = sum(np.array(counts[c]) * n for c, n in found.chosen.items())

@@ -25,7 +25,7 @@ from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.values import DYNAMIC_PORT, STATIC_PORT, addresses, folder, slug, streams
 from elastic.launcher.flags.waiting import heartbeat, metadata_services, notices, silence
-from elastic.planning.cost.profile import Link, Profile
+from elastic.planning.cost.profile import LinkProfile, Profile
 
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         profile=_profile(flags),
         emulate=flags.emulate is not None,
         quarantine_s=flags.quarantine,
-        link=flags.link or Link(),
+        link=flags.link or LinkProfile(),
         certs=certs,
         certs_name=certs_name,
         faults=flags.fault,

@@ -13,7 +13,7 @@ from elastic.domain.errors import FieldError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class PublishedModel:
     """Sizes of a transformer, as published."""
 
     name: str
@@ -48,8 +48,8 @@ class Hardware:
     """Of the achieved fraction."""
 
 
-def _gpt(name: str, blocks: int, hidden: int, sequence: int, source: str, vocabulary: int = 50257) -> Model:
-    return Model(
+def _gpt(name: str, blocks: int, hidden: int, sequence: int, source: str, vocabulary: int = 50257) -> PublishedModel:
+    return PublishedModel(
         name=name,
         blocks=blocks,
         hidden=hidden,
@@ -62,8 +62,8 @@ def _gpt(name: str, blocks: int, hidden: int, sequence: int, source: str, vocabu
     )
 
 
-def _llama(name: str, blocks: int, hidden: int, feed: int) -> Model:
-    return Model(
+def _llama(name: str, blocks: int, hidden: int, feed: int) -> PublishedModel:
+    return PublishedModel(
         name=name,
         blocks=blocks,
         hidden=hidden,
@@ -109,7 +109,7 @@ HARDWARE = (
 """Peak, memory and bandwidth: NVIDIA's data sheets (SXM where there is a choice)."""
 
 
-def model_of(name: str) -> Model:
+def find_model(name: str) -> PublishedModel:
     """The published sizes of a model. Raises FieldError."""
     found = next((model for model in MODELS if model.name == name), None)
     if found is None:
@@ -117,7 +117,7 @@ def model_of(name: str) -> Model:
     return found
 
 
-def hardware_of(name: str) -> Hardware:
+def find_hardware(name: str) -> Hardware:
     """A device type by name, in any case. Raises FieldError."""
     found = next((device for device in HARDWARE if device.name.lower() == name.lower()), None)
     if found is None:

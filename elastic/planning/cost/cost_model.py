@@ -28,11 +28,11 @@ from elastic.planning.schedule.schedule import ZERO_BUBBLE
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-NO_LIMIT = float(1 << 62)
+UNLIMITED_BYTES = float(1 << 62)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Kind:
+class NodeKind:
     """Nodes that are alike to the planner."""
 
     device: str
@@ -44,7 +44,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StageCosts:
     """All stages [i, j) of one kind at one place, as matrices [L + 1, L + 1]; inf where i >= j or memory forbids.
 
     `ahead` micro-batches are between forward and backward pass there.
@@ -58,22 +58,22 @@ class Stages:
     """It fits only if activations are computed again."""
 
 
-class _Prefix:
+class _KindPrefixSums:
     """Prefix sums of one kind."""
 
-    def __init__(self, kind: Kind, device: Device, gradient_s: Floats, exposed_s: Floats) -> None:
+    def __init__(self, kind: NodeKind, device: Device, gradient_s: Floats, exposed_s: Floats) -> None:
         times = device.layers
-        self.forward = _sums(t.forward_s * kind.slow for t in times)
-        self.backward = _sums(t.backward_s * kind.slow for t in times)
+        self.forward = _prefix_sums(t.forward_s * kind.slow for t in times)
+        self.backward = _prefix_sums(t.backward_s * kind.slow for t in times)
         known = all(t.backward_input_s > 0 or t.backward_weight_s > 0 for t in times)
         weight = [t.backward_weight_s * kind.slow for t in times]
         whole = [(t.backward_input_s + t.backward_weight_s) * kind.slow for t in times]
-        self.weight = _sums(weight) if known else None
-        self.split = _sums(whole) if known else None
-        self.update = _sums(t.update_s * kind.slow for t in times)
+        self.weight = _prefix_sums(weight) if known else None
+        self.split = _prefix_sums(whole) if known else None
+        self.update = _prefix_sums(t.update_s * kind.slow for t in times)
         self.stream = gradient_s
         self.exposed = exposed_s
-        self.memory = float(kind.memory_bytes or device.memory_bytes) or NO_LIMIT
+        self.memory = float(kind.memory_bytes or device.memory_bytes) or UNLIMITED_BYTES
 
 
 class CostModel:
@@ -86,13 +86,13 @@ class CostModel:
         stream: of a gradient's bytes, what goes to a peer a micro-batch (1: all, after each one).
     """
 
-    def __init__(self, profile: Profile, kinds: Sequence[Kind], *, tp: int = 1, stream: float = 1.0) -> None:
+    def __init__(self, profile: Profile, kinds: Sequence[NodeKind], *, tp: int = 1, stream: float = 1.0) -> None:
         self.profile, self.kinds, self.tp = profile, tuple(kinds), tp
         layers = profile.layers
         self.n_layers = len(layers)
-        self.fixed = _sums(-(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers)
-        self.activation = _sums(la.activation_bytes for la in layers)
-        self.gradient = _sums(la.gradient_bytes / tp for la in layers)
+        self.fixed = _prefix_sums(-(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers)
+        self.activation = _prefix_sums(la.activation_bytes for la in layers)
+        self.gradient = _prefix_sums(la.gradient_bytes / tp for la in layers)
         outputs = [la.output_bytes for la in layers]
         self.widest = float(max(outputs[:-1], default=0))
         """Bytes of the widest boundary: what a recomputing stage keeps of a micro-batch, at most."""
@@ -105,14 +105,14 @@ class CostModel:
         gradient_s = self.gradient * per_byte * stream
         per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
         exposed_s = gradient_s * profile.contention + self.gradient * per_copy * stream
-        self._prefix = [_Prefix(k, profile.device(k.device), gradient_s, exposed_s) for k in kinds]
-        self.limited = any(p.memory < NO_LIMIT for p in self._prefix)
+        self._prefix = [_KindPrefixSums(k, profile.device(k.device), gradient_s, exposed_s) for k in kinds]
+        self.limited = any(p.memory < UNLIMITED_BYTES for p in self._prefix)
         self.splits = all(p.split is not None for p in self._prefix)
         """The parts of the backward pass are known: zero-bubble can be priced."""
         self._remembered = cache(self._stages)
         self._times = cache(self._make_times)
 
-    def prefix(self, kind: int) -> _Prefix:
+    def prefix(self, kind: int) -> _KindPrefixSums:
         return self._prefix[kind]
 
     def reduction(self, pipelines: int) -> float:
@@ -129,7 +129,7 @@ class CostModel:
         return np.asarray(sums[None, :] - sums[:, None])
 
     @property
-    def tailless(self) -> bool:
+    def has_no_tail(self) -> bool:
         """Reduction and update take no time."""
         return self._reduce_per_byte == 0 and not any(p.update[-1] > 0 for p in self._prefix)
 
@@ -154,13 +154,13 @@ class CostModel:
         sums = self.fixed + ahead * self.activation
         return np.asarray(sums[None, :] - sums[:, None])
 
-    def stages(self, kind: int, ahead: int, schedule: str, *, inside: bool, last: bool) -> Stages:
+    def stages(self, kind: int, ahead: int, schedule: str, *, inside: bool, last: bool) -> StageCosts:
         """Every stage of `kind` with `ahead` micro-batches in flight. `inside`: the next one is on the same node."""
         if not self.limited:
             ahead = 1
         return self._remembered(kind, ahead, schedule, inside, last)
 
-    def _stages(self, kind: int, ahead: int, schedule: str, inside: bool, last: bool) -> Stages:
+    def _stages(self, kind: int, ahead: int, schedule: str, inside: bool, last: bool) -> StageCosts:
         p = self._prefix[kind]
         plain, again = self._times(kind, schedule, inside, last)
         fits = self.memory(ahead, False) <= p.memory
@@ -171,7 +171,7 @@ class CostModel:
             assert p.weight is not None
             hidden = 2 * (p.weight[None, :] - p.weight[:, None])
             fill = np.where(np.isfinite(tau), 0.0 if last else np.maximum(tau - hidden, 0.0), np.inf)
-        return Stages(tau, fill, ~fits & fits_again)
+        return StageCosts(tau, fill, ~fits & fits_again)
 
     def _make_times(self, kind: int, schedule: str, inside: bool, last: bool) -> tuple[Floats, Floats]:
         """Seconds of every stage, without and with recomputation, memory aside; inf where i >= j."""
@@ -194,13 +194,13 @@ class CostModel:
 
 
 @lru_cache(maxsize=16)
-def cost_model(profile: Profile, kinds: tuple[Kind, ...], tp: int, stream: float) -> CostModel:
+def cost_model(profile: Profile, kinds: tuple[NodeKind, ...], tp: int, stream: float) -> CostModel:
     """The model of these, remembered: a re-plan asks for the same tables again."""
     return CostModel(profile, kinds, tp=tp, stream=stream)
 
 
 def pipeline_seconds(schedule: str, fill: Any, slowest: Any, microbatches: Any) -> Any:
-    """Time of a pipeline, see above; `fill` and `slowest` as `Stages` sums and maxima; arrays are fine."""
+    """Time of a pipeline, see above; `fill` and `slowest` as `StageCosts` sums and maxima; arrays are fine."""
     return fill + (microbatches if schedule == ZERO_BUBBLE else microbatches - 1) * slowest
 
 
@@ -209,5 +209,5 @@ def in_flight(schedule: str, behind: int, depth: int, microbatches: int) -> int:
     return min(depth if schedule == ZERO_BUBBLE else behind + 1, microbatches)
 
 
-def _sums(values: Iterable[float]) -> Floats:
+def _prefix_sums(values: Iterable[float]) -> Floats:
     return np.concatenate(([0.0], np.cumsum(np.fromiter(values, dtype=np.float64))))

@@ -13,14 +13,14 @@ from functools import lru_cache
 from typing import ClassVar
 
 from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.planning.cost.profile import Link, Profile
+from elastic.planning.cost.profile import LinkProfile, Profile
 from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
 from elastic.planning.schedule.timeline import StageTimes, makespan
 
-PROFILES = 16
+MAX_CACHED_PROFILES = 16
 """Whose sums are remembered."""
-MOST_ACTIONS = 20_000
+MAX_SIMULATED_ACTIONS = 20_000
 """Micro-batches times stages of a pipeline above which the closed form is used."""
 
 
@@ -38,7 +38,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class _LayerSum:
     """Of a run of layers on a type of device: seconds, bytes."""
 
     forward_s: float
@@ -49,30 +49,30 @@ class _Sum:
     gradient_bytes: int
 
 
-class _Sums:
+class _LayerSums:
     """Sums over layers, each worked out once for a profile: plans are compared by the thousand."""
 
-    remembered: ClassVar[dict[int, _Sums]] = {}
+    remembered: ClassVar[dict[int, _LayerSums]] = {}
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._found: dict[tuple[str, int, int], _Sum] = {}
+        self._found: dict[tuple[str, int, int], _LayerSum] = {}
 
     @classmethod
-    def of(cls, profile: Profile) -> _Sums:
+    def of(cls, profile: Profile) -> _LayerSums:
         found = cls.remembered.get(id(profile))
         if found is None:  # what is kept here holds its profile, so that no other one can have the same id
-            if len(cls.remembered) >= PROFILES:
+            if len(cls.remembered) >= MAX_CACHED_PROFILES:
                 cls.remembered.clear()
             found = cls.remembered[id(profile)] = cls(profile)
         return found
 
-    def sum(self, device: str, first: int, last: int) -> _Sum:
+    def sum(self, device: str, first: int, last: int) -> _LayerSum:
         key = (device, first, last)
         found = self._found.get(key)
         if found is None:
             times = self.profile.device(device).layers[first:last]
-            found = self._found[key] = _Sum(
+            found = self._found[key] = _LayerSum(
                 forward_s=sum(t.forward_s for t in times),
                 backward_s=sum(t.backward_s for t in times),
                 backward_input_s=sum(t.backward_input_s for t in times),
@@ -83,15 +83,15 @@ class _Sums:
         return found
 
 
-class _Places:
+class _StageLocations:
     """Where stages lie, and what lies between them."""
 
     def __init__(
         self, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]]
     ) -> None:
         self.profile, self.slow = profile, dict(slow)
-        self.sums = _Sums.of(profile)
-        self.alike = not self.slow and len(profile.devices) == 1 and profile.across in (Link(), profile.link)
+        self.sums = _LayerSums.of(profile)
+        self.alike = not self.slow and len(profile.devices) == 1 and profile.across in (LinkProfile(), profile.link)
         """Nodes and links do not matter."""
         self.nodes = {info.node: info for info in nodes}
 
@@ -103,14 +103,14 @@ class _Places:
         only = self.profile.devices[0].name
         return self.nodes[unit.node].device if only else only
 
-    def link(self, a: Unit, b: Unit) -> Link:
+    def link(self, a: Unit, b: Unit) -> LinkProfile:
         """Between neighbouring stages."""
         if a == b:
-            return Link()
+            return LinkProfile()
         if a.node == b.node:
             return self.profile.inside
         apart = self.nodes[a.node].domain != self.nodes[b.node].domain
-        return self.profile.across if apart and self.profile.across != Link() else self.profile.link
+        return self.profile.across if apart and self.profile.across != LinkProfile() else self.profile.link
 
 
 def predict(
@@ -128,11 +128,11 @@ class Predictor:
         self, plan: Plan, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
     ) -> None:
         """As for `predict`."""
-        self._plan, self._places = plan, _Places(profile, nodes, slow)
+        self._plan, self._places = plan, _StageLocations(profile, nodes, slow)
         unlike: dict[object, Pipeline] = {}
         keys: list[object] = []
         for number, pipeline in enumerate(plan.pipelines):
-            keys.append(_likeness(pipeline) if self._places.alike else number)
+            keys.append(_equivalence_key(pipeline) if self._places.alike else number)
             unlike.setdefault(keys[-1], pipeline)
         self._unlike, self._keys = unlike, keys
         per_byte = _reduction(len(plan.pipelines), profile.link)
@@ -148,19 +148,19 @@ class Predictor:
         return Prediction(max(finish) + self._tail_s, finish, self._tail_s, times)
 
 
-def _likeness(pipeline: Pipeline) -> object:
+def _equivalence_key(pipeline: Pipeline) -> object:
     """The same for pipelines that take the same time where all nodes are alike."""
     stages = tuple((stage.first, stage.last, stage.recompute) for stage in pipeline.stages)
     return pipeline.schedule, len(pipeline.microbatches), stages
 
 
-def _run(pipeline: Pipeline, tp: int, places: _Places, share: float) -> tuple[tuple[StageTimes, ...], float]:
+def _run(pipeline: Pipeline, tp: int, places: _StageLocations, share: float) -> tuple[tuple[StageTimes, ...], float]:
     """(times of its stages, when its last micro-batch is done)."""
     times = tuple(_times(pipeline, s, tp, places, share) for s in range(len(pipeline.stages)))
     return times, _finish(pipeline, len(pipeline.microbatches), times)
 
 
-def _tail(pipeline: Pipeline, tp: int, per_byte: float, places: _Places) -> float:
+def _tail(pipeline: Pipeline, tp: int, per_byte: float, places: _StageLocations) -> float:
     """Seconds of reduction and update of its slowest unit."""
     tails: dict[Unit, float] = {}
     for stage in pipeline.stages:
@@ -176,10 +176,10 @@ def pipeline_seconds(
     tp: int,
 ) -> float:
     """Seconds of one pipeline, backups aside."""
-    return pipeline_pace(pipeline, profile, nodes, slow, tp)(len(pipeline.microbatches))
+    return pipeline_timer(pipeline, profile, nodes, slow, tp)(len(pipeline.microbatches))
 
 
-def pipeline_pace(
+def pipeline_timer(
     pipeline: Pipeline,
     profile: Profile,
     nodes: Sequence[NodeInfo],
@@ -187,12 +187,12 @@ def pipeline_pace(
     tp: int,
 ) -> Callable[[int], float]:
     """As `pipeline_seconds`, for any number of micro-batches."""
-    places = _Places(profile, nodes, slow)
+    places = _StageLocations(profile, nodes, slow)
     times = tuple(_times(pipeline, s, tp, places, 0.0) for s in range(len(pipeline.stages)))
     return lambda microbatches: _finish(pipeline, microbatches, times)
 
 
-def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: float) -> StageTimes:
+def _times(pipeline: Pipeline, number: int, tp: int, places: _StageLocations, share: float) -> StageTimes:
     """Times of one stage. Streaming `share` of its gradient lengthens the backward pass by copying and contention, or
     to what that takes."""
     stage, profile = pipeline.stages[number], places.profile
@@ -220,7 +220,7 @@ def _times(pipeline: Pipeline, number: int, tp: int, places: _Places, share: flo
 
 
 def _finish(pipeline: Pipeline, microbatches: int, times: tuple[StageTimes, ...]) -> float:
-    if microbatches * len(times) > MOST_ACTIONS and pipeline.schedule != INTERLEAVED:
+    if microbatches * len(times) > MAX_SIMULATED_ACTIONS and pipeline.schedule != INTERLEAVED:
         return closed_form(pipeline.schedule, times, microbatches)
     return _makespan(pipeline.schedule, len(units_of(pipeline)), microbatches, times)
 
@@ -245,11 +245,11 @@ def closed_form(schedule: str, times: Sequence[StageTimes], microbatches: int) -
     return sum(taus) + (microbatches - 1) * max(taus)
 
 
-def _reduction(pipelines: int, link: Link) -> float:
+def _reduction(pipelines: int, link: LinkProfile) -> float:
     """Seconds a byte in a ring over so many."""
     return 2 * (pipelines - 1) / pipelines / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
 
 
-def _stage_tail(stage: Stage, tp: int, per_byte: float, places: _Places) -> float:
+def _stage_tail(stage: Stage, tp: int, per_byte: float, places: _StageLocations) -> float:
     whole = places.sums.sum(places.device(stage.unit), stage.first, stage.last)
     return places.factor(stage.unit) * whole.update_s + per_byte * whole.gradient_bytes / tp

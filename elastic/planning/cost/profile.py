@@ -18,7 +18,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkProfile:
     """A link between two devices, one direction."""
 
     bytes_per_s: float = 0.0
@@ -65,11 +65,11 @@ class Profile:
     tokens_per_microbatch: int = 0
     layers: tuple[LayerSpec, ...]
     devices: tuple[Device, ...]
-    inside: Link = Link()
+    inside: LinkProfile = LinkProfile()
     """Between devices of one node."""
-    link: Link = Link()
+    link: LinkProfile = LinkProfile()
     """Between nodes of one failure domain."""
-    across: Link = Link()
+    across: LinkProfile = LinkProfile()
     """Between failure domains; unknown: as `link`."""
     contention: float = 0.0
     """Seconds by which a second of concurrent transfer lengthens compute."""
@@ -137,7 +137,7 @@ def _numbers(profile: Profile) -> Iterator[tuple[str, float]]:
 
 
 def profile_of(
-    layers: tuple[LayerSpec, ...], tp: int = 1, tokens_per_microbatch: int = 0, link: Link | None = None
+    layers: tuple[LayerSpec, ...], tp: int = 1, tokens_per_microbatch: int = 0, link: LinkProfile | None = None
 ) -> Profile:
     """The profile that a job's own figures make: one device type, one kind of link."""
     times = tuple(
@@ -150,16 +150,16 @@ def profile_of(
         tokens_per_microbatch=tokens_per_microbatch,
         layers=layers,
         devices=(Device("", times),),
-        link=link or Link(),
+        link=link or LinkProfile(),
     )
 
 
-BYTES = ("param_bytes", "state_bytes", "output_bytes")
+DEVICE_INDEPENDENT_FIELDS = ("param_bytes", "state_bytes", "output_bytes")
 """What must be equal on every device type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class MeasurementRequest:
     """What to measure; written by the command line, read by the script's process."""
 
     out: str
@@ -196,7 +196,7 @@ def new_profile(model: str, found: Measurement) -> Profile:
     )
 
 
-def merge(profile: Profile, found: Measurement, force: bool = False) -> Profile:
+def add_measurement(profile: Profile, found: Measurement, force: bool = False) -> Profile:
     """`profile` with another device type of the same model; `force`: or with new figures of one that it has.
 
     Raises FieldError when the model is another one.
@@ -225,7 +225,7 @@ def _check_same(profile: Profile, found: Measurement) -> None:
                 f"--into {name}", theirs, f"the script has {ours}: it is another model; give --out"
             )
     for i, (a, b) in enumerate(zip(profile.layers, found.layers, strict=True)):
-        for name in BYTES:
+        for name in DEVICE_INDEPENDENT_FIELDS:
             if getattr(a, name) != getattr(b, name):
                 text = f"the script's layer {i} has {getattr(b, name)}: it is another model; give --out"
                 raise FieldError(f"--into layers[{i}].{name}", getattr(a, name), text)

@@ -23,26 +23,26 @@ from dataclasses import dataclass
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import LayerSpec
-from elastic.planning.cost.catalogue import Hardware, Model, hardware_of, model_of
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, check_profile
+from elastic.planning.cost.catalogue import Hardware, PublishedModel, find_hardware, find_model
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile, check_profile
 
 PARAM, STATE, GRADIENT = 2, 12, 4
 """Bytes a parameter."""
 UPDATE_BYTES = 2 * (PARAM + STATE) + GRADIENT
 """Bytes that an update moves a parameter: all is read, all but the gradient written."""
-HALF = 2
+ACTIVATION_BYTES = 2
 """Bytes of an activation's value."""
-USABLE = 0.9
+USABLE_MEMORY = 0.9
 """Share of a device's memory that a worker may use; the rest is context, workspace and fragments (assumed)."""
-MEMORY_RATE = 0.8
+MEMORY_EFFICIENCY = 0.8
 """Share of the memory's peak bandwidth that look-ups and updates reach (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _LayerWork:
     """What one layer asks of a unit for one micro-batch; operations and bytes of the whole layer."""
 
-    parameters: int
+    parameter_count: int
     forward: float = 0.0
     """Operations."""
     backward_input: float = 0.0
@@ -56,16 +56,16 @@ class _Work:
     """Bytes a worker."""
 
 
-def zoo_profile(
+def published_profile(
     name: str,
     devices: Sequence[str],
     *,
     microbatch: int = 1,
     tp: int = 1,
     sequence: int = 0,
-    inside: Link | None = None,
-    link: Link | None = None,
-    across: Link | None = None,
+    inside: LinkProfile | None = None,
+    link: LinkProfile | None = None,
+    across: LinkProfile | None = None,
 ) -> Profile:
     """The profile of a model on device types.
 
@@ -77,15 +77,15 @@ def zoo_profile(
         sequence: tokens of a sequence; 0: as published.
         inside, link, across: as in `Profile`; None: unknown, taken as infinitely fast.
     """
-    model = model_of(name)
+    model = find_model(name)
     tokens = microbatch * (sequence or model.sequence)
     work = _layers(model, microbatch, sequence or model.sequence, tp)
-    inside = inside or Link()
-    kinds = [hardware_of(device) for device in dict.fromkeys(devices)]
+    inside = inside or LinkProfile()
+    kinds = [find_hardware(device) for device in dict.fromkeys(devices)]
     if not kinds:
         raise FieldError("devices", devices, "at least one device type is needed")
-    times = [_times(kind, work, tp, inside, HALF * tokens * model.hidden) for kind in kinds]
-    output = HALF * tokens * model.hidden
+    times = [_times(kind, work, tp, inside, ACTIVATION_BYTES * tokens * model.hidden) for kind in kinds]
+    output = ACTIVATION_BYTES * tokens * model.hidden
     specs = tuple(
         _spec(layer, spent, 0 if i == len(work) - 1 else output)
         for i, (layer, spent) in enumerate(zip(work, times[0], strict=True))
@@ -96,35 +96,35 @@ def zoo_profile(
         tokens_per_microbatch=tokens,
         layers=specs,
         devices=tuple(
-            Device(kind.name, spent, int(USABLE * kind.memory * 2**30))
+            Device(kind.name, spent, int(USABLE_MEMORY * kind.memory * 2**30))
             for kind, spent in zip(kinds, times, strict=True)
         ),
         inside=inside,
-        link=link or Link(),
-        across=across or Link(),
+        link=link or LinkProfile(),
+        across=across or LinkProfile(),
     )
     check_profile(profile)
     return profile
 
 
-def parameters(name: str) -> int:
+def parameter_count(name: str) -> int:
     """Parameters of all layers; a tied table counts at both of its ends, as both hold it."""
-    model = model_of(name)
+    model = find_model(name)
     return sum(layer.parameters for layer in _layers(model, 1, model.sequence, 1))
 
 
-def _layers(model: Model, b: int, s: int, tp: int) -> list[_Work]:
+def _layers(model: PublishedModel, b: int, s: int, tp: int) -> list[_LayerWork]:
     """Embedding, blocks, head."""
     h, v, n = model.hidden, model.vocabulary, b * s
-    embedding = _Work(
-        parameters=(v + model.positions) * h,
-        forward_bytes=2 * HALF * n * h,
-        backward_bytes=(HALF + 2 * GRADIENT) * n * h,
+    embedding = _LayerWork(
+        parameter_count=(v + model.positions) * h,
+        forward_bytes=2 * ACTIVATION_BYTES * n * h,
+        backward_bytes=(ACTIVATION_BYTES + 2 * GRADIENT) * n * h,
         activation=n * h,
     )
     product = 2.0 * n * h * v
-    head = _Work(
-        parameters=v * h + h,
+    head = _LayerWork(
+        parameter_count=v * h + h,
         forward=product,
         backward_input=product,
         backward_weight=product,
@@ -133,15 +133,15 @@ def _layers(model: Model, b: int, s: int, tp: int) -> list[_Work]:
     return [embedding, *[_block(model, b, s, tp)] * model.blocks, head]
 
 
-def _block(model: Model, b: int, s: int, tp: int) -> _Work:
+def _block(model: PublishedModel, b: int, s: int, tp: int) -> _LayerWork:
     h, k, g, n = model.hidden, model.key_value, model.feed, b * s
     matrices = 2 * h * h + 2 * h * k + (3 if model.gated else 2) * h * g
     small = 2 * h if model.gated else 2 * h + 2 * k + g + h + 4 * h
     product, scores = 2.0 * n * matrices, 4.0 * n * s * h
     whole = (8 if model.gated else 10) * n * h
-    split = (HALF * (2 * h + 2 * k) + (6 if model.gated else 4) * g) * n
-    return _Work(
-        parameters=matrices + small,
+    split = (ACTIVATION_BYTES * (2 * h + 2 * k) + (6 if model.gated else 4) * g) * n
+    return _LayerWork(
+        parameter_count=matrices + small,
         forward=product + scores,
         backward_input=product + 2 * scores,
         backward_weight=product,
@@ -151,9 +151,9 @@ def _block(model: Model, b: int, s: int, tp: int) -> _Work:
 
 
 def _times(
-    kind: Hardware, work: Sequence[_Work], tp: int, inside: Link, message: int
+    kind: Hardware, work: Sequence[_LayerWork], tp: int, inside: LinkProfile, message: int
 ) -> tuple[LayerTimes, ...]:
-    rate, memory = kind.peak * kind.achieved * tp, kind.bandwidth * MEMORY_RATE * tp
+    rate, memory = kind.peak * kind.achieved * tp, kind.bandwidth * MEMORY_EFFICIENCY * tp
     reduce_s = inside.seconds(2 * (tp - 1) / tp * message) if tp > 1 else 0.0
     found = []
     for layer in work:
@@ -172,7 +172,7 @@ def _times(
     return tuple(found)
 
 
-def _spec(layer: _Work, spent: LayerTimes, output: int) -> LayerSpec:
+def _spec(layer: _LayerWork, spent: LayerTimes, output: int) -> LayerSpec:
     n = layer.parameters
     return LayerSpec(
         param_bytes=PARAM * n,

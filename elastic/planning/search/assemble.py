@@ -14,7 +14,7 @@ from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.backup.backup_cost import Weighing, choose, estimates, is_replicated
 from elastic.planning.backup.peer_assignment import choose_peers
 from elastic.planning.cost.cost_model import CostModel
-from elastic.planning.cost.node_kinds import Kinds
+from elastic.planning.cost.node_kinds import NodeKinds
 from elastic.planning.cost.predict import pipeline_seconds
 from elastic.planning.cost.profile import Profile
 from elastic.planning.placement.exchange import Host, Slot
@@ -24,21 +24,21 @@ from elastic.planning.schedule.interleave import can_interleave, scheduled
 from elastic.planning.schedule.microbatch_split import deal
 from elastic.planning.schedule.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
 from elastic.planning.search.evaluate import largest_tail
-from elastic.planning.search.layer_partition import Cutter
-from elastic.planning.search.problem import CLOSE, Shape, Solution
+from elastic.planning.search.layer_partition import LayerPartitioner
+from elastic.planning.search.problem import TIME_TOLERANCE, PipelineShape, Solution
 from elastic.planning.search.request import PlanRequest
 
-MOST_RECUT = 128
+MAX_NODES_TO_RECUT = 128
 """Nodes up to which pipelines are cut again to move less."""
 
 
-def build(
+def build_pipelines(
     request: PlanRequest,
     solution: Solution,
-    kinds: Kinds,
+    kinds: NodeKinds,
     model: CostModel,
     active: Sequence[NodeInfo],
-    kept: Sequence[tuple[Pipeline, Shape]] = (),
+    kept: Sequence[tuple[Pipeline, PipelineShape]] = (),
 ) -> tuple[Pipeline, ...]:
     """Choose nodes for the slots of the shapes, such that as few bytes as possible move. `kept`: pipelines that stay
     on their nodes, with what they take; they come first."""
@@ -56,21 +56,21 @@ def build(
     slots = [slot for p, shape in enumerate(shapes) for slot in _slots(shape, p)]
     hosts = [Host(info.node, kinds.of[info.node], info.domain) for info in free]
     names = iter(assign(slots, hosts, holdings, full))
-    tail = inf if model.tailless else largest_tail(model, everything)
+    tail = inf if model.has_no_tail else largest_tail(model, everything)
     pipelines = []
     for shape, share in zip(shapes, shares[len(staying) :], strict=True):
         owners = [next(names) for _ in shape.kinds]
-        cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
+        cutter = LayerPartitioner(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
         cuts = shape.cuts
-        if holdings.live and len(active) <= MOST_RECUT:
+        if holdings.live and len(active) <= MAX_NODES_TO_RECUT:
             cuts = _recut(cutter, shape, owners, holdings, full, model, tail, len(everything))
         pipelines.append(Pipeline(_stages(shape, owners, cuts, cutter), share, shape.schedule))
     return (*staying, *pipelines)
 
 
-def _kept(pipeline: Pipeline, shape: Shape, share: tuple[int, ...], model: CostModel) -> Pipeline:
+def _kept(pipeline: Pipeline, shape: PipelineShape, share: tuple[int, ...], model: CostModel) -> Pipeline:
     """The same stages on the same nodes; what is recomputed follows from the micro-batches now in flight."""
-    again = recomputing(model, shape)
+    again = recomputing_stages(model, shape)
     if any(again) or any(stage.recompute for stage in pipeline.stages):
         stages = tuple(replace(stage, recompute=r) for stage, r in zip(pipeline.stages, again, strict=True))
         return replace(pipeline, stages=stages, microbatches=share)
@@ -78,15 +78,15 @@ def _kept(pipeline: Pipeline, shape: Shape, share: tuple[int, ...], model: CostM
 
 
 @lru_cache(maxsize=512)
-def recomputing(model: CostModel, shape: Shape) -> tuple[bool, ...]:
+def recomputing_stages(model: CostModel, shape: PipelineShape) -> tuple[bool, ...]:
     """Which stages of a shape have to recompute."""
-    cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
+    cutter = LayerPartitioner(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
     return tuple(
         bool(t.recompute[a, b]) for t, (a, b) in zip(cutter.tables, pairwise(shape.cuts), strict=True)
     )
 
 
-def _slots(shape: Shape, pipeline: int) -> list[Slot]:
+def _slots(shape: PipelineShape, pipeline: int) -> list[Slot]:
     """One slot a node: the layers of its stages."""
     ends = list(accumulate(shape.stages, initial=0))
     return [
@@ -95,7 +95,7 @@ def _slots(shape: Shape, pipeline: int) -> list[Slot]:
     ]
 
 
-def _stages(shape: Shape, owners: Sequence[str], cuts: Sequence[int], cutter: Cutter) -> tuple[Stage, ...]:
+def _stages(shape: PipelineShape, owners: Sequence[str], cuts: Sequence[int], cutter: LayerPartitioner) -> tuple[Stage, ...]:
     units = [Unit(node, group) for node, n in zip(owners, shape.stages, strict=True) for group in range(n)]
     return tuple(
         Stage(unit, a, b, bool(table.recompute[a, b]))
@@ -104,7 +104,7 @@ def _stages(shape: Shape, owners: Sequence[str], cuts: Sequence[int], cutter: Cu
 
 
 def _recut(
-    cutter: Cutter, shape: Shape, owners: Sequence[str], holdings: Holdings, full: Sequence[int],
+    cutter: LayerPartitioner, shape: PipelineShape, owners: Sequence[str], holdings: Holdings, full: Sequence[int],
     model: CostModel, tail: float, pipelines: int,
 ) -> tuple[int, ...]:  # fmt: skip
     """Cuts that are as fast and move less. Only where all nodes are of a kind, so that no layer is faster elsewhere."""
@@ -120,12 +120,12 @@ def _recut(
         return shape.cuts
     fill, slowest = cutter.seconds(shape.cuts)
     moved = {node: holdings.missing(node, full) for node in set(hosts)}
-    allowed = model.tails(shape.kinds[0], pipelines) <= tail * (1 + CLOSE)
+    allowed = model.tails(shape.kinds[0], pipelines) <= tail * (1 + TIME_TOLERANCE)
     reach = [
-        _reach((table.tau <= slowest * (1 + CLOSE)) & ~table.recompute & allowed) for table in cutter.tables
+        _reach((table.tau <= slowest * (1 + TIME_TOLERANCE)) & ~table.recompute & allowed) for table in cutter.tables
     ]
     cuts = recut(reach, [moved[node] for node in hosts], shape.cuts)
-    return cuts if cutter.seconds(cuts)[0] <= fill * (1 + CLOSE) else shape.cuts
+    return cuts if cutter.seconds(cuts)[0] <= fill * (1 + TIME_TOLERANCE) else shape.cuts
 
 
 def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
@@ -139,7 +139,7 @@ def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
 # ---- backups ----
 
 
-def protect(
+def assign_backups(
     plan: Plan, nodes: tuple[NodeInfo, ...], backup: str, weighing: Weighing | None = None
 ) -> tuple[Plan, str]:
     """Return the plan with peers and backup schemes, and why these. `weighing`: what `auto` chooses by; without it, the
@@ -168,12 +168,12 @@ def protect(
     return replace(plan, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"
 
 
-GAIN = 0.99
+MAX_INTERLEAVED_RATIO = 0.99
 """Interleaving must be predicted to bring a pipeline down to this share of its time: it sends twice the messages."""
-MOST_PIPELINES = 64
+MAX_PIPELINES_TO_INTERLEAVE = 64
 
 
-def refine(
+def apply_schedule(
     request: PlanRequest, profile: Profile, pipelines: tuple[Pipeline, ...], limited: bool
 ) -> tuple[Pipeline, ...]:
     """Put the schedule that was asked for on all pipelines; for auto, interleave where all pipelines gain by it.
@@ -182,7 +182,7 @@ def refine(
     """
     if request.schedule in (INTERLEAVED, ZERO_BUBBLE):
         return tuple(scheduled(p, request.schedule, _seconds(request, profile, p)) for p in pipelines)
-    if request.schedule != "auto" or request.profile is None or limited or len(pipelines) > MOST_PIPELINES:
+    if request.schedule != "auto" or request.profile is None or limited or len(pipelines) > MAX_PIPELINES_TO_INTERLEAVE:
         return pipelines
     if not all(can_interleave(p.stages[-1].last, len(units_of(p))) for p in pipelines):
         return pipelines
@@ -191,7 +191,7 @@ def refine(
     def slowest(found: Sequence[Pipeline]) -> float:
         return max(pipeline_seconds(p, profile, request.nodes, request.slow, request.workers) for p in found)
 
-    return others if slowest(others) < GAIN * slowest(pipelines) else pipelines
+    return others if slowest(others) < MAX_INTERLEAVED_RATIO * slowest(pipelines) else pipelines
 
 
 def _seconds(request: PlanRequest, profile: Profile, pipeline: Pipeline) -> list[list[float]]:

@@ -2,7 +2,7 @@
 
 For a time T and a limit on the tail each group of nodes (`columns`) does a whole number of micro-batches. The linear
 programme says how many all nodes could do at most; the least T at which that reaches M is a target. Just above it
-whole pipelines are chosen among the most promising groups (`linear.most_whole`; with one kind of node a knapsack), and
+whole pipelines are chosen among the most promising groups (`linear.solve_integer`; with one kind of node a knapsack), and
 T is raised by small steps until they do M. They are then cut precisely (`cutting`), and the groups are cut again for
 longer and shorter tails than that of the plan found.
 """
@@ -20,25 +20,25 @@ import numpy as np
 from elastic.planning.cost.cost_model import CostModel, Ints, pipeline_seconds
 from elastic.planning.schedule.microbatch_split import Cost, allot
 from elastic.planning.schedule.schedule import ZERO_BUBBLE
-from elastic.planning.search.columns import MANY, WIDER, Pool, pool
-from elastic.planning.search.evaluate import cost, figures, largest_tail, shape_seconds, slowest_stage
-from elastic.planning.search.layer_partition import Cutter
-from elastic.planning.search.master_problem import Relaxation, most_whole
-from elastic.planning.search.problem import Problem, Shape, Solution
+from elastic.planning.search.columns import MANY_PIPELINES, LIMIT_FACTORS, ColumnPool, column_pool
+from elastic.planning.search.evaluate import step_seconds, fill_and_slowest, largest_tail, shape_seconds, slowest_stage
+from elastic.planning.search.layer_partition import LayerPartitioner
+from elastic.planning.search.master_problem import Relaxation, solve_integer
+from elastic.planning.search.problem import Problem, PipelineShape, Solution
 
-ATTEMPTS = 2
+MAX_TAILS_FOLLOWED = 2
 """Limits on the tail that are followed to their end, with several kinds of nodes."""
 RATIO, STRIDES, MISSES = 1.07, ((2, 16), (1, 2)), 1
 """Between limits on the tail that are tried around that of a plan; and how many at most on either side."""
-SMALL = 32
+SMALL_CLUSTER = 32
 """Nodes up to which all limits on the tail are."""
-SLACK = 1.02
+MAX_TAIL_LOSS = 1.02
 """Limits on the tail whose fractional time is so much worse are not followed."""
 NEGLIGIBLE = 0.01
 """Share of the step that a tail must have to be worth cutting for."""
-LARGE = 128
+LARGE_CLUSTER = 128
 """Nodes above which pipelines are priced under 1F1B alone, and other schedules are tried on those found."""
-CELLS = 30_000
+MAX_KNAPSACK_STATES = 30_000
 """Most states of the knapsack."""
 PROMISING, MOST = 48, 128
 STEPS = tuple(0.0004 * 2**i for i in range(11))
@@ -49,29 +49,29 @@ HALVINGS, CLOSE_ENOUGH = 3, 5e-4
 
 def solve(problem: Problem) -> Solution | None:
     """A near-best plan, or None if nothing fits. Shapes asked for by number or depth are not for this module."""
-    return min(candidates(problem), key=lambda solution: solution.seconds, default=None)
+    return min(candidate_solutions(problem), key=lambda solution: solution.seconds, default=None)
 
 
-def candidates(problem: Problem) -> list[Solution]:
+def candidate_solutions(problem: Problem) -> list[Solution]:
     """Near-best plans: for different limits on the tail, and of small clusters for one node less of each kind, lest a
     node more should ever make things worse."""
-    found = list(remembered(problem))
+    found = list(near_best_solutions(problem))
     nodes = sum(problem.counts)
-    for kind, n in enumerate(problem.counts if problem.thorough and nodes <= SMALL else ()):
+    for kind, n in enumerate(problem.counts if problem.thorough and nodes <= SMALL_CLUSTER else ()):
         if n and nodes > 1:
             less = tuple(m - (q == kind) for q, m in enumerate(problem.counts))
-            found += remembered(replace(problem, counts=less))
+            found += near_best_solutions(replace(problem, counts=less))
     return found
 
 
 @lru_cache(maxsize=512)
-def remembered(problem: Problem) -> tuple[Solution, ...]:
+def near_best_solutions(problem: Problem) -> tuple[Solution, ...]:
     found: list[Solution] = []
     for most in _loads(problem):
-        priced = price(problem, most)
+        priced = price_problem(problem, most)
         if priced is None:
             continue
-        attempts = len(priced.tails) if thorough(problem) and _few(problem) else ATTEMPTS
+        attempts = len(priced.tails) if thorough(problem) and _few(problem) else MAX_TAILS_FOLLOWED
         best = inf
         relaxation = Relaxation(priced.counts, problem.counts)
         for total, tail in _promising_tails(problem, priced, relaxation)[:attempts]:
@@ -79,37 +79,37 @@ def remembered(problem: Problem) -> tuple[Solution, ...]:
                 solution = _with_tail(problem, priced, relaxation, tail)
                 found += [solution] if solution else []
                 best = min([best, *([solution.seconds] if solution else [])])
-        if found and not problem.model.tailless:
-            found += _swept(problem, most, priced, relaxation, min(found, key=lambda s: s.seconds))
+        if found and not problem.model.has_no_tail:
+            found += _sweep_tails(problem, most, priced, relaxation, min(found, key=lambda s: s.seconds))
     return tuple(found)
 
 
 def thorough(problem: Problem) -> bool:
     """Whether schedules are priced side by side, and results action by action."""
-    return problem.thorough and sum(problem.counts) <= LARGE
+    return problem.thorough and sum(problem.counts) <= LARGE_CLUSTER
 
 
 def _few(problem: Problem) -> bool:
-    return len(problem.counts) == 1 or sum(problem.counts) <= SMALL
+    return len(problem.counts) == 1 or sum(problem.counts) <= SMALL_CLUSTER
 
 
-def price(
+def price_problem(
     problem: Problem,
     most: float,
     tail: float = inf,
     near: tuple[float, float] = (0.0, inf),
-    pipelines: int = MANY,
+    pipelines: int = MANY_PIPELINES,
     deepest: int = 0,
-) -> Pool | None:
-    """Groups for this problem (`pool`); 0: as deep as there are layers and nodes."""
+) -> ColumnPool | None:
+    """Groups for this problem (`column_pool`); 0: as deep as there are layers and nodes."""
     nodes = sum(problem.counts)
     schedules = problem.schedules if thorough(problem) else problem.schedules[:1]
     limit = min(problem.model.n_layers, nodes, deepest or nodes)
-    return pool(problem.model, schedules, limit, most, tail, near, pipelines)
+    return column_pool(problem.model, schedules, limit, most, tail, near, pipelines)
 
 
-def _swept(
-    problem: Problem, most: float, free: Pool, relaxation: Relaxation, best: Solution
+def _sweep_tails(
+    problem: Problem, most: float, free: ColumnPool, relaxation: Relaxation, best: Solution
 ) -> list[Solution]:
     """Groups are cut greedily, without a look at the tail: cut them again for tails shorter and longer than that of the
     best plan, as far as that promises more. `free`: groups cut without a limit, which nothing can beat."""
@@ -120,7 +120,7 @@ def _swept(
     for stride, reach in STRIDES if len(problem.counts) > 1 else STRIDES[:1]:
         first = None
         while True:
-            if largest_tail(model, best.shapes, MANY) < NEGLIGIBLE * best.seconds:
+            if largest_tail(model, best.shapes, MANY_PIPELINES) < NEGLIGIBLE * best.seconds:
                 return found  # nor was it as priced
             tail = max(largest_tail(model, best.shapes), NEGLIGIBLE * best.seconds)
             at = ceil(log(tail, RATIO) - 1e-9)
@@ -150,7 +150,7 @@ def _recut(problem: Problem, most: float, best: Solution, tail: float) -> Soluti
     shapes = set(best.shapes)
     slowest = [slowest_stage(problem.model, shape) for shape in shapes]
     near = min(slowest) / 1.5, max(slowest) * 1.5
-    priced = price(problem, most, tail, near, len(best.shapes), 2 * max(shape.depth for shape in shapes))
+    priced = price_problem(problem, most, tail, near, len(best.shapes), 2 * max(shape.depth for shape in shapes))
     left = best.seconds - tail / RATIO
     if priced is None or left <= 0:
         return None
@@ -168,7 +168,7 @@ def _loads(problem: Problem) -> list[float]:
     return [inf, *([ceil(4 * share)] if share < 2 else [])]
 
 
-def _promising_tails(problem: Problem, priced: Pool, relaxation: Relaxation) -> list[tuple[float, float]]:
+def _promising_tails(problem: Problem, priced: ColumnPool, relaxation: Relaxation) -> list[tuple[float, float]]:
     """(fractional seconds, limit on the tail), best first; some limits that cannot be best are left out."""
     if len(priced.tails) == 1:
         return [(0.0, priced.tails[0])]
@@ -176,7 +176,7 @@ def _promising_tails(problem: Problem, priced: Pool, relaxation: Relaxation) -> 
     best = inf
     middle = len(priced.tails) // 2
     for tail in sorted(priced.tails, key=lambda t: abs(priced.tails.index(t) - middle)):
-        slack = SLACK * best - tail
+        slack = MAX_TAIL_LOSS * best - tail
         if slack <= 0:
             continue
         target = priced.fractional(relaxation, problem.microbatches, tail, slack, 2e-3)
@@ -187,7 +187,7 @@ def _promising_tails(problem: Problem, priced: Pool, relaxation: Relaxation) -> 
 
 
 def _with_tail(
-    problem: Problem, priced: Pool, relaxation: Relaxation, tail: float, most: float = inf
+    problem: Problem, priced: ColumnPool, relaxation: Relaxation, tail: float, most: float = inf
 ) -> Solution | None:
     """The best whole pipelines within a tail, if they end within `most`."""
     target = priced.fractional(relaxation, problem.microbatches, tail, most)
@@ -215,7 +215,7 @@ def _with_tail(
 
 
 def _whole(
-    problem: Problem, priced: Pool, relaxation: Relaxation, seconds: float, tail: float
+    problem: Problem, priced: ColumnPool, relaxation: Relaxation, seconds: float, tail: float
 ) -> Counter[int] | None:
     """Whole pipelines (column: how many) that do M micro-batches within `seconds`, or None."""
     values = priced.values(seconds, tail, problem.counts)
@@ -224,7 +224,7 @@ def _whole(
     if len(problem.counts) == 1:
         chosen, done = knapsack(relaxation, values)
     else:
-        found = most_whole(relaxation, values, problem.microbatches, promising=MOST)
+        found = solve_integer(relaxation, values, problem.microbatches, promising=MOST)
         chosen, done = found.chosen, found.value
     return chosen if done >= problem.microbatches else None
 
@@ -276,14 +276,14 @@ def _taken(
 
 
 def _finish(
-    problem: Problem, priced: Pool, chosen: Counter[int], seconds: float, tail: float
+    problem: Problem, priced: ColumnPool, chosen: Counter[int], seconds: float, tail: float
 ) -> Solution | None:
     """Share out exactly M micro-batches and cut every pipeline precisely."""
     values = priced.values(seconds, tail, problem.counts)
     members = [c for c in sorted(chosen) for _ in range(chosen[c])]
     shares = _shares(problem, priced, members, [int(values[c]) for c in members], tail)
     pipelines = min(len(shares), priced.pipelines)
-    cut: dict[tuple[int, int], Shape | None] = {}
+    cut: dict[tuple[int, int], PipelineShape | None] = {}
     for column, m in sorted(set(shares)):
         key = column, _load(problem.model, priced, column, m)
         if key not in cut:
@@ -295,25 +295,25 @@ def _finish(
             return None
         shapes.append(replace(shape, microbatches=m))
     whole = _reshared(problem, _scheduled(problem, tuple(shapes)))
-    return Solution(whole, cost(problem.model, whole))
+    return Solution(whole, step_seconds(problem.model, whole))
 
 
-def _load(model: CostModel, priced: Pool, column: int, microbatches: int) -> int:
+def _load(model: CostModel, priced: ColumnPool, column: int, microbatches: int) -> int:
     """Micro-batches as far as they matter for the cut: memory holds no more than the pipeline is deep."""
     part, row = priced.find(column)
     return min(microbatches, int(part.depth[row])) if model.limited else 0
 
 
-def _reshared(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+def _reshared(problem: Problem, shapes: tuple[PipelineShape, ...]) -> tuple[PipelineShape, ...]:
     """Share out the micro-batches again now that the cuts are known: groups are priced on a grid."""
     costs = {shape: _cost(problem.model, shape) for shape in set(shapes)}
     shares = allot(problem.microbatches, [costs[shape] for shape in shapes])
     return tuple(replace(shape, microbatches=m) for shape, m in zip(shapes, shares, strict=True))
 
 
-def _cost(model: CostModel, shape: Shape) -> Cost:
+def _cost(model: CostModel, shape: PipelineShape) -> Cost:
     """Finishing time by micro-batches; where fewer than the depth were reckoned with, memory allows no more."""
-    fill, slowest = figures(model, shape)
+    fill, slowest = fill_and_slowest(model, shape)
     most = shape.microbatches if model.limited and shape.microbatches < shape.depth else inf
 
     def seconds(microbatches: int) -> float:
@@ -324,12 +324,12 @@ def _cost(model: CostModel, shape: Shape) -> Cost:
     return seconds
 
 
-def _scheduled(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+def _scheduled(problem: Problem, shapes: tuple[PipelineShape, ...]) -> tuple[PipelineShape, ...]:
     """Zero-bubble on the pipelines that it makes faster as they are, where it was not priced from the start."""
     if ZERO_BUBBLE not in problem.schedules or thorough(problem):
         return shapes
     model = problem.model
-    better: dict[Shape, Shape] = {}
+    better: dict[PipelineShape, PipelineShape] = {}
     for shape in set(shapes):
         other = replace(shape, schedule=ZERO_BUBBLE)
         faster = shape_seconds(model, other) < shape_seconds(model, shape) * (1 - 1e-9)
@@ -338,7 +338,7 @@ def _scheduled(problem: Problem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]
 
 
 def _shares(
-    problem: Problem, priced: Pool, members: list[int], most: list[int], tail: float
+    problem: Problem, priced: ColumnPool, members: list[int], most: list[int], tail: float
 ) -> list[tuple[int, int]]:
     """(column, micro-batches): take what is too much from those that end last."""
 
@@ -358,16 +358,16 @@ def _shares(
 
 
 def cut_column(
-    model: CostModel, priced: Pool, column: int, microbatches: int, tail: float, pipelines: int
-) -> Shape | None:
+    model: CostModel, priced: ColumnPool, column: int, microbatches: int, tail: float, pipelines: int
+) -> PipelineShape | None:
     part, row = priced.find(column)
     option = part.fastest(row, microbatches, tail)
     kinds = part.order(row, option)
     units = [min(model.kinds[kind].units, model.n_layers) for kind in kinds]
-    cutter = Cutter(model, part.schedule, kinds, units, microbatches, tail, pipelines)
+    cutter = LayerPartitioner(model, part.schedule, kinds, units, microbatches, tail, pipelines)
     limit = int(part.option[row, option])
     low = float(part.limits[limit - 1]) if limit else 0.0
     least = cutter.least(low, float(part.limits[limit]))
-    factors = WIDER if len(set(kinds)) > 1 else WIDER[:1]
+    factors = LIMIT_FACTORS if len(set(kinds)) > 1 else LIMIT_FACTORS[:1]
     found = cutter.best(least if least < inf else float(part.limits[limit]) * 1.1, factors)
     return found[0] if found else None

@@ -20,22 +20,22 @@ from math import ceil, comb, floor, inf, log
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.planning.cost.cost_model import NO_LIMIT, CostModel, Floats, Ints
+from elastic.planning.cost.cost_model import UNLIMITED_BYTES, CostModel, Floats, Ints
 from elastic.planning.schedule.schedule import ZERO_BUBBLE
 from elastic.planning.search.master_problem import Relaxation
 
-WIDER = (1.0, 1.05, 1.15, 1.4)
+LIMIT_FACTORS = (1.0, 1.05, 1.15, 1.4)
 """Limits kept for a group, as factors of its smallest one."""
-BUCKETS = (1e-4, 1e-3, 4e-3, 0.01, 0.02, 0.04)
+BUCKET_WIDTHS = (1e-4, 1e-3, 4e-3, 0.01, 0.02, 0.04)
 """Of the limits that differ by less than such a fraction only the largest is kept, if there are too many."""
-FAR = 6
+FAR_THINNING = 6
 """Beyond the range of interest there is one limit to so many inside it."""
-MANY = 1 << 20
+MANY_PIPELINES = 1 << 20
 """Pipelines, where their number is not yet known: a ring of many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnBlock:
     """Groups (one a row) with their options (one a column)."""
 
     counts: Ints
@@ -78,7 +78,7 @@ class Columns:
         limit, counts, kinds = self.option[group, option], self.counts[group] // self.block, []
         while counts.any():
             size = int(counts.sum())
-            row = rank(counts[None, :], size)[0]
+            row = composition_index(counts[None, :], size)[0]
             kind = int(self.choice[size][row, limit])
             kinds += [kind] * self.block
             counts = counts - (np.arange(len(counts)) == kind)
@@ -89,7 +89,7 @@ _State = tuple[Ints, Floats, Floats, Floats]
 """(reach, sum of fills, slowest stage, largest tail), each [groups, limits]."""
 
 
-class _Reach:
+class _StageReach:
     """How far one stage comes down: tables by (kind, stages behind)."""
 
     def __init__(
@@ -99,7 +99,7 @@ class _Reach:
         schedule: str,
         most: float,
         tail: float = np.inf,
-        pipelines: int = MANY,
+        pipelines: int = MANY_PIPELINES,
         *,
         optimistic: bool = False,
     ) -> None:
@@ -149,7 +149,7 @@ class _Reach:
 
     def _by_memory(self, kind: int, ahead: float, again: bool) -> Ints:
         model, memory = self.model, self.model.prefix(kind).memory
-        if memory >= NO_LIMIT:
+        if memory >= UNLIMITED_BYTES:
             return np.zeros(model.n_layers + 1, dtype=np.int64)
         sums = model.fixed + (1 if again else ahead) * model.activation
         room = memory - (ahead * model.widest if again else 0)
@@ -203,7 +203,7 @@ class _Reach:
 
 
 def compositions(kinds: int, size: int) -> Ints:
-    """All ways to take `size` nodes of `kinds` kinds, [n, kinds], in the order of `rank`."""
+    """All ways to take `size` nodes of `kinds` kinds, [n, kinds], in the order of `composition_index`."""
     if kinds == 1:
         return np.array([[size]])
     bars = np.array(list(combinations(range(size + kinds - 1), kinds - 1)), dtype=np.int64)
@@ -213,22 +213,22 @@ def compositions(kinds: int, size: int) -> Ints:
     return np.asarray(np.diff(edges, axis=1) - 1)
 
 
-def rank(counts: Ints, size: int) -> Ints:
+def composition_index(counts: Ints, size: int) -> Ints:
     """Row of each of `counts` in `compositions(kinds, size)`: the rank of its bars among combinations."""
     kinds = counts.shape[1]
     total, chosen = size + kinds - 1, kinds - 1
     bars = np.cumsum(counts[:, :-1] + 1, axis=1) - 1
-    rank = np.zeros(len(counts), dtype=np.int64)
+    composition_index = np.zeros(len(counts), dtype=np.int64)
     previous = np.full(len(counts), -1)
     for i in range(chosen):
         below = np.array([comb(total - 1 - v, chosen - 1 - i) for v in range(total)], dtype=np.int64)
         sums = np.concatenate(([0], np.cumsum(below)))
-        rank += sums[bars[:, i]] - sums[previous + 1]
+        composition_index += sums[bars[:, i]] - sums[previous + 1]
         previous = bars[:, i]
-    return rank
+    return composition_index
 
 
-def columns(
+def price_columns(
     model: CostModel,
     limits: Floats,
     schedule: str,
@@ -236,16 +236,16 @@ def columns(
     block: int,
     most: float,
     tail: float = np.inf,
-    pipelines: int = MANY,
+    pipelines: int = MANY_PIPELINES,
     *,
     optimistic: bool = False,
-) -> Columns:
+) -> ColumnBlock:
     """Price all groups of up to `levels` blocks of `block` nodes.
 
     `tail`: limit on a stage's reduction (in a ring of `pipelines`) and update, seconds; `optimistic`: no group that is
     able is left out, and none is priced above its least limit.
     """
-    stepper = _Reach(model, limits, schedule, most, tail, pipelines, optimistic=optimistic)
+    stepper = _StageReach(model, limits, schedule, most, tail, pipelines, optimistic=optimistic)
     kinds, n_limits = len(model.kinds), len(limits)
     units = np.array([min(kind.units, model.n_layers) for kind in model.kinds])
     zeros = np.zeros((1, n_limits))
@@ -262,7 +262,7 @@ def columns(
             rows = np.flatnonzero(groups[:, kind] > 0)
             before = groups[rows] - (np.arange(kinds) == kind)
             depth = before @ units * block
-            source = rank(before, level - 1)
+            source = composition_index(before, level - 1)
             for behind in np.unique(depth):
                 part, at = rows[depth == behind], source[depth == behind]
                 top = int(behind + units[kind] * block)
@@ -300,7 +300,7 @@ def _keep(best: _State, chosen: NDArray[np.int8], rows: Ints, state: _State, kin
 def _options(
     found: list[tuple[Ints, Ints, _State]], limits: Floats, schedule: str, most: float,
     choice: list[NDArray[np.int8]], block: int,
-) -> Columns:  # fmt: skip
+) -> ColumnBlock:  # fmt: skip
     counts, depth = (np.concatenate([part[i] for part in found]) for i in (0, 1))
     widest = found[0][2][0].shape[1]
     reach, fill, slowest, tail = (np.full((len(counts), widest), missing) for missing in (1.0, *[np.inf] * 3))
@@ -312,11 +312,11 @@ def _options(
     whole = (reach == 0) & np.isfinite(fill)
     first = np.argmax(whole, axis=1)
     wanted = np.stack(
-        [np.searchsorted(limits, limits[first] * f * (1 + 1e-9), side="right") - 1 for f in WIDER], axis=1
+        [np.searchsorted(limits, limits[first] * f * (1 + 1e-9), side="right") - 1 for f in LIMIT_FACTORS], axis=1
     )
     rows = np.arange(len(counts))[:, None]
     able = whole[rows, wanted] & whole.any(axis=1)[:, None]
-    return Columns(
+    return ColumnBlock(
         counts, depth,
         np.where(able, fill[rows, wanted], np.inf), np.where(able, slowest[rows, wanted], np.inf),
         np.where(able, tail[rows, wanted], np.inf),
@@ -332,8 +332,8 @@ def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
         np.min([np.diff(model.compute(q, schedule)) for q in range(len(model.kinds))], axis=0).sum()
     )
     for kind in range(len(model.kinds)):
-        for again in (False, True) if model.prefix(kind).memory < NO_LIMIT else (False,):
-            times = _Reach(model, np.zeros(1), schedule, 1).times[kind, again]
+        for again in (False, True) if model.prefix(kind).memory < UNLIMITED_BYTES else (False,):
+            times = _StageReach(model, np.zeros(1), schedule, 1).times[kind, again]
             stream = model.prefix(kind).stream
             inside = (model.hops(inside=True, last=False),) if model.kinds[kind].units > 1 else ()
             for hops in (model.hops(inside=False, last=False), model.hops(inside=False, last=True), *inside):
@@ -347,7 +347,7 @@ def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
     return np.asarray(values[np.append(np.diff(values) > 1e-9 * values[:-1], True)])  # rounding makes twins
 
 
-def grid(
+def stage_time_limits(
     model: CostModel, schedule: str, deepest: int, size: int, near: tuple[float, float] = (0.0, np.inf)
 ) -> Floats:
     """Limits to price groups with: times that stages have, at most about `size` of them.
@@ -359,13 +359,13 @@ def grid(
     if inside.all() or not inside.any():
         return _thinned(values, size)
     far = values[values > near[1]]
-    return np.union1d(_thinned(values[inside], size), _thinned(far, size // FAR) if len(far) else far)
+    return np.union1d(_thinned(values[inside], size), _thinned(far, size // FAR_THINNING) if len(far) else far)
 
 
 def _thinned(values: Floats, size: int) -> Floats:
     if len(values) <= size:
         return values
-    for width in (*BUCKETS, *(2**i * BUCKETS[-1] for i in range(1, 12))):
+    for width in (*BUCKET_WIDTHS, *(2**i * BUCKET_WIDTHS[-1] for i in range(1, 12))):
         bucket = np.floor(np.log(values) / width)
         last = values[np.append(np.diff(bucket) > 0, True)]
         if len(last) <= size:
@@ -373,21 +373,21 @@ def _thinned(values: Floats, size: int) -> Floats:
     return np.asarray(last)
 
 
-LEVELS = {1: (128, 64, 64), 2: (64, 40, 40), 3: (26, 20, 17), 4: (13, 11, 9)}
+MAX_LEVELS = {1: (128, 64, 64), 2: (64, 40, 40), 3: (26, 20, 17), 4: (13, 11, 9)}
 """Most blocks of a group, by number of kinds, for growing blocks: a few thousand groups."""
-LIMITS = 192
+MAX_STAGE_LIMITS = 192
 """Limits on the slowest stage that groups are priced with."""
-TAILS = 20
+MAX_TAIL_LIMITS = 20
 """Limits on the tail that are tried."""
-COARSE = 1.03
+ROUNDING = 1.03
 """Limits from earlier solutions are rounded to powers of this, so that nearly equal questions find the same answer."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class ColumnPool:
     """Columns of all schedules together."""
 
-    parts: tuple[Columns, ...]
+    parts: tuple[ColumnBlock, ...]
     counts: Ints
     tails: tuple[float, ...]
     pipelines: int
@@ -399,7 +399,7 @@ class Pool:
         found[(self.counts > np.array(nodes)).any(axis=1)] = 0
         return found
 
-    def find(self, column: int) -> tuple[Columns, int]:
+    def find(self, column: int) -> tuple[ColumnBlock, int]:
         """(part, row in it) of a column."""
         for part in self.parts:
             if column < len(part.counts):
@@ -440,29 +440,29 @@ class Pool:
         return high
 
 
-def pool(
+def column_pool(
     model: CostModel,
     schedules: tuple[str, ...],
     deepest: int,
     most: float,
     tail: float = inf,
     near: tuple[float, float] = (0.0, inf),
-    pipelines: int = MANY,
-) -> Pool | None:
+    pipelines: int = MANY_PIPELINES,
+) -> ColumnPool | None:
     """Price groups of up to `deepest` nodes; None if none can hold the model.
 
     `most`: micro-batches of a pipeline that memory is reckoned with; `tail`: limit on a stage's tail, to cut for, with
     `pipelines` in the ring;
     `near`: range of the slowest stage that is of interest. The last two are rounded.
     """
-    low = COARSE ** floor(log(near[0], COARSE)) if near[0] > 0 else 0.0
-    high = COARSE ** ceil(log(near[1], COARSE)) if near[1] < inf else inf
-    tail = COARSE ** floor(log(tail, COARSE)) if 0 < tail < inf else tail
-    return tables(model, schedules, deepest, most, tail, low, high, pipelines)
+    low = ROUNDING ** floor(log(near[0], ROUNDING)) if near[0] > 0 else 0.0
+    high = ROUNDING ** ceil(log(near[1], ROUNDING)) if near[1] < inf else inf
+    tail = ROUNDING ** floor(log(tail, ROUNDING)) if 0 < tail < inf else tail
+    return cached_pool(model, schedules, deepest, most, tail, low, high, pipelines)
 
 
 @lru_cache(maxsize=48)
-def tables(
+def cached_pool(
     model: CostModel,
     schedules: tuple[str, ...],
     deepest: int,
@@ -471,9 +471,9 @@ def tables(
     low: float,
     high: float,
     pipelines: int,
-) -> Pool | None:
+) -> ColumnPool | None:
     parts = tuple(
-        columns(model, grid(model, s, deepest, LIMITS, (low, high)), s, levels, block, most, tail, pipelines)
+        price_columns(model, stage_time_limits(model, s, deepest, MAX_STAGE_LIMITS, (low, high)), s, levels, block, most, tail, pipelines)
         for s in schedules
         for levels, block in _blocks(len(model.kinds), deepest)
     )
@@ -481,14 +481,14 @@ def tables(
         return None
     tails = np.concatenate([part.tail[np.isfinite(part.tail)] for part in parts])
     limits = _spread(tails, model) if tail == inf else (tail,)
-    return Pool(parts, np.concatenate([part.counts for part in parts]), limits, pipelines)
+    return ColumnPool(parts, np.concatenate([part.counts for part in parts]), limits, pipelines)
 
 
 def _blocks(kinds: int, deepest: int) -> list[tuple[int, int]]:
     """(levels, nodes a block): shallow groups one by one, deeper ones in coarser and coarser steps."""
     found: list[tuple[int, int]] = []
     block = 1
-    for levels in LEVELS.get(kinds, (8, 8, 8)):
+    for levels in MAX_LEVELS.get(kinds, (8, 8, 8)):
         reached = found[-1][0] * found[-1][1] if found else 0
         if reached >= deepest:
             break
@@ -499,8 +499,8 @@ def _blocks(kinds: int, deepest: int) -> list[tuple[int, int]]:
 
 
 def _spread(tails: Floats, model: CostModel) -> tuple[float, ...]:
-    if model.tailless:
+    if model.has_no_tail:
         return (inf,)
     values = np.unique(tails)
-    steps = np.geomspace(max(values[0], 1e-12), max(values[-1], 1e-12), TAILS)
+    steps = np.geomspace(max(values[0], 1e-12), max(values[-1], 1e-12), MAX_TAIL_LIMITS)
     return tuple(np.unique(values[np.minimum(np.searchsorted(values, steps), len(values) - 1)]).tolist())

@@ -27,15 +27,15 @@ from numpy.typing import NDArray
 
 from elastic.planning.cost.cost_model import Floats, in_flight, pipeline_seconds
 from elastic.planning.schedule.schedule import ZERO_BUBBLE
-from elastic.planning.search.problem import CLOSE, Group, Problem, Shape, Solution
+from elastic.planning.search.problem import TIME_TOLERANCE, NodeGroup, Problem, PipelineShape, Solution
 
 
 @dataclass
-class Covers:
+class _CoverTables:
     """How the groups of nodes of a problem cover the layers."""
 
     problem: Problem
-    _covers: dict[tuple[str, int, float, int], dict[Group, Floats]] = field(default_factory=dict)
+    _covers: dict[tuple[str, int, float, int], dict[NodeGroup, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.problem
@@ -60,28 +60,28 @@ class Covers:
                     tau = self.model.stages(kind, ahead, schedule, inside=inside, last=last).tau
                     found.append(tau[np.isfinite(tau)])
         values = np.unique(np.concatenate(found))
-        return values[values <= self.problem.above * (1 + CLOSE)]
+        return values[values <= self.problem.above * (1 + TIME_TOLERANCE)]
 
-    def cover(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[Group, Floats]:
+    def cover(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[NodeGroup, Floats]:
         """`cover` of every group: [L + 1, limits]. `ahead`: most micro-batches in flight (zero-bubble: exactly)."""
         key = (schedule, ahead, tail, 0 if tail == inf else pipelines)
         if key not in self._covers:
             self._covers[key] = self._build(schedule, ahead, tail, pipelines)
         return self._covers[key]
 
-    def _build(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[Group, Floats]:
+    def _build(self, schedule: str, ahead: int, tail: float, pipelines: int) -> dict[NodeGroup, Floats]:
         start = np.full((self.n_layers + 1, len(self.limits[schedule])), inf)
         start[self.n_layers] = 0.0
-        covers = {Group((0,) * len(self.counts), 0): start}
-        for size in range(sum(self.counts)):
-            for group in [g for g in covers if sum(g.counts) == size]:
+        covers = {NodeGroup((0,) * len(self.counts), 0): start}
+        for work_estimate in range(sum(self.counts)):
+            for group in [g for g in covers if sum(g.counts) == work_estimate]:
                 for kind, n in enumerate(self.counts):
                     if group.counts[kind] < n:
                         self._extend(covers, group, kind, schedule, ahead, tail, pipelines)
         return {group: cover for group, cover in covers.items() if group.depth}
 
     def _extend(
-        self, covers: dict[Group, Floats], group: Group, kind: int,
+        self, covers: dict[NodeGroup, Floats], group: NodeGroup, kind: int,
         schedule: str, ahead: int, tail: float, pipelines: int,
     ) -> None:  # fmt: skip
         """Put a node of `kind` before `group`, with any number of its units."""
@@ -93,8 +93,8 @@ class Covers:
                 return
             table, fill = self.stage(kind, depth - 1, used > 1, schedule, ahead, tail, pipelines)
             cover = _prepend(cover, table, fill, self.limits[schedule])
-            known = covers.get(Group(counts, depth))
-            covers[Group(counts, depth)] = cover if known is None else np.minimum(known, cover)
+            known = covers.get(NodeGroup(counts, depth))
+            covers[NodeGroup(counts, depth)] = cover if known is None else np.minimum(known, cover)
 
     def stage(
         self, kind: int, behind: int, inside: bool, schedule: str, ahead: int, tail: float, pipelines: int
@@ -103,7 +103,7 @@ class Covers:
         stages = self.model.stages(kind, flying, schedule, inside=inside, last=behind == 0)
         if tail == inf:
             return stages.tau, stages.fill
-        tau = np.where(self.model.tails(kind, pipelines) <= tail * (1 + CLOSE), stages.tau, inf)
+        tau = np.where(self.model.tails(kind, pipelines) <= tail * (1 + TIME_TOLERANCE), stages.tau, inf)
         return tau, stages.fill
 
 
@@ -125,10 +125,10 @@ FEW_LAYERS = 8
 
 
 @dataclass
-class _Table:
+class _FinishTimes:
     """Finishing times of all groups, for one limit on the tail."""
 
-    groups: list[Group]
+    groups: list[NodeGroup]
     times: Floats
     """[group, M + 1]; never falls with micro-batches; inf at 0 of them and where it cannot be done."""
 
@@ -138,10 +138,10 @@ class _Table:
 
 
 @dataclass
-class _Solver(Covers):
-    def table(self, tail: float, pipelines: int) -> _Table:
+class _Solver(_CoverTables):
+    def table(self, tail: float, pipelines: int) -> _FinishTimes:
         """Finishing times of every group for every number of micro-batches; the best schedule counts."""
-        rows: dict[Group, Floats] = {}
+        rows: dict[NodeGroup, Floats] = {}
         for schedule in self.schedules:
             steps = np.arange(1, self.m + 1)
             caps = np.minimum(steps, self.deepest) if self.model.limited else np.ones_like(steps)
@@ -157,9 +157,9 @@ class _Solver(Covers):
         groups = sorted(rows)
         times = np.array([rows[g] for g in groups]).reshape(len(groups), self.m + 1)
         times[:, 1:] = np.maximum.accumulate(times[:, 1:], axis=1)
-        return _Table(groups, times)
+        return _FinishTimes(groups, times)
 
-    def _groups(self, schedule: str, cap: int, tail: float, pipelines: int) -> Iterator[tuple[Group, Floats]]:
+    def _groups(self, schedule: str, cap: int, tail: float, pipelines: int) -> Iterator[tuple[NodeGroup, Floats]]:
         """Groups with their covers when pipelines run `cap` micro-batches, or at least so many."""
         if schedule != ZERO_BUBBLE or not self.model.limited:
             yield from self.cover(schedule, cap, tail, pipelines).items()
@@ -170,7 +170,7 @@ class _Solver(Covers):
 
     # ---- sharing ----
 
-    def least(self, table: _Table, pipelines: int) -> float:
+    def least(self, table: _FinishTimes, pipelines: int) -> float:
         """The least time within which so many pipelines, of at most the nodes there are, do all micro-batches."""
         low, high = 0, len(table.values)
         while low < high:
@@ -181,13 +181,13 @@ class _Solver(Covers):
                 low = middle + 1
         return float(table.values[low]) if low < len(table.values) else inf
 
-    def doable(self, table: _Table, at: int) -> list[int]:
+    def doable(self, table: _FinishTimes, at: int) -> list[int]:
         """By number of pipelines, the most micro-batches that are done within `table.values[at]`."""
         if at not in table.doable:
             table.doable[at] = [int(best.flat[-1]) for best in self._fill(table, float(table.values[at]))]
         return table.doable[at]
 
-    def _fill(self, table: _Table, seconds: float) -> list[NDArray[np.int64]]:
+    def _fill(self, table: _FinishTimes, seconds: float) -> list[NDArray[np.int64]]:
         """For 0, 1, ... pipelines: [counts + 1 ...] the most micro-batches that parts of the nodes do in time."""
         shares = (table.times <= seconds).sum(axis=1)
         layers = [np.zeros(tuple(n + 1 for n in self.counts), dtype=np.int64)]
@@ -204,11 +204,11 @@ class _Solver(Covers):
             layers.append(following)
         return layers
 
-    def _allowed(self, group: Group, pipeline: int) -> bool:
+    def _allowed(self, group: NodeGroup, pipeline: int) -> bool:
         """Whether `group` may be the pipeline of this number, counted from 1."""
         return not self.problem.depths or group.depth == self.problem.depths[pipeline - 1]
 
-    def trace(self, table: _Table, seconds: float, pipelines: int) -> list[tuple[Group, int]]:
+    def trace(self, table: _FinishTimes, seconds: float, pipelines: int) -> list[tuple[NodeGroup, int]]:
         """(group, micro-batches) of each pipeline of a best sharing within `seconds`."""
         layers, shares = self._fill(table, seconds), (table.times <= seconds).sum(axis=1)
         left, found = self.counts, []
@@ -228,7 +228,7 @@ class _Solver(Covers):
                 raise AssertionError("a sharing that was found can be traced")
         return self._exactly(table, found[::-1])
 
-    def _exactly(self, table: _Table, shares: list[tuple[Group, int]]) -> list[tuple[Group, int]]:
+    def _exactly(self, table: _FinishTimes, shares: list[tuple[NodeGroup, int]]) -> list[tuple[NodeGroup, int]]:
         """Take what is more than M from the pipelines that end last, one micro-batch at a time; one stays with each."""
         rows = dict(zip(table.groups, table.times, strict=True))
         for _ in range(sum(share for _, share in shares) - self.m):
@@ -263,7 +263,7 @@ def solve(problem: Problem) -> tuple[Solution | None, dict[int, float]]:
     solver.most = max(numbers)
     free = solver.table(inf, 0)
     least = {k: solver.least(free, k) for k in numbers}
-    best: tuple[float, _Table, float, int, float] | None = None
+    best: tuple[float, _FinishTimes, float, int, float] | None = None
     seconds: dict[int, float] = {}
     for k in sorted(numbers, key=lambda k: least[k]):
         seconds[k] = inf
@@ -281,14 +281,14 @@ def solve(problem: Problem) -> tuple[Solution | None, dict[int, float]]:
 
 
 def _better(total: float, k: int, best: float, best_k: int, current: int) -> bool:
-    if abs(total - best) > CLOSE * best:
+    if abs(total - best) > TIME_TOLERANCE * best:
         return total < best
     return (k != current, k) < (best_k != current, best_k)
 
 
 def _tailed(
-    solver: _Solver, free: _Table, least: float, k: int, best: float
-) -> Iterator[tuple[float, float, _Table, float]]:
+    solver: _Solver, free: _FinishTimes, least: float, k: int, best: float
+) -> Iterator[tuple[float, float, _FinishTimes, float]]:
     """Plans of k pipelines, the best among them, as (seconds, limit on the tail, table, end of the pipelines).
 
     Pipelines end the earlier the wider the limit. So between two limits no plan is faster than the smaller limit and
@@ -296,14 +296,14 @@ def _tailed(
     """
     if least == inf:
         return
-    if solver.model.tailless:
+    if solver.model.has_no_tail:
         yield least, inf, free, least
         return
     limits = solver.tails(k)
     ranges = [(0, len(limits), least)]
     while ranges:
         low, high, ending = ranges.pop()
-        high = int(np.searchsorted(limits[:high], (best - ending) * (1 + CLOSE), side="right"))
+        high = int(np.searchsorted(limits[:high], (best - ending) * (1 + TIME_TOLERANCE), side="right"))
         if low >= high:
             continue
         at = high - 1 if ending == least else (low + high) // 2
@@ -316,34 +316,34 @@ def _tailed(
         ranges.append((at + 1, high, ending))
 
 
-def size(problem: Problem) -> int:
+def work_estimate(problem: Problem) -> int:
     """How much work `solve` is, roughly: elementary array operations."""
     layers = problem.model.n_layers
     states = prod(n + 1 for n in problem.counts)
     units = max(min(kind.units, layers) for kind in problem.model.kinds)
-    alike = problem.model.tailless or len(problem.counts) == 1
+    alike = problem.model.has_no_tail or len(problem.counts) == 1
     limits = 1 if alike else max(1, layers // FEW_LAYERS)
     return states * sum(problem.counts) * units * layers * layers * limits
 
 
-class _Way(NamedTuple):
+class _CoverKey(NamedTuple):
     """Under what a pipeline is covered."""
 
-    covers: Covers
+    covers: _CoverTables
     schedule: str
     ahead: int
     tail: float
     pipelines: int
 
 
-def shape_of(covers: Covers, group: Group, microbatches: int, tail: float, pipelines: int) -> Shape:
+def shape_of(covers: _CoverTables, group: NodeGroup, microbatches: int, tail: float, pipelines: int) -> PipelineShape:
     """How `group` covers the layers best, for so many micro-batches and a limit on the tail."""
-    best: tuple[float, _Way, int] | None = None
+    best: tuple[float, _CoverKey, int] | None = None
     for schedule in covers.schedules:
         ahead = 1
         if covers.model.limited:
             ahead = in_flight(schedule, covers.deepest - 1, group.depth, microbatches)
-        way = _Way(covers, schedule, ahead, tail, pipelines)
+        way = _CoverKey(covers, schedule, ahead, tail, pipelines)
         cover = covers.cover(schedule, ahead, tail, pipelines).get(group)
         if cover is None:
             continue
@@ -354,7 +354,7 @@ def shape_of(covers: Covers, group: Group, microbatches: int, tail: float, pipel
     assert best is not None, "a group that was priced has a cover"
     _, way, limit = best
     nodes = _unwind(way, group, limit)
-    return Shape(
+    return PipelineShape(
         way.schedule,
         tuple(kind for kind, _ in nodes),
         tuple(len(starts) for _, starts in nodes),
@@ -363,7 +363,7 @@ def shape_of(covers: Covers, group: Group, microbatches: int, tail: float, pipel
     )
 
 
-def _unwind(way: _Way, group: Group, limit: int) -> list[tuple[int, tuple[int, ...]]]:
+def _unwind(way: _CoverKey, group: NodeGroup, limit: int) -> list[tuple[int, tuple[int, ...]]]:
     """Nodes of the best cover under a limit: (kind, first layer of each of its stages), first stage first."""
     at, nodes = 0, []
     while at < way.covers.n_layers:
@@ -372,13 +372,13 @@ def _unwind(way: _Way, group: Group, limit: int) -> list[tuple[int, tuple[int, .
     return nodes
 
 
-def _first_node(way: _Way, group: Group, at: int, limit: int) -> tuple[int, tuple[int, ...], int, Group]:
+def _first_node(way: _CoverKey, group: NodeGroup, at: int, limit: int) -> tuple[int, tuple[int, ...], int, NodeGroup]:
     """The first node of a best cover from layer `at`: (kind, its cuts, where it ends, the group behind it)."""
     covers = way.covers
     found = covers.cover(way.schedule, way.ahead, way.tail, way.pipelines)
     target, slowest = found[group][at, limit], covers.limits[way.schedule][limit]
     for kind, used in product(range(len(covers.counts)), range(1, max(covers.units) + 1)):
-        behind = Group(tuple(n - (q == kind) for q, n in enumerate(group.counts)), group.depth - used)
+        behind = NodeGroup(tuple(n - (q == kind) for q, n in enumerate(group.counts)), group.depth - used)
         if used > covers.units[kind] or min(behind.counts) < 0 or behind.depth < 0:
             continue
         rest = found.get(behind)
@@ -386,13 +386,13 @@ def _first_node(way: _Way, group: Group, at: int, limit: int) -> tuple[int, tupl
             continue
         for starts, end, value in _blocks(way, kind, used, behind.depth, at, slowest):
             after = (0.0 if end == covers.n_layers else inf) if rest is None else rest[end, limit]
-            if value + after <= target * (1 + CLOSE):
+            if value + after <= target * (1 + TIME_TOLERANCE):
                 return kind, starts, end, behind
     raise AssertionError("a cover that was found can be unwound")
 
 
 def _blocks(
-    way: _Way, kind: int, used: int, behind: int, at: int, slowest: float
+    way: _CoverKey, kind: int, used: int, behind: int, at: int, slowest: float
 ) -> Iterator[tuple[tuple[int, ...], int, float]]:
     """Ways to put `used` stages of one node from layer `at` on: (first layers, end, sum of fills)."""
     covers = way.covers

@@ -15,15 +15,15 @@ from math import inf
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.cost_model import CostModel, pipeline_seconds
 from elastic.planning.schedule import microbatch_split as batches
-from elastic.planning.search.evaluate import cost, largest_tail
-from elastic.planning.search.layer_partition import Cutter
-from elastic.planning.search.problem import Problem, Shape, Solution
+from elastic.planning.search.evaluate import step_seconds, largest_tail
+from elastic.planning.search.layer_partition import LayerPartitioner
+from elastic.planning.search.problem import Problem, PipelineShape, Solution
 
 Depths = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class ShapeLimits:
     """What pipelines have to be made of."""
 
     nodes: int
@@ -41,7 +41,7 @@ class Room:
         """Nodes that a pipeline of `depth` stages takes."""
         return -(-depth // self.per_node)
 
-    def even(self, pipelines: int) -> Depths:
+    def even_solutions(self, pipelines: int) -> Depths:
         """Spread all nodes as evenly as possible; never deeper than there are layers."""
         base, more = divmod(self.nodes, pipelines)
         return tuple(min((base + (i < more)) * self.per_node, self.n_layers) for i in range(pipelines))
@@ -61,7 +61,7 @@ def format_depths(depths: Depths) -> str:
     return "+".join(map(str, depths))
 
 
-def candidates(shape: str, room: Room) -> Iterator[tuple[tuple[Depths, ...], str]]:
+def candidate_depths(shape: str, room: ShapeLimits) -> Iterator[tuple[tuple[Depths, ...], str]]:
     """Yield groups of shapes, each with why it is not quite what was asked ("" if it is): a later group is
     for when
     nothing in the earlier ones is feasible."""
@@ -71,7 +71,7 @@ def candidates(shape: str, room: Room) -> Iterator[tuple[tuple[Depths, ...], str
         return
     pipelines = wanted if isinstance(wanted, int) else len(wanted)
     for k in range(min(pipelines, room.most), 0, -1):
-        depths = room.even(k) if isinstance(wanted, int) else fit(wanted[:k], room)
+        depths = room.even(k) if isinstance(wanted, int) else fit_depths(wanted[:k], room)
         asked = k == wanted if isinstance(wanted, int) else depths == wanted
         yield (
             (depths,),
@@ -79,7 +79,7 @@ def candidates(shape: str, room: Room) -> Iterator[tuple[tuple[Depths, ...], str
         )
 
 
-def fit(wanted: Depths, room: Room) -> Depths:
+def fit_depths(wanted: Depths, room: ShapeLimits) -> Depths:
     """Bring depths to what the nodes allow: shorten the deepest pipelines or deepen the shallowest ones."""
     depths = [min(depth, room.n_layers) for depth in wanted]
     while sum(map(room.hosts, depths)) > room.nodes:
@@ -93,7 +93,7 @@ def fit(wanted: Depths, room: Room) -> Depths:
     return tuple(depths)
 
 
-BEST = 3
+MAX_EVEN_SHAPES = 3
 """Even shapes that are worked out."""
 
 
@@ -109,24 +109,24 @@ def solve(problem: Problem, per_node: int) -> Solution | None:
     shares = batches.allot(problem.microbatches, [finish(depth) for depth in problem.depths])
     shapes = []
     for depth, m in zip(problem.depths, shares, strict=True):
-        found = cut(model, schedule, depth, per_node, min(depth, m))
+        found = cut_uniform(model, schedule, depth, per_node, min(depth, m))
         if found is None:
             return None
         kinds, stages, cuts, _, _ = found
-        shapes.append(Shape(schedule, kinds, stages, cuts, m))
-    return Solution(tuple(shapes), cost(model, tuple(shapes)))
+        shapes.append(PipelineShape(schedule, kinds, stages, cuts, m))
+    return Solution(tuple(shapes), step_seconds(model, tuple(shapes)))
 
 
-def even(problem: Problem) -> list[Solution]:
+def even_solutions(problem: Problem) -> list[Solution]:
     """The best plans with nodes spread as evenly as can be over 1, 2, ... pipelines.
 
     A ring of fewer pipelines reduces a little faster, which `scale` does not see: it reckons with a ring of many.
     """
     model = problem.model
-    if len(problem.counts) > 1 or model.tailless:
+    if len(problem.counts) > 1 or model.has_no_tail:
         return []
     units = min(model.kinds[0].units, model.n_layers)
-    room = Room(
+    room = ShapeLimits(
         nodes=problem.counts[0], per_node=units, n_layers=model.n_layers, n_microbatches=problem.microbatches
     )
     priced = []
@@ -134,7 +134,7 @@ def even(problem: Problem) -> list[Solution]:
         for depths in dict.fromkeys(room.even(k) for k in range(1, room.most + 1)):
             priced.append((_estimate(model, schedule, depths, units, problem.microbatches), schedule, depths))
     found = []
-    for seconds, schedule, depths in sorted(priced)[:BEST]:
+    for seconds, schedule, depths in sorted(priced)[:MAX_EVEN_SHAPES]:
         asked = Problem(
             model=model,
             counts=problem.counts,
@@ -152,11 +152,11 @@ def _estimate(model: CostModel, schedule: str, depths: Depths, per_node: int, mi
     numbers = Counter(depths)
     shapes = []
     for depth in numbers:
-        found = cut(model, schedule, depth, per_node, depth)
+        found = cut_uniform(model, schedule, depth, per_node, depth)
         if found is None:
             return inf
         kinds, stages, cuts, _, _ = found
-        shapes.append(Shape(schedule, kinds, stages, cuts, depth))
+        shapes.append(PipelineShape(schedule, kinds, stages, cuts, depth))
     low, high = 0.0, max(_seconds(model, schedule, depth, per_node, microbatches) for depth in numbers)
     for _ in range(40):
         middle = (low + high) / 2
@@ -167,7 +167,7 @@ def _estimate(model: CostModel, schedule: str, depths: Depths, per_node: int, mi
 
 
 def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: float) -> int:
-    found = cut(model, schedule, depth, per_node, depth)
+    found = cut_uniform(model, schedule, depth, per_node, depth)
     if found is None:
         return 0
     first = float(pipeline_seconds(schedule, found[3], found[4], 1))
@@ -175,19 +175,19 @@ def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: 
 
 
 def _seconds(model: CostModel, schedule: str, depth: int, per_node: int, microbatches: int) -> float:
-    found = cut(model, schedule, depth, per_node, depth)
+    found = cut_uniform(model, schedule, depth, per_node, depth)
     if found is None and microbatches < depth:  # fewer in flight may fit
-        found = cut(model, schedule, depth, per_node, microbatches)
+        found = cut_uniform(model, schedule, depth, per_node, microbatches)
     return float(pipeline_seconds(schedule, found[3], found[4], microbatches)) if found else inf
 
 
 @lru_cache(maxsize=1024)
-def cut(
+def cut_uniform(
     model: CostModel, schedule: str, depth: int, per_node: int, ahead: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float, float] | None:
     """(kinds, stages a node, cuts, sum of fills, slowest stage), or None if memory forbids it."""
     hosts = tuple(min(per_node, depth - first) for first in range(0, depth, per_node))
-    cutter = Cutter(model, schedule, [0] * len(hosts), hosts, ahead)
+    cutter = LayerPartitioner(model, schedule, [0] * len(hosts), hosts, ahead)
     least = cutter.least(0.0, inf)
     cuts = cutter.cut(least) if least < inf else None
     return ((0,) * len(hosts), hosts, cuts, *cutter.seconds(cuts)) if cuts else None

@@ -3,7 +3,7 @@ planned anew.
 
 With many pipelines, this is nearly as fast as the best plan, moves next to nothing, and is found in milliseconds. How
 near it is, the linear programme says, whose optimum bounds what any plan of the priced groups could reach: unless the
-repaired plan is within `ENOUGH` of that, everything is planned again.
+repaired plan is within `MAX_GAP` of that, everything is planned again.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from elastic.domain.types import Pipeline, Plan
 from elastic.planning.backup.amortization import Option, choose, horizon_s
 from elastic.planning.backup.peer_assignment import natural
 from elastic.planning.cost.cost_model import CostModel, pipeline_seconds
-from elastic.planning.cost.node_kinds import Kinds
-from elastic.planning.cost.predict import pipeline_pace, predict
+from elastic.planning.cost.node_kinds import NodeKinds
+from elastic.planning.cost.predict import pipeline_timer, predict
 from elastic.planning.placement.migration import links_of, transition
 from elastic.planning.schedule.microbatch_split import Cost, allot, deal
 from elastic.planning.schedule.schedule import INTERLEAVED
 from elastic.planning.search import column_search as scale
-from elastic.planning.search.assemble import protect
-from elastic.planning.search.columns import Pool
-from elastic.planning.search.evaluate import cost, largest_tail
-from elastic.planning.search.layer_partition import Cutter
+from elastic.planning.search.assemble import assign_backups
+from elastic.planning.search.columns import ColumnPool
+from elastic.planning.search.evaluate import step_seconds, largest_tail
+from elastic.planning.search.layer_partition import LayerPartitioner
 from elastic.planning.search.master_problem import Relaxation
-from elastic.planning.search.problem import Problem, Shape
+from elastic.planning.search.problem import Problem, PipelineShape
 from elastic.planning.search.request import PlanRequest
 
-ENOUGH = 0.02
+MAX_GAP = 0.02
 """A repaired plan may be slower than the bound by this fraction."""
 PRECISION = 1e-3
-HELP = 0.06
+MAX_SPEEDUP = 0.06
 """By how much of the time the free nodes help at most, as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
-class Repaired:
+class IncrementalPlan:
     """The current pipelines that stay, with what they take, and shapes for the nodes that are free."""
 
-    kept: tuple[tuple[Pipeline, Shape], ...]
-    shapes: tuple[Shape, ...]
+    kept: tuple[tuple[Pipeline, PipelineShape], ...]
+    shapes: tuple[PipelineShape, ...]
     seconds: float
 
 
-def repair(request: PlanRequest, problem: Problem, kinds: Kinds) -> Repaired | None:
+def replan_free_nodes(request: PlanRequest, problem: Problem, kinds: NodeKinds) -> IncrementalPlan | None:
     """Repair the current plan, or None: there is none, it does not fit the request, or it would be too slow."""
     kept = _kept(request, problem.model, kinds)
-    priced = scale.price(problem, inf) if kept else None
+    priced = scale.price_problem(problem, inf) if kept else None
     if not kept or priced is None:
         return None
     nodes = Counter(kind for _, shape in kept for kind in shape.kinds)
     left = tuple(n - nodes[kind] for kind, n in enumerate(problem.counts))
-    if prod(n + 1 for n in left) > scale.CELLS:
+    if prod(n + 1 for n in left) > scale.MAX_KNAPSACK_STATES:
         return None
     tail = largest_tail(problem.model, [shape for _, shape in kept])
-    search = _Search(problem, priced, kept, left, tail)
+    search = _FreeNodeSearch(problem, priced, kept, left, tail)
     seconds = search.least()
     if seconds == inf:
         return None
@@ -69,11 +69,11 @@ def repair(request: PlanRequest, problem: Problem, kinds: Kinds) -> Repaired | N
     return found
 
 
-def _near(problem: Problem, priced: Pool, seconds: float) -> bool:
-    """Whether no plan of the priced groups can be faster by more than `ENOUGH`."""
+def _near(problem: Problem, priced: ColumnPool, seconds: float) -> bool:
+    """Whether no plan of the priced groups can be faster by more than `MAX_GAP`."""
     relaxation = Relaxation(priced.counts, problem.counts)
     for low, high in zip((0.0, *priced.tails), priced.tails, strict=False):
-        target = seconds * (1 - ENOUGH) - (low if low < inf else 0.0)
+        target = seconds * (1 - MAX_GAP) - (low if low < inf else 0.0)
         if target <= 0:
             break
         value = priced.values(target, high, problem.counts)
@@ -82,7 +82,7 @@ def _near(problem: Problem, priced: Pool, seconds: float) -> bool:
     return True
 
 
-def _kept(request: PlanRequest, model: CostModel, kinds: Kinds) -> list[tuple[Pipeline, Shape]]:
+def _kept(request: PlanRequest, model: CostModel, kinds: NodeKinds) -> list[tuple[Pipeline, PipelineShape]]:
     """Pipelines of the current plan whose nodes are all there, with their shapes."""
     current = request.current
     if current is None or current.n_layers != model.n_layers or current.tp != request.workers:
@@ -94,31 +94,31 @@ def _kept(request: PlanRequest, model: CostModel, kinds: Kinds) -> list[tuple[Pi
             continue
         cuts = (*(stage.first for stage in pipeline.stages), model.n_layers)
         owners = tuple(kinds.of[node] for node in nodes)
-        found.append((pipeline, Shape(pipeline.schedule, owners, tuple(nodes.values()), cuts, 1)))
+        found.append((pipeline, PipelineShape(pipeline.schedule, owners, tuple(nodes.values()), cuts, 1)))
     return found
 
 
-class _Search:
+class _FreeNodeSearch:
     """The least time within which the pipelines that stay and the free nodes do all micro-batches."""
 
     def __init__(
         self,
         problem: Problem,
-        priced: Pool,
-        kept: list[tuple[Pipeline, Shape]],
+        priced: ColumnPool,
+        kept: list[tuple[Pipeline, PipelineShape]],
         left: tuple[int, ...],
         tail: float,
     ) -> None:
         self.problem, self.priced, self.kept, self.left, self.tail = problem, priced, kept, left, tail
         self._relaxation = Relaxation(priced.counts, left)
-        self._figures: dict[Shape, tuple[float, float]] = {}
+        self._figures: dict[PipelineShape, tuple[float, float]] = {}
         for _, shape in kept:
             if shape not in self._figures:
-                cutter = Cutter(problem.model, shape.schedule, shape.kinds, shape.stages, shape.depth)
+                cutter = LayerPartitioner(problem.model, shape.schedule, shape.kinds, shape.stages, shape.depth)
                 self._figures[shape] = cutter.seconds(shape.cuts)
         self._numbers = Counter(shape for _, shape in kept)
 
-    def share(self, shape: Shape, seconds: float) -> int:
+    def share(self, shape: PipelineShape, seconds: float) -> int:
         """Micro-batches that a pipeline that stays does in time."""
         fill, slowest = self._figures[shape]
         if fill == inf or fill > seconds:
@@ -136,8 +136,8 @@ class _Search:
 
     def able(self, seconds: float, *, alone: bool = False) -> bool:
         """Whether all micro-batches are done in time; `alone`: by the pipelines that stay."""
-        staying = sum(self.share(shape, seconds) * n for shape, n in self._numbers.items())
-        missing = self.problem.microbatches - staying
+        prefer_current = sum(self.share(shape, seconds) * n for shape, n in self._numbers.items())
+        missing = self.problem.microbatches - prefer_current
         return missing <= 0 or (not alone and self.free(seconds)[1] >= missing)
 
     def least(self) -> float:
@@ -153,7 +153,7 @@ class _Search:
         while high - low > PRECISION * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.able(middle, alone=True) else (middle, high)
-        low = max(start, high * (1 - HELP))
+        low = max(start, high * (1 - MAX_SPEEDUP))
         if low < high and self.able(low):
             low, high = start, low
         while high - low > PRECISION * high:
@@ -161,12 +161,12 @@ class _Search:
             low, high = (low, middle) if self.able(middle) else (middle, high)
         return high
 
-    def finish(self, seconds: float) -> Repaired | None:
+    def finish(self, seconds: float) -> IncrementalPlan | None:
         """Share out exactly M micro-batches, and cut what is new."""
         model, problem = self.problem.model, self.problem
         shares = [self.share(shape, seconds) for _, shape in self.kept]
         missing = problem.microbatches - sum(shares)
-        fresh: list[Shape] = []
+        fresh: list[PipelineShape] = []
         if missing > 0:
             chosen, _, values = self.free(seconds)
             for column in sorted(chosen):
@@ -184,7 +184,7 @@ class _Search:
                         missing -= m
         kept = self._fewer(shares, -missing)
         shapes = tuple(
-            Shape(s.schedule, s.kinds, s.stages, s.cuts, m)
+            PipelineShape(s.schedule, s.kinds, s.stages, s.cuts, m)
             for (_, s), m in zip(self.kept, kept, strict=True)
             if m
         )
@@ -192,7 +192,7 @@ class _Search:
             (p, s)
             for p, s in zip((p for (p, _), m in zip(self.kept, kept, strict=True) if m), shapes, strict=True)
         )
-        return Repaired(pairs, tuple(fresh), cost(model, (*shapes, *fresh)))
+        return IncrementalPlan(pairs, tuple(fresh), step_seconds(model, (*shapes, *fresh)))
 
     def _fewer(self, shares: list[int], surplus: int) -> list[int]:
         """Take what is too much from those that end last: one each, in turn."""
@@ -206,17 +206,17 @@ class _Search:
         return shares
 
 
-MOST_NODES = 256
+MAX_NODES_TO_KEEP = 256
 
 
-def staying(request: PlanRequest, best: Plan) -> Plan:
+def prefer_current(request: PlanRequest, best: Plan) -> Plan:
     """Return `best`, or the pipelines of the current plan that are whole, if their shorter pause makes more
     progress until the next change. Weighed only where losses were observed and links are known: else changes
     cost alike."""
     current, profile = request.current, request.profile
     if current is None or profile is None or not profile.link.bytes_per_s or request.hazard_per_s <= 0:
         return best
-    if request.shape != "auto" or len(request.nodes) > MOST_NODES or current.n_layers != best.n_layers:
+    if request.shape != "auto" or len(request.nodes) > MAX_NODES_TO_KEEP or current.n_layers != best.n_layers:
         return best
     kept = _whole(request, current)
     if kept is None:
@@ -241,14 +241,14 @@ def _whole(request: PlanRequest, current: Plan) -> Plan | None:
         return None
     profile = request.profile
 
-    def cost(pipeline: Pipeline) -> Cost:
+    def step_seconds(pipeline: Pipeline) -> Cost:
         """Run against the clock for a few micro-batches; each further one takes as long as those before."""
-        seconds = pipeline_pace(pipeline, profile, request.nodes, request.slow, current.tp)
+        seconds = pipeline_timer(pipeline, profile, request.nodes, request.slow, current.tp)
         few = 2 * len(pipeline.stages)
         base, pace = seconds(few), (seconds(2 * few) - seconds(few)) / few
         return lambda m: seconds(m) if m < few else base + (m - few) * pace
 
-    counts = allot(request.spec.n_microbatches, [cost(pipeline) for pipeline in whole])
+    counts = allot(request.spec.n_microbatches, [step_seconds(pipeline) for pipeline in whole])
     shares = deal(range(request.spec.n_microbatches), counts)
     pipelines = tuple(replace(p, microbatches=share) for p, share in zip(whole, shares, strict=True))
     used = {stage.unit.node for p in pipelines for stage in p.stages}
@@ -261,5 +261,5 @@ def _whole(request: PlanRequest, current: Plan) -> Plan | None:
         peers=(),
     )
     nodes = tuple(n for n in request.nodes if n.node in alive)
-    plan, why = protect(plan, nodes, request.backup, request.schemes_by())
+    plan, why = assign_backups(plan, nodes, request.backup, request.backup_weighing())
     return replace(plan, reason=f"the pipelines that are whole stay as they are; {why}")

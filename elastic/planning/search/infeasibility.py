@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from elastic.planning.cost.cost_model import CostModel
-from elastic.planning.cost.node_kinds import Kinds
+from elastic.planning.cost.node_kinds import NodeKinds
 from elastic.planning.search.problem import Problem
 from elastic.planning.search.request import PlanRequest
 
 
-def shortage(problem: Problem, kinds: Kinds, request: PlanRequest) -> str:
+def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest) -> str:
     """Say by how much memory is short even with one pipeline on all nodes, cut so that it needs least."""
     model = problem.model
     units = [min(kind.units, model.n_layers) for kind in kinds.kinds]

@@ -9,15 +9,15 @@ from math import inf
 
 import numpy as np
 
-from elastic.planning.cost.cost_model import CostModel, Floats, Ints, Stages, in_flight, pipeline_seconds
-from elastic.planning.search.problem import CLOSE, Shape
+from elastic.planning.cost.cost_model import CostModel, Floats, Ints, StageCosts, in_flight, pipeline_seconds
+from elastic.planning.search.problem import TIME_TOLERANCE, PipelineShape
 
-EVEN = 1e-9
+EVENNESS_WEIGHT = 1e-9
 """Weight of evenness among equal cuts."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Bands:
+class _StageBands:
     """Stages of up to `longest` layers, by first layer and number of layers."""
 
     longest: int
@@ -26,10 +26,10 @@ class _Bands:
     seconds: Floats
     """[table, first layer, number]; inf: beyond the last layer."""
     costs: Floats
-    """What `Cutter.cut` minimises the sum of."""
+    """What `LayerPartitioner.cut` minimises the sum of."""
 
 
-class Cutter:
+class LayerPartitioner:
     """Cuts for one order of nodes, first stage first.
 
     Args:
@@ -46,7 +46,7 @@ class Cutter:
         self.kinds, self.used, self.microbatches = tuple(kinds), tuple(stages), microbatches
         owners = [(kind, r < n - 1) for kind, n in zip(kinds, stages, strict=True) for r in range(n)]
         self.depth = len(owners)
-        self.tables: list[Stages] = []
+        self.tables: list[StageCosts] = []
         for s, (kind, inside) in enumerate(owners):
             behind = self.depth - 1 - s
             ahead = in_flight(schedule, behind, self.depth, microbatches)
@@ -57,7 +57,7 @@ class Cutter:
         self.taus = [table.tau for table in self.tables]
         self._owners = {number: kind for number, (kind, _) in zip(self._numbers, owners, strict=True)}
         self._tail, self._pipelines = tail, pipelines
-        self._known: _Bands | None = None
+        self._known: _StageBands | None = None
         self._unit = (
             min((float(tau[0, -1]) for tau in self.taus if np.isfinite(tau[0, -1])), default=1.0) or 1.0
         )
@@ -80,7 +80,7 @@ class Cutter:
     def cut(self, limit: float) -> tuple[int, ...] | None:
         """Cuts with the least sum of fills when no stage takes longer than `limit`; the most even of these."""
         bands = self._bands(self._longest(limit))
-        costs = np.where(bands.seconds <= limit * (1 + CLOSE), bands.costs, inf)
+        costs = np.where(bands.seconds <= limit * (1 + TIME_TOLERANCE), bands.costs, inf)
         rows = np.arange(self.model.n_layers + 1)
         rest = np.full(len(rows), inf)
         rest[-1] = 0.0
@@ -102,11 +102,11 @@ class Cutter:
         longest, rows = 1, np.arange(self.model.n_layers + 1)
         for kind in set(self.kinds):
             times = self.model.compute(kind, self.schedule)
-            ends = np.searchsorted(times, times + limit * (1 + 2 * CLOSE), side="right") - 1
+            ends = np.searchsorted(times, times + limit * (1 + 2 * TIME_TOLERANCE), side="right") - 1
             longest = max(longest, int((ends - rows).max()))
         return longest
 
-    def _bands(self, longest: int) -> _Bands:
+    def _bands(self, longest: int) -> _StageBands:
         if self._known is None or self._known.longest < longest:
             n = self.model.n_layers
             rows = np.arange(n + 1)[:, None]
@@ -120,10 +120,10 @@ class Cutter:
             if self._tail < inf:
                 sums = [self.model.tail_sums(k, self._pipelines) for k in range(len(self.model.kinds))]
                 tails = np.stack([sums[k][ends] - sums[k][rows] for _, k in sorted(self._owners.items())])
-                seconds[tails > self._tail * (1 + CLOSE)] = inf
+                seconds[tails > self._tail * (1 + TIME_TOLERANCE)] = inf
             costs = np.stack([table.fill[rows, ends] for _, table in pairs])
-            costs += EVEN / self._unit * seconds * seconds
-            self._known = _Bands(longest, ends, seconds, costs)
+            costs += EVENNESS_WEIGHT / self._unit * seconds * seconds
+            self._known = _StageBands(longest, ends, seconds, costs)
         return self._known
 
     def seconds(self, cuts: Sequence[int]) -> tuple[float, float]:
@@ -132,14 +132,14 @@ class Cutter:
         fill = sum(float(table.fill[a, b]) for table, (a, b) in zip(self.tables, pairs, strict=True))
         return fill, max(float(tau[a, b]) for tau, (a, b) in zip(self.taus, pairs, strict=True))
 
-    def best(self, least: float, factors: Sequence[float]) -> tuple[Shape, float] | None:
+    def best(self, least: float, factors: Sequence[float]) -> tuple[PipelineShape, float] | None:
         """The fastest shape under limits that are `factors` of the `least` one, with its seconds."""
-        found: tuple[Shape, float] | None = None
+        found: tuple[PipelineShape, float] | None = None
         for factor in factors:
             cuts = self.cut(least * factor)
             if cuts is None:
                 continue
             seconds = float(pipeline_seconds(self.schedule, *self.seconds(cuts), self.microbatches))
-            if found is None or seconds < found[1] * (1 - CLOSE):
-                found = Shape(self.schedule, self.kinds, self.used, cuts, self.microbatches), seconds
+            if found is None or seconds < found[1] * (1 - TIME_TOLERANCE):
+                found = PipelineShape(self.schedule, self.kinds, self.used, cuts, self.microbatches), seconds
         return found

@@ -17,7 +17,7 @@ import numpy as np
 
 from elastic.planning.cost.cost_model import Floats, Ints
 
-NODES = 200
+MAX_TREE_NODES = 200
 """Most nodes of the search tree for whole columns."""
 PRECISION = 1e-9
 """A column gains if it does so by this share of the largest value."""
@@ -99,7 +99,7 @@ class Relaxation:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class IntegerSolution:
     """Columns taken whole: no choice reaches `enough` if `bound` is below it; `chosen` reaches `value`."""
 
     bound: float
@@ -107,13 +107,13 @@ class Whole:
     chosen: Counter[int]
 
 
-def most_whole(
+def solve_integer(
     relaxation: Relaxation,
     value: Ints,
     enough: int,
     number: tuple[int, int] = (0, 1 << 30),
     promising: int = 0,
-) -> Whole:
+) -> IntegerSolution:
     """`number[0]` to `number[1]` whole columns that reach `enough`, or a proof that none do; no proof if only so many
     `promising` columns are looked at.
 
@@ -124,26 +124,26 @@ def most_whole(
     optimum = relaxation.maximise(value)
     limit = optimum.bound
     if limit < enough * (1 - 1e-9):
-        return Whole(limit, 0, Counter())
+        return IntegerSolution(limit, 0, Counter())
     kept = np.flatnonzero((value > 0) & (optimum.gaps <= limit - enough + 1e-6 * enough))
     if not len(kept):
-        return Whole(0.0, 0, Counter())
+        return IntegerSolution(0.0, 0, Counter())
     if promising and len(kept) > promising:
         kept = np.sort(kept[np.argsort(optimum.gaps[kept], kind="stable")[:promising]])
-    solver = _solver(mip_max_nodes=NODES, objective_target=0.5 - enough)
+    solver = _solver(mip_max_nodes=MAX_TREE_NODES, objective_target=0.5 - enough)
     solver.passModel(_model(value[kept], counts[kept], nodes, number))
     solver.run()
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-        return Whole(0.0, 0, Counter())
+        return IntegerSolution(0.0, 0, Counter())
     _check(solver, PROVEN)
     top = min(limit, -float(solver.getInfo().mip_dual_bound))
     solution = solver.getSolution()
     if not solution.value_valid:
-        return Whole(top, 0, Counter())
+        return IntegerSolution(top, 0, Counter())
     amounts = np.rint(solution.col_value).astype(np.int64)
     assert (amounts @ counts[kept] <= np.array(nodes)).all(), "HiGHS keeps to the nodes there are"
     chosen = Counter({int(c): int(n) for c, n in zip(kept, amounts, strict=True) if n > 0})
-    return Whole(top, sum(int(value[c]) * n for c, n in chosen.items()), chosen)
+    return IntegerSolution(top, sum(int(value[c]) * n for c, n in chosen.items()), chosen)
 
 
 def _solver(**options: str | float) -> highspy.Highs:

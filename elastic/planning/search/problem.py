@@ -7,22 +7,22 @@ from math import inf
 
 from elastic.planning.cost.cost_model import CostModel
 
-Counts = tuple[int, ...]
+NodeCounts = tuple[int, ...]
 """Nodes of each kind."""
-CLOSE = 1e-12
+TIME_TOLERANCE = 1e-12
 """Relative difference below which two times are equal."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Group:
+class NodeGroup:
     """What a pipeline is made of."""
 
-    counts: Counts
+    counts: NodeCounts
     depth: int
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PipelineShape:
     """A pipeline before its nodes are known."""
 
     schedule: str
@@ -47,7 +47,7 @@ class Shape:
 class Solution:
     """Pipelines, and the step's seconds under the cost model."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[PipelineShape, ...]
     seconds: float
 
 
@@ -56,10 +56,10 @@ class Problem:
     """What is to be solved. `counts[q]` nodes of kind q may be used."""
 
     model: CostModel
-    counts: Counts
+    counts: NodeCounts
     microbatches: int
     schedules: tuple[str, ...] = ("1f1b",)
-    depths: Counts = ()
+    depths: NodeCounts = ()
     """Depth of each pipeline; (): free."""
     current: int = 0
     """Pipelines now: preferred among equals."""

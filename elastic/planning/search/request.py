@@ -9,12 +9,12 @@ from elastic.domain.errors import FieldError, InfeasiblePlan
 from elastic.domain.types import JobSpec, NodeInfo, Plan
 from elastic.planning.backup.backup_cost import Weighing
 from elastic.planning.backup.peer_assignment import natural
-from elastic.planning.cost.profile import Link, Profile, profile_of
+from elastic.planning.cost.profile import LinkProfile, Profile, profile_of
 from elastic.planning.plan.schemes import schemes_of
 from elastic.planning.schedule.schedule import SCHEDULES
 from elastic.planning.search.fixed_shape import parse_shape
 
-MANY_NODES = 128
+MAX_NODES_BOTH_SHARES = 128
 """Above this shapes are searched once."""
 
 
@@ -69,11 +69,11 @@ class PlanRequest:
         fixed = () if self.backup == "auto" else (schemes_of(self.backup)[0].share,)
         if self.profile is None or not self.profile.link.bytes_per_s:
             return fixed or (1.0,)
-        if len(self.nodes) > MANY_NODES:
+        if len(self.nodes) > MAX_NODES_BOTH_SHARES:
             return fixed or (0.0,)
         return tuple(dict.fromkeys((*fixed, 1.0, 0.0)))
 
-    def schemes_by(self) -> Weighing | None:
+    def backup_weighing(self) -> Weighing | None:
         """What `auto` chooses by; None: links are unknown, or the schemes are fixed."""
         if self.backup != "auto" or self.weighing is not None:
             return self.weighing
@@ -87,11 +87,11 @@ class PlanRequest:
         """The profile that counts: the one given, or what the spec says of itself."""
         if self.profile is not None:
             return self.profile
-        link = Link(self.link_bytes_per_s, self.latency_s)
+        link = LinkProfile(self.link_bytes_per_s, self.latency_s)
         return profile_of(self.spec.layers, self.workers, self.spec.tokens_per_microbatch, link)
 
 
-def check(request: PlanRequest) -> None:
+def check_request(request: PlanRequest) -> None:
     """Raise FieldError for a request that no plan can answer."""
     spec = request.spec
     if spec.n_layers < 1 or spec.n_microbatches < 1:
@@ -116,7 +116,7 @@ def check(request: PlanRequest) -> None:
             raise FieldError(f"slow[{node}]", factor, "a factor above 0 is needed")
 
 
-def pick(request: PlanRequest) -> tuple[list[NodeInfo], list[NodeInfo]]:
+def select_nodes(request: PlanRequest) -> tuple[list[NodeInfo], list[NodeInfo]]:
     """Return (nodes that may hold stages, spares); when not all may, those come first that hold stages now, then those
     whose pre-flight found them quick.
 

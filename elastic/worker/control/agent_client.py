@@ -20,7 +20,7 @@ from elastic.core.protocol.fault_spec import FaultSpec, load_faults
 from elastic.core.protocol.timeouts import DEFAULT, SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, UsageError
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc import security
 from elastic.rpc.frames import Channel
 from elastic.worker.transport.cancellation import Abandon
@@ -48,7 +48,7 @@ class WorkerSettings:
     """plan: the job is planned by the profile in RUN_DIR/config.json; emulate: workers also wait its times."""
     device: str = ""
     """Type of this node's devices, as the profile names it; "": its first."""
-    link: Link = field(default_factory=Link)
+    link: LinkProfile = field(default_factory=LinkProfile)
     """How slow links to other nodes are made."""
     measure: str = ""
     """File for what `elastic profile` wants to know: nothing is trained, layers are measured."""
@@ -81,7 +81,7 @@ class WorkerSettings:
             host=env.get("ELASTIC_HOST", "127.0.0.1"),
             profile=env.get("ELASTIC_PROFILE", ""),
             device=env.get("ELASTIC_DEVICE", ""),
-            link=codec.loads(Link, env["ELASTIC_LINK"]) if "ELASTIC_LINK" in env else Link(),
+            link=codec.loads(LinkProfile, env["ELASTIC_LINK"]) if "ELASTIC_LINK" in env else LinkProfile(),
             measure=env.get("ELASTIC_MEASURE", ""),
             timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, LayerSpec
-from elastic.planning.cost.profile import Measurement, Order
+from elastic.planning.cost.profile import Measurement, MeasurementRequest
 from elastic.planning.cost.profile import Device, LayerTimes
 from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings
@@ -38,7 +38,7 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
 
     Raises SystemExit with code 2 if the number of workers per node is not `tp`.
     """
-    order = codec.loads(Order, Path(settings.measure).read_bytes())
+    order = codec.loads(MeasurementRequest, Path(settings.measure).read_bytes())
     if settings.local_world_size != job.spec.tp:
         error = FieldError(
             "--nproc-per-node",
@@ -57,7 +57,7 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     job.stack.release()
 
 
-def _answer(order: Order, spec: JobSpec, device: torch.device, found: list[tuple[LayerSpec, int]]) -> None:
+def _answer(order: MeasurementRequest, spec: JobSpec, device: torch.device, found: list[tuple[LayerSpec, int]]) -> None:
     times = tuple(
         LayerTimes(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s)
         for la, _ in found
@@ -83,7 +83,7 @@ class _Layers:
         job: TrainingJob,
         device: torch.device,
         tp: TensorParallel,
-        order: Order,
+        order: MeasurementRequest,
     ) -> None:
         self._job, self._spec, self._device, self._tp = job, job.spec, device, tp
         self._clock = _Clock(device, order.warmup, order.repeat)

@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 from elastic.store.shared_memory import SlotPool, checksum
 from elastic.worker.transport.cancellation import Abandon
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
@@ -35,13 +35,13 @@ COMPUTE = 256
 """Rows of the matrices that are multiplied while messages go out."""
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> LinkProfile:
     """The link of these one-way times: latency of the smallest message, bandwidth between larger ones."""
     latency = seconds[0]
     points = pairwise(zip(sizes, seconds, strict=True))
     rates = [(b - a) / (t - s) for (a, s), (b, t) in points if t > s]
     rate = median(rates[-3:]) if rates else sizes[-1] / max(seconds[-1], 1e-9)
-    return Link(bytes_per_s=rate, latency_s=max(0.0, latency - sizes[0] / rate))
+    return LinkProfile(bytes_per_s=rate, latency_s=max(0.0, latency - sizes[0] / rate))
 
 
 def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
@@ -62,7 +62,7 @@ def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
     return median(found[len(found) // 4 :])
 
 
-def contention(links: Links, link: Link, tag: int, repeat: int) -> float:
+def contention(links: Links, link: LinkProfile, tag: int, repeat: int) -> float:
     """Seconds by which compute on rank 0 gets longer for a second of concurrent transfer. Both ranks call this."""
     loops, alone = _calibrate() if links.rank == 0 else (0, 0.0)
     size = torch.tensor([int(alone * link.bytes_per_s / MAX_UNRECEIVED) // 4 + 1])

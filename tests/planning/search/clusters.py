@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.search.request import PlanRequest
 from tests.planning.search.brute_force import Node
 
@@ -77,8 +77,8 @@ def random_case(
         model="random",
         layers=specs,  # type: ignore[arg-type]
         devices=tuple(Device(name, many(times)) for name in "ab"),  # type: ignore[arg-type]
-        inside=Link(0.0, 0.125),
-        link=Link(8.0, 0.5) if linked else Link(),
+        inside=LinkProfile(0.0, 0.125),
+        link=LinkProfile(8.0, 0.5) if linked else LinkProfile(),
         contention=rng.choice((0.0, 0.25)),
         copy_bytes_per_s=rng.choice((0.0, 16.0)),
     )

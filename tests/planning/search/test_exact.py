@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from elastic.domain.errors import InfeasiblePlan
-from elastic.planning.cost.cost_model import CostModel, Kind
+from elastic.planning.cost.cost_model import CostModel, NodeKind
 from elastic.planning.plan.plan import format_plan, parse_plan, validate_plan
 from elastic.planning.search import column_search as scale
 from elastic.planning.search import exact
@@ -78,6 +78,6 @@ def test_what_large_clusters_are_planned_with_is_never_better_and_seldom_worse()
 
 
 def problem_of(case: Case, schedules: tuple[str, ...] = ("1f1b",)) -> Problem:
-    kinds = tuple(Kind(device, slow, memory, units) for device, slow, memory, units in case.kinds)
+    kinds = tuple(NodeKind(device, slow, memory, units) for device, slow, memory, units in case.kinds)
     model = CostModel(case.profile, kinds, stream=case.stream)
     return Problem(model=model, counts=case.counts, microbatches=case.microbatches, schedules=schedules)

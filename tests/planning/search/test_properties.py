@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, Plan
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.plan.plan import validate_plan
 from elastic.planning.schedule.deadlock_check import peak, validate
 from elastic.planning.schedule.schedule import actions_of, units_of
@@ -35,8 +35,8 @@ def profiles(draw: st.DrawFn, most_layers: int = 8) -> Profile:
         Device(name, tuple(LayerTimes(*(t * factor for t in row), updates * factor) for row in times))
         for name, factor in zip(TYPES, (4, 2, 1), strict=True)
     )
-    link = draw(st.sampled_from((Link(), Link(16.0, 0.25))))
-    return Profile(model="drawn", layers=tuple(specs), devices=devices, link=link, inside=Link(0.0, 0.125))
+    link = draw(st.sampled_from((LinkProfile(), LinkProfile(16.0, 0.25))))
+    return Profile(model="drawn", layers=tuple(specs), devices=devices, link=link, inside=LinkProfile(0.0, 0.125))
 
 
 @st.composite

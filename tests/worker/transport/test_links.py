@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic.domain.errors import FieldError
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.shaping import Shaper
 from elastic.worker.transport.cancellation import Abandon, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
@@ -162,7 +162,7 @@ def test_a_store_that_is_not_there() -> None:
 def exchange_slowly(rank: Rank, path: str) -> tuple[float, float, torch.Tensor]:
     """A message of 100 kB and a sum of as much, at 1 MB/s; rank 2 is on rank 0's node. (seconds of either, sum)"""
     remote = {0: (1,), 1: (0, 2), 2: (1,)}[rank.rank]
-    shaper = Shaper(Path(path) / str(rank.rank % 2), Link(1e6))
+    shaper = Shaper(Path(path) / str(rank.rank % 2), LinkProfile(1e6))
     links = rank.open(holder_sets=((0, 1),), shaper=shaper, remote=remote)
     links.gather(torch.zeros(1))
     began = time.monotonic()
@@ -189,7 +189,7 @@ def test_shaped_links_take_their_time_and_carry_the_same(tmp_path: Path) -> None
 def leave_while_sending(rank: Rank, path: str) -> str:
     """What is queued on a slow link holds nobody when the epoch is left."""
     abandon = Abandon()
-    shaper = Shaper(Path(path) / str(rank.rank), Link(1e3))
+    shaper = Shaper(Path(path) / str(rank.rank), LinkProfile(1e3))
     links = rank.open(abandon, shaper=shaper, remote=(1 - rank.rank,))
     if rank.rank == 0:
         links.send(torch.zeros(250_000), 1)
