@@ -348,7 +348,7 @@ class _StageSumBounds:
     def __init__(self, scope: PricingScope, ends: Floats, prices: int) -> None:
         self.scope, self.ends = scope, ends
         model = self.model = scope.model
-        self.work = model.prefix(0).forward + model.prefix(0).backward
+        self.work = model.prefix[0].forward + model.prefix[0].backward
         self.pairs = np.triu_indices(model.n_layers + 1, 1)
         self.sizes = self.work[self.pairs[1]] - self.work[self.pairs[0]]
         self.allowed = [
@@ -357,7 +357,7 @@ class _StageSumBounds:
         ]
         rates = [
             (p.forward[-1] + p.backward[-1]) / self.work[-1]
-            for p in map(model.prefix, range(len(model.kinds)))
+            for p in model.prefix
         ]
         self.prices: Floats = np.geomspace(0.8 * min(rates), 4 * max(rates), prices)
         self._known: dict[tuple[int, int, bool, bool], Floats] = {}

@@ -23,7 +23,7 @@ from tests.planning.search.clusters import Case, random_case
 def problem_of(case: Case) -> Problem:
     kinds = [NodeKind(device, slow, memory, units) for device, slow, memory, units in case.kinds]
     return Problem(
-        model=CostModel(case.profile, kinds, stream=case.stream),
+        model=CostModel(case.profile, kinds, stream_share=float(case.stream)),
         counts=case.counts,
         microbatches=case.microbatches,
     )
@@ -76,7 +76,7 @@ HARD = {
 @pytest.mark.parametrize("name", HARD)
 def test_never_above_the_best_plan_of_hard_cases(name: str) -> None:
     profile, kinds, counts, microbatches, best = HARD[name]
-    problem = Problem(model=CostModel(profile, kinds, stream=0.0), counts=counts, microbatches=microbatches)
+    problem = Problem(model=CostModel(profile, kinds, stream_share=0.0), counts=counts, microbatches=microbatches)
     solution, _ = exact.solve(problem)
     assert solution is not None and solution.seconds == pytest.approx(best)
     for above in (1.01 * best, 1.5 * best, 3 * best):

@@ -94,7 +94,9 @@ class Relaxation:
     def _add(self, column: int, worth: Floats) -> None:
         assert self._solver is not None
         rows = np.arange(len(self.nodes))
-        self._solver.addCol(-worth[column], 0, highspy.kHighsInf, len(rows), rows, self._matrix[column])
+        self._solver.addCol(
+            -worth[column], 0, highspy.kHighsInf, len(rows), rows, self._matrix[column]
+        )
         self._inside.append(column)
 
 
@@ -159,7 +161,9 @@ def _check(solver: highspy.Highs, expected: tuple[highspy.HighsModelStatus, ...]
         raise RuntimeError(f"HiGHS: {solver.modelStatusToString(status)}")
 
 
-def _model(value: Ints, counts: Ints, nodes: tuple[int, ...], number: tuple[int, int]) -> highspy.HighsLp:
+def _model(
+    value: Ints, counts: Ints, nodes: tuple[int, ...], number: tuple[int, int]
+) -> highspy.HighsLp:
     """Minimise -value; a row for each kind of node, and one for the number of columns."""
     rows = np.concatenate((counts, np.ones((len(counts), 1), dtype=np.int64)), axis=1)
     model = highspy.HighsLp()

@@ -1,4 +1,4 @@
-"""What the planner solves, and what a solution looks like before nodes have names."""
+"""The planning problem, and its solutions before nodes have names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from math import inf
 from elastic.planning.cost.cost_model import CostModel
 
 NodeCounts = tuple[int, ...]
-"""Nodes of each kind."""
+"""Nodes per kind."""
 TIME_TOLERANCE = 1e-12
-"""Relative difference below which two times are equal."""
+"""Relative difference up to which two times are equal."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeGroup:
-    """What a pipeline is made of."""
+    """Nodes of one pipeline, and the number of stages on them."""
 
     counts: NodeCounts
     depth: int
@@ -23,7 +23,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """A pipeline before its nodes are known."""
+    """A pipeline whose nodes are known by kind only."""
 
     schedule: str
     kinds: tuple[int, ...]
@@ -31,7 +31,7 @@ class PipelineShape:
     stages: tuple[int, ...]
     """Stages on each of these nodes."""
     cuts: tuple[int, ...]
-    """First layer of each stage, and L."""
+    """First layer of each stage, then L."""
     microbatches: int
 
     @property
@@ -40,12 +40,13 @@ class PipelineShape:
 
     def stage_kinds(self) -> tuple[int, ...]:
         """Kind of each stage."""
-        return tuple(kind for kind, n in zip(self.kinds, self.stages, strict=True) for _ in range(n))
+        pairs = zip(self.kinds, self.stages, strict=True)
+        return tuple(kind for kind, n in pairs for _ in range(n))
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Pipelines, and the step's seconds under the cost model."""
+    """Shapes of all pipelines, and seconds of the step under the cost model."""
 
     shapes: tuple[PipelineShape, ...]
     seconds: float
@@ -53,7 +54,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is to be solved. `counts[q]` nodes of kind q may be used."""
+    """Find the pipelines with the shortest step for `microbatches` on `counts` nodes per kind."""
 
     model: CostModel
     counts: NodeCounts
@@ -62,8 +63,8 @@ class Problem:
     depths: NodeCounts = ()
     """Depth of each pipeline; (): free."""
     current: int = 0
-    """Pipelines now: preferred among equals."""
+    """Present number of pipelines, preferred among equals."""
     thorough: bool = True
-    """Take the time to try more: seconds instead of milliseconds, where nodes are a few dozen."""
-    above: float = inf
-    """Seconds of a plan that is known: slower ones need not be found."""
+    """Search longer: seconds instead of milliseconds for a few dozen nodes."""
+    upper_bound_s: float = inf
+    """Seconds of a known plan; slower ones need not be found."""

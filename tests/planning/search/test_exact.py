@@ -79,5 +79,5 @@ def test_what_large_clusters_are_planned_with_is_never_better_and_seldom_worse()
 
 def problem_of(case: Case, schedules: tuple[str, ...] = ("1f1b",)) -> Problem:
     kinds = tuple(NodeKind(device, slow, memory, units) for device, slow, memory, units in case.kinds)
-    model = CostModel(case.profile, kinds, stream=case.stream)
+    model = CostModel(case.profile, kinds, stream_share=case.stream)
     return Problem(model=model, counts=case.counts, microbatches=case.microbatches, schedules=schedules)
