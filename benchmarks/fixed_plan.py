@@ -1,4 +1,4 @@
-"""A coordinator that takes its plan from RUN_DIR/plan.txt instead of asking the planner; else the real one."""
+"""Coordinator that takes its plan from RUN_DIR/plan.txt, for benchmarks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ def main() -> int:
 
     def fixed(request: PlanRequest) -> Plan:
         plan, why = assign_backups(
-            replace(given, epoch=request.epoch), request.nodes, request.backup, request.backup_weighing()
+            replace(given, epoch=request.epoch),
+            request.nodes,
+            request.backup,
+            request.backup_weighing(),
         )
         return replace(plan, reason=f"given; {why}")
 
-    search.make_plan = fixed  # before anybody takes it from there
+    search.make_plan = fixed  # before other modules import it
     from elastic.coordinator import service
 
     return service.main()

@@ -1,4 +1,4 @@
-"""The planner's benchmark, a small part of it: no rival's plan is faster, and no plan beats the lower bound."""
+"""A small run of the planner benchmark: no rival is faster, and no plan beats the bound."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from benchmarks.planner import (
     QUICK,
     TYPES,
     PlanComparison,
-    deep_profile,
     compare,
+    deep_profile,
     measure,
     published,
     random_cluster,
@@ -25,13 +25,17 @@ def test_a_small_part_of_everything() -> None:
     values = {row.metric: row.value for row in rows}
     assert all(math.isfinite(value) for value in values.values())
     assert [v for name, v in values.items() if name.endswith("its plan is faster")] == [0, 0]
-    gaps = [v for name, v in values.items() if name.startswith("gap") and name.endswith(("median", "worst"))]
+    gaps = [
+        v
+        for name, v in values.items()
+        if name.startswith("gap") and name.endswith(("median", "worst"))
+    ]
     assert len(gaps) == 4 and all(-1e-6 <= gap < 100 for gap in gaps)
     assert len(found) == len(QUICK.models) * len(QUICK.nodes)
     assert len(table(found).splitlines()) == 1 + len(found)
 
 
-def test_rows_of_rivals_count_what_the_table_says() -> None:
+def test_rows_of_rivals_summarise_the_table() -> None:
     found = [PlanComparison("a", 2, 1.0, 1.5, 0.9), PlanComparison("a", 30, 2.0, math.inf, 2.0)]
     values = {row.metric: row.value for row in rivals(found)}
     assert values["Oobleck: cases in which its plan is faster"] == 0

@@ -1,7 +1,8 @@
-"""The lower bound never exceeds what an exact search finds; whole pipelines are chosen as trying everything would."""
+"""The lower bound never exceeds the exact optimum; integer choices match exhaustive search."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import inf
 
@@ -41,13 +42,19 @@ def test_never_above_the_best_plan(chunk: int) -> None:
         found = lower_bound(problem, 1.5 * solution.seconds, splits=5)
         assert 0 < found <= solution.seconds * (1 + 1e-9), seed
         shares.append(found / solution.seconds)
-    assert np.median(shares) > 0.8, "and it says something"
+    assert np.median(shares) > 0.8, "the bound is not trivial"
 
 
-def profile_of(layers: list[LayerSpec], times: dict[str, list[tuple[float, float]]], link: LinkProfile) -> Profile:
+def profile_of(
+    layers: list[LayerSpec], times: Mapping[str, Sequence[tuple[float, float]]], link: LinkProfile
+) -> Profile:
     """Forward and backward seconds of every layer, by device."""
-    devices = tuple(Device(name, tuple(LayerTimes(f, b) for f, b in pairs)) for name, pairs in times.items())
-    return Profile(model="x", layers=tuple(layers), devices=devices, inside=LinkProfile(), link=link)
+    devices = tuple(
+        Device(name, tuple(LayerTimes(f, b) for f, b in pairs)) for name, pairs in times.items()
+    )
+    return Profile(
+        model="x", layers=tuple(layers), devices=devices, inside=LinkProfile(), link=link
+    )
 
 
 def layer(params: int = 0, activation: int = 0, output: int = 0) -> LayerSpec:
@@ -76,14 +83,16 @@ HARD = {
 @pytest.mark.parametrize("name", HARD)
 def test_never_above_the_best_plan_of_hard_cases(name: str) -> None:
     profile, kinds, counts, microbatches, best = HARD[name]
-    problem = Problem(model=CostModel(profile, kinds, stream_share=0.0), counts=counts, microbatches=microbatches)
+    problem = Problem(
+        model=CostModel(profile, kinds, stream_share=0.0), counts=counts, microbatches=microbatches
+    )
     solution, _ = exact.solve(problem)
     assert solution is not None and solution.seconds == pytest.approx(best)
     for above in (1.01 * best, 1.5 * best, 3 * best):
         assert 0 < lower_bound(problem, above, splits=5) <= best * (1 + 1e-9)
 
 
-def test_what_it_cannot_bound_is_refused() -> None:
+def test_unsupported_problems_are_refused() -> None:
     problem = problem_of(random_case(1))
     with pytest.raises(FieldError, match="seconds of a known plan"):
         lower_bound(problem, inf)
@@ -95,13 +104,15 @@ def test_what_it_cannot_bound_is_refused() -> None:
 
 def test_only_for_1f1b() -> None:
     problem = problem_of(random_case(1))
-    other = Problem(model=problem.model, counts=problem.counts, microbatches=1, schedules=("zero-bubble",))
+    other = Problem(
+        model=problem.model, counts=problem.counts, microbatches=1, schedules=("zero-bubble",)
+    )
     with pytest.raises(FieldError, match="1F1B alone"):
         lower_bound(other, 1.0)
 
 
-def test_the_relaxation_solves_one_question_after_the_other() -> None:
-    """As SciPy does, whatever was asked before, also where nodes of a kind are missing."""
+def test_the_relaxation_solves_problems_in_turn() -> None:
+    """Results equal SciPy's after any earlier problem, also without nodes of a kind."""
     rng = np.random.default_rng(8)
     for kinds in (1, 2, 3):
         counts = rng.integers(0, 5, (40, kinds))
@@ -118,10 +129,12 @@ def test_the_relaxation_solves_one_question_after_the_other() -> None:
 
 
 def best_whole(
-    value: list[int], counts: list[tuple[int, int]], nodes: tuple[int, int], low: int, high: int
+    value: list[int], counts: list[list[int]], nodes: tuple[int, int], low: int, high: int
 ) -> int:
-    """By trying all amounts; -1: no choice."""
-    ranges = [range(min(n // c for n, c in zip(nodes, count, strict=True) if c) + 1) for count in counts]
+    """Best value by exhaustive search; -1: no choice."""
+    ranges = [
+        range(min(n // c for n, c in zip(nodes, count, strict=True) if c) + 1) for count in counts
+    ]
     best = -1
     for amounts in product(*ranges):
         used = [sum(a * c[q] for a, c in zip(amounts, counts, strict=True)) for q in (0, 1)]
@@ -130,11 +143,11 @@ def best_whole(
     return best
 
 
-def test_whole_columns_as_by_trying_everything() -> None:
-    """Whatever is asked for is found if it exists, and else proven impossible."""
+def test_integer_choices_match_exhaustive_search() -> None:
+    """A sufficient choice is found if it exists, and otherwise proven impossible."""
     rng = np.random.default_rng(7)
     for _ in range(60):
-        counts = [tuple(map(int, c)) for c in rng.integers(0, 4, (4, 2)) if c.any()]
+        counts = [c.tolist() for c in rng.integers(0, 4, (4, 2)) if c.any()]
         value = [int(v) for v in rng.integers(1, 12, len(counts))]
         nodes = int(rng.integers(3, 8)), int(rng.integers(3, 8))
         low, high = sorted(map(int, rng.integers(1, 6, 2)))

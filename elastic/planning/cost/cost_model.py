@@ -10,7 +10,7 @@ equal device type, slow factor, memory and units are one kind; kinds are numbere
     tau          = exposed + hop                         hop: activation to the next stage and its
                                                          gradient back
     1F1B         T = sum(tau) + (m - 1) * max(tau)
-    zero-bubble  T = m * max(tau) + sum over all stages but the last of max(0, tau - 2 * weight part)
+    zero-bubble  T = m * max(tau) + sum over stages but the last of max(0, tau - 2 * weight part)
     step         = max over pipelines of T + tail        tail: slowest stage's reduction and update
 """
 
@@ -90,12 +90,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        profile: Profile,
-        kinds: Sequence[NodeKind],
-        *,
-        tp: int = 1,
-        stream_share: float = 1.0,
+        self, profile: Profile, kinds: Sequence[NodeKind], *, tp: int = 1, stream_share: float = 1.0
     ) -> None:
         self.kinds = tuple(kinds)
         layers = profile.layers
@@ -128,7 +123,7 @@ class CostModel:
         self._cached_times = cache(self._times)
 
     def reduction(self, pipelines: int) -> float:
-        """Seconds per byte in a ring over k pipelines: each rank sends 2 (k - 1) / k of the data."""
+        """Seconds per byte in a ring over k pipelines: a rank sends 2 (k - 1) / k of the data."""
         return 2 * (pipelines - 1) / pipelines * self._reduce_per_byte
 
     def tail_sums(self, kind: int, pipelines: int) -> Floats:

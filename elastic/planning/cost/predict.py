@@ -1,8 +1,9 @@
 """Predicts the step time of a plan, for comparing, showing and checking plans.
 
-Pipelines are simulated action by action (`timeline`). Pipelines of many thousand actions are priced
-by the closed form, which the simulated time never exceeds. The tail is that of the cost model: after
-the last pipeline, every layer is reduced over its holders and updated; the slowest unit ends it.
+Pipelines are simulated action by action (`timeline`). Pipelines of many thousand actions are
+priced by the closed form, which the simulated time never exceeds. The tail is that of the cost
+model: after the last pipeline, every layer is reduced over its holders and updated; the slowest
+unit ends it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _LayerSums:
 
     @classmethod
     def of(cls, profile: Profile) -> _LayerSums:
-        """The sums of a profile, by its id. The cache holds the profile, so no other gets this id."""
+        """The sums of a profile by its id. The cache holds the profile, so its id stays unique."""
         found = cls.by_profile_id.get(id(profile))
         if found is None:
             if len(cls.by_profile_id) >= MAX_CACHED_PROFILES:
@@ -113,10 +114,7 @@ class _StageLocations:
 
 
 def predict(
-    plan: Plan,
-    profile: Profile,
-    nodes: Sequence[NodeInfo],
-    slow: Sequence[tuple[str, float]] = (),
+    plan: Plan, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
 ) -> Prediction:
     """Predict a step of `plan`. `nodes` includes all that hold stages; `slow`: (node, factor)."""
     return Predictor(plan, profile, nodes, slow).prediction(plan.gradients)

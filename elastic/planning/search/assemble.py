@@ -108,10 +108,7 @@ def _slots(shape: PipelineShape, pipeline: int) -> list[Slot]:
 
 
 def _stages(
-    shape: PipelineShape,
-    owners: Sequence[str],
-    cuts: Sequence[int],
-    partitioner: LayerPartitioner,
+    shape: PipelineShape, owners: Sequence[str], cuts: Sequence[int], partitioner: LayerPartitioner
 ) -> tuple[Stage, ...]:
     hosts = zip(owners, shape.stages, strict=True)
     units = [Unit(node, group) for node, n in hosts for group in range(n)]

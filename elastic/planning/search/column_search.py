@@ -1,11 +1,11 @@
-"""Near-best plans for clusters of any size. `benchmarks.planner_bound` proves their distance from the best.
+"""Near-best plans for clusters of any size. `benchmarks.planner_bound` proves their quality.
 
 For a time T and a limit on the tail, each group of nodes (`columns`) does a whole number of
-micro-batches. The linear programme yields the most that all nodes could do, and the least T at which
-that reaches M is a target. Just above the target, whole pipelines are chosen among the most promising
-groups (`master_problem.solve_integer`, or a knapsack for one kind of node), and T is raised in small
-steps until they do M. Then they are cut precisely (`layer_partition`), and the groups are priced again
-for longer and shorter tails than that of the plan found.
+micro-batches. The linear programme yields the most that all nodes could do, and the least T at
+which that reaches M is a target. Just above the target, whole pipelines are chosen among the most
+promising groups (`master_problem.solve_integer`, or a knapsack for one kind of node), and T is
+raised in small steps until they do M. Then they are cut precisely (`layer_partition`), and the
+groups are priced again for longer and shorter tails than that of the plan found.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ import numpy as np
 from elastic.planning.cost.cost_model import CostModel, Ints, pipeline_seconds
 from elastic.planning.schedule.microbatch_split import Cost, allot
 from elastic.planning.schedule.schedule import ZERO_BUBBLE
-from elastic.planning.search.columns import (
-    LIMIT_FACTORS,
-    MANY_PIPELINES,
-    ColumnPool,
-    column_pool,
-)
+from elastic.planning.search.columns import LIMIT_FACTORS, MANY_PIPELINES, ColumnPool, column_pool
 from elastic.planning.search.evaluate import (
     fill_and_slowest,
     largest_tail,
@@ -224,11 +219,7 @@ def _promising_tails(
 
 
 def _solve_with_tail(
-    problem: Problem,
-    priced: ColumnPool,
-    relaxation: Relaxation,
-    tail: float,
-    most: float = inf,
+    problem: Problem, priced: ColumnPool, relaxation: Relaxation, tail: float, most: float = inf
 ) -> Solution | None:
     """The best whole pipelines within a tail; None if they do not end within `most` seconds."""
     target = priced.fractional(relaxation, problem.microbatches, tail, most)

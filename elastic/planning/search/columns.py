@@ -1,14 +1,14 @@
 """Prices every pipeline that a large cluster could form: the columns of the linear programme.
 
-A *group* is a number of nodes per kind. Going from the last stage to the first, `reach[group, t]` is
-the first layer that the group's stages can start at if no stage takes longer than `limits[t]`.
+A *group* is a number of nodes per kind. Going from the last stage to the first, `reach[group, t]`
+is the first layer that the group's stages can start at if no stage takes longer than `limits[t]`.
 Starting earlier is never worse, so the best reach of a group follows from the best reaches of the
-groups with one node less. The group can hold the whole model under a limit when it reaches layer 0.
+groups with one node less. The group can hold the whole model under a limit if it reaches layer 0.
 All groups of one size and all limits are computed in a few array operations.
 
-Each group keeps its smallest limit and some wider ones under which the stages' times add up to less,
-because fast nodes then take more layers. So a group has one to four *options* of (fill, slowest,
-tail). A `ColumnPool` holds the groups of all schedules.
+Each group keeps its smallest limit and some wider ones under which the stages' times add up to
+less, because fast nodes then take more layers. So a group has one to four *options* of (fill,
+slowest, tail). A `ColumnPool` holds the groups of all schedules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from math import ceil, comb, floor, inf, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,6 +108,10 @@ class _Progress(NamedTuple):
     slowest: Floats
     tail: Floats
     """Largest tail."""
+
+    def select(self, index: Any) -> _Progress:
+        """The tables at a NumPy index."""
+        return _Progress(self.reach[index], self.fill[index], self.slowest[index], self.tail[index])
 
 
 class _StageReach:
@@ -284,7 +288,7 @@ def price_columns(
         if not len(open_):
             break
         width = int(open_[-1]) + 1  # fewer nodes already hold the model under wider limits
-        state = _Progress(*(values[:, :width] for values in best))
+        state = best.select(np.s_[:, :width])
     return _with_options(found, limits, schedule, most, choice, block)
 
 
@@ -307,7 +311,7 @@ def _next_level(
             top = int(behind + units[kind] * block)
             if top > model.n_layers:
                 continue
-            here = _Progress(*(values[at] for values in state))
+            here = state.select(at)
             for n in range(block * units[kind]):
                 here = stage_reach.extend(kind, int(behind) + n, top, bool(n % units[kind]), here)
             _keep_better(best, chosen, part, here, kind)
@@ -318,7 +322,7 @@ def _keep_better(
     best: _Progress, chosen: NDArray[np.int8], rows: Ints, state: _Progress, kind: int
 ) -> None:
     """Replace entries of `best` that `state` exceeds in reach, or equals in less time."""
-    here = _Progress(*(values[rows] for values in best))
+    here = best.select(rows)
     better = np.isfinite(state.fill) & (
         (state.reach < here.reach)
         | ((state.reach == here.reach) & (state.fill < here.fill))

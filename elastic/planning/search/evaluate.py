@@ -1,8 +1,8 @@
 """Seconds of shapes and of whole solutions: by closed forms, and simulated action by action.
 
-Closed forms only bound or approximate some schedules: 1F1B if the ratio of forward to backward differs
-between stages, and zero-bubble on uneven stages. The simulation is exact for the engine's actions. It chooses
-among solutions that the closed forms find about equally good.
+Closed forms only bound or approximate some schedules: 1F1B if the ratio of forward to backward
+differs between stages, and zero-bubble on uneven stages. The simulation is exact for the engine's
+actions. It chooses among solutions that the closed forms find about equally good.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Exact search for small clusters: every set of pipelines, node order, cut and share of micro-batches.
+"""Exact search for small clusters: all sets of pipelines, node orders, cuts and shares.
 
 Three nested dynamic programmes.
 
-1. Covers. Going from the last stage to the first, a *group* is the nodes used so far (how many of each
-   kind) and the number of their stages. `cover[group]` is, for every first layer i and every limit
-   on the slowest stage, the least sum of fills over stages that cover [i, L). The limit is kept
-   beside the sum, because the group with the smallest sum may have too slow a stage: one best value
-   per sub-problem would be wrong (Jang et al., SOSP 2023, section 4).
+1. Covers. Going from the last stage to the first, a *group* is the nodes used so far (how many of
+   each kind) and the number of their stages. `cover[group]` is, for every first layer i and every
+   limit on the slowest stage, the least sum of fills over stages that cover [i, L). The limit is
+   kept beside the sum, because the group with the smallest sum may have too slow a stage: one best
+   value per sub-problem would be wrong (Jang et al., SOSP 2023, section 4).
 2. Sharing. Within a given time each group does a number of micro-batches. A knapsack over groups
-   yields the most that k pipelines of the available nodes do, and bisection over all finishing times
-   finds the least sufficient time.
-3. The tail (reduction and update) depends on the largest stage of the whole plan and on k. Limits on
-   the tail are tried by branch and bound.
+   yields the most that k pipelines of the available nodes do, and bisection over all finishing
+   times finds the least sufficient time.
+3. The tail (reduction and update) depends on the largest stage of the whole plan and on k. Limits
+   on the tail are tried by branch and bound.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic.planning.search.problem import (
 
 IMPOSSIBLE = -(1 << 40)
 LAYERS_PER_TAIL_LIMIT = 8
-"""Layers up to which limits on the tail cost little; with several kinds their number grows with L."""
+"""Layers per step in which limits on the tail add to the work, with several kinds of nodes."""
 
 
 class _CoverKey(NamedTuple):
@@ -158,7 +158,7 @@ class _CoverTables:
     def _first_node(
         self, key: _CoverKey, group: NodeGroup, at: int, limit: int
     ) -> tuple[int, tuple[int, ...], int, NodeGroup]:
-        """First node of a best cover from layer `at`: (kind, its cuts, its end, group behind it)."""
+        """First node of a best cover from layer `at`: (kind, cuts, end, group behind it)."""
         found = self.cover(key)
         target, slowest = found[group][at, limit], self.limits[key.schedule][limit]
         for kind, used in product(range(len(self.counts)), range(1, max(self.units) + 1)):

@@ -1,8 +1,8 @@
 """Shapes with given depths: parsing, fitting to the nodes, and plans on one kind of node.
 
 A shape is given as "auto", as a number of pipelines ("2") or as their depths ("3+1"). Depths count
-stages. A node with several units takes that many neighbouring stages of one pipeline, because a node
-never holds a layer twice.
+stages. A node with several units takes that many neighbouring stages of one pipeline, because a
+node never holds a layer twice.
 
 `solve` makes plans of given depths on clusters that are too large for the exact search: each depth
 is cut so that its slowest stage is as fast as possible, and micro-batches are shared out.

@@ -1,9 +1,9 @@
 """Plans that keep pipelines of the current plan after a change of the nodes.
 
 `replan_free_nodes` serves large clusters: pipelines that lost nothing stay, and only the free nodes
-are planned again. With many pipelines that is nearly as fast as the best plan, moves almost nothing,
-and takes milliseconds. The optimum of the linear programme bounds every plan of the priced groups; if
-the result is not within `MAX_GAP` of that bound, everything is planned again.
+are planned again. With many pipelines that is nearly as fast as the best plan, moves almost
+nothing, and takes milliseconds. The optimum of the linear programme bounds every plan of the priced
+groups; if the result is not within `MAX_GAP` of that bound, everything is planned again.
 
 `prefer_current` decides whether a better plan is worth the pause of a change.
 """

@@ -94,7 +94,7 @@ class LayerPartitioner:
         return float(values[last]) if len(values) else high
 
     def cut(self, limit: float) -> tuple[int, ...] | None:
-        """Cuts with the least sum of fills if no stage may exceed `limit`; the most even of these."""
+        """Cuts with the least sum of fills if no stage exceeds `limit`; the most even of these."""
         bands = self._bands_up_to(self._longest(limit))
         costs = np.where(bands.seconds <= limit * (1 + TIME_TOLERANCE), bands.costs, inf)
         rows = np.arange(self.model.n_layers + 1)
@@ -148,7 +148,7 @@ class LayerPartitioner:
         return fill, max(float(table.tau[a, b]) for table, (a, b) in pairs)
 
     def fastest(self, least: float, factors: Sequence[float]) -> PipelineShape | None:
-        """The fastest shape under limits that are `factors` of the `least` one; None if none fits."""
+        """The fastest shape under limits of `factors` times `least`; None if none fits."""
         found: tuple[PipelineShape, float] | None = None
         for factor in factors:
             cuts = self.cut(least * factor)

@@ -1,8 +1,8 @@
-"""The planner: finds the plan with the shortest step for any set of nodes. Theory: docs/design/planner.md.
+"""The planner: the plan with the shortest step for any set of nodes. See docs/design/planner.md.
 
 Nodes are sorted into kinds. Small clusters are searched exactly (`exact`), larger ones by a linear
-programme and a knapsack over all possible pipelines (`column_search`). Both yield the node kinds, cuts
-and micro-batches of each pipeline. Then nodes are assigned so that the fewest bytes move
+programme and a knapsack over all possible pipelines (`column_search`). Both yield the node kinds,
+cuts and micro-batches of each pipeline. Then nodes are assigned so that the fewest bytes move
 (`assemble`), and each pipeline gets its fastest schedule. Equal requests yield equal plans.
 """
 
@@ -152,7 +152,7 @@ def _plan(request: PlanRequest) -> tuple[Plan, _Alternatives]:
 
 
 def _expected_seconds(request: PlanRequest, plan: Plan) -> float:
-    """Seconds of a step with the plan's schemes, expected losses included where schemes are chosen."""
+    """Seconds of a step with the plan's schemes; expected losses count if schemes are chosen."""
     by = request.backup_weighing()
     if by is not None:
         return estimate(plan, f"{plan.gradients}+{plan.state}", by, request.nodes).expected_s

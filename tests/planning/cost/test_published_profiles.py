@@ -1,4 +1,4 @@
-"""Profiles worked out from public sizes: against the papers' own figures."""
+"""Published profiles match the figures of the papers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PUBLISHED = {
     "llama3-70b": 70.55e9,
     "llama3-405b": 405e9,
 }
-"""Parameters; for all but the Llamas the table of the vocabulary counts once, as it is tied."""
+"""Parameters. Except for the Llamas, the tied embedding counts once."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -43,7 +43,9 @@ def test_profiles_are_sound_and_come_back_from_text(name: str) -> None:
     assert len(profile.layers) == find_model(name).blocks + 2
     for device in profile.devices:
         for times in device.layers:
-            assert times.backward_s == pytest.approx(times.backward_input_s + times.backward_weight_s)
+            assert times.backward_s == pytest.approx(
+                times.backward_input_s + times.backward_weight_s
+            )
             assert times.forward_s > 0 and times.update_s > 0
 
 
@@ -62,7 +64,10 @@ def test_activations_are_those_of_korthikanti() -> None:
     """34 s b h bytes a block with fused attention, 10 + 24 / t of them a worker with TP."""
     h, s = 4096, 2048
     assert published_profile("gpt3-6.7b", ["A40"]).layers[5].activation_bytes == 34 * s * h
-    assert published_profile("gpt3-6.7b", ["A40"], tp=4).layers[5].activation_bytes == (10 + 24 // 4) * s * h
+    assert (
+        published_profile("gpt3-6.7b", ["A40"], tp=4).layers[5].activation_bytes
+        == (10 + 24 // 4) * s * h
+    )
 
 
 def test_tensor_parallel_units_are_faster_and_pay_for_it() -> None:
@@ -71,7 +76,9 @@ def test_tensor_parallel_units_are_faster_and_pay_for_it() -> None:
     alone = published_profile("gpt3-6.7b", ["A100-80"])
     assert free.layers[1].forward_s == pytest.approx(alone.layers[1].forward_s / 2)
     message = 2 * 2048 * 4096
-    assert paid.layers[1].forward_s - free.layers[1].forward_s == pytest.approx(2 * (message / 300e9 + 5e-6))
+    assert paid.layers[1].forward_s - free.layers[1].forward_s == pytest.approx(
+        2 * (message / 300e9 + 5e-6)
+    )
     assert paid.layers[1].backward_weight_s == free.layers[1].backward_weight_s
 
 

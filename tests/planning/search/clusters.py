@@ -1,4 +1,4 @@
-"""Random small clusters: profiles with whole-number times, so that sums are exact and ties occur."""
+"""Random small clusters with whole-number times, so that sums are exact and ties occur."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Case:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(kind for kind, n in zip(self.kinds, self.counts, strict=True) for _ in range(n))
+        return tuple(
+            kind for kind, n in zip(self.kinds, self.counts, strict=True) for _ in range(n)
+        )
 
     def named(self) -> dict[str, Node]:
         return {f"node{i}": node for i, node in enumerate(self.nodes)}
@@ -83,7 +85,8 @@ def random_case(
         copy_bytes_per_s=rng.choice((0.0, 16.0)),
     )
     whole = sum(
-        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers
+        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes
+        for la in profile.layers
     )
     short = rng.random() < 0.5 if tight is None else tight
     kinds = tuple(
@@ -97,5 +100,9 @@ def random_case(
     )
     first = rng.randint(0, n_nodes)
     return Case(
-        profile, kinds, (first, n_nodes - first), rng.randint(1, microbatches), linked and rng.random() < 0.5
+        profile,
+        kinds,
+        (first, n_nodes - first),
+        rng.randint(1, microbatches),
+        linked and rng.random() < 0.5,
     )
