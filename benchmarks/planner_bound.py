@@ -40,7 +40,7 @@ ROUGH_PRICES, FINAL_PRICES = 12, 24
 """Prices of work that are tried."""
 NARROW, WIDE = 0.97, 1.2
 """A tail's range is split if that leaves less than `NARROW` of it. Otherwise the number of
-pipelines is split, if the reduction in the ring differs by `WIDE` more than the ends of the range."""
+pipelines is split, if the ring's reduction differs by `WIDE` more than the ends of the range."""
 SHORT_TAIL = 1e-3
 """Shorter tails, as a fraction of the step, are not distinguished."""
 TARGET_GAPS = 0.01, 0.045

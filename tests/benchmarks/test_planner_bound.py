@@ -61,23 +61,28 @@ def layer(params: int = 0, activation: int = 0, output: int = 0) -> LayerSpec:
     return LayerSpec(params, 0, 0, 0, 0, activation, output)
 
 
+NO_LINK = LinkProfile()
 HARD = {
     "each kind is fast at other layers": (
-        profile_of([layer(), layer()], {"a": [(0.5, 0.5), (5, 5)], "b": [(5, 5), (0.5, 0.5)]}, LinkProfile()),
+        profile_of([layer()] * 2, {"a": [(0.5, 0.5), (5, 5)], "b": [(5, 5), (0.5, 0.5)]}, NO_LINK),
         (NodeKind("a", 1.0, 0, 1), NodeKind("b", 1.0, 0, 1)), (1, 1), 10, 11.0,
     ),
-    "coming further meets a wide boundary": (
+    "an earlier start meets a wide boundary": (
         profile_of(
-            [layer(10, 0, 100), layer(10), layer(10)], {"a": [(1, 1), (0.25, 0.25), (1, 1)]}, LinkProfile(1.0)
+            [layer(10, 0, 100), layer(10), layer(10)],
+            {"a": [(1, 1), (0.25, 0.25), (1, 1)]},
+            LinkProfile(1.0),
         ),
         (NodeKind("a", 1.0, 25, 1),), (2,), 20, 52.0,
     ),
     "a deeper pipeline need not recompute": (
-        profile_of([layer(5, 10, 1)] * 6 + [layer(60, 25)], {"a": [(1, 1)] * 6 + [(8, 12)]}, LinkProfile()),
+        profile_of(
+            [layer(5, 10, 1)] * 6 + [layer(60, 25)], {"a": [(1, 1)] * 6 + [(8, 12)]}, NO_LINK
+        ),
         (NodeKind("a", 1.0, 100, 1),), (3,), 8, 172.0,
     ),
 }  # fmt: skip
-"""(profile, kinds, nodes of each, micro-batches, seconds of the best plan)"""
+"""(profile, kinds, nodes per kind, micro-batches, seconds of the best plan)"""
 
 
 @pytest.mark.parametrize("name", HARD)

@@ -31,14 +31,14 @@ def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest)
     missing = need - memory
     if missing <= 0:
         return (
-            f"no plan fits: {depth} stages need {need} bytes a worker when each is cut to need "
+            f"no plan fits: {depth} stages need {need} bytes per worker when each is cut to need "
             f"least, which does not fit the sizes and order of the nodes ({node} may use {memory} "
             "bytes): add memory or nodes"
         )
     gib = f" ({missing / 2**30:.1f} GiB)" if missing >= 2**30 else ""
     return (
         f"memory is short: even one pipeline of {depth} stages on all {sum(problem.counts)} nodes "
-        f"needs {need} bytes a worker (stage {stage}, layers {first} to {last - 1}), but {node} "
+        f"needs {need} bytes per worker (stage {stage}, layers {first} to {last - 1}), but {node} "
         f"may use {memory}: short by {missing} bytes{gib}"
     )
 

@@ -56,7 +56,7 @@ def random_case(
     units: int = 1,
     tight: bool | None = None,
 ) -> Case:
-    """A case of at most these sizes and two device types; `tight`: memory matters (None: by chance)."""
+    """A case of up to these sizes and two device types; `tight`: memory is short; None: random."""
     rng = random.Random(seed)
     n_layers, n_nodes = rng.randint(1, layers), rng.randint(1, nodes)
     equal, linked = rng.random() < 0.5, rng.random() < 0.4

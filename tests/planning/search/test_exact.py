@@ -36,7 +36,7 @@ def check(case: Case, schedule: str) -> None:
     "chunk", [*range(8), *(pytest.param(i, marks=pytest.mark.chaos) for i in range(8, 16))]
 )
 def test_as_fast_as_brute_force(chunk: int) -> None:
-    """Up to 7 nodes of 2 device types, 9 layers, 8 micro-batches; half of the cases with tight memory."""
+    """Up to 7 nodes of 2 device types, 9 layers, 8 micro-batches; memory is tight in half."""
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         check(random_case(seed), "1f1b")
 
