@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.domain.types import LayerSpec
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile, format_profile
 
 LATENCY_S = 1e-4
 OUTPUT_BYTES = 1 << 14
@@ -35,7 +35,7 @@ def equal_layers(
         model="waiting",
         layers=(layer,) * n,
         devices=(Device("a", (times,) * n),),
-        link=Link(bytes_per_s, LATENCY_S),
+        link=LinkProfile(bytes_per_s, LATENCY_S),
         copy_bytes_per_s=copy_bytes_per_s,
     )
 

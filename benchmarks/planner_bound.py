@@ -1,12 +1,12 @@
-"""A proven lower bound on the step time of any 1F1B plan: how far can the planner be from the best?
+"""Proven lower bound on the step time of any 1F1B plan: how far can the planner be from the best?
 
-Nothing here follows the planner's choices. Every group of nodes that could make a pipeline gets an
-optimistic price that no real pipeline of the group beats (`optimistic`). For a time T an integer
-programme over all groups says how many micro-batches all nodes could do at most
-(`linear.most_whole`, as far as HiGHS proves), and the least T that allows M is the bound. Two
-properties of the plan are branched over, because the groups alone do not know them: the length of
-its tail, and the number of pipelines in its ring. Kinds are few (<= 3), layers some dozens: all
-groups are enumerated.
+The bound does not follow the planner's choices. Every group of nodes that could form a pipeline
+gets an optimistic price that no real pipeline of the group beats (`price_optimistically`). For a
+time T, an integer programme over all groups bounds the micro-batches of all nodes
+(`master_problem.solve_integer`), and the least T that allows M is the bound. Two properties of a
+plan are branched over, because the groups alone do not know them: the length of its tail, and the
+number of pipelines in its ring. All groups are enumerated, which needs few kinds (<= 3) and some
+dozens of layers.
 """
 
 from __future__ import annotations
@@ -22,113 +22,123 @@ from numpy.typing import NDArray
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.cost_model import CostModel, Floats, Ints
 from elastic.planning.schedule.schedule import ONE_F_ONE_B
-from elastic.planning.search.columns import columns, compositions, rank, stage_times
-from elastic.planning.search.master_problem import Relaxation, most_whole
+from elastic.planning.search.columns import (
+    composition_index,
+    compositions,
+    price_columns,
+    stage_times,
+)
+from elastic.planning.search.master_problem import Relaxation, solve_integer
 from elastic.planning.search.problem import Problem
 
-MOST_GROUPS = 60_000
-RANGES = (1, 8, 16, 32)
-"""Micro-batches of a pipeline are treated in ranges that begin with these, where memory is limited."""
+MAX_GROUPS = 60_000
+RANGE_STARTS = (1, 8, 16, 32)
+"""Starts of the ranges of micro-batches per pipeline, if memory is limited."""
 EFFORT, SPLITS = 200_000, (14, 60)
 """Branchings times groups; and the least and most branchings."""
-FEW, MANY = 12, 24
-"""Prices of work that are tried, roughly and finally."""
+ROUGH_PRICES, FINAL_PRICES = 12, 24
+"""Prices of work that are tried."""
 NARROW, WIDE = 0.97, 1.2
-"""The upper part of a tail's range is split off if that leaves less than this of it; else the ring is looked at first
-where it differs more than the ends of that range do, but for this factor."""
-SHORT = 1e-3
-"""Shorter tails, as a share of the step, are not told apart."""
-NEAR = 0.01, 0.045
-"""Shares of the plan at which branching aims, one after the other: it stops when the bound is so near. A lower aim gets
-nearer where the first one is out of reach."""
-FAR = 0.04
-"""A bound that is nearer to the plan than this is not aimed at again."""
-LIMITS = 2500
-"""On the slowest stage, at most about."""
-COARSE, CLOSE_BY = 48, 0.1
-"""Limits where nothing is known yet; and how far above the least limits of promising groups all are taken."""
+"""A tail's range is split if that leaves less than `NARROW` of it. Otherwise the number of
+pipelines is split, if the ring's reduction differs by `WIDE` more than the ends of the range."""
+SHORT_TAIL = 1e-3
+"""Shorter tails, as a fraction of the step, are not distinguished."""
+TARGET_GAPS = 0.01, 0.045
+"""Gaps to the plan at which branching aims in turn; it stops when the bound is so near. The wider
+aim yields a better bound where the first is out of reach."""
+SUFFICIENT_GAP = 0.04
+"""A bound nearer to the plan than this is not aimed at again."""
+MAX_LIMITS = 2500
+"""Approximate limits on the slowest stage."""
+COARSE_LIMITS, NEARBY = 48, 0.1
+"""Limits of the rough pricing; and the range above promising groups in which all limits count."""
 INTERVALS = 72
-"""The slowest stage is treated in so many ranges when the sum of stages is bounded."""
+"""Ranges of the slowest stage for bounding the sum of stages."""
 
 
-def lower_bound(problem: Problem, above: float, splits: int | None = None) -> float:
-    """No 1F1B plan is faster than this (seconds), nor can it be proven above `above`, the seconds of a known plan.
+def lower_bound(problem: Problem, known_s: float, splits: int | None = None) -> float:
+    """Seconds that no 1F1B plan can beat, at most `known_s`.
 
-    More `splits` make it tighter; None: what `EFFORT` allows.
+    `known_s`: seconds of a known plan; `splits`: branchings, None: as `EFFORT` allows.
 
-    Raises FieldError for problems with more groups than can be enumerated.
+    Raises FieldError for problems that it cannot bound, or whose groups are too many.
     """
     if problem.schedules != (ONE_F_ONE_B,):
         raise FieldError("schedules", problem.schedules, "the bound is for 1F1B alone")
-    if not isfinite(above):
-        raise FieldError("above", above, "the seconds of a known plan")
+    if not isfinite(known_s):
+        raise FieldError("known_s", known_s, "the seconds of a known plan")
     if any(kind.units > 1 for kind in problem.model.kinds):
         raise FieldError(
-            "units", max(kind.units for kind in problem.model.kinds), "the bound is for nodes of one unit"
+            "units",
+            max(kind.units for kind in problem.model.kinds),
+            "the bound is for nodes of one unit",
         )
     nodes, limit = sum(problem.counts), problem.model.n_layers
     kinds = len(problem.counts)
     groups = comb(min(nodes, limit) + kinds, kinds)
-    if groups > MOST_GROUPS:
-        raise FieldError("groups", groups, f"at most {MOST_GROUPS} can be enumerated")
+    if groups > MAX_GROUPS:
+        raise FieldError("groups", groups, f"at most {MAX_GROUPS} can be enumerated")
     if splits is None:
         splits = min(SPLITS[1], max(SPLITS[0], EFFORT // groups))
     best = 0.0
-    for near in NEAR:
-        if best < above * (1 - FAR):
-            best = max(best, _proven(problem, above, splits, near))
+    for near in TARGET_GAPS:
+        if best < known_s * (1 - SUFFICIENT_GAP):
+            best = max(best, _branch_and_bound(problem, known_s, splits, near))
     return best
 
 
-def _proven(problem: Problem, above: float, splits: int, near: float) -> float:
-    """The bound that so many branchings prove, if they aim at one that is this near to the plan."""
+def _branch_and_bound(problem: Problem, known_s: float, splits: int, near: float) -> float:
+    """The bound after `splits` branchings that aim at a gap of `near` to the known plan."""
     nodes = sum(problem.counts)
-    whole = _Groups(problem, above, above, 1)
-    value = whole.values(above)
+    whole = _GroupBounds(problem, known_s, known_s, 1)
+    value = whole.values(known_s)
     if not value.any():
-        return above
+        return known_s
     fewest = -(-problem.microbatches // int(value.max()))
     most = nodes // int(whole.counts[value > 0].sum(axis=1).min())
-    branches = [_branch(problem, above, 0.0, above, (fewest, max(fewest, most)))]
+    branches = [_branch(problem, known_s, 0.0, known_s, (fewest, max(fewest, most)))]
     for _ in range(splits):
-        if branches[0].bound >= above * (1 - near):
+        if branches[0].bound >= known_s * (1 - near):
             break
         worst = heapq.heappop(branches)
-        parts = _halves(problem, above, worst, near)
+        parts = _split(problem, known_s, worst, near)
         for part in parts:
             heapq.heappush(branches, part)
         if parts == [worst]:
             break
-    return min(above, branches[0].bound)
+    return min(known_s, branches[0].bound)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Branch:
-    """Plans of `number[0]` to `number[1]` pipelines whose tail lies between low and high: none is below `bound`."""
+    """Plans of `number[0]` to `number[1]` pipelines with tails in [low, high], seconds.
+
+    None of them is faster than `bound`.
+    """
 
     bound: float
     low: float
     high: float
     number: tuple[int, int]
     rest: float
-    """Least seconds of their pipelines."""
-    groups: _Groups | None = field(compare=False)
+    """Least seconds of the pipelines, without the tail."""
+    groups: _GroupBounds | None = field(compare=False)
 
 
 def _branch(
     problem: Problem,
-    above: float,
+    known_s: float,
     low: float,
     high: float,
     number: tuple[int, int],
     parent: _Branch | None = None,
 ) -> _Branch:
-    """`parent` is wider: what was found for it holds here too, and some of it is used again."""
+    """Bound a branch. `parent` contains it, so its bound holds and some of its work is reused."""
     low = max(low, _least_tail(problem, number[0]))
     known = parent.bound if parent else 0.0
-    if low > high or low >= above:
-        return _Branch(above, low, high, number, above, None)
-    groups, rest = None, above - low
+    if low > high or low >= known_s:
+        return _Branch(known_s, low, high, number, known_s, None)
+    groups, rest = None, known_s - low
     if parent and parent.number == number and parent.high == high:
         groups, rest = parent.groups, parent.rest
     else:
@@ -136,21 +146,25 @@ def _branch(
         groups = (
             parent.groups
             if parent and same
-            else _Groups(problem, high, above - low, number[0], parent.groups if parent else None)
+            else _GroupBounds(
+                problem, high, known_s - low, number[0], parent.groups if parent else None
+            )
         )
         if groups is not None:
-            rest = groups.least(parent.rest if parent else 0.0, above - low, number)
-    return _Branch(min(above, max(low + rest, known)), low, high, number, rest, groups)
+            rest = groups.least(parent.rest if parent else 0.0, known_s - low, number)
+    return _Branch(min(known_s, max(low + rest, known)), low, high, number, rest, groups)
 
 
-def _halves(problem: Problem, above: float, branch: _Branch, near: float) -> list[_Branch]:
-    """Split the range of the tail where its upper part is good enough at once; else what makes the bound looser, that
-    range or the number of pipelines in the ring."""
+def _split(problem: Problem, known_s: float, branch: _Branch, near: float) -> list[_Branch]:
+    """Split the tail's range where its upper part is good enough at once.
+
+    Otherwise split the cause of the looser bound: that range, or the number of pipelines.
+    """
     low, high, (fewest, most) = branch.low, branch.high, branch.number
-    enough = above * (1 - near) - branch.rest
+    enough = known_s * (1 - near) - branch.rest
     rings = problem.model.reduction(fewest), problem.model.reduction(most)
-    least = above * SHORT
-    if problem.model.tailless:
+    least = known_s * SHORT_TAIL
+    if problem.model.has_no_tail:
         cut = inf
     elif low < least < high:
         cut = max(least, min(enough, high * NARROW))
@@ -166,11 +180,11 @@ def _halves(problem: Problem, above: float, branch: _Branch, near: float) -> lis
         return [branch]
     else:
         parts = [(low, cut, branch.number), (cut, high, branch.number)]
-    return [_branch(problem, above, *part, parent=branch) for part in parts]
+    return [_branch(problem, known_s, *part, parent=branch) for part in parts]
 
 
 def _least_tail(problem: Problem, pipelines: int) -> float:
-    """A stage holds a layer; and one of the shallowest pipeline its share of all layers."""
+    """Least tail: a stage holds a layer, and one of the shallowest pipeline its share."""
     model = problem.model
     places = sum(n * kind.units for n, kind in zip(problem.counts, model.kinds, strict=True))
     depth = max(1, min(model.n_layers, places // pipelines))
@@ -178,19 +192,24 @@ def _least_tail(problem: Problem, pipelines: int) -> float:
     return largest * model.reduction(pipelines)
 
 
-class _Groups:
-    """All groups, their stages' tails within `tail` in plans of at least `fewest` pipelines; for times up to `seconds`.
+class _GroupBounds:
+    """Prices of all groups, for plans of at least `fewest` pipelines and tails within `tail`.
 
-    They are priced twice: roughly (or as they are in `parent`, whose tail is longer or whose pipelines are fewer), and
-    where the linear programme for `seconds` says that they may be needed, again.
+    Groups are priced twice: roughly, or as in `parent`, whose tail is longer or whose pipelines are
+    fewer; then again where the linear programme for `seconds` says that they may be needed.
     """
 
     def __init__(
-        self, problem: Problem, tail: float, seconds: float, fewest: int, parent: _Groups | None = None
+        self,
+        problem: Problem,
+        tail: float,
+        seconds: float,
+        fewest: int,
+        parent: _GroupBounds | None = None,
     ) -> None:
         self.problem = problem
         model = problem.model
-        tail = inf if model.tailless else tail
+        tail = inf if model.has_no_tail else tail
         self.times = stage_times(model, ONE_F_ONE_B, model.n_layers)
         self._take(parent.parts if parent else self._rough(tail, seconds, fewest))
         parts = []
@@ -199,35 +218,54 @@ class _Groups:
                 levels = int(part.counts[kept].sum(axis=1).max())
                 scope = replace(part.scope, levels=levels, tail=tail, pipelines=fewest)
                 times = self._up_to(seconds / scope.least)
-                parts.append(optimistic(scope, times, refined(times, part, kept), MANY))
+                parts.append(
+                    price_optimistically(
+                        scope, times, refine_limits(times, part, kept), FINAL_PRICES
+                    )
+                )
         self._take(parts)
 
-    def _rough(self, tail: float, seconds: float, fewest: int) -> list[Optimistic]:
+    def _rough(self, tail: float, seconds: float, fewest: int) -> list[OptimisticColumns]:
         problem = self.problem
-        starts = [n for n in RANGES if n <= problem.microbatches] if problem.model.limited else [1]
+        starts = (
+            [n for n in RANGE_STARTS if n <= problem.microbatches] if problem.model.limited else [1]
+        )
         levels = min(sum(problem.counts), problem.model.n_layers)
         found = []
         for least, after in zip(starts, (*starts[1:], inf), strict=True):
             times = self._up_to(seconds / least)
-            scope = Scope(
-                model=problem.model, levels=levels, least=least, most=after - 1, tail=tail, pipelines=fewest
+            scope = PricingScope(
+                model=problem.model,
+                levels=levels,
+                least=least,
+                most=after - 1,
+                tail=tail,
+                pipelines=fewest,
             )
-            found.append(optimistic(scope, times, spread(times, COARSE), FEW))
+            found.append(
+                price_optimistically(
+                    scope, times, spread_by_ratio(times, COARSE_LIMITS), ROUGH_PRICES
+                )
+            )
         return found
 
-    def _take(self, parts: list[Optimistic]) -> None:
+    def _take(self, parts: list[OptimisticColumns]) -> None:
         self.parts = parts
         none = np.zeros((0, len(self.problem.counts)), dtype=np.int64)
         self.counts = max((part.counts for part in parts), key=len, default=none)
-        self.free = np.asarray((self.counts <= np.array(self.problem.counts)).all(axis=1), dtype=bool)
+        self.free = np.asarray(
+            (self.counts <= np.array(self.problem.counts)).all(axis=1), dtype=bool
+        )
 
     def _up_to(self, most: float) -> Floats:
         some = self.times[self.times <= most]
         return some if len(some) else self.times[:1]
 
     def _kept(self, seconds: float) -> list[NDArray[np.bool_]]:
-        """[groups] of each part: may it be in a plan that is done within `seconds`? Others fall short by more than the
-        linear programme exceeds M (reduced-cost fixing)."""
+        """Per part: [groups] whether the group may be in a plan that ends within `seconds`.
+
+        Others fall short by more than the slack of the linear programme (reduced-cost fixing).
+        """
         value = self.values(seconds)
         if not value.any():
             return [np.zeros(len(part.counts), dtype=bool) for part in self.parts]
@@ -241,17 +279,21 @@ class _Groups:
         return found
 
     def values(self, seconds: float) -> Ints:
-        """[groups] the most micro-batches; 0 for groups that take more nodes than there are."""
+        """[groups] the most micro-batches; 0 for groups of more nodes than there are."""
         found = np.zeros(len(self.counts), dtype=np.int64)
         for part in self.parts:
-            found[: len(part.counts)] = np.maximum(found[: len(part.counts)], part.microbatches(seconds))
+            found[: len(part.counts)] = np.maximum(
+                found[: len(part.counts)], part.microbatches(seconds)
+            )
         return np.where(self.free, found, 0)
 
     def least(self, low: float, most: float, number: tuple[int, int]) -> float:
-        """The least time at which the bound on micro-batches reaches M with such a number of pipelines, or `most` if
-        that is less."""
+        """Least time, up to `most`, at which the bound on micro-batches reaches M."""
         relaxation = Relaxation(self.counts, self.problem.counts)
-        for able in (partial(self._able, relaxation), partial(self._able_whole, relaxation, number)):
+        for able in (
+            partial(self._able, relaxation),
+            partial(self._able_whole, relaxation, number),
+        ):
             if not able(most):
                 return most
             high = most
@@ -269,14 +311,17 @@ class _Groups:
         value, enough = self.values(seconds), self.problem.microbatches
         if not value.any():
             return False
-        found = most_whole(relaxation, value, enough, number)
+        found = solve_integer(relaxation, value, enough, number)
         return found.bound >= enough * (1 - 1e-6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
-    """What the groups are for: up to `levels` nodes, their stages' tails within `tail` in a ring of `pipelines`,
-    `least` to `most` micro-batches a pipeline."""
+class PricingScope:
+    """Conditions of a pricing.
+
+    Groups of up to `levels` nodes, tails within `tail` in a ring of `pipelines`, and `least` to
+    `most` micro-batches per pipeline.
+    """
 
     model: CostModel
     levels: int
@@ -287,17 +332,17 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimistic:
-    """Optimistic options of all groups."""
+class OptimisticColumns:
+    """Optimistic prices of all groups."""
 
-    scope: Scope
+    scope: PricingScope
     counts: Ints
     fill: Floats
-    """[groups, ranges of the slowest stage] least sum of stage times; inf: not possible."""
+    """[groups, ranges of the slowest stage] least sum of stage times; inf: impossible."""
     slowest: Floats
 
     def microbatches(self, seconds: float) -> Ints:
-        """[groups] no pipeline does more within `seconds`."""
+        """[groups] upper bound on the micro-batches within `seconds`."""
         with np.errstate(invalid="ignore"):
             number = np.floor((seconds - self.fill) / self.slowest * (1 + 1e-9) + 1 + 1e-9)
         number[~np.isfinite(number) | (self.fill > seconds * (1 + 1e-9))] = 0
@@ -306,68 +351,71 @@ class Optimistic:
         return np.asarray(np.minimum(best, self.scope.most), dtype=np.int64)
 
 
-def optimistic(scope: Scope, times: Floats, limits: Floats, prices: int) -> Optimistic:
-    """Price all groups with `limits` on the slowest stage, some of all `times` that stages have.
+def price_optimistically(
+    scope: PricingScope, times: Floats, limits: Floats, prices: int
+) -> OptimisticColumns:
+    """Price all groups under `limits` on the slowest stage, a subset of all stage `times`.
 
-    The slowest stage takes at least the least limit under which stages of any order cover the
+    The slowest stage takes at least the least limit under which stages in some order cover the
     layers. The sum of stages is bounded by Lagrangian relaxation of that cover: at a price per unit
-    of work each place of the pipeline takes the cheapest stage that memory, tail and limit allow
-    it, in the best order of kinds. Any price gives a bound; the best of some is kept.
-    With m micro-batches memory holds at least min(m, stages behind + 1) of them.
+    of work, each place of the pipeline takes the cheapest stage that memory, tail and limit allow,
+    in the best order of kinds. Any price yields a bound; the best of `prices` is kept. With m
+    micro-batches, memory holds at least min(m, stages behind + 1) of them.
     """
-    priced = columns(
+    priced = price_columns(
         scope.model, limits, ONE_F_ONE_B, scope.levels, 1, scope.least, scope.tail, scope.pipelines,
         optimistic=True,
     )  # fmt: skip
     able = np.isfinite(priced.fill[:, 0])
     floors = times[np.searchsorted(times, np.concatenate(([0.0], limits[:-1])), side="right")]
     slowest = np.where(able, floors[priced.option[:, 0]], np.inf)
-    ends = spread(limits, INTERVALS)
+    ends = spread_by_ratio(limits, INTERVALS)
     starts = np.concatenate(([0.0], ends[:-1]))
-    fill = _Sums(scope, ends, prices).of()
+    fill = _StageSumBounds(scope, ends, prices).all_groups()
     fill = np.where(ends >= slowest[:, None] * (1 - 1e-9), fill[: len(priced.counts)], np.inf)
-    return Optimistic(scope, priced.counts, fill, np.maximum(slowest[:, None], starts))
+    return OptimisticColumns(scope, priced.counts, fill, np.maximum(slowest[:, None], starts))
 
 
-def spread(times: Floats, number: int) -> Floats:
-    """About so many of these times, evenly spread by ratio."""
+def spread_by_ratio(times: Floats, number: int) -> Floats:
+    """About `number` of these times, evenly spaced by ratio."""
     wanted = np.geomspace(times[0], times[-1], number)
     return np.asarray(times[np.unique(np.minimum(np.searchsorted(times, wanted), len(times) - 1))])
 
 
-def refined(times: Floats, found: Optimistic, kept: NDArray[np.bool_]) -> Floats:
-    """Limits among `times`: all near the least limits of the groups `kept`, few elsewhere."""
+def refine_limits(times: Floats, found: OptimisticColumns, kept: NDArray[np.bool_]) -> Floats:
+    """Limits among `times`: all near the least limits of the `kept` groups, few elsewhere."""
     least = found.slowest[kept].min(axis=1)
-    chosen = times[(times >= least.min() * (1 - 1e-9)) & (times <= least.max() * (1 + CLOSE_BY))]
-    return np.union1d(chosen[:: -(-max(1, len(chosen)) // LIMITS)], spread(times, COARSE))
+    chosen = times[(times >= least.min() * (1 - 1e-9)) & (times <= least.max() * (1 + NEARBY))]
+    return np.union1d(
+        chosen[:: -(-max(1, len(chosen)) // MAX_LIMITS)], spread_by_ratio(times, COARSE_LIMITS)
+    )
 
 
-class _Sums:
-    """Least sums of stage times, none of them above the limits `ends`."""
+class _StageSumBounds:
+    """Least sums of stage times, with all stages below each of the limits `ends`."""
 
-    def __init__(self, scope: Scope, ends: Floats, prices: int) -> None:
+    def __init__(self, scope: PricingScope, ends: Floats, prices: int) -> None:
         self.scope, self.ends = scope, ends
         model = self.model = scope.model
-        self.work = model.prefix(0).forward + model.prefix(0).backward
+        self.work = model.prefix[0].forward + model.prefix[0].backward
         self.pairs = np.triu_indices(model.n_layers + 1, 1)
         self.sizes = self.work[self.pairs[1]] - self.work[self.pairs[0]]
         self.allowed = [
             model.tails(q, scope.pipelines)[self.pairs] <= scope.tail * (1 + 1e-9)
             for q in range(len(model.kinds))
         ]
-        rates = [
-            (p.forward[-1] + p.backward[-1]) / self.work[-1]
-            for p in map(model.prefix, range(len(model.kinds)))
-        ]
+        rates = [(p.forward[-1] + p.backward[-1]) / self.work[-1] for p in model.prefix]
         self.prices: Floats = np.geomspace(0.8 * min(rates), 4 * max(rates), prices)
         self._known: dict[tuple[int, int, bool, bool], Floats] = {}
 
     def place(self, kind: int, behind: int, inside: bool) -> Floats:
-        """[limits, prices] the least of a stage's seconds less the price of its work; inf: no stage is allowed."""
+        """[limits, prices] least seconds of a stage minus its work's price; inf: none."""
         ahead = min(behind + 1, self.scope.least) if self.model.limited else 1
         key = kind, ahead, inside, behind == 0
         if key not in self._known:
-            tau = self.model.stages(kind, ahead, ONE_F_ONE_B, inside=inside, last=behind == 0).tau[self.pairs]
+            tau = self.model.stages(kind, ahead, ONE_F_ONE_B, inside=inside, last=behind == 0).tau[
+                self.pairs
+            ]
             tau = np.where(self.allowed[kind], tau, np.inf)
             order = np.argsort(tau, kind="stable")
             reduced = tau[order, None] - self.sizes[order, None] * self.prices
@@ -376,8 +424,8 @@ class _Sums:
             self._known[key] = np.where(at[:, None] >= 0, best[np.maximum(at, 0)], np.inf)
         return self._known[key]
 
-    def of(self) -> Floats:
-        """[groups, limits] of all groups, in the order of `columns`."""
+    def all_groups(self) -> Floats:
+        """[groups, limits] for all groups, in the order of `price_columns`."""
         kinds = len(self.model.kinds)
         units = np.array([min(kind.units, self.model.n_layers) for kind in self.model.kinds])
         below = np.zeros((1, len(self.ends), len(self.prices)))
@@ -388,13 +436,15 @@ class _Sums:
             for kind in range(kinds):
                 rows = np.flatnonzero(groups[:, kind] > 0)
                 before = groups[rows] - (np.arange(kinds) == kind)
-                depth, source = before @ units, rank(before, level - 1)
+                depth, source = before @ units, composition_index(before, level - 1)
                 for behind in np.unique(depth):
                     if behind + units[kind] > self.model.n_layers:
                         continue
                     places = (self.place(kind, int(behind) + n, n > 0) for n in range(units[kind]))
                     part = rows[depth == behind]
-                    here[part] = np.minimum(here[part], below[source[depth == behind]] + sum(places))
+                    here[part] = np.minimum(
+                        here[part], below[source[depth == behind]] + sum(places)
+                    )
             found.append((here + self.prices * self.work[-1]).max(axis=2))
             below = here
         return np.concatenate(found)

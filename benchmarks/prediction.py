@@ -27,7 +27,7 @@ from benchmarks.fixed_plan import FILE
 from benchmarks.results import Row, save
 from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.predict import predict
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile, format_profile
 from elastic.planning.plan.plan import format_plan
 
 LAYERS = 12
@@ -85,7 +85,7 @@ def profile(engine: Engine) -> Profile:
         forward, half, own = FORWARD_S * factor, BACKWARD_S * factor / 2, engine.layer_s
         times = LayerTimes(forward, 2 * half + own, half, half + own, engine.step_s / LAYERS)
         devices.append(Device(name, (times,) * LAYERS))
-    link = Link(0.0, engine.message_s)
+    link = LinkProfile(0.0, engine.message_s)
     return Profile(model="waiting", layers=(layer,) * LAYERS, devices=tuple(devices), inside=link, link=link)
 
 

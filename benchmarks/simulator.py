@@ -26,7 +26,7 @@ from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
 
 from benchmarks.results import Row, save
-from elastic.planning.search.search import forget
+from elastic.planning.search.search import clear_caches
 
 HOURS, NODES = 11, 32
 DAY_S = 86400.0
@@ -91,7 +91,7 @@ def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
 
 def an_event(scenario: Scenario, nodes: int) -> Row:
     """Milliseconds of processor time an event, ours, all plans new."""
-    forget()
+    clear_caches()
     world, trace = scenario.world(), scenario.trace_of(0)
     took = timed(partial(run_one, world, trace, "ours", 0))
     events = max(1, len(trace.events) - nodes)

@@ -21,7 +21,7 @@ from elastic.core.protocol.timeouts import SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.types import Accumulate
-from elastic.planning.cost.profile import Link, Profile
+from elastic.planning.cost.profile import LinkProfile, Profile
 from elastic.planning.plan.schemes import refuse_useless
 
 FILE = "config.json"
@@ -160,7 +160,7 @@ class JobConfig:
     """Seconds that each local node is expected to stay, in order (0: unknown); one entry: of all."""
     compress: str = "auto"
     """Copies between vaults: auto (where it pays), off or on (`elastic.core.protocol.compression`)."""
-    link: Link = field(default_factory=Link)
+    link: LinkProfile = field(default_factory=LinkProfile)
     """How slow the links between local nodes are made."""
     preflight: str = "on"
     """What a node looks at before it joins: on, strict (warnings count, too) or off."""

@@ -21,7 +21,7 @@ from unittest import mock
 
 from elastic.launcher.cli import main
 from elastic.planning.cost.catalogue import HARDWARE, MODELS
-from elastic.planning.cost.published_profiles import parameters
+from elastic.planning.cost.published_profiles import parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "guide" / "capacity.md"
@@ -71,7 +71,7 @@ def catalogue() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {m.name} | {parameters(m.name) / 1e9:.2f} B | {m.blocks} | {m.hidden} "
+        f"| {m.name} | {parameter_count(m.name) / 1e9:.2f} B | {m.blocks} | {m.hidden} "
         f"| {m.sequence} | {m.source.partition(':')[0]} |"
         for m in MODELS
     ]
@@ -81,7 +81,7 @@ def catalogue() -> str:
 def published() -> str:
     from benchmarks import planner
 
-    rows = planner.published([planner.match(model, 30) for model in planner.PUBLISHED])
+    rows = planner.published([planner.compare(model, 30) for model in planner.PUBLISHED])
     told = [(row.metric.partition(", ")[2].partition(":")[0], row.value) for row in rows]
     lines = ["| " + " | ".join(name for name, _ in told) + " |", "|" + " --- |" * len(told)]
     return "\n".join([*lines, "| " + " | ".join(f"{value:.1f} x" for _, value in told) + " |"])

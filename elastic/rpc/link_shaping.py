@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 
 _TAKEN = struct.Struct("<ddd")
 """End of the reservations of each lane; factor by which the link is slower than its limit (0:
@@ -26,7 +26,7 @@ none)."""
 class LinkShaper:
     """One process's access to the link of its node. Thread-safe."""
 
-    def __init__(self, path: Path, limit: Link) -> None:
+    def __init__(self, path: Path, limit: LinkProfile) -> None:
         """`path`: the node's file, created by the first process."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.limit, self._path = limit, path
@@ -76,12 +76,12 @@ def _read(descriptor: int) -> tuple[float, float, float]:
     return float(ahead), float(behind), float(factor)
 
 
-def shaper_of(directory: Path | str, limit: Link) -> LinkShaper | None:
+def shaper_of(directory: Path | str, limit: LinkProfile) -> LinkShaper | None:
     """The shaper of the node whose shared memory is `directory`; None without a limit."""
-    return LinkShaper(Path(directory) / "link", limit) if limit != Link() else None
+    return LinkShaper(Path(directory) / "link", limit) if limit != LinkProfile() else None
 
 
-def pace_of(directory: Path | str, limit: Link) -> Callable[[int], None] | None:
+def pace_of(directory: Path | str, limit: LinkProfile) -> Callable[[int], None] | None:
     """The `pace` of bulk connections of that node (`elastic.rpc.frames.Stream`)."""
     shaper = shaper_of(directory, limit)
     return shaper.pass_on if shaper else None

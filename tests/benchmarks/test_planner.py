@@ -1,4 +1,4 @@
-"""The planner's benchmark, a small part of it: no rival's plan is faster, and no plan beats the lower bound."""
+"""A small run of the planner benchmark: no rival is faster, and no plan beats the bound."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from benchmarks.planner import (
     QUICK,
     TYPES,
-    Match,
-    deep,
-    match,
+    PlanComparison,
+    compare,
+    deep_profile,
     measure,
     published,
     random_cluster,
@@ -25,14 +25,18 @@ def test_a_small_part_of_everything() -> None:
     values = {row.metric: row.value for row in rows}
     assert all(math.isfinite(value) for value in values.values())
     assert [v for name, v in values.items() if name.endswith("its plan is faster")] == [0, 0]
-    gaps = [v for name, v in values.items() if name.startswith("gap") and name.endswith(("median", "worst"))]
+    gaps = [
+        v
+        for name, v in values.items()
+        if name.startswith("gap") and name.endswith(("median", "worst"))
+    ]
     assert len(gaps) == 4 and all(-1e-6 <= gap < 100 for gap in gaps)
     assert len(found) == len(QUICK.models) * len(QUICK.nodes)
     assert len(table(found).splitlines()) == 1 + len(found)
 
 
-def test_rows_of_rivals_count_what_the_table_says() -> None:
-    found = [Match("a", 2, 1.0, 1.5, 0.9), Match("a", 30, 2.0, math.inf, 2.0)]
+def test_rows_of_rivals_summarise_the_table() -> None:
+    found = [PlanComparison("a", 2, 1.0, 1.5, 0.9), PlanComparison("a", 30, 2.0, math.inf, 2.0)]
     values = {row.metric: row.value for row in rivals(found)}
     assert values["Oobleck: cases in which its plan is faster"] == 0
     assert values["Oobleck: cases without a plan where ours has one"] == 1
@@ -49,6 +53,6 @@ def test_clusters_are_drawn_by_their_seed() -> None:
 
 
 def test_deep_models_have_the_layers_asked_for() -> None:
-    profile = deep(TYPES, 96)
+    profile = deep_profile(TYPES, 96)
     assert {len(device.layers) for device in profile.devices} == {len(profile.layers)} == {96}
-    assert match("gpt3-medium", 3).ours > 0
+    assert compare("gpt3-medium", 3).ours > 0

@@ -25,7 +25,7 @@ import yaml
 
 from elastic.domain.types import LayerSpec
 from elastic.launcher.run.rundir import free_port
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile, format_profile
 from tests.patience import LONG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
     layer = LayerSpec(4096, 0, 4096, 0.005, 0.01, output_bytes=8192)
     times = LayerTimes(0.005, 0.01, 0.005, 0.005)
     profile = Profile(
-        model="toy", layers=(layer,) * 6, devices=(Device("a", (times,) * 6),), link=Link(1e9, 0.001)
+        model="toy", layers=(layer,) * 6, devices=(Device("a", (times,) * 6),), link=LinkProfile(1e9, 0.001)
     )
     folder.mkdir()
     (folder / "profile.json").write_text(format_profile(profile))

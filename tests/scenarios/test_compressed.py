@@ -19,7 +19,7 @@ FAULTS = {
 def told(run_dir: Path) -> str:
     """What the agents' logs say of compression."""
     texts = [path.read_text() for path in (run_dir / "logs").glob("node*.log")]
-    return "".join(line for text in texts for line in text.splitlines(keepends=True) if "copies of a" in line)
+    return "".join(line for text in texts for line in text.splitlines(keepends=True) if "copies of kind" in line)
 
 
 @pytest.mark.parametrize(

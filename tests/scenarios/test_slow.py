@@ -13,7 +13,7 @@ import pytest
 from elastic.core.health.compute_speed import CHANGED
 from elastic.domain.types import LayerSpec, NodeInfo
 from elastic.planning.cost.predict import predict
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, format_profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile, format_profile
 from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.harness import Run, elastic_run
 from tests.scenarios.shared import exact, faults
@@ -27,7 +27,7 @@ def profile(scale: float = 1.0) -> Profile:
     layer = LayerSpec(4096, 0, 4096, 0.02, 0.04, output_bytes=8192)
     times = LayerTimes(0.02 * scale, 0.04 * scale, 0.02 * scale, 0.02 * scale)
     devices = (Device("a", (times,) * LAYERS),)
-    link = Link(1e9, 0.001)
+    link = LinkProfile(1e9, 0.001)
     return Profile(model="toy", layers=(layer,) * LAYERS, devices=devices, inside=link, link=link)
 
 

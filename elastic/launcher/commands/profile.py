@@ -24,8 +24,15 @@ from elastic.domain import codec
 from elastic.domain.errors import EXIT_OK, EXIT_USAGE, FieldError, UsageError
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.values import ACCUMULATE, read_profile
-from elastic.planning.cost.measurement import Measurement, Order, merge, new_profile
-from elastic.planning.cost.profile import Link, Profile, format_profile
+from elastic.planning.cost.profile import (
+    LinkProfile,
+    Measurement,
+    MeasurementRequest,
+    Profile,
+    add_measurement,
+    format_profile,
+    new_profile,
+)
 
 OUT = "profile.json"
 PROBE = "elastic.worker.transport.link_probe"
@@ -118,7 +125,7 @@ def _target(flags: SimpleNamespace) -> Path:
 def _measure(flags: SimpleNamespace, wanted: _Wanted) -> Measurement:
     """Run the script, one process a TP rank, and read what its Trainer measured."""
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
-        order = Order(
+        order = MeasurementRequest(
             out=str(Path(folder) / "measured.json"),
             device=flags.device or "",
             repeat=flags.repeat,
@@ -197,10 +204,10 @@ def _together(
 ) -> Profile:
     known = wanted.known
     if found is not None:
-        known = new_profile(wanted.model, found) if known is None else merge(known, found, flags.force)
+        known = new_profile(wanted.model, found) if known is None else add_measurement(known, found, flags.force)
     assert known is not None
     if links is not None:
-        link = Link(links["bytes_per_s"], links["latency_s"])
+        link = LinkProfile(links["bytes_per_s"], links["latency_s"])
         measured = {name: links[name] for name in ("contention", "copy_bytes_per_s")}
         known = replace(known, inside=link, link=link, **measured)
     return known

@@ -32,7 +32,7 @@ from elastic.launcher.flags.values import (
     streams,
 )
 from elastic.launcher.flags.waiting import heartbeat, metadata_services, notices, silence
-from elastic.planning.cost.profile import Link, Profile
+from elastic.planning.cost.profile import LinkProfile, Profile
 
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         profile=_profile(flags),
         emulate=flags.emulate is not None,
         quarantine_s=flags.quarantine,
-        link=flags.link or Link(),
+        link=flags.link or LinkProfile(),
         certs=certs,
         certs_name=certs_name,
         faults=flags.fault,

@@ -16,7 +16,7 @@ from elastic.core.protocol.fault_spec import parse_fault
 from elastic.core.protocol.notice_source import parse_sources
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
-from elastic.planning.cost.profile import Link, Profile, parse_profile
+from elastic.planning.cost.profile import LinkProfile, Profile, parse_profile
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 
 STATIC_PORT, DYNAMIC_PORT = 29500, 29400
@@ -106,7 +106,7 @@ def _conf(flag: str, text: str) -> dict[str, str]:
     return conf
 
 
-def _link(flag: str, text: str) -> Link:
+def _link(flag: str, text: str) -> LinkProfile:
     """bandwidth=RATE latency=TIME, either or both, in any order."""
     given: dict[str, str] = {}
     for word in text.split():
@@ -118,7 +118,7 @@ def _link(flag: str, text: str) -> Link:
     latency = duration_of(f"{flag} latency", given["latency"]) if "latency" in given else 0.0
     if not rate and not latency:
         raise FieldError(flag, text, 'a bandwidth or a latency, as "bandwidth=1Gbit latency=1ms"')
-    return Link(rate, latency)
+    return LinkProfile(rate, latency)
 
 
 def _binding(flag: str, text: str) -> NoReturn:

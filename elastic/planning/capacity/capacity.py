@@ -12,10 +12,10 @@ from typing import Any
 from elastic.domain.errors import FieldError, InfeasiblePlan
 from elastic.domain.types import JobSpec, NodeInfo, Plan
 from elastic.planning.capacity.cluster import LINKS, Cluster, Group, check_name
-from elastic.planning.cost.catalogue import hardware_of
+from elastic.planning.cost.catalogue import find_hardware
 from elastic.planning.cost.predict import predict
 from elastic.planning.cost.profile import Profile
-from elastic.planning.cost.published_profiles import zoo_profile
+from elastic.planning.cost.published_profiles import published_profile
 from elastic.planning.schedule.schedule import SCHEDULES, units_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
@@ -24,7 +24,7 @@ def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profil
     """The profile that the cluster's plans are made from: the measured one, or the catalogue's. Raises FieldError."""
     links = {name: link for name in LINKS if (link := getattr(cluster, name)) is not None}
     if measured is None:
-        return zoo_profile(
+        return published_profile(
             cluster.model,
             [group.device for group in cluster.groups],
             microbatch=cluster.microbatch_size or 1,
@@ -43,7 +43,7 @@ def cluster_nodes(cluster: Cluster, profile: Profile) -> tuple[NodeInfo, ...]:
     """Every node by itself, with the device type spelled as the profile does."""
     found, number = [], 0
     for group in cluster.groups:
-        device = profile.device(group.device if cluster.profile_file else hardware_of(group.device).name)
+        device = profile.device(group.device if cluster.profile_file else find_hardware(group.device).name)
         for i in range(group.count):
             name = f"{group.name}{i}" if group.name else f"node{number}"
             number += not group.name
@@ -102,7 +102,7 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
             )
         )
         if cluster.model:
-            check_name("--add", added[2], lambda name: hardware_of(name).name)
+            check_name("--add", added[2], lambda name: find_hardware(name).name)
     return replace(cluster, groups=tuple(groups))
 
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.domain.errors import FieldError
-from elastic.planning.cost.catalogue import hardware_of, model_of
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.catalogue import find_hardware, find_model
+from elastic.planning.cost.profile import LinkProfile
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 
 SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
@@ -74,9 +74,9 @@ class Cluster:
     backup: str = "auto"
     shape: str = "auto"
     groups: tuple[Group, ...]
-    inside: Link | None = None
-    link: Link | None = None
-    across: Link | None = None
+    inside: LinkProfile | None = None
+    link: LinkProfile | None = None
+    across: LinkProfile | None = None
 
     @property
     def n_nodes(self) -> int:
@@ -106,7 +106,7 @@ def _model(data: Mapping[str, Any]) -> dict[str, Any]:
     if bool(name) == bool(file):
         raise FieldError("model.name", name, "give either name = MODEL or profile = FILE")
     if name:
-        model_of(name)
+        find_model(name)
     if file and "sequence" in data:
         raise FieldError("model.sequence", data["sequence"], "the profile fixes it; leave it out")
     if "microbatches" not in data:
@@ -159,7 +159,7 @@ def _check_groups(cluster: Cluster) -> None:
                 f"nodes[{i}].name", group.name, "it must not end in a digit: a number follows it"
             )
         if cluster.model:
-            check_name(f"nodes[{i}].device", group.device, lambda name: hardware_of(name).name)
+            check_name(f"nodes[{i}].device", group.device, lambda name: find_hardware(name).name)
 
 
 def check_name(path: str, name: str, find: Callable[[str], object]) -> None:
@@ -175,12 +175,12 @@ def _links(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _link(f"links.{name}", _table(f"links.{name}", value)) for name, value in data.items()}
 
 
-def _link(path: str, data: Mapping[str, Any]) -> Link:
+def _link(path: str, data: Mapping[str, Any]) -> LinkProfile:
     _known(f"{path}.", data, ("bandwidth", "latency"))
     if "bandwidth" not in data:
         raise FieldError(f"{path}.bandwidth", None, 'give it, as bandwidth = "25Gbit"; or leave the link out')
     rate = rate_of(f"{path}.bandwidth", data["bandwidth"])
-    return Link(rate, duration_of(f"{path}.latency", data.get("latency", 0)))
+    return LinkProfile(rate, duration_of(f"{path}.latency", data.get("latency", 0)))
 
 
 def _table(path: str, value: object) -> Mapping[str, Any]:

@@ -1,8 +1,7 @@
-"""Sizes of well-known models and rates of well-known devices, as published.
+"""Published sizes of well-known models and rates of well-known devices.
 
-`elastic.planning.cost.published_profiles` makes profiles of them.
-
-Achieved fractions without a source of their own are assumptions, and say so.
+`elastic.planning.cost.published_profiles` makes profiles from them. Achieved fractions without a
+source are marked as assumed.
 """
 
 from __future__ import annotations
@@ -13,43 +12,45 @@ from elastic.domain.errors import FieldError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """Sizes of a transformer, as published."""
+class PublishedModel:
+    """Published sizes of a transformer."""
 
     name: str
     blocks: int
     hidden: int
     feed: int
-    """Width of the feed-forward part."""
+    """Width of the feed-forward layer."""
     key_value: int
-    """Width of keys, and of values, over all their heads: `hidden` unless heads share them."""
+    """Width of the keys over all heads, and of the values; `hidden` unless heads share them."""
     vocabulary: int
     sequence: int
     positions: int = 0
-    """Learned positions; 0: rotary."""
+    """Learned position embeddings; 0: rotary."""
     gated: bool = False
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device type, as published, and the rate that training reaches on it."""
+    """Published rates of a device type, and the fraction that training achieves."""
 
     name: str
     peak: float
-    """Dense half-precision matrix operations a second."""
+    """Dense half-precision matrix operations per second."""
     achieved: float
-    """Fraction of `peak` that a block's forward and backward pass reach."""
+    """Fraction of `peak` that a block's forward and backward pass achieve."""
     memory: int
     """GiB."""
     bandwidth: float
-    """Of the memory, bytes a second."""
+    """Memory bandwidth, bytes per second."""
     source: str
-    """Of the achieved fraction."""
+    """Source of the achieved fraction."""
 
 
-def _gpt(name: str, blocks: int, hidden: int, sequence: int, source: str, vocabulary: int = 50257) -> Model:
-    return Model(
+def _gpt(
+    name: str, blocks: int, hidden: int, sequence: int, source: str, vocabulary: int = 50257
+) -> PublishedModel:
+    return PublishedModel(
         name=name,
         blocks=blocks,
         hidden=hidden,
@@ -62,8 +63,8 @@ def _gpt(name: str, blocks: int, hidden: int, sequence: int, source: str, vocabu
     )
 
 
-def _llama(name: str, blocks: int, hidden: int, feed: int) -> Model:
-    return Model(
+def _llama(name: str, blocks: int, hidden: int, feed: int) -> PublishedModel:
+    return PublishedModel(
         name=name,
         blocks=blocks,
         hidden=hidden,
@@ -106,20 +107,22 @@ HARDWARE = (
     Hardware("A10G", 70e12, 0.45, 24, 600e9, _ASSUMED),
     Hardware("T4", 65e12, 0.30, 16, 320e9, _ASSUMED),
 )
-"""Peak, memory and bandwidth: NVIDIA's data sheets (SXM where there is a choice)."""
+"""Peak, memory and bandwidth are from NVIDIA's data sheets, SXM variants where offered."""
 
 
-def model_of(name: str) -> Model:
-    """The published sizes of a model. Raises FieldError."""
-    found = next((model for model in MODELS if model.name == name), None)
-    if found is None:
-        raise FieldError("model.name", name, f"one of {', '.join(m.name for m in MODELS)}; or give a profile")
-    return found
+def find_model(name: str) -> PublishedModel:
+    """The published sizes of a model. Raises FieldError for an unknown name."""
+    for model in MODELS:
+        if model.name == name:
+            return model
+    names = ", ".join(model.name for model in MODELS)
+    raise FieldError("model.name", name, f"one of {names}; or give a profile")
 
 
-def hardware_of(name: str) -> Hardware:
-    """A device type by name, in any case. Raises FieldError."""
-    found = next((device for device in HARDWARE if device.name.lower() == name.lower()), None)
-    if found is None:
-        raise FieldError("device", name, f"one of {', '.join(d.name for d in HARDWARE)}; or give a profile")
-    return found
+def find_hardware(name: str) -> Hardware:
+    """A device type by name, ignoring case. Raises FieldError for an unknown name."""
+    for device in HARDWARE:
+        if device.name.lower() == name.lower():
+            return device
+    names = ", ".join(device.name for device in HARDWARE)
+    raise FieldError("device", name, f"one of {names}; or give a profile")

@@ -1,76 +1,82 @@
-"""Which nodes are alike to the planner, and how many there are of each kind."""
+"""Sorts nodes into kinds that the planner does not distinguish."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from elastic.domain.types import NodeInfo
-from elastic.planning.cost.cost_model import Kind
+from elastic.planning.cost.cost_model import NodeKind
 from elastic.planning.cost.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class NodeKinds:
     """Kinds of nodes, and the kind of each node."""
 
-    kinds: tuple[Kind, ...]
-    of: dict[str, int]
+    kinds: tuple[NodeKind, ...]
+    index_of: dict[str, int]
     """Index into `kinds`, by node."""
 
     @property
     def counts(self) -> tuple[int, ...]:
-        found = Counter(self.of.values())
+        """Nodes per kind."""
+        found = Counter(self.index_of.values())
         return tuple(found[i] for i in range(len(self.kinds)))
 
-    def merged(self, most: int, profile: Profile) -> Kinds:
-        """At most so many kinds: the two nearest become one, which is as slow and small as the worse of both."""
-        kinds, of = list(self.kinds), dict(self.of)
-        while len(kinds) > most:
+    def merged(self, limit: int, profile: Profile) -> NodeKinds:
+        """Merge the two kinds nearest in speed until at most `limit` are left.
+
+        A merged kind is as slow and as small as the worse of both.
+        """
+        kinds, index_of = list(self.kinds), {}
+        while len(kinds) > limit:
             kinds.sort(key=lambda kind: _seconds(kind, profile))
             times = [_seconds(kind, profile) for kind in kinds]
-            at = min(range(len(kinds) - 1), key=lambda i: times[i + 1] / times[i] if times[i] > 0 else 1.0)
+            ratios = [b / a if a > 0 else 1.0 for a, b in pairwise(times)]
+            at = ratios.index(min(ratios))
             kinds[at : at + 2] = [_worse(kinds[at], kinds[at + 1])]
             kinds = list(dict.fromkeys(kinds))
         final = tuple(sorted(kinds))
-        for node, index in self.of.items():
-            of[node] = _nearest(self.kinds[index], final, profile)
-        used = sorted(set(of.values()))
-        return Kinds(tuple(final[i] for i in used), {node: used.index(i) for node, i in of.items()})
+        for node, index in self.index_of.items():
+            index_of[node] = _nearest(self.kinds[index], final, profile)
+        used = sorted(set(index_of.values()))
+        return NodeKinds(
+            tuple(final[i] for i in used), {node: used.index(i) for node, i in index_of.items()}
+        )
 
 
-def kinds_of(
+def classify_nodes(
     nodes: Sequence[NodeInfo], profile: Profile, tp: int, slow: dict[str, float], *, typed: bool
-) -> Kinds:
-    """Sort nodes into kinds. `typed`: the profile tells device types apart. Raises FieldError for unknown types."""
+) -> NodeKinds:
+    """Sort nodes into kinds. `slow`: factor by node; `typed`: the profile knows device types.
+
+    Raises FieldError for a device type that the profile lacks.
+    """
     found = {}
     for info in nodes:
         device = profile.device(info.device).name if typed else ""
         memory = info.memory_bytes or profile.device(device).memory_bytes
-        found[info.node] = Kind(device, slow.get(info.node, 1.0), memory, info.workers // tp)
+        found[info.node] = NodeKind(device, slow.get(info.node, 1.0), memory, info.workers // tp)
     kinds = sorted(set(found.values()))
     index = {kind: i for i, kind in enumerate(kinds)}
-    return Kinds(tuple(kinds), {node: index[kind] for node, kind in found.items()})
+    return NodeKinds(tuple(kinds), {node: index[kind] for node, kind in found.items()})
 
 
-def alike(kinds: Kinds, profile: Profile) -> Kinds:
-    """All nodes as the worst of them: for shapes that are fixed by hand on large clusters."""
-    return kinds.merged(1, profile)
-
-
-def _seconds(kind: Kind, profile: Profile) -> float:
+def _seconds(kind: NodeKind, profile: Profile) -> float:
     times = profile.device(kind.device).layers
     return kind.slow * sum(t.forward_s + t.backward_s for t in times)
 
 
-def _worse(fast: Kind, slow: Kind) -> Kind:
+def _worse(fast: NodeKind, slow: NodeKind) -> NodeKind:
     limits = [memory for memory in (fast.memory_bytes, slow.memory_bytes) if memory]
     return replace(slow, memory_bytes=min(limits, default=0), units=min(fast.units, slow.units))
 
 
-def _nearest(kind: Kind, kinds: Sequence[Kind], profile: Profile) -> int:
-    """The fastest of `kinds` that promises no more than `kind` has."""
+def _nearest(kind: NodeKind, kinds: Sequence[NodeKind], profile: Profile) -> int:
+    """Index of the fastest of `kinds` that is no faster, larger or wider than `kind`."""
     seconds = _seconds(kind, profile)
     able = [
         i

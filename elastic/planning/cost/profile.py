@@ -1,13 +1,14 @@
-"""What a model costs on which devices and links: measured by `elastic profile`, or worked out from public sizes.
+"""Times and bytes of a model on devices and links: measured by `elastic profile`, or published.
 
-A profile is JSON with a version. Layers carry bytes and the times of the first device type; every device type
-has its own times for every layer, because forward and backward scale differently from device to device.
+A profile is JSON with a version. Layers carry bytes and the times of the first device type. Every
+device type has its own times of every layer, because the ratio of forward to backward differs
+between devices. A `Measurement` of one device type starts or extends a profile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 
 from elastic.domain.codec import dumps, loads
@@ -18,66 +19,66 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A link between two devices, one direction."""
+class LinkProfile:
+    """Bandwidth and latency of a link between two devices, in one direction."""
 
     bytes_per_s: float = 0.0
-    """0: unknown, taken as infinitely fast."""
+    """0: unknown, treated as infinite."""
     latency_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds to move `nbytes`."""
+        """Seconds to transfer `nbytes`."""
         return self.latency_s + (nbytes / self.bytes_per_s if self.bytes_per_s > 0 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds of one layer on one device type, for one micro-batch."""
+    """Seconds of one layer on one device type per micro-batch."""
 
     forward_s: float
     backward_s: float
-    """The whole backward pass in one go."""
+    """Whole backward pass run at once."""
     backward_input_s: float = 0.0
-    """Its two parts when run apart (together they may take longer than the whole); 0: unknown."""
+    """Its two parts when run apart, together perhaps longer than the whole; 0: unknown."""
     backward_weight_s: float = 0.0
     update_s: float = 0.0
-    """The optimizer's update, once a step."""
+    """Optimizer update, once per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device type."""
+    """Layer times and memory of a device type."""
 
     name: str
     layers: tuple[LayerTimes, ...]
     memory_bytes: int = 0
-    """What a worker may use; 0: unknown, taken as unlimited."""
+    """Memory that a worker may use; 0: unknown, treated as unlimited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A model on device types and links."""
+    """A model's layers, device types and links."""
 
     version: int = VERSION
     model: str
     tp: int = 1
-    """Workers that shared a layer when it was measured; times are those of the whole group."""
+    """Workers that shared each layer when it was measured; times are those of the whole group."""
     tokens_per_microbatch: int = 0
     layers: tuple[LayerSpec, ...]
     devices: tuple[Device, ...]
-    inside: Link = Link()
+    inside: LinkProfile = LinkProfile()
     """Between devices of one node."""
-    link: Link = Link()
+    link: LinkProfile = LinkProfile()
     """Between nodes of one failure domain."""
-    across: Link = Link()
-    """Between failure domains; unknown: as `link`."""
+    across: LinkProfile = LinkProfile()
+    """Between failure domains; if unknown, as `link`."""
     contention: float = 0.0
-    """Seconds by which a second of concurrent transfer lengthens compute."""
+    """Seconds of compute lost per second of concurrent transfer."""
     copy_bytes_per_s: float = 0.0
-    """At which a worker copies what is backed up to shared memory, checksum included; 0: unknown, taken as free."""
+    """Rate of copying backups to shared memory with a checksum; 0: unknown, treated as free."""
 
     def device(self, name: str) -> Device:
-        """The type of this name, or the first for "". Raises FieldError."""
+        """The device type of this name, or the first for "". Raises FieldError."""
         for device in self.devices:
             if name in ("", device.name):
                 return device
@@ -86,21 +87,23 @@ class Profile:
 
 
 def format_profile(profile: Profile) -> str:
-    """The JSON text."""
+    """The profile as JSON."""
     return dumps(profile)
 
 
 def parse_profile(text: str) -> Profile:
-    """Read and check what `format_profile` writes. Raises FieldError."""
+    """Parse and check the JSON of `format_profile`. Raises FieldError."""
     profile = loads(Profile, text)
     check_profile(profile)
     return profile
 
 
 def check_profile(profile: Profile) -> None:
-    """Raise FieldError for the first value that no real profile holds."""
+    """Raise FieldError for the first unusable value."""
     if profile.version != VERSION:
-        raise FieldError("Profile.version", profile.version, f"this program reads version {VERSION}")
+        raise FieldError(
+            "Profile.version", profile.version, f"this program reads version {VERSION}"
+        )
     if not profile.layers:
         raise FieldError("Profile.layers", profile.layers, "at least one layer is needed")
     if not profile.devices:
@@ -108,7 +111,9 @@ def check_profile(profile: Profile) -> None:
     names = [device.name for device in profile.devices]
     for i, device in enumerate(profile.devices):
         if not device.name or names.count(device.name) > 1:
-            raise FieldError(f"Profile.devices[{i}].name", device.name, "each type needs a name of its own")
+            raise FieldError(
+                f"Profile.devices[{i}].name", device.name, "each type needs a name of its own"
+            )
         if len(device.layers) != len(profile.layers):
             raise FieldError(
                 f"Profile.devices[{i}].layers",
@@ -128,7 +133,9 @@ def _numbers(profile: Profile) -> Iterator[tuple[str, float]]:
     parts += [(f"Profile.layers[{i}]", layer) for i, layer in enumerate(profile.layers)]
     for i, device in enumerate(profile.devices):
         parts.append((f"Profile.devices[{i}]", device))
-        parts += [(f"Profile.devices[{i}].layers[{j}]", times) for j, times in enumerate(device.layers)]
+        parts += [
+            (f"Profile.devices[{i}].layers[{j}]", times) for j, times in enumerate(device.layers)
+        ]
     for path, part in parts:
         for field in fields(part):  # type: ignore[arg-type]
             value = getattr(part, field.name)
@@ -137,11 +144,16 @@ def _numbers(profile: Profile) -> Iterator[tuple[str, float]]:
 
 
 def profile_of(
-    layers: tuple[LayerSpec, ...], tp: int = 1, tokens_per_microbatch: int = 0, link: Link | None = None
+    layers: tuple[LayerSpec, ...],
+    tp: int = 1,
+    tokens_per_microbatch: int = 0,
+    link: LinkProfile | None = None,
 ) -> Profile:
-    """The profile that a job's own figures make: one device type, one kind of link."""
+    """Profile from a job's own layer figures: one unnamed device type, one link."""
     times = tuple(
-        LayerTimes(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s)
+        LayerTimes(
+            la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s
+        )
         for la in layers
     )
     return Profile(
@@ -150,5 +162,78 @@ def profile_of(
         tokens_per_microbatch=tokens_per_microbatch,
         layers=layers,
         devices=(Device("", times),),
-        link=link or Link(),
+        link=link or LinkProfile(),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementRequest:
+    """Request of the command line to the script's process."""
+
+    out: str
+    """File for the resulting `Measurement` as JSON."""
+    device: str = ""
+    """Name of the device type; "": the device's own name."""
+    repeat: int = 20
+    warmup: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Figures measured on one device type."""
+
+    layers: tuple[LayerSpec, ...]
+    """Measured bytes, and times of this device."""
+    device: Device
+    like: tuple[int, ...]
+    """For each layer, the index of the equal layer that was measured."""
+    stated: tuple[LayerSpec, ...]
+    """Figures that the script states for its layers."""
+    tp: int
+    tokens_per_microbatch: int
+
+
+def new_profile(model: str, found: Measurement) -> Profile:
+    """A profile of this device type alone, with unknown links."""
+    return Profile(
+        model=model,
+        tp=found.tp,
+        tokens_per_microbatch=found.tokens_per_microbatch,
+        layers=found.layers,
+        devices=(found.device,),
+    )
+
+
+def add_measurement(profile: Profile, found: Measurement, force: bool = False) -> Profile:
+    """Add a device type to `profile`; `force`: replace one of the same name.
+
+    Raises FieldError if the measured model is another one, or the device type exists.
+    """
+    _check_same_model(profile, found)
+    name = found.device.name
+    names = [device.name for device in profile.devices]
+    if name not in names:
+        return replace(profile, devices=(*profile.devices, found.device))
+    if not force:
+        remedy = "the profile has it already; give another name, or --force"
+        raise FieldError("--device", name, remedy)
+    devices = tuple(found.device if device.name == name else device for device in profile.devices)
+    layers = found.layers if names[0] == name else profile.layers
+    return replace(profile, devices=devices, layers=layers)
+
+
+def _check_same_model(profile: Profile, found: Measurement) -> None:
+    pairs = [
+        (name, getattr(profile, name), getattr(found, name), "the script")
+        for name in ("tp", "tokens_per_microbatch")
+    ]
+    pairs.insert(0, ("layers", len(profile.layers), len(found.layers), "the script"))
+    pairs += [
+        (f"layers[{i}].{name}", getattr(a, name), getattr(b, name), f"the script's layer {i}")
+        for i, (a, b) in enumerate(zip(profile.layers, found.layers, strict=False))
+        for name in ("param_bytes", "state_bytes", "output_bytes")
+    ]
+    for name, expected, measured, owner in pairs:
+        if expected != measured:
+            remedy = f"{owner} has {measured}: it is another model; give --out"
+            raise FieldError(f"--into {name}", expected, remedy)

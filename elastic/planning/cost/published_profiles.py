@@ -1,19 +1,24 @@
-"""Profiles worked out from public sizes and rates, for planning before anything was measured.
+"""Profiles from published sizes and rates, for planning before anything was measured.
 
-One transformer block on b sequences of s tokens, h wide, with key/value width k and feed-forward width g
-(matrix products alone; a multiplication and an addition are two operations):
+One transformer block on b sequences of s tokens, with hidden size h, key/value width k and
+feed-forward width g. Operations are those of matrix
+products, two per multiply-add:
 
-    forward products   2 b s (2 h^2 + 2 h k + c h g)         c = 2, gated feed-forward c = 3
-    forward scores     4 b s^2 h                             Narayanan et al. 2021, appendix: 24 b s h^2 + 4 b s^2 h
-    backward, input    the products once more + twice the scores (neither factor of a score is a parameter)
+    forward products   2 b s (2 h^2 + 2 h k + c h g), c = 2, gated feed-forward c = 3
+    forward scores     4 b s^2 h. Narayanan et al. 2021, appendix: 24 b s h^2 + 4 b s^2 h
+    backward, input    the products once more + twice the scores (neither factor of a score is a
+                       parameter)
     backward, weight   the products once more
-    activation bytes   s b h (34 + 5 a s / h) less the scores' part, which fused attention keeps in registers:
-                       Korthikanti et al. 2022, eq. 1 and section 5; with TP eq. 2: 10 of the 34 are not split
-    TP                 two all-reduces of s b h values forward, two backward (Shoeybi et al. 2019, section 3)
+    activation bytes   s b h (34 + 5 a s / h) without the scores' part, which fused attention keeps
+                       in registers: Korthikanti et al. 2022, eq. 1 and section 5; with TP eq. 2: 10
+                       of the 34 are not split
+    TP                 two all-reduces of s b h values forward, two backward (Shoeybi et al. 2019,
+                       section 3)
 
-Seconds are operations / (peak * achieved fraction). Look-ups and the optimizer are bound by memory: bytes / bandwidth.
-Mixed precision Adam holds 2 bytes of parameter and 12 of state (float32 copy, two moments) a parameter
-(Rajbhandari et al. 2020, section 3.1), and here a float32 gradient, as the runtime accumulates it.
+Seconds are operations / (peak * achieved fraction). Embedding look-ups and the optimizer are bound
+by memory: bytes / bandwidth. Mixed-precision Adam holds 2 bytes of value and 12 of state per
+parameter (float32 copy, two moments; Rajbhandari et al. 2020, section 3.1). The runtime adds a
+float32 gradient, in which it accumulates.
 """
 
 from __future__ import annotations
@@ -23,69 +28,71 @@ from dataclasses import dataclass
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import LayerSpec
-from elastic.planning.cost.catalogue import Hardware, Model, hardware_of, model_of
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile, check_profile
+from elastic.planning.cost.catalogue import Hardware, PublishedModel, find_hardware, find_model
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile, check_profile
 
-PARAM, STATE, GRADIENT = 2, 12, 4
-"""Bytes a parameter."""
-UPDATE_BYTES = 2 * (PARAM + STATE) + GRADIENT
-"""Bytes that an update moves a parameter: all is read, all but the gradient written."""
-HALF = 2
-"""Bytes of an activation's value."""
-USABLE = 0.9
-"""Share of a device's memory that a worker may use; the rest is context, workspace and fragments (assumed)."""
-MEMORY_RATE = 0.8
-"""Share of the memory's peak bandwidth that look-ups and updates reach (assumed)."""
+PARAM_BYTES, STATE_BYTES, GRADIENT_BYTES = 2, 12, 4
+"""Per parameter."""
+UPDATE_BYTES = 2 * (PARAM_BYTES + STATE_BYTES) + GRADIENT_BYTES
+"""Bytes that an update moves per parameter: all are read, all but the gradient are written."""
+ACTIVATION_BYTES = 2
+"""Per value of an activation."""
+USABLE_MEMORY = 0.9
+"""Fraction of device memory left by context, workspace and fragmentation (assumed)."""
+MEMORY_EFFICIENCY = 0.8
+"""Fraction of peak memory bandwidth that look-ups and updates achieve (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """What one layer asks of a unit for one micro-batch; operations and bytes of the whole layer."""
+class _LayerWork:
+    """Operations and bytes of one layer for one micro-batch, over all workers of a unit."""
 
-    parameters: int
+    parameter_count: int
     forward: float = 0.0
     """Operations."""
     backward_input: float = 0.0
     backward_weight: float = 0.0
     forward_bytes: float = 0.0
-    """Moved through memory, where that and not the operations takes the time."""
+    """Memory traffic of layers that are bound by memory."""
     backward_bytes: float = 0.0
     reduced: int = 0
-    """TP all-reduces of the activations, in each direction."""
+    """TP all-reduces of the activations per direction."""
     activation: float = 0.0
-    """Bytes a worker."""
+    """Bytes per worker."""
 
 
-def zoo_profile(
+def published_profile(
     name: str,
     devices: Sequence[str],
     *,
     microbatch: int = 1,
     tp: int = 1,
     sequence: int = 0,
-    inside: Link | None = None,
-    link: Link | None = None,
-    across: Link | None = None,
+    inside: LinkProfile | None = None,
+    link: LinkProfile | None = None,
+    across: LinkProfile | None = None,
 ) -> Profile:
-    """The profile of a model on device types.
+    """The profile of a published model on published device types.
 
     Args:
         name: of the model, see `catalogue.MODELS`.
         devices: names of device types, see `catalogue.HARDWARE`; at least one.
-        microbatch: sequences of one micro-batch.
+        microbatch: sequences per micro-batch.
         tp: workers that share a layer.
-        sequence: tokens of a sequence; 0: as published.
-        inside, link, across: as in `Profile`; None: unknown, taken as infinitely fast.
+        sequence: tokens per sequence; 0: as published.
+        inside, link, across: as in `Profile`; None: unknown, treated as infinite.
+
+    Raises FieldError for unknown names or an empty `devices`.
     """
-    model = model_of(name)
+    model = find_model(name)
     tokens = microbatch * (sequence or model.sequence)
     work = _layers(model, microbatch, sequence or model.sequence, tp)
-    inside = inside or Link()
-    kinds = [hardware_of(device) for device in dict.fromkeys(devices)]
+    inside = inside or LinkProfile()
+    kinds = [find_hardware(device) for device in dict.fromkeys(devices)]
     if not kinds:
         raise FieldError("devices", devices, "at least one device type is needed")
-    times = [_times(kind, work, tp, inside, HALF * tokens * model.hidden) for kind in kinds]
-    output = HALF * tokens * model.hidden
+    output = ACTIVATION_BYTES * tokens * model.hidden
+    times = [_times(kind, work, tp, inside, output) for kind in kinds]
     specs = tuple(
         _spec(layer, spent, 0 if i == len(work) - 1 else output)
         for i, (layer, spent) in enumerate(zip(work, times[0], strict=True))
@@ -96,52 +103,52 @@ def zoo_profile(
         tokens_per_microbatch=tokens,
         layers=specs,
         devices=tuple(
-            Device(kind.name, spent, int(USABLE * kind.memory * 2**30))
+            Device(kind.name, spent, int(USABLE_MEMORY * kind.memory * 2**30))
             for kind, spent in zip(kinds, times, strict=True)
         ),
         inside=inside,
-        link=link or Link(),
-        across=across or Link(),
+        link=link or LinkProfile(),
+        across=across or LinkProfile(),
     )
     check_profile(profile)
     return profile
 
 
-def parameters(name: str) -> int:
-    """Parameters of all layers; a tied table counts at both of its ends, as both hold it."""
-    model = model_of(name)
-    return sum(layer.parameters for layer in _layers(model, 1, model.sequence, 1))
+def parameter_count(name: str) -> int:
+    """Parameters of all layers; a tied embedding counts twice, because both ends hold it."""
+    model = find_model(name)
+    return sum(layer.parameter_count for layer in _layers(model, 1, model.sequence, 1))
 
 
-def _layers(model: Model, b: int, s: int, tp: int) -> list[_Work]:
-    """Embedding, blocks, head."""
+def _layers(model: PublishedModel, b: int, s: int, tp: int) -> list[_LayerWork]:
+    """Embedding, blocks, head. `b`: sequences per micro-batch; `s`: tokens per sequence."""
     h, v, n = model.hidden, model.vocabulary, b * s
-    embedding = _Work(
-        parameters=(v + model.positions) * h,
-        forward_bytes=2 * HALF * n * h,
-        backward_bytes=(HALF + 2 * GRADIENT) * n * h,
+    embedding = _LayerWork(
+        parameter_count=(v + model.positions) * h,
+        forward_bytes=2 * ACTIVATION_BYTES * n * h,
+        backward_bytes=(ACTIVATION_BYTES + 2 * GRADIENT_BYTES) * n * h,
         activation=n * h,
     )
     product = 2.0 * n * h * v
-    head = _Work(
-        parameters=v * h + h,
+    head = _LayerWork(
+        parameter_count=v * h + h,
         forward=product,
         backward_input=product,
         backward_weight=product,
-        activation=4 * n * h + GRADIENT * n * v / tp,
+        activation=4 * n * h + GRADIENT_BYTES * n * v / tp,
     )
     return [embedding, *[_block(model, b, s, tp)] * model.blocks, head]
 
 
-def _block(model: Model, b: int, s: int, tp: int) -> _Work:
+def _block(model: PublishedModel, b: int, s: int, tp: int) -> _LayerWork:
     h, k, g, n = model.hidden, model.key_value, model.feed, b * s
     matrices = 2 * h * h + 2 * h * k + (3 if model.gated else 2) * h * g
     small = 2 * h if model.gated else 2 * h + 2 * k + g + h + 4 * h
     product, scores = 2.0 * n * matrices, 4.0 * n * s * h
     whole = (8 if model.gated else 10) * n * h
-    split = (HALF * (2 * h + 2 * k) + (6 if model.gated else 4) * g) * n
-    return _Work(
-        parameters=matrices + small,
+    split = (ACTIVATION_BYTES * (2 * h + 2 * k) + (6 if model.gated else 4) * g) * n
+    return _LayerWork(
+        parameter_count=matrices + small,
         forward=product + scores,
         backward_input=product + 2 * scores,
         backward_weight=product,
@@ -151,9 +158,9 @@ def _block(model: Model, b: int, s: int, tp: int) -> _Work:
 
 
 def _times(
-    kind: Hardware, work: Sequence[_Work], tp: int, inside: Link, message: int
+    kind: Hardware, work: Sequence[_LayerWork], tp: int, inside: LinkProfile, message: int
 ) -> tuple[LayerTimes, ...]:
-    rate, memory = kind.peak * kind.achieved * tp, kind.bandwidth * MEMORY_RATE * tp
+    rate, memory = kind.peak * kind.achieved * tp, kind.bandwidth * MEMORY_EFFICIENCY * tp
     reduce_s = inside.seconds(2 * (tp - 1) / tp * message) if tp > 1 else 0.0
     found = []
     for layer in work:
@@ -166,18 +173,18 @@ def _times(
                 backward_s=first + second,
                 backward_input_s=first,
                 backward_weight_s=second,
-                update_s=UPDATE_BYTES * layer.parameters / memory,
+                update_s=UPDATE_BYTES * layer.parameter_count / memory,
             )
         )
     return tuple(found)
 
 
-def _spec(layer: _Work, spent: LayerTimes, output: int) -> LayerSpec:
-    n = layer.parameters
+def _spec(layer: _LayerWork, spent: LayerTimes, output: int) -> LayerSpec:
+    n = layer.parameter_count
     return LayerSpec(
-        param_bytes=PARAM * n,
-        state_bytes=STATE * n,
-        gradient_bytes=GRADIENT * n,
+        param_bytes=PARAM_BYTES * n,
+        state_bytes=STATE_BYTES * n,
+        gradient_bytes=GRADIENT_BYTES * n,
         forward_s=spent.forward_s,
         backward_s=spent.backward_s,
         activation_bytes=round(layer.activation),

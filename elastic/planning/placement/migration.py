@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from elastic.domain.types import LayerSpec, NodeInfo, Plan
 from elastic.planning.backup.peer_assignment import domain_of
-from elastic.planning.cost.profile import Link, Profile
+from elastic.planning.cost.profile import LinkProfile, Profile
 from elastic.planning.placement.balance import balance
 from elastic.planning.placement.placement import Holdings
 from elastic.planning.plan.schemes import state_of
@@ -33,7 +33,7 @@ HELD, KEPT, LOCAL, CHECKPOINT, FRESH = "held", "kept", "local", "checkpoint", "f
 """Kinds of moves: from a node that holds the layer | that keeps a peer's copy | from the target's own vault | nobody
 alive has the layer, and the checkpoint is read | there was no plan before: the layer is initialised."""
 
-Links = Callable[[str, str], Link]
+Links = Callable[[str, str], LinkProfile]
 """The link from one node to another."""
 
 
@@ -68,10 +68,10 @@ class Transition:
 def links_of(profile: Profile | None, nodes: Sequence[NodeInfo]) -> Links:
     """Links between nodes: inside and across failure domains, as the profile says."""
     domains = {info.node: domain_of(info) for info in nodes if info.domain}
-    link = profile.link if profile else Link()
-    across = profile.across if profile and profile.across != Link() else link
+    link = profile.link if profile else LinkProfile()
+    across = profile.across if profile and profile.across != LinkProfile() else link
 
-    def between(source: str, target: str) -> Link:
+    def between(source: str, target: str) -> LinkProfile:
         apart = source in domains and target in domains and domains[source] != domains[target]
         return across if apart else link
 
@@ -92,7 +92,7 @@ def transition(
     `dead` nodes have nothing any more. `gradients`: accumulated gradients move with parameters and optimizer state,
     as in the middle of a step. Without `links` they are taken as infinitely fast.
     """
-    between = links or (lambda source, target: Link())
+    between = links or (lambda source, target: LinkProfile())
     held = Holdings.of(old, layers)
     sizes = [la.param_bytes + la.state_bytes + (la.gradient_bytes if gradients else 0) for la in layers]
     wanted = {
@@ -123,7 +123,7 @@ def transition(
     return Transition(ordered, sum(move.nbytes for move in ordered if move.sent), seconds)
 
 
-def _cost(link: Link, nbytes: float) -> float:
+def _cost(link: LinkProfile, nbytes: float) -> float:
     return nbytes / link.bytes_per_s if link.bytes_per_s > 0 else nbytes
 
 

@@ -1,4 +1,4 @@
-"""From shapes to a plan: nodes for the slots, cuts that move less, backups."""
+"""Makes a plan of a solution: nodes for the shapes, cuts that move less, schedules and backups."""
 
 from __future__ import annotations
 
@@ -14,135 +14,200 @@ from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.backup.backup_cost import Weighing, choose, estimates, is_replicated
 from elastic.planning.backup.peer_assignment import choose_peers
 from elastic.planning.cost.cost_model import CostModel
-from elastic.planning.cost.node_kinds import Kinds
+from elastic.planning.cost.node_kinds import NodeKinds
+from elastic.planning.cost.predict import pipeline_timer
+from elastic.planning.cost.profile import Profile
 from elastic.planning.placement.exchange import Host, Slot
 from elastic.planning.placement.placement import Holdings, assign, recut
 from elastic.planning.plan.schemes import REDUCE, REPLICA, SNAPSHOT, gradients_of, streamed
+from elastic.planning.schedule.interleave import can_interleave, scheduled
 from elastic.planning.schedule.microbatch_split import deal
+from elastic.planning.schedule.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
 from elastic.planning.search.evaluate import largest_tail
-from elastic.planning.search.layer_partition import Cutter
-from elastic.planning.search.problem import CLOSE, Shape, Solution
+from elastic.planning.search.layer_partition import LayerPartitioner, partitioner_of
+from elastic.planning.search.problem import TIME_TOLERANCE, PipelineShape, Solution
 from elastic.planning.search.request import PlanRequest
 
-MOST_RECUT = 128
+MAX_NODES_TO_RECUT = 128
 """Nodes up to which pipelines are cut again to move less."""
+MAX_INTERLEAVED_RATIO = 0.99
+"""Interleaving must shorten a pipeline to this fraction: it sends twice the messages."""
+MAX_PIPELINES_TO_INTERLEAVE = 64
 
 
-def build(
+def build_pipelines(
     request: PlanRequest,
     solution: Solution,
-    kinds: Kinds,
+    kinds: NodeKinds,
     model: CostModel,
     active: Sequence[NodeInfo],
-    kept: Sequence[tuple[Pipeline, Shape]] = (),
+    kept: Sequence[tuple[Pipeline, PipelineShape]] = (),
 ) -> tuple[Pipeline, ...]:
-    """Choose nodes for the slots of the shapes, such that as few bytes as possible move. `kept`: pipelines that stay
-    on their nodes, with what they take; they come first."""
+    """Assign nodes to the shapes so that the fewest bytes move.
+
+    `kept`: pipelines that stay on their nodes, with their shapes; they come first.
+    """
     shapes = sorted(solution.shapes, key=lambda shape: -shape.depth)
     everything = [*(shape for _, shape in kept), *shapes]
-    shares = deal(range(request.spec.n_microbatches), [shape.microbatches for shape in everything])
+    counts = [shape.microbatches for shape in everything]
+    shares = deal(range(request.spec.n_microbatches), counts)
     staying = [_kept(*pair, share, model) for pair, share in zip(kept, shares, strict=False)]
+    if not shapes:
+        return tuple(staying)
     layers = request.spec.layers
     full = [la.param_bytes + la.state_bytes + la.gradient_bytes for la in layers]
     used = {stage.unit.node for pipeline in staying for stage in pipeline.stages}
-    free = [info for info in active if info.node not in used]
-    if not shapes:
-        return tuple(staying)
     holdings = Holdings.of(request.current, layers)
     slots = [slot for p, shape in enumerate(shapes) for slot in _slots(shape, p)]
-    hosts = [Host(info.node, kinds.of[info.node], info.domain) for info in free]
+    hosts = [
+        Host(info.node, kinds.index_of[info.node], info.domain)
+        for info in active
+        if info.node not in used
+    ]
     names = iter(assign(slots, hosts, holdings, full))
-    tail = inf if model.tailless else largest_tail(model, everything)
+    tail = inf if model.has_no_tail else largest_tail(model, everything)
     pipelines = []
     for shape, share in zip(shapes, shares[len(staying) :], strict=True):
         owners = [next(names) for _ in shape.kinds]
-        cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
+        partitioner = partitioner_of(model, shape)
         cuts = shape.cuts
-        if holdings.live and len(active) <= MOST_RECUT:
-            cuts = _recut(cutter, shape, owners, holdings, full, model, tail, len(everything))
-        pipelines.append(Pipeline(_stages(shape, owners, cuts, cutter), share, shape.schedule))
+        if holdings.live and len(active) <= MAX_NODES_TO_RECUT:
+            allowed = model.tails(shape.kinds[0], len(everything)) <= tail * (1 + TIME_TOLERANCE)
+            cuts = _recut(partitioner, shape, owners, holdings, full, allowed)
+        stages = _stages(shape, owners, cuts, partitioner)
+        pipelines.append(Pipeline(stages, share, shape.schedule))
     return (*staying, *pipelines)
 
 
-def _kept(pipeline: Pipeline, shape: Shape, share: tuple[int, ...], model: CostModel) -> Pipeline:
-    """The same stages on the same nodes; what is recomputed follows from the micro-batches now in flight."""
-    again = recomputing(model, shape)
-    if any(again) or any(stage.recompute for stage in pipeline.stages):
-        stages = tuple(replace(stage, recompute=r) for stage, r in zip(pipeline.stages, again, strict=True))
-        return replace(pipeline, stages=stages, microbatches=share)
-    return replace(pipeline, microbatches=share)
+def _kept(
+    pipeline: Pipeline, shape: PipelineShape, share: tuple[int, ...], model: CostModel
+) -> Pipeline:
+    """The same stages on the same nodes; recomputation follows from the micro-batches in flight."""
+    again = recomputing_stages(model, shape)
+    stages = tuple(
+        stage if stage.recompute == r else replace(stage, recompute=r)
+        for stage, r in zip(pipeline.stages, again, strict=True)
+    )
+    return replace(pipeline, stages=stages, microbatches=share)
 
 
 @lru_cache(maxsize=512)
-def recomputing(model: CostModel, shape: Shape) -> tuple[bool, ...]:
+def recomputing_stages(model: CostModel, shape: PipelineShape) -> tuple[bool, ...]:
     """Which stages of a shape have to recompute."""
-    cutter = Cutter(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)
-    return tuple(
-        bool(t.recompute[a, b]) for t, (a, b) in zip(cutter.tables, pairwise(shape.cuts), strict=True)
-    )
+    pairs = zip(partitioner_of(model, shape).tables, pairwise(shape.cuts), strict=True)
+    return tuple(bool(table.recompute[a, b]) for table, (a, b) in pairs)
 
 
-def _slots(shape: Shape, pipeline: int) -> list[Slot]:
-    """One slot a node: the layers of its stages."""
-    ends = list(accumulate(shape.stages, initial=0))
+def _slots(shape: PipelineShape, pipeline: int) -> list[Slot]:
+    """One slot per node: the layers of its stages."""
+    ends = pairwise(accumulate(shape.stages, initial=0))
     return [
         Slot(kind, range(shape.cuts[a], shape.cuts[b]), pipeline)
-        for kind, a, b in zip(shape.kinds, ends, ends[1:], strict=False)
+        for kind, (a, b) in zip(shape.kinds, ends, strict=True)
     ]
 
 
-def _stages(shape: Shape, owners: Sequence[str], cuts: Sequence[int], cutter: Cutter) -> tuple[Stage, ...]:
-    units = [Unit(node, group) for node, n in zip(owners, shape.stages, strict=True) for group in range(n)]
+def _stages(
+    shape: PipelineShape, owners: Sequence[str], cuts: Sequence[int], partitioner: LayerPartitioner
+) -> tuple[Stage, ...]:
+    hosts = zip(owners, shape.stages, strict=True)
+    units = [Unit(node, group) for node, n in hosts for group in range(n)]
     return tuple(
         Stage(unit, a, b, bool(table.recompute[a, b]))
-        for unit, table, a, b in zip(units, cutter.tables, cuts, cuts[1:], strict=False)
+        for unit, table, (a, b) in zip(units, partitioner.tables, pairwise(cuts), strict=True)
     )
 
 
 def _recut(
-    cutter: Cutter, shape: Shape, owners: Sequence[str], holdings: Holdings, full: Sequence[int],
-    model: CostModel, tail: float, pipelines: int,
-) -> tuple[int, ...]:  # fmt: skip
-    """Cuts that are as fast and move less. Only where all nodes are of a kind, so that no layer is faster elsewhere."""
-    recomputes = any(
-        bool(t.recompute[a, b]) for t, a, b in zip(cutter.tables, shape.cuts, shape.cuts[1:], strict=False)
-    )
+    partitioner: LayerPartitioner,
+    shape: PipelineShape,
+    owners: Sequence[str],
+    holdings: Holdings,
+    full: Sequence[int],
+    allowed: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+) -> tuple[int, ...]:
+    """Cuts that are as fast and move less; `allowed`: stages within the tail, [L + 1, L + 1].
+
+    Only if all nodes are of one kind, so that no layer is faster on another node.
+    """
+    pairs = list(pairwise(shape.cuts))
+    tables = partitioner.tables
+    recomputes = any(t.recompute[a, b] for t, (a, b) in zip(tables, pairs, strict=True))
     if len(set(shape.kinds)) > 1 or recomputes:
         return shape.cuts
     hosts = [node for node, n in zip(owners, shape.stages, strict=True) for _ in range(n)]
-    if all(
-        holdings.holds(node, range(a, b)) for node, (a, b) in zip(hosts, pairwise(shape.cuts), strict=True)
-    ):
+    if all(holdings.holds(node, range(a, b)) for node, (a, b) in zip(hosts, pairs, strict=True)):
         return shape.cuts
-    fill, slowest = cutter.seconds(shape.cuts)
+    fill, slowest = partitioner.fill_and_slowest(shape.cuts)
     moved = {node: holdings.missing(node, full) for node in set(hosts)}
-    allowed = model.tails(shape.kinds[0], pipelines) <= tail * (1 + CLOSE)
-    reach = [
-        _reach((table.tau <= slowest * (1 + CLOSE)) & ~table.recompute & allowed) for table in cutter.tables
-    ]
+    limit = slowest * (1 + TIME_TOLERANCE)
+    reach = [_reach((table.tau <= limit) & ~table.recompute & allowed) for table in tables]
     cuts = recut(reach, [moved[node] for node in hosts], shape.cuts)
-    return cuts if cutter.seconds(cuts)[0] <= fill * (1 + CLOSE) else shape.cuts
+    as_fast = partitioner.fill_and_slowest(cuts)[0] <= fill * (1 + TIME_TOLERANCE)
+    return cuts if as_fast else shape.cuts
 
 
 def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
-    """For each first layer, the last layer + 1 up to which every end is able."""
+    """For each first layer, the largest end up to which every end is able."""
     size = able.shape[0]
     stops = np.ones((size, size + 1), dtype=bool)
     stops[:, :size] = np.triu(~able, 1)
     return [int(stop) - 1 for stop in stops.argmax(axis=1)]
 
 
-# ---- backups ----
+def apply_schedule(
+    request: PlanRequest, profile: Profile, pipelines: tuple[Pipeline, ...], limited: bool
+) -> tuple[Pipeline, ...]:
+    """Put the requested schedule on all pipelines; for auto, interleave if all pipelines gain.
+
+    `limited`: memory is limited, so auto does not interleave: it holds more micro-batches.
+    """
+
+    def with_schedule(schedule: str) -> tuple[Pipeline, ...]:
+        return tuple(scheduled(p, schedule, _seconds(request, profile, p)) for p in pipelines)
+
+    def slowest(found: Sequence[Pipeline]) -> float:
+        return max(
+            pipeline_timer(p, profile, request.nodes, request.slow, request.workers)(
+                len(p.microbatches)
+            )
+            for p in found
+        )
+
+    if request.schedule in (INTERLEAVED, ZERO_BUBBLE):
+        return with_schedule(request.schedule)
+    if request.schedule != "auto" or request.profile is None or limited:
+        return pipelines
+    if len(pipelines) > MAX_PIPELINES_TO_INTERLEAVE or not all(
+        can_interleave(p.stages[-1].last, len(units_of(p))) for p in pipelines
+    ):
+        return pipelines
+    others = with_schedule(INTERLEAVED)
+    return others if slowest(others) < MAX_INTERLEAVED_RATIO * slowest(pipelines) else pipelines
 
 
-def protect(
+def _seconds(request: PlanRequest, profile: Profile, pipeline: Pipeline) -> list[list[float]]:
+    """Per unit, the seconds of each layer on it."""
+    nodes: dict[str, NodeInfo] = {info.node: info for info in request.nodes}
+    slow = dict(request.slow)
+    rows = []
+    for unit in units_of(pipeline):
+        device = nodes[unit.node].device if request.profile is not None else ""
+        factor = slow.get(unit.node, 1.0)
+        rows.append([factor * (t.forward_s + t.backward_s) for t in profile.device(device).layers])
+    return rows
+
+
+def assign_backups(
     plan: Plan, nodes: tuple[NodeInfo, ...], backup: str, weighing: Weighing | None = None
 ) -> tuple[Plan, str]:
-    """Return the plan with peers and backup schemes, and why these. `weighing`: what `auto` chooses by; without it, the
-    pair that loses least."""
+    """Return the plan with peers and backup schemes, and the reason for these.
+
+    `weighing`: input to the choice for `auto`; None: take the pair that loses least.
+    """
     layers: dict[str, frozenset[int]] = {}
     for _, _, stage in plan.stages():
-        layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
+        layers[stage.unit.node] = layers.get(stage.unit.node, frozenset()) | {*stage.layers}
     peers = choose_peers(nodes, layers, plan.spares)
     if not peers:
         gradients, state = ("stream+snapshot" if backup == "auto" else backup).split("+")
@@ -151,14 +216,17 @@ def protect(
     replicated, reason = is_replicated(plan, nodes)
     plan = replace(plan, peers=peers)
     if backup == "auto" and weighing is not None:
-        best, why = choose(estimates(plan, weighing, nodes, replicated=replicated), weighing.room_bytes)
+        found = estimates(plan, weighing, nodes, replicated=replicated)
+        best, why = choose(found, weighing.room_bytes)
         return replace(plan, gradients=best.gradients, state=best.state), f"backup {why}; {reason}"
-    gradients, state = (
-        ("stream", "replica" if replicated else "snapshot") if backup == "auto" else backup.split("+")
-    )
+    if backup == "auto":
+        backup = f"stream+{REPLICA if replicated else SNAPSHOT}"
+    gradients, state = backup.split("+")
     if not replicated:
-        unfit = [name for name in (gradients_of(gradients).name, state) if name in (REDUCE, REPLICA)]
+        names = (gradients_of(gradients).name, state)
+        unfit = [name for name in names if name in (REDUCE, REPLICA)]
         if unfit:
             reason = f"{reason}, so {' and '.join(unfit)} would not do"
         gradients, state = streamed(gradients), SNAPSHOT if state == REPLICA else state
-    return replace(plan, gradients=gradients, state=state), f"backup {gradients}+{state}: {reason}"
+    reason = f"backup {gradients}+{state}: {reason}"
+    return replace(plan, gradients=gradients, state=state), reason

@@ -1,27 +1,113 @@
-"""Plans whose depths are given: shapes fixed by hand on clusters too large to search exactly, and even shapes.
+"""Shapes with given depths: parsing, fitting to the nodes, and plans on one kind of node.
 
-One kind of node. Each depth is cut so that its slowest stage is fastest, and micro-batches are shared out.
+A shape is given as "auto", as a number of pipelines ("2") or as their depths ("3+1"). Depths count
+stages. A node with several units takes that many neighbouring stages of one pipeline, because a
+node never holds a layer twice.
+
+`solve` makes plans of given depths on clusters that are too large for the exact search: each depth
+is cut so that its slowest stage is as fast as possible, and micro-batches are shared out.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
+from elastic.domain.errors import FieldError
 from elastic.planning.cost.cost_model import CostModel, pipeline_seconds
 from elastic.planning.schedule import microbatch_split as batches
-from elastic.planning.search.evaluate import cost, largest_tail
-from elastic.planning.search.layer_partition import Cutter
-from elastic.planning.search.problem import Problem, Shape, Solution
-from elastic.planning.search.shapes import Depths, Room
+from elastic.planning.search.evaluate import largest_tail, step_seconds
+from elastic.planning.search.layer_partition import LayerPartitioner
+from elastic.planning.search.problem import PipelineShape, Problem, Solution
 
-BEST = 3
-"""Even shapes that are worked out."""
+MAX_EVEN_SHAPES = 3
+"""Even shapes that are solved."""
+
+Depths = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeLimits:
+    """Nodes, layers and micro-batches that limit the shapes."""
+
+    nodes: int
+    per_node: int
+    """Units per node."""
+    n_layers: int
+    n_microbatches: int
+
+    @property
+    def max_pipelines(self) -> int:
+        """The most pipelines that can be kept busy."""
+        return min(self.nodes, self.n_microbatches)
+
+    def nodes_for(self, depth: int) -> int:
+        """Nodes that a pipeline of `depth` stages takes."""
+        return -(-depth // self.per_node)
+
+    def even(self, pipelines: int) -> Depths:
+        """Depths with all nodes spread as evenly as possible, none deeper than the layers."""
+        base, more = divmod(self.nodes, pipelines)
+        return tuple(
+            min((base + (i < more)) * self.per_node, self.n_layers) for i in range(pipelines)
+        )
+
+
+def parse_shape(text: str) -> Depths | int | None:
+    """Return None for auto, a number of pipelines, or depths. Raises FieldError."""
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,5}(\+[1-9]\d{0,5})*", text):
+        remedy = "auto, a number of pipelines (2), or the depth of each (3+1)"
+        raise FieldError("pipelines", text, remedy)
+    parts = tuple(int(part) for part in text.split("+"))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def format_depths(depths: Depths) -> str:
+    return "+".join(map(str, depths))
+
+
+def candidate_depths(shape: str, limits: ShapeLimits) -> Iterator[tuple[Depths, str]]:
+    """Depths for a requested number or depths of pipelines, best first.
+
+    Each comes with a note on how it differs from the request, "" if it does not.
+    """
+    wanted = parse_shape(shape)
+    assert wanted is not None, "a shape is requested"
+    pipelines = wanted if isinstance(wanted, int) else len(wanted)
+    for k in range(min(pipelines, limits.max_pipelines), 0, -1):
+        if isinstance(wanted, int):
+            depths, as_requested = limits.even(k), k == wanted
+        else:
+            depths = fit_depths(wanted[:k], limits)
+            as_requested = depths == wanted
+        note = f"shape {shape} does not fit {limits.nodes} nodes; {format_depths(depths)} does"
+        yield depths, "" if as_requested else note
+
+
+def fit_depths(wanted: Depths, limits: ShapeLimits) -> Depths:
+    """Shorten the deepest pipelines or deepen the shallowest ones until all nodes are used."""
+    depths = [min(depth, limits.n_layers) for depth in wanted]
+    while sum(map(limits.nodes_for, depths)) > limits.nodes:
+        deepest = max(range(len(depths)), key=lambda i: (depths[i], i))
+        depths[deepest] -= 1
+    while sum(map(limits.nodes_for, depths)) < limits.nodes and min(depths) < limits.n_layers:
+        shallowest = min(range(len(depths)), key=lambda i: (depths[i], i))
+        more = (limits.nodes_for(depths[shallowest]) + 1) * limits.per_node
+        depths[shallowest] = min(more, limits.n_layers)
+    return tuple(depths)
 
 
 def solve(problem: Problem, per_node: int) -> Solution | None:
-    """The best cuts and shares for `problem.depths`; its model has one kind of node, with `per_node` units."""
+    """The best cuts and shares for `problem.depths` on one kind of node with `per_node` units.
+
+    None if there are more pipelines than micro-batches, or memory is short.
+    """
     schedule, model = problem.schedules[0], problem.model
     if len(problem.depths) > problem.microbatches:
         return None
@@ -32,85 +118,104 @@ def solve(problem: Problem, per_node: int) -> Solution | None:
     shares = batches.allot(problem.microbatches, [finish(depth) for depth in problem.depths])
     shapes = []
     for depth, m in zip(problem.depths, shares, strict=True):
-        found = cut(model, schedule, depth, per_node, min(depth, m))
+        found = cut_uniform(model, schedule, depth, per_node, min(depth, m))
         if found is None:
             return None
-        kinds, stages, cuts, _, _ = found
-        shapes.append(Shape(schedule, kinds, stages, cuts, m))
-    return Solution(tuple(shapes), cost(model, tuple(shapes)))
+        shapes.append(replace(found[0], microbatches=m))
+    return Solution(tuple(shapes), step_seconds(model, tuple(shapes)))
 
 
-def even(problem: Problem) -> list[Solution]:
-    """The best plans with nodes spread as evenly as can be over 1, 2, ... pipelines.
+def even_solutions(problem: Problem) -> list[Solution]:
+    """The best plans with nodes spread evenly over 1, 2, ... pipelines of one kind of node.
 
-    A ring of fewer pipelines reduces a little faster, which `scale` does not see: it reckons with a ring of many.
+    A ring of few pipelines reduces a little faster. `column_search` assumes a ring of many, so it
+    misses that.
     """
     model = problem.model
-    if len(problem.counts) > 1 or model.tailless:
+    if len(problem.counts) > 1 or model.has_no_tail:
         return []
     units = min(model.kinds[0].units, model.n_layers)
-    room = Room(
-        nodes=problem.counts[0], per_node=units, n_layers=model.n_layers, n_microbatches=problem.microbatches
+    limits = ShapeLimits(
+        nodes=problem.counts[0],
+        per_node=units,
+        n_layers=model.n_layers,
+        n_microbatches=problem.microbatches,
     )
-    priced = []
-    for schedule in problem.schedules:
-        for depths in dict.fromkeys(room.even(k) for k in range(1, room.most + 1)):
-            priced.append((_estimate(model, schedule, depths, units, problem.microbatches), schedule, depths))
+    shapes = dict.fromkeys(limits.even(k) for k in range(1, limits.max_pipelines + 1))
+    priced = sorted(
+        (_estimate(model, schedule, depths, units, problem.microbatches), schedule, depths)
+        for schedule in problem.schedules
+        for depths in shapes
+    )
     found = []
-    for seconds, schedule, depths in sorted(priced)[:BEST]:
-        asked = Problem(
+    for seconds, schedule, depths in priced[:MAX_EVEN_SHAPES]:
+        fixed = Problem(
             model=model,
             counts=problem.counts,
             microbatches=problem.microbatches,
             schedules=(schedule,),
             depths=depths,
         )
-        solution = solve(asked, units) if seconds < inf else None
+        solution = solve(fixed, units) if seconds < inf else None
         found += [solution] if solution else []
     return found
 
 
-def _estimate(model: CostModel, schedule: str, depths: Depths, per_node: int, microbatches: int) -> float:
-    """Seconds of a step with so deep pipelines; micro-batches in flight as if every pipeline were full."""
+def _estimate(
+    model: CostModel, schedule: str, depths: Depths, per_node: int, microbatches: int
+) -> float:
+    """Seconds of a step with these depths, as if every pipeline were full."""
     numbers = Counter(depths)
     shapes = []
     for depth in numbers:
-        found = cut(model, schedule, depth, per_node, depth)
+        found = cut_uniform(model, schedule, depth, per_node, depth)
         if found is None:
             return inf
-        kinds, stages, cuts, _, _ = found
-        shapes.append(Shape(schedule, kinds, stages, cuts, depth))
-    low, high = 0.0, max(_seconds(model, schedule, depth, per_node, microbatches) for depth in numbers)
+        shapes.append(found[0])
+    low = 0.0
+    high = max(_seconds(model, schedule, depth, per_node, microbatches) for depth in numbers)
     for _ in range(40):
         middle = (low + high) / 2
-        done = sum(n * _share(model, schedule, depth, per_node, middle) for depth, n in numbers.items())
+        done = sum(
+            n * _share(model, schedule, depth, per_node, middle) for depth, n in numbers.items()
+        )
         low, high = (low, middle) if done >= microbatches else (middle, high)
-    ring = [shape for shape in shapes for _ in range(len(depths))][: len(depths)]
-    return high + largest_tail(model, [*shapes, *ring][: max(len(depths), len(shapes))])
+    return high + largest_tail(model, shapes, len(depths))
 
 
 def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: float) -> int:
-    found = cut(model, schedule, depth, per_node, depth)
+    """Micro-batches that a pipeline of this depth does within `seconds`."""
+    found = cut_uniform(model, schedule, depth, per_node, depth)
     if found is None:
         return 0
-    first = float(pipeline_seconds(schedule, found[3], found[4], 1))
-    return int((seconds - first) / found[4]) + 1 if seconds >= first else 0
+    _, fill, slowest = found
+    first = float(pipeline_seconds(schedule, fill, slowest, 1))
+    return int((seconds - first) / slowest) + 1 if seconds >= first else 0
 
 
-def _seconds(model: CostModel, schedule: str, depth: int, per_node: int, microbatches: int) -> float:
-    found = cut(model, schedule, depth, per_node, depth)
+def _seconds(
+    model: CostModel, schedule: str, depth: int, per_node: int, microbatches: int
+) -> float:
+    found = cut_uniform(model, schedule, depth, per_node, depth)
     if found is None and microbatches < depth:  # fewer in flight may fit
-        found = cut(model, schedule, depth, per_node, microbatches)
-    return float(pipeline_seconds(schedule, found[3], found[4], microbatches)) if found else inf
+        found = cut_uniform(model, schedule, depth, per_node, microbatches)
+    return float(pipeline_seconds(schedule, *found[1:], microbatches)) if found else inf
 
 
 @lru_cache(maxsize=1024)
-def cut(
+def cut_uniform(
     model: CostModel, schedule: str, depth: int, per_node: int, ahead: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float, float] | None:
-    """(kinds, stages a node, cuts, sum of fills, slowest stage), or None if memory forbids it."""
-    hosts = tuple(min(per_node, depth - first) for first in range(0, depth, per_node))
-    cutter = Cutter(model, schedule, [0] * len(hosts), hosts, ahead)
-    least = cutter.least(0.0, inf)
-    cuts = cutter.cut(least) if least < inf else None
-    return ((0,) * len(hosts), hosts, cuts, *cutter.seconds(cuts)) if cuts else None
+) -> tuple[PipelineShape, float, float] | None:
+    """(shape, sum of fills, slowest stage) on one kind of node; None if memory forbids it.
+
+    `ahead`: most micro-batches in flight; the shape has as many micro-batches.
+    """
+    stages = tuple(min(per_node, depth - first) for first in range(0, depth, per_node))
+    kinds = (0,) * len(stages)
+    partitioner = LayerPartitioner(model, schedule, kinds, stages, ahead)
+    least = partitioner.least_limit(0.0, inf)
+    cuts = partitioner.cut(least) if least < inf else None
+    if cuts is None:
+        return None
+    shape = PipelineShape(schedule, kinds, stages, cuts, ahead)
+    return (shape, *partitioner.fill_and_slowest(cuts))

@@ -1,47 +1,53 @@
-"""What is short when no plan fits: how much memory, on which node."""
+"""Explains why no plan fits: which memory is short, and on which node."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
-from elastic.planning.cost.cost_model import CostModel
-from elastic.planning.cost.node_kinds import Kinds
+from elastic.planning.cost.cost_model import CostModel, Floats
+from elastic.planning.cost.node_kinds import NodeKinds
 from elastic.planning.search.problem import Problem
 from elastic.planning.search.request import PlanRequest
 
 
-def shortage(problem: Problem, kinds: Kinds, request: PlanRequest) -> str:
-    """Say by how much memory is short even with one pipeline on all nodes, cut so that it needs least."""
+def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest) -> str:
+    """Name the missing memory of one pipeline over all nodes, cut to need the least memory."""
     model = problem.model
     units = [min(kind.units, model.n_layers) for kind in kinds.kinds]
-    depth = min(model.n_layers, sum(n * u for n, u in zip(problem.counts, units, strict=True)))
-    need, stage, (first, last) = _least(model, depth, problem.microbatches)
-    limited = [
-        (kinds.kinds[kinds.of[info.node]].memory_bytes, info.node)
-        for info in request.nodes
-        if info.node in kinds.of and kinds.kinds[kinds.of[info.node]].memory_bytes > 0
-    ]
-    memory, node = min(limited, key=lambda pair: pair[0])
+    places = sum(n * u for n, u in zip(problem.counts, units, strict=True))
+    depth = min(model.n_layers, places)
+    need, stage, (first, last) = _fullest_stage(model, depth, problem.microbatches)
+    memory, node = min(
+        (
+            (kinds.kinds[kinds.index_of[info.node]].memory_bytes, info.node)
+            for info in request.nodes
+            if info.node in kinds.index_of
+            and kinds.kinds[kinds.index_of[info.node]].memory_bytes > 0
+        ),
+        key=lambda pair: pair[0],
+    )
     missing = need - memory
     if missing <= 0:
         return (
-            f"no plan fits: {depth} stages need {need} bytes a worker when each is cut to need least, which does not "
-            f"fit the sizes and order of the nodes ({node} may use {memory} bytes): add memory or nodes"
+            f"no plan fits: {depth} stages need {need} bytes per worker when each is cut to need "
+            f"least, which does not fit the sizes and order of the nodes ({node} may use {memory} "
+            "bytes): add memory or nodes"
         )
+    gib = f" ({missing / 2**30:.1f} GiB)" if missing >= 2**30 else ""
     return (
-        f"memory is short: even one pipeline of {depth} stages on all {sum(problem.counts)} nodes needs "
-        f"{need} bytes a worker (stage {stage}, layers {first} to {last - 1}), but {node} may use {memory}: "
-        f"short by {missing} bytes{_gib(missing)}"
+        f"memory is short: even one pipeline of {depth} stages on all {sum(problem.counts)} nodes "
+        f"needs {need} bytes per worker (stage {stage}, layers {first} to {last - 1}), but {node} "
+        f"may use {memory}: short by {missing} bytes{gib}"
     )
 
 
-def _gib(nbytes: int) -> str:
-    return f" ({nbytes / 2**30:.1f} GiB)" if nbytes >= 2**30 else ""
-
-
-def _least(model: CostModel, depth: int, microbatches: int) -> tuple[int, int, tuple[int, int]]:
-    """(bytes, stage, its layers) of the fullest stage when cut so that it needs least; recomputing where that helps."""
-    tables = [_needs(model, min(depth - s, microbatches)) for s in range(depth)]
+def _fullest_stage(
+    model: CostModel, depth: int, microbatches: int
+) -> tuple[int, int, tuple[int, int]]:
+    """(bytes, stage, its layers) of the fullest stage; recomputation is used where it helps."""
+    tables = [_bytes_of_stages(model, min(depth - s, microbatches)) for s in range(depth)]
     rest = np.full(model.n_layers + 1, np.inf)
     rest[-1] = 0.0
     ends = []
@@ -52,12 +58,12 @@ def _least(model: CostModel, depth: int, microbatches: int) -> tuple[int, int, t
     cuts = [0]
     for end in reversed(ends):
         cuts.append(int(end[cuts[-1]]))
-    needs = [int(table[a, b]) for table, a, b in zip(tables, cuts, cuts[1:], strict=False)]
+    needs = [int(table[a, b]) for table, (a, b) in zip(tables, pairwise(cuts), strict=True)]
     fullest = needs.index(max(needs))
     return needs[fullest], fullest, (cuts[fullest], cuts[fullest + 1])
 
 
-def _needs(model: CostModel, ahead: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _bytes_of_stages(model: CostModel, ahead: int) -> Floats:
     table = np.minimum(model.memory(ahead, False), model.memory(ahead, True))
     table[np.tril_indices(model.n_layers + 1)] = np.inf
     return table

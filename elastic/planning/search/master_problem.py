@@ -1,10 +1,10 @@
-"""The linear programme that chooses pipelines, in fractions and whole. HiGHS solves both.
+"""The linear programme that chooses pipelines, fractional and integer, solved by HiGHS.
 
     maximise  sum_c value[c] x[c]   subject to  sum_c counts[c, q] x[c] <= nodes[q],  x >= 0
 
-It has a row per kind of node and a column per possible pipeline: few rows and thousands of columns.
-Gilmore and Gomory (1961) cut stock by the same programme. Its optimum is at least that of whole
-numbers, so it bounds any plan.
+It has a row per kind of node and a column per possible pipeline: few rows, thousands of columns.
+Gilmore and Gomory (1961) use the same programme for cutting stock. The fractional optimum is at
+least the integer one, so it bounds any plan.
 """
 
 from __future__ import annotations
@@ -17,49 +17,47 @@ import numpy as np
 
 from elastic.planning.cost.cost_model import Floats, Ints
 
-NODES = 200
-"""Most nodes of the search tree for whole columns."""
+MAX_TREE_NODES = 200
+"""Nodes of the search tree of the integer programme."""
 PRECISION = 1e-9
-"""A column gains if it does so by this share of the largest value."""
-
+"""A column may still gain this fraction of the largest value."""
 PROVEN = (
     highspy.HighsModelStatus.kOptimal,
     highspy.HighsModelStatus.kObjectiveTarget,
     highspy.HighsModelStatus.kSolutionLimit,
 )
-"""Ends after which the solver's bound holds."""
+"""Outcomes after which the solver's bound holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The optimum of the linear programme, as a bound that rounding errors cannot break."""
+    """Optimum of the linear programme; rounding errors cannot break its bound."""
 
     bound: float
-    """prices @ nodes: no choice of columns is worth more."""
+    """prices @ nodes: the most that any choice of columns is worth."""
     prices: Floats
-    """[kinds] value of one node, such that no column gains."""
+    """[kinds] dual value of one node; no column is worth more than its nodes."""
     gaps: Floats
-    """[columns] cost at these prices less value, at least 0."""
+    """[columns] price of the nodes minus value, at least 0."""
 
 
 class Relaxation:
-    """The linear programme for fixed columns and nodes, to be solved for one set of values after the other.
+    """The linear programme for fixed columns and nodes, solved for many sets of values in turn.
 
-    HiGHS holds the columns that any solution has needed so far (delayed column generation), so a
-    similar question takes one or two of its runs. Which of several optimal prices are returned
-    depends on the questions before: let no instance outlive the search that made it, or equal
-    requests might get different plans.
+    HiGHS holds the columns that earlier solutions needed (delayed column generation), so a similar
+    problem takes one or two of its runs. If several prices are optimal, the returned ones depend on
+    earlier problems. So no instance may outlive its search: equal requests must get equal plans.
     """
 
     def __init__(self, counts: Ints, nodes: tuple[int, ...]) -> None:
-        """`counts`: [columns, kinds] nodes of each; `nodes`: of each kind that there are."""
+        """`counts`: [columns, kinds] nodes; `nodes`: available nodes per kind."""
         self.counts, self.nodes = counts, nodes
         self._matrix, self._sizes = counts.astype(np.float64), counts.sum(axis=1)
         self._inside: list[int] = []
         self._solver: highspy.Highs | None = None
 
     def maximise(self, value: Ints) -> Optimum:
-        """Solve it for these values of the columns."""
+        """Solve the programme for these values of the columns."""
         worth = value.astype(np.float64)
         prices = self._least_prices(worth)
         gaps = self._matrix @ prices - worth
@@ -68,7 +66,7 @@ class Relaxation:
         return Optimum(float(prices @ np.array(self.nodes)), prices, gaps + short * self._sizes)
 
     def _least_prices(self, worth: Floats) -> Floats:
-        """[kinds] at which no column gains, but for rounding."""
+        """[kinds] prices at which no column gains, except for rounding."""
         if len(self.nodes) == 1:
             return np.array([np.max(worth / self._sizes)])
         if self._solver is None:
@@ -94,56 +92,62 @@ class Relaxation:
     def _add(self, column: int, worth: Floats) -> None:
         assert self._solver is not None
         rows = np.arange(len(self.nodes))
-        self._solver.addCol(-worth[column], 0, highspy.kHighsInf, len(rows), rows, self._matrix[column])
+        self._solver.addCol(
+            -worth[column], 0, highspy.kHighsInf, len(rows), rows, self._matrix[column]
+        )
         self._inside.append(column)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """Columns taken whole: no choice reaches `enough` if `bound` is below it; `chosen` reaches `value`."""
+class IntegerSolution:
+    """Result of `solve_integer`."""
 
     bound: float
+    """No choice of columns is worth more; 0 if none reaches `enough`."""
     value: int
     chosen: Counter[int]
+    """Columns that reach `value`, with their numbers."""
 
 
-def most_whole(
+def solve_integer(
     relaxation: Relaxation,
     value: Ints,
     enough: int,
     number: tuple[int, int] = (0, 1 << 30),
     promising: int = 0,
-) -> Whole:
-    """`number[0]` to `number[1]` whole columns that reach `enough`, or a proof that none do; no proof if only so many
-    `promising` columns are looked at.
+) -> IntegerSolution:
+    """Choose `number[0]` to `number[1]` columns that reach `enough`, or prove that none do.
 
-    A column that falls short by more than the linear programme exceeds `enough` is in no solution that reaches it
-    (reduced-cost fixing): a few dozen of thousands are left for branch and cut (HiGHS; Huangfu and Hall 2018).
+    `promising`: use only so many columns, without a proof; 0: all.
+
+    A column whose gap exceeds the slack of the fractional optimum over `enough` is in no solution
+    that reaches it (reduced-cost fixing). A few dozen of thousands of columns are left for branch
+    and cut (HiGHS; Huangfu and Hall 2018).
     """
     counts, nodes = relaxation.counts, relaxation.nodes
     optimum = relaxation.maximise(value)
     limit = optimum.bound
     if limit < enough * (1 - 1e-9):
-        return Whole(limit, 0, Counter())
+        return IntegerSolution(limit, 0, Counter())
     kept = np.flatnonzero((value > 0) & (optimum.gaps <= limit - enough + 1e-6 * enough))
     if not len(kept):
-        return Whole(0.0, 0, Counter())
+        return IntegerSolution(0.0, 0, Counter())
     if promising and len(kept) > promising:
         kept = np.sort(kept[np.argsort(optimum.gaps[kept], kind="stable")[:promising]])
-    solver = _solver(mip_max_nodes=NODES, objective_target=0.5 - enough)
+    solver = _solver(mip_max_nodes=MAX_TREE_NODES, objective_target=0.5 - enough)
     solver.passModel(_model(value[kept], counts[kept], nodes, number))
     solver.run()
     if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-        return Whole(0.0, 0, Counter())
+        return IntegerSolution(0.0, 0, Counter())
     _check(solver, PROVEN)
     top = min(limit, -float(solver.getInfo().mip_dual_bound))
     solution = solver.getSolution()
     if not solution.value_valid:
-        return Whole(top, 0, Counter())
+        return IntegerSolution(top, 0, Counter())
     amounts = np.rint(solution.col_value).astype(np.int64)
-    assert (amounts @ counts[kept] <= np.array(nodes)).all(), "HiGHS keeps to the nodes there are"
+    assert (amounts @ counts[kept] <= np.array(nodes)).all(), "HiGHS uses available nodes only"
     chosen = Counter({int(c): int(n) for c, n in zip(kept, amounts, strict=True) if n > 0})
-    return Whole(top, sum(int(value[c]) * n for c, n in chosen.items()), chosen)
+    return IntegerSolution(top, sum(int(value[c]) * n for c, n in chosen.items()), chosen)
 
 
 def _solver(**options: str | float) -> highspy.Highs:
@@ -159,8 +163,10 @@ def _check(solver: highspy.Highs, expected: tuple[highspy.HighsModelStatus, ...]
         raise RuntimeError(f"HiGHS: {solver.modelStatusToString(status)}")
 
 
-def _model(value: Ints, counts: Ints, nodes: tuple[int, ...], number: tuple[int, int]) -> highspy.HighsLp:
-    """Minimise -value; a row for each kind of node, and one for the number of columns."""
+def _model(
+    value: Ints, counts: Ints, nodes: tuple[int, ...], number: tuple[int, int]
+) -> highspy.HighsLp:
+    """Minimise -value; one row per kind of node, and one for the number of columns."""
     rows = np.concatenate((counts, np.ones((len(counts), 1), dtype=np.int64)), axis=1)
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = rows.shape

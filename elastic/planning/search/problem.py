@@ -1,4 +1,4 @@
-"""What the planner solves, and what a solution looks like before nodes have names."""
+"""The planning problem, and its solutions before nodes have names."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from math import inf
 
 from elastic.planning.cost.cost_model import CostModel
 
-Counts = tuple[int, ...]
-"""Nodes of each kind."""
-CLOSE = 1e-12
-"""Relative difference below which two times are equal."""
+NodeCounts = tuple[int, ...]
+"""Nodes per kind."""
+TIME_TOLERANCE = 1e-12
+"""Relative difference up to which two times are equal."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Group:
-    """What a pipeline is made of."""
+class NodeGroup:
+    """Nodes of one pipeline, and the number of stages on them."""
 
-    counts: Counts
+    counts: NodeCounts
     depth: int
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A pipeline before its nodes are known."""
+class PipelineShape:
+    """A pipeline whose nodes are known by kind only."""
 
     schedule: str
     kinds: tuple[int, ...]
@@ -31,7 +31,7 @@ class Shape:
     stages: tuple[int, ...]
     """Stages on each of these nodes."""
     cuts: tuple[int, ...]
-    """First layer of each stage, and L."""
+    """First layer of each stage, then L."""
     microbatches: int
 
     @property
@@ -40,30 +40,31 @@ class Shape:
 
     def stage_kinds(self) -> tuple[int, ...]:
         """Kind of each stage."""
-        return tuple(kind for kind, n in zip(self.kinds, self.stages, strict=True) for _ in range(n))
+        pairs = zip(self.kinds, self.stages, strict=True)
+        return tuple(kind for kind, n in pairs for _ in range(n))
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Pipelines, and the step's seconds under the cost model."""
+    """Shapes of all pipelines, and seconds of the step under the cost model."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[PipelineShape, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is to be solved. `counts[q]` nodes of kind q may be used."""
+    """Find the pipelines with the shortest step for `microbatches` on `counts` nodes per kind."""
 
     model: CostModel
-    counts: Counts
+    counts: NodeCounts
     microbatches: int
     schedules: tuple[str, ...] = ("1f1b",)
-    depths: Counts = ()
+    depths: NodeCounts = ()
     """Depth of each pipeline; (): free."""
     current: int = 0
-    """Pipelines now: preferred among equals."""
+    """Present number of pipelines, preferred among equals."""
     thorough: bool = True
-    """Take the time to try more: seconds instead of milliseconds, where nodes are a few dozen."""
-    above: float = inf
-    """Seconds of a plan that is known: slower ones need not be found."""
+    """Search longer: seconds instead of milliseconds for a few dozen nodes."""
+    upper_bound_s: float = inf
+    """Seconds of a known plan; slower ones need not be found."""

@@ -1,10 +1,10 @@
-"""The planner: for any set of nodes the plan with the shortest step. Formulas and proofs: docs/design/planner.md.
+"""The planner: the plan with the shortest step for any set of nodes. See docs/design/planner.md.
 
-Nodes are sorted into kinds. Small clusters are searched exactly (`exact`), larger ones by a linear programme
-and a knapsack over all pipelines that could be made (`scale`); either says which kinds of nodes make which
-pipelines, how these are cut, and how many micro-batches each takes. Then nodes are chosen for the slots such
-that the fewest bytes move (`placement`), and the schedule that runs each pipeline fastest is taken. The same
-request always gives the same plan."""
+Nodes are sorted into kinds. Small clusters are searched exactly (`exact`), larger ones by a linear
+programme and a knapsack over all possible pipelines (`column_search`). Both yield the node kinds,
+cuts and micro-batches of each pipeline. Then nodes are assigned so that the fewest bytes move
+(`assemble`), and each pipeline gets its fastest schedule. Equal requests yield equal plans.
+"""
 
 from __future__ import annotations
 
@@ -19,144 +19,101 @@ from elastic.domain.types import NodeInfo, Pipeline, Plan
 from elastic.planning.backup.backup_cost import estimate
 from elastic.planning.backup.peer_assignment import natural
 from elastic.planning.cost.cost_model import CostModel, cost_model
-from elastic.planning.cost.node_kinds import Kinds, alike, kinds_of
+from elastic.planning.cost.node_kinds import NodeKinds, classify_nodes
 from elastic.planning.cost.predict import Prediction, predict
-from elastic.planning.cost.profile import Profile
 from elastic.planning.schedule.schedule import ONE_F_ONE_B, ZERO_BUBBLE
-from elastic.planning.search import assemble as building
-from elastic.planning.search import column_pool as pool
-from elastic.planning.search import column_search as scale
-from elastic.planning.search import evaluate as figures
-from elastic.planning.search import exact, pricing
-from elastic.planning.search import fixed_shape as forced
-from elastic.planning.search.assemble import build, protect
-from elastic.planning.search.incremental import repair
-from elastic.planning.search.infeasibility import shortage
-from elastic.planning.search.keep_plan import staying
-from elastic.planning.search.problem import Problem, Shape, Solution
-from elastic.planning.search.refine import refine
-from elastic.planning.search.request import PlanRequest, check, pick
-from elastic.planning.search.shapes import Depths, Room, candidates, format_depths
+from elastic.planning.search import (
+    assemble,
+    column_search,
+    columns,
+    evaluate,
+    exact,
+    fixed_shape,
+    incremental,
+)
+from elastic.planning.search.fixed_shape import Depths, ShapeLimits, format_depths
+from elastic.planning.search.infeasibility import explain_infeasible
+from elastic.planning.search.problem import PipelineShape, Problem, Solution
+from elastic.planning.search.request import PlanRequest, check_request, select_nodes
 
-__all__ = ["Decision", "PlanRequest", "decide", "forget", "make_plan", "problem_of", "protect"]
+__all__ = ["PlanDecision", "PlanRequest", "clear_caches", "decide", "make_plan", "problem_of"]
 
 EXACT_SIZE, EXACT_MICROBATCHES = 40_000, 512
-"""Problems (`exact.size`) that are searched exactly."""
-HURRY = 16
-MOST_KINDS = 4
-"""Kinds of nodes that a large problem may have; more are merged."""
+"""Largest `exact.work_estimate` and micro-batches of problems that are searched exactly."""
+REPLAN_SIZE_DIVISOR = 16
+"""Divides `EXACT_SIZE` for re-plans with limited memory, because training waits for them."""
+MAX_KINDS = 4
+"""Node kinds of a large problem; more are merged."""
+
+_Alternatives = tuple[tuple[str, float], ...]
+"""(description, seconds of a step), best first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """A plan with what it was chosen from."""
+class PlanDecision:
+    """A plan with its prediction and alternatives."""
 
     plan: Plan
     prediction: Prediction
-    alternatives: tuple[tuple[str, float], ...]
-    """(what, seconds of a step), best first; the plan itself is not among them."""
+    alternatives: _Alternatives
+    """Without the plan itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _SearchResult:
     """A solution for one set of kinds."""
 
     solution: Solution
-    kinds: Kinds
+    kinds: NodeKinds
     model: CostModel
     note: str = ""
-    """Why the shape is not quite what was asked."""
-    others: tuple[tuple[str, float], ...] = ()
-    kept: tuple[tuple[Pipeline, Shape], ...] = ()
+    """How the shape differs from the request."""
+    others: _Alternatives = ()
+    kept: tuple[tuple[Pipeline, PipelineShape], ...] = ()
     """Pipelines of the current plan that stay; the solution is for the other nodes."""
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Return the best plan. Raises InfeasiblePlan saying what is short, and FieldError for an unusable request."""
+    """Return the best plan.
+
+    Raises InfeasiblePlan naming the shortage, and FieldError for an unusable request.
+    """
     return _plan(request)[0]
 
 
-def decide(request: PlanRequest) -> Decision:
-    """As `make_plan`, with the plan's prediction and alternatives."""
+def decide(request: PlanRequest) -> PlanDecision:
+    """Like `make_plan`, with the plan's prediction and alternatives."""
     plan, others = _plan(request)
-    return Decision(plan, predict(plan, request.model(), request.nodes, request.slow), others)
+    prediction = predict(plan, request.effective_profile(), request.nodes, request.slow)
+    return PlanDecision(plan, prediction, others)
 
 
-def forget() -> None:
-    """Drop all that is remembered from one question to the next (tables, not results that matter): for measurements."""
-    for remembered in REMEMBERED:
-        remembered.cache_clear()
+def clear_caches() -> None:
+    """Drop cached tables, for measurements. Plans do not depend on the caches."""
+    for cached in CACHED:
+        cached.cache_clear()
 
 
 def problem_of(request: PlanRequest) -> Problem:
-    """What is solved for `request` where its shape is free: kinds, counts and costs."""
-    check(request)
-    active, _ = pick(request)
-    profile = request.model()
-    kinds = kinds_of(active, profile, request.workers, dict(request.slow), typed=request.profile is not None)
-    return _problem(request, kinds, cost_model(profile, kinds.kinds, request.workers, request.shares[0]))
+    """The problem of a request whose shape is free: kinds, counts and costs."""
+    check_request(request)
+    kinds = _classify(request, select_nodes(request)[0])
+    return _problem(request, kinds, request.stream_shares[0])
 
 
-def _plan(request: PlanRequest) -> tuple[Plan, tuple[tuple[str, float], ...]]:
-    """The best of the plans for each share of a gradient that may be streamed."""
-    check(request)
-    shares = request.shares
-    if request.backup != "auto" and _small(problem_of(request)):  # found exactly
-        shares = shares[:1]
-    active, spares = pick(request)
-    profile = request.model()
-    kinds = kinds_of(active, profile, request.workers, dict(request.slow), typed=request.profile is not None)
-    searched = [_search(request, profile, kinds, share) for share in shares]
-    unlike = {frozenset(Counter(one.solution.shapes).items()): one for one in reversed(searched)}
-    found = [_planned(request, one, active, spares) for one in unlike.values()]
-    plan, others = min(found, key=lambda one: _expected(request, one[0])) if len(found) > 1 else found[0]
-    return staying(request, plan), others
+def _classify(request: PlanRequest, active: Sequence[NodeInfo]) -> NodeKinds:
+    profile, typed = request.effective_profile(), request.profile is not None
+    return classify_nodes(active, profile, request.workers, dict(request.slow), typed=typed)
 
 
-def _small(problem: Problem) -> bool:
-    """Whether it is searched exactly. Where memory is short, each number of micro-batches in flight is a search of its
-    own: nobody waits for that while training stands still."""
-    most = EXACT_SIZE if problem.thorough or not problem.model.limited else EXACT_SIZE // HURRY
-    return exact.size(problem) <= most and problem.microbatches <= EXACT_MICROBATCHES
-
-
-def _expected(request: PlanRequest, plan: Plan) -> float:
-    """Seconds of a step with the plan's own schemes; losses and their cost counted where schemes are weighed."""
-    by = request.schemes_by()
-    if by is not None:
-        return estimate(plan, f"{plan.gradients}+{plan.state}", by, request.nodes).expected_s
-    return predict(plan, request.model(), request.nodes, request.slow).step_s
-
-
-def _planned(
-    request: PlanRequest, found: _Found, active: Sequence[NodeInfo], spares: Sequence[NodeInfo]
-) -> tuple[Plan, tuple[tuple[str, float], ...]]:
-    """The plan of a solution: nodes, cuts that move little, backups."""
-    profile, tp = request.model(), request.workers
-    pipelines = build(request, found.solution, found.kinds, found.model, active, found.kept)
-    pipelines = refine(request, profile, pipelines, found.model.limited)
-    used = {stage.unit.node for pipeline in pipelines for stage in pipeline.stages}
-    spares = [*spares, *(info for info in active if info.node not in used)]
-    plan = Plan(
-        epoch=request.epoch,
-        n_layers=request.spec.n_layers,
-        n_microbatches=request.spec.n_microbatches,
-        tp=tp,
-        pipelines=pipelines,
-        spares=tuple(info.node for info in sorted(spares, key=lambda info: natural(info.node))),
-    )
-    plan, why = protect(plan, request.nodes, request.backup, request.schemes_by())
-    told, others = _compare(request, profile, found, plan)
-    return replace(plan, reason="; ".join(text for text in (found.note, told, why) if text)), others
-
-
-def _problem(request: PlanRequest, kinds: Kinds, model: CostModel) -> Problem:
-    if request.schedule == ZERO_BUBBLE and model.splits:
-        schedules: tuple[str, ...] = (ZERO_BUBBLE,)
-    elif request.schedule == "auto" and model.splits and request.profile is not None:
+def _problem(request: PlanRequest, kinds: NodeKinds, share: float) -> Problem:
+    """`share`: fraction of gradient bytes streamed per micro-batch."""
+    model = cost_model(request.effective_profile(), kinds.kinds, request.workers, share)
+    schedules: tuple[str, ...] = (ONE_F_ONE_B,)
+    if request.schedule == ZERO_BUBBLE and model.has_split_times:
+        schedules = (ZERO_BUBBLE,)
+    elif request.schedule == "auto" and model.has_split_times and request.profile is not None:
         schedules = (ONE_F_ONE_B, ZERO_BUBBLE)
-    else:
-        schedules = (ONE_F_ONE_B,)
     return Problem(
         model=model,
         counts=kinds.counts,
@@ -167,104 +124,197 @@ def _problem(request: PlanRequest, kinds: Kinds, model: CostModel) -> Problem:
     )
 
 
-def _search(request: PlanRequest, profile: Profile, kinds: Kinds, share: float) -> _Found:
-    model = cost_model(profile, kinds.kinds, request.workers, share)
-    problem = _problem(request, kinds, model)
+def _is_small(problem: Problem) -> bool:
+    """Whether the problem is searched exactly.
+
+    If memory is limited, each number of micro-batches in flight is a search of its own.
+    """
+    quick = problem.model.limited and not problem.thorough
+    most = EXACT_SIZE // REPLAN_SIZE_DIVISOR if quick else EXACT_SIZE
+    return exact.work_estimate(problem) <= most and problem.microbatches <= EXACT_MICROBATCHES
+
+
+def _plan(request: PlanRequest) -> tuple[Plan, _Alternatives]:
+    """The best of the plans for each share of a gradient that may be streamed."""
+    check_request(request)
+    active, spares = select_nodes(request)
+    kinds = _classify(request, active)
+    shares = request.stream_shares
+    if request.backup != "auto" and _is_small(_problem(request, kinds, shares[0])):
+        shares = shares[:1]  # found exactly
+    searched = [_search(request, kinds, share) for share in shares]
+    distinct = {frozenset(Counter(r.solution.shapes).items()): r for r in reversed(searched)}
+    found = [_assemble(request, result, active, spares) for result in distinct.values()]
+    plan, others = found[0]
+    if len(found) > 1:
+        plan, others = min(found, key=lambda pair: _expected_seconds(request, pair[0]))
+    return incremental.prefer_current(request, plan), others
+
+
+def _expected_seconds(request: PlanRequest, plan: Plan) -> float:
+    """Seconds of a step with the plan's schemes; expected losses count if schemes are chosen."""
+    by = request.backup_weighing()
+    if by is not None:
+        return estimate(plan, f"{plan.gradients}+{plan.state}", by, request.nodes).expected_s
+    return predict(plan, request.effective_profile(), request.nodes, request.slow).step_s
+
+
+def _assemble(
+    request: PlanRequest,
+    found: _SearchResult,
+    active: Sequence[NodeInfo],
+    spares: Sequence[NodeInfo],
+) -> tuple[Plan, _Alternatives]:
+    """The plan of a solution: nodes, cuts that move little, schedules, backups."""
+    pipelines = assemble.build_pipelines(
+        request, found.solution, found.kinds, found.model, active, found.kept
+    )
+    profile = request.effective_profile()
+    pipelines = assemble.apply_schedule(request, profile, pipelines, found.model.limited)
+    used = {stage.unit.node for pipeline in pipelines for stage in pipeline.stages}
+    unused = {info.node for info in (*spares, *active)} - used
+    plan = Plan(
+        epoch=request.epoch,
+        n_layers=request.spec.n_layers,
+        n_microbatches=request.spec.n_microbatches,
+        tp=request.workers,
+        pipelines=pipelines,
+        spares=tuple(sorted(unused, key=natural)),
+    )
+    plan, why = assemble.assign_backups(
+        plan, request.nodes, request.backup, request.backup_weighing()
+    )
+    choice = _describe_choice(request, found, plan)
+    reason = "; ".join(text for text in (found.note, choice, why) if text)
+    return replace(plan, reason=reason), found.others
+
+
+def _search(request: PlanRequest, kinds: NodeKinds, share: float) -> _SearchResult:
+    problem = _problem(request, kinds, share)
     if request.shape != "auto":
-        return _forced(request, profile, kinds, problem, share)
-    small = _small(problem)
-    if not small and len(kinds.kinds) > MOST_KINDS:
-        kinds = kinds.merged(MOST_KINDS, profile)
-        model = cost_model(profile, kinds.kinds, request.workers, share)
-        problem = _problem(request, kinds, model)
+        return _search_fixed_shape(request, kinds, problem, share)
+    small = _is_small(problem)
     if not small:
-        repaired = repair(request, problem, kinds)
-        if repaired is not None:
-            return _Found(Solution(repaired.shapes, repaired.seconds), kinds, model, kept=repaired.kept)
-    tries = [_exactly(problem) if small else (scale.candidates(problem), ())]
-    careful = len(problem.schedules) > 1 and (small or scale.thorough(problem))
-    if careful:
-        plain = replace(problem, schedules=(ONE_F_ONE_B,))
-        tries.append(_exactly(plain) if small else (scale.candidates(plain), ()))
-    found = [solution for solutions, _ in tries for solution in solutions]
-    if scale.thorough(problem) and not small:
-        found += forced.even(problem)
+        if len(kinds.kinds) > MAX_KINDS:
+            kinds = kinds.merged(MAX_KINDS, request.effective_profile())
+            problem = _problem(request, kinds, share)
+        partial = incremental.replan_free_nodes(request, problem, kinds)
+        if partial is not None:
+            solution = Solution(partial.shapes, partial.seconds)
+            return _SearchResult(solution, kinds, problem.model, kept=partial.kept)
+    return _search_free_shape(request, kinds, problem, small)
+
+
+def _search_free_shape(
+    request: PlanRequest, kinds: NodeKinds, problem: Problem, small: bool
+) -> _SearchResult:
+    model, thorough = problem.model, column_search.thorough(problem)
+    simulate = len(problem.schedules) > 1 and (small or thorough)
+    problems = [problem]
+    if simulate:
+        problems.append(replace(problem, schedules=(ONE_F_ONE_B,)))
+    found: list[Solution] = []
+    others: dict[str, float] = {}
+    for one in problems:
+        if small:
+            solutions, alternatives = _solve_exactly(one)
+            found += solutions
+            others |= alternatives
+        else:
+            found += column_search.candidate_solutions(one)
+    if thorough and not small:
+        found += fixed_shape.even_solutions(problem)
     if not found:
-        raise InfeasiblePlan(shortage(problem, kinds, request))
-    if careful:
-        best = pricing.polished(model, min(found, key=lambda solution: pricing.seconds(model, solution)))
+        raise InfeasiblePlan(explain_infeasible(problem, kinds, request))
+    if simulate:
+        best = min(found, key=lambda found: evaluate.simulated_step_seconds(model, found))
+        best = evaluate.improve_cuts(model, best)
     else:
         best = min(found, key=lambda solution: solution.seconds)
-    others = {text: s for _, told in tries for text, s in told if text != _pipelines(len(best.shapes))}
-    return _Found(best, kinds, model, others=tuple(sorted(others.items(), key=lambda other: other[1])))
+    others.pop(_count(len(best.shapes)), None)
+    ranked = tuple(sorted(others.items(), key=lambda other: other[1]))
+    return _SearchResult(best, kinds, model, others=ranked)
 
 
 @lru_cache(maxsize=512)
-def _exactly(problem: Problem) -> tuple[list[Solution], tuple[tuple[str, float], ...]]:
-    """The best solution, and what other numbers of pipelines take. A near-best one shortens the search."""
-    hard = not problem.model.tailless or problem.model.limited
-    near = min(scale.remembered(problem) if hard else (), key=lambda found: found.seconds, default=None)
-    whole, seconds = exact.solve(replace(problem, above=near.seconds if near else inf))
-    told = tuple((_pipelines(k), s) for k, s in seconds.items() if s < inf)
-    return [solution for solution in (whole, near) if solution is not None], told
+def _solve_exactly(problem: Problem) -> tuple[list[Solution], _Alternatives]:
+    """The best solution, and the seconds of other numbers of pipelines.
+
+    A near-best solution bounds the search where it is long.
+    """
+    hard = not problem.model.has_no_tail or problem.model.limited
+    near = min(
+        column_search.near_best_solutions(problem) if hard else (),
+        key=lambda found: found.seconds,
+        default=None,
+    )
+    limit = near.seconds if near else inf
+    best, seconds = exact.solve(replace(problem, upper_bound_s=limit))
+    others = tuple((_count(k), s) for k, s in seconds.items() if s < inf)
+    return [solution for solution in (best, near) if solution is not None], others
 
 
-REMEMBERED = (
+CACHED = (
     cost_model,
-    _exactly,
-    pool.tables,
-    scale.remembered,
-    figures.worked_out,
-    forced.cut,
-    pricing.simulated,
-    building.recomputing,
+    _solve_exactly,
+    columns.cached_pool,
+    column_search.near_best_solutions,
+    evaluate.cached_figures,
+    fixed_shape.cut_uniform,
+    evaluate.simulated_seconds,
+    assemble.recomputing_stages,
 )
 
 
-def _forced(request: PlanRequest, profile: Profile, kinds: Kinds, problem: Problem, share: float) -> _Found:
-    """The best plan of the shape that was asked for, or of the nearest that fits."""
-    room = Room(
+def _search_fixed_shape(
+    request: PlanRequest, kinds: NodeKinds, problem: Problem, share: float
+) -> _SearchResult:
+    """The best plan of the requested shape, or of the nearest that fits.
+
+    On large clusters all nodes are treated as the worst of them.
+    """
+    limits = ShapeLimits(
         nodes=sum(problem.counts),
         per_node=min(kind.units for kind in kinds.kinds),
         n_layers=request.spec.n_layers,
         n_microbatches=problem.microbatches,
     )
-    large = not _small(problem)
-    if large:
-        kinds = alike(kinds, profile)
-        problem = _problem(request, kinds, cost_model(profile, kinds.kinds, request.workers, share))
-    for shapes, note in candidates(request.shape, room):
-        for depths in shapes:
-            asked = replace(problem, depths=depths)
-            solution = forced.solve(asked, room.per_node) if large else exact.solve(asked)[0]
-            if solution is not None:
-                return _Found(solution, kinds, problem.model, note)
-    raise InfeasiblePlan(shortage(problem, kinds, request))
+    small = _is_small(problem)
+    if not small:
+        kinds = kinds.merged(1, request.effective_profile())
+        problem = _problem(request, kinds, share)
+    for depths, note in fixed_shape.candidate_depths(request.shape, limits):
+        fixed = replace(problem, depths=depths)
+        solution = exact.solve(fixed)[0] if small else fixed_shape.solve(fixed, limits.per_node)
+        if solution is not None:
+            return _SearchResult(solution, kinds, problem.model, note)
+    raise InfeasiblePlan(explain_infeasible(problem, kinds, request))
 
 
-def _pipelines(number: int) -> str:
-    return f"{number} pipeline{'s' if number > 1 else ''}"
+def _count(pipelines: int) -> str:
+    return f"{pipelines} pipeline{'s' if pipelines > 1 else ''}"
 
 
-def _compare(
-    request: PlanRequest, profile: Profile, found: _Found, plan: Plan
-) -> tuple[str, tuple[tuple[str, float], ...]]:
-    """One line: the choice and up to three alternatives, in seconds, or in passes of a micro-batch through all layers
-    where nothing was measured."""
-    times = profile.devices[0].layers
-    unit = 1.0 if request.profile is not None else sum(t.forward_s + t.backward_s for t in times) or 1.0
-    word = " s" if request.profile is not None else ""
+def _describe_choice(request: PlanRequest, found: _SearchResult, plan: Plan) -> str:
+    """One line: the choice and up to three alternatives.
+
+    Times are seconds, or without a profile in passes of a micro-batch through all layers.
+    """
+    times = request.effective_profile().devices[0].layers
+    whole = sum(t.forward_s + t.backward_s for t in times) or 1.0
 
     def figure(seconds: float) -> str:
-        return f"{seconds / unit:.4g}{word}" if word else f"{seconds / unit:.2f}"
+        return f"{seconds / whole:.2f}" if request.profile is None else f"{seconds:.4g} s"
 
     depths = tuple(len({stage.unit for stage in pipeline.stages}) for pipeline in plan.pipelines)
-    head = f"{_pipelines(len(depths))} of depth {_depths(depths)} ({figure(found.solution.seconds)})"
+    choice = f"{_count(len(depths))} of depth {_format_depths(depths)}"
+    choice += f" ({figure(found.solution.seconds)})"
     others = [f"{text} ({figure(seconds)})" for text, seconds in found.others[:3]]
-    return head + (f", rather than {', '.join(others)}" if others else ""), found.others
+    return choice + (f", rather than {', '.join(others)}" if others else "")
 
 
-def _depths(depths: Depths) -> str:
+def _format_depths(depths: Depths) -> str:
+    """`format_depths`, with equal depths of many pipelines counted."""
     if len(depths) <= 8:
         return format_depths(depths)
     counts = {depth: depths.count(depth) for depth in sorted(set(depths), reverse=True)}

@@ -21,7 +21,7 @@ from elastic.core.protocol.fault_spec import FaultSpec, load_faults
 from elastic.core.protocol.timeouts import DEFAULT, SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, UsageError
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.frames import Channel
 from elastic.rpc.security import tls
 from elastic.worker.transport.cancellation import AbandonSignal
@@ -58,7 +58,7 @@ class WorkerSettings:
     wait for the profile's times instead of computing; "": there is no profile."""
     device: str = ""
     """Device type of this node, as the profile names it; "": the profile's first."""
-    link: Link = field(default_factory=Link)
+    link: LinkProfile = field(default_factory=LinkProfile)
     """Emulated limits of the links to other nodes."""
     measure: str = ""
     """File with the request of `elastic profile`: layers are measured and nothing is trained."""
@@ -90,7 +90,7 @@ class WorkerSettings:
             host=env.get("ELASTIC_HOST", "127.0.0.1"),
             profile=env.get("ELASTIC_PROFILE", ""),
             device=env.get("ELASTIC_DEVICE", ""),
-            link=codec.loads(Link, env["ELASTIC_LINK"]) if "ELASTIC_LINK" in env else Link(),
+            link=codec.loads(LinkProfile, env["ELASTIC_LINK"]) if "ELASTIC_LINK" in env else LinkProfile(),
             measure=env.get("ELASTIC_MEASURE", ""),
             timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
         )

@@ -22,8 +22,7 @@ from torch import Tensor
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, LayerSpec
-from elastic.planning.cost.measurement import Measurement, Order
-from elastic.planning.cost.profile import Device, LayerTimes
+from elastic.planning.cost.profile import Device, LayerTimes, Measurement, MeasurementRequest
 from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.model.device import activation_bytes, choose_device
@@ -39,7 +38,7 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     The file `settings.measure` holds the request. Raises SystemExit with code 2 if the number of
     workers per node is not `tp`.
     """
-    order = codec.loads(Order, Path(settings.measure).read_bytes())
+    order = codec.loads(MeasurementRequest, Path(settings.measure).read_bytes())
     if settings.local_world_size != job.spec.tp:
         error = FieldError(
             "--nproc-per-node",
@@ -59,7 +58,7 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
 
 
 def _write_result(
-    order: Order, spec: JobSpec, device: torch.device, measured: list[tuple[LayerSpec, int]]
+    order: MeasurementRequest, spec: JobSpec, device: torch.device, measured: list[tuple[LayerSpec, int]]
 ) -> None:
     """Write the measurement to `order.out`. `measured`: (layer, index of the measured layer)."""
     times = tuple(
@@ -89,7 +88,7 @@ class _LayerMeasurement:
     """Measures one job's layers on one device."""
 
     def __init__(
-        self, job: TrainingJob, device: torch.device, tp: TensorParallel, order: Order
+        self, job: TrainingJob, device: torch.device, tp: TensorParallel, order: MeasurementRequest
     ) -> None:
         self._job, self._spec, self._device, self._tp = job, job.spec, device, tp
         self._timer = _CallTimer(device, order.warmup, order.repeat)

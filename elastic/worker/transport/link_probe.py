@@ -25,7 +25,7 @@ from statistics import median
 
 import torch
 
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 from elastic.store.shared_memory import SlotPool, checksum
 from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
@@ -40,7 +40,7 @@ MATRIX_ROWS = 256
 """Rows of the square matrices that are multiplied while messages are sent."""
 
 
-def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkProfile:
     """Fit bandwidth and latency to one-way times.
 
     Bandwidth is the median slope between the larger sizes; latency is the time of the smallest
@@ -50,7 +50,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     points = pairwise(zip(sizes, seconds, strict=True))
     rates = [(b - a) / (t - s) for (a, s), (b, t) in points if t > s]
     rate = median(rates[-3:]) if rates else sizes[-1] / max(seconds[-1], 1e-9)
-    return Link(bytes_per_s=rate, latency_s=max(0.0, latency - sizes[0] / rate))
+    return LinkProfile(bytes_per_s=rate, latency_s=max(0.0, latency - sizes[0] / rate))
 
 
 def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
@@ -71,7 +71,7 @@ def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
     return median(times[len(times) // 4 :])
 
 
-def contention(links: Links, link: Link, tag: int, repeat: int) -> float:
+def contention(links: Links, link: LinkProfile, tag: int, repeat: int) -> float:
     """Seconds added to rank 0's compute per second of concurrent sending.
 
     Both ranks call this; rank 1 returns 0.

@@ -18,7 +18,7 @@ from typing import Any
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase
 from elastic.domain.codec import decode
 from elastic.domain.errors import FieldError
-from elastic.planning.cost.profile import Link, Profile, check_profile
+from elastic.planning.cost.profile import LinkProfile, Profile, check_profile
 from elastic_sim.microbatches.physics import Physics
 from elastic_sim.microbatches.story import Story, readiness, tell
 from elastic_sim.microbatches.world import Anchored, Job
@@ -48,7 +48,7 @@ NEEDED = {
 class Recorded:
     job: Job
     profile: Profile
-    link: Link
+    link: LinkProfile
     """How slow links were made."""
     trace: Trace
     """The nodes at the start; later ones are in `anchored`."""
@@ -76,7 +76,7 @@ def read(run_dir: Path) -> Recorded:
     events = _events(run_dir / "events.jsonl")
     faults = decode(tuple[FaultSpec, ...], config.get("faults", []), "config.json: faults")
     trace, anchored = _trace(events, faults, config, run_dir / "events.jsonl")
-    link = decode(Link, config.get("link", {"bytes_per_s": 0.0, "latency_s": 0.0}), "config.json: link")
+    link = decode(LinkProfile, config.get("link", {"bytes_per_s": 0.0, "latency_s": 0.0}), "config.json: link")
     return Recorded(_job(config, events, run_dir), known, link, trace, anchored, tell(events))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from elastic.domain.version import VERSION
-from elastic.planning.cost.catalogue import hardware_of, model_of
+from elastic.planning.cost.catalogue import find_hardware, find_model
 from elastic_sim.report.durations import duration
 from elastic_sim.steps.physics import Physics
 from elastic_sim.steps.policies import abouts, maker_of
@@ -90,7 +90,7 @@ def _job(scenario: Scenario, world: World) -> list[Fact]:
 
 
 def _source_of_model(model: str, measured: bool) -> str:
-    return "a measured profile" if measured else model_of(model).source
+    return "a measured profile" if measured else find_model(model).source
 
 
 def _nodes(scenario: Scenario, world: World) -> list[Fact]:
@@ -103,7 +103,7 @@ def _nodes(scenario: Scenario, world: World) -> list[Fact]:
         measured = "model" in scenario.files()
         found.append(Fact(f"node {kind.name}", value, Path(kind.source).name if measured else kind.source))
         if not measured:
-            device = hardware_of(kind.device)
+            device = find_hardware(kind.device)
             share = f"{device.achieved:.0%} of its peak of {device.peak / 1e12:g} Tflop/s"
             found.append(Fact(f"device {kind.device}", f"{share}; {device.memory:g} GiB", device.source))
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.domain.errors import FieldError
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 
 LATENCY_S = 50e-6
 """Between nodes of a cloud (assumed)."""
@@ -35,13 +35,13 @@ class NodeType:
     source: str
 
     @property
-    def link(self) -> Link:
+    def link(self) -> LinkProfile:
         """Of one device: its share."""
-        return Link(self.link_bytes_per_s / self.devices, LATENCY_S)
+        return LinkProfile(self.link_bytes_per_s / self.devices, LATENCY_S)
 
     @property
-    def inside(self) -> Link:
-        return Link(self.inside_bytes_per_s, 5e-6) if self.inside_bytes_per_s else Link()
+    def inside(self) -> LinkProfile:
+        return LinkProfile(self.inside_bytes_per_s, 5e-6) if self.inside_bytes_per_s else LinkProfile()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from elastic.domain.errors import FieldError, InfeasiblePlan
 from elastic.domain.types import JobSpec, NodeInfo, Plan
 from elastic.planning.cost.predict import predict
 from elastic.planning.cost.profile import Profile
-from elastic.planning.cost.published_profiles import zoo_profile
+from elastic.planning.cost.published_profiles import published_profile
 from elastic.planning.search.search import PlanRequest, make_plan
 from elastic_sim.steps import rivals
 from elastic_sim.steps.clusters import NodeType, Training
@@ -66,7 +66,7 @@ class World:
             counts = ", ".join(f"{kind.name}: {kind.devices}" for kind in self.types)
             raise FieldError("--nodes-of", counts, "node types of one job need the same number of devices")
         if self.profile is None:
-            profile = zoo_profile(
+            profile = published_profile(
                 self.training.model,
                 [kind.device for kind in self.types],
                 microbatch=self.training.microbatch,

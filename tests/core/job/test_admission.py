@@ -62,14 +62,14 @@ def test_strict_preflight_takes_warnings_and_lame_nodes_for_failures() -> None:
 
 
 def test_spares_are_taken_by_their_standing() -> None:
-    from elastic.planning.search.request import PlanRequest, pick
+    from elastic.planning.search.request import PlanRequest, select_nodes
 
     info = running().members["node0"].report.info
     nodes = tuple(replace(info, node=f"node{i}", standing=s) for i, s in enumerate((3, 9, 0, 5)))
     spec = running().spec
     assert spec is not None
     request = PlanRequest(spec=spec, nodes=nodes, epoch=1, max_nodes=2)
-    assert [one.node for one in pick(request)[0]] == ["node1", "node3"]
+    assert [one.node for one in select_nodes(request)[0]] == ["node1", "node3"]
 
 
 # ---- names ----

@@ -15,7 +15,7 @@ from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
-from elastic.planning.cost.profile import Link, profile_of
+from elastic.planning.cost.profile import LinkProfile, profile_of
 from tests.core.world.world import Fault, World
 
 LONG_PAUSES = (50.0,) * 3
@@ -77,7 +77,7 @@ def test_before_any_pause_was_measured_the_bytes_to_move_tell() -> None:
     # State so large that gradients and activations hardly count on the same link.
     heavy = tuple(replace(la, state_bytes=10**6 * la.state_bytes) for la in state.spec.layers)
     largest = max(la.param_bytes + la.state_bytes for la in heavy)
-    slow = replace(profile_of(heavy), link=Link(bytes_per_s=largest / 60))
+    slow = replace(profile_of(heavy), link=LinkProfile(bytes_per_s=largest / 60))
     spec, policy = replace(state.spec, layers=heavy), replace(state.policy, profile=slow)
     state = state.of(spec=spec, policy=policy)
     after, actions, _ = join(state, "node9", lifetime_s=120.0)

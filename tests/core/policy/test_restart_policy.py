@@ -11,7 +11,7 @@ from elastic.core.job.join_policy import paused
 from elastic.core.job.state import Cause, CauseKind, Change, JobPhase, JobState, Note
 from elastic.core.policy import restart_policy as returning
 from elastic.core.protocol.messages import NodePhase
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 from tests.core.policy.test_straggler_policy import profile, running
 
 NOW, BEGAN = 100.0, 99.5
@@ -25,7 +25,7 @@ def crashed(*, bytes_per_s: float, start_s: float = 3.0) -> JobState:
     state = state.of(
         plan=replace(state.plan, n_layers=4, peers=()), spec=replace(state.spec, layers=profile().layers)
     )
-    link = replace(profile(), link=Link(bytes_per_s, 0.0))
+    link = replace(profile(), link=LinkProfile(bytes_per_s, 0.0))
     member = state.members["node1"]
     starting = replace(member, report=replace(member.report, phase=NodePhase.STARTING, able=False))
     change = Change(

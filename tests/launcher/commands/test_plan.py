@@ -13,7 +13,7 @@ import pytest
 
 from elastic.launcher.cli import main
 from elastic.planning.cost.profile import format_profile
-from elastic.planning.cost.published_profiles import zoo_profile
+from elastic.planning.cost.published_profiles import published_profile
 from elastic.planning.plan.plan import parse_plan, validate_plan
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "examples" / "clusters"
@@ -144,7 +144,7 @@ def test_a_measured_profile_lies_beside_the_cluster_file(
     (place / "there" / "cluster").write_text(text)
     assert "model.profile" in refused(capsys, "there/cluster")
     (place / "there" / "mine.json").write_text(
-        format_profile(zoo_profile("gpt3-medium", ["A40"], microbatch=2))
+        format_profile(published_profile("gpt3-medium", ["A40"], microbatch=2))
     )
     found, best = answer(capsys, "there/cluster"), answer(capsys, "small.toml")
     assert found["step_s"] == best["step_s"]

@@ -14,8 +14,16 @@ import pytest
 from elastic.domain.errors import FieldError
 from elastic.domain.types import LayerSpec
 from elastic.launcher import cli
-from elastic.planning.cost.measurement import Measurement, merge, new_profile
-from elastic.planning.cost.profile import Device, LayerTimes, Profile, format_profile, parse_profile
+from elastic.planning.cost.profile import (
+    Device,
+    LayerTimes,
+    Measurement,
+    Profile,
+    add_measurement,
+    format_profile,
+    new_profile,
+    parse_profile,
+)
 
 SCRIPT = """
 import sys, torch
@@ -173,12 +181,12 @@ def found(**changes: Any) -> Measurement:
 
 
 def test_merging() -> None:
-    both = merge(known(), found())
+    both = add_measurement(known(), found())
     assert [device.name for device in both.devices] == ["a", "b"] and both.layers == known().layers
     with pytest.raises(FieldError, match="has it already"):
-        merge(both, found())
+        add_measurement(both, found())
     anew = found(device=Device("a", (LayerTimes(5.0, 6.0),)))
-    forced = merge(both, anew, force=True)
+    forced = add_measurement(both, anew, force=True)
     assert [d.layers[0].forward_s for d in forced.devices] == [5.0, 3.0] and forced.layers == anew.layers
     assert new_profile("m", found()).devices == (found().device,)
 
@@ -195,4 +203,4 @@ def test_merging() -> None:
 )
 def test_another_model_is_refused(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(FieldError, match=field):
-        merge(known(), found(**changes))
+        add_measurement(known(), found(**changes))

@@ -17,8 +17,8 @@ from elastic.planning.backup.backup_cost import (
     is_replicated,
     options,
 )
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
-from elastic.planning.search.assemble import protect
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
+from elastic.planning.search.assemble import assign_backups
 
 NODES = tuple(NodeInfo(f"node{i}", f"i{i}", "") for i in range(4))
 LAYERS, MICROBATCHES = 4, 8
@@ -35,7 +35,7 @@ def profile(
         model="toy",
         layers=layers,
         devices=(Device("a", times),),
-        link=Link(link, 0.0),
+        link=LinkProfile(link, 0.0),
         copy_bytes_per_s=copy,
         contention=contention,
     )
@@ -188,16 +188,16 @@ def test_replicas_only_where_others_hold_every_layer() -> None:
 
 
 def test_auto_without_known_links_loses_least() -> None:
-    found, why = protect(plan(2), NODES, "auto")
+    found, why = assign_backups(plan(2), NODES, "auto")
     assert (found.gradients, found.state) == ("stream", "replica") and "several nodes" in why
 
 
 def test_auto_with_known_links_takes_the_cheapest_and_says_why() -> None:
     slow = Weighing(profile=profile(link=MB, contention=0.5), hazard_per_s=1e-9)
-    found, why = protect(plan(2), NODES, "auto", slow)
+    found, why = assign_backups(plan(2), NODES, "auto", slow)
     assert (found.gradients, found.state) == ("log", "replica")
     assert why.startswith("backup log+replica: ") and "; next " in why
-    assert protect(plan(2), NODES, "stream+snapshot", slow)[0].state == "snapshot", (
+    assert assign_backups(plan(2), NODES, "stream+snapshot", slow)[0].state == "snapshot", (
         "what the user says counts"
     )
 
@@ -218,4 +218,4 @@ def test_replicas_have_to_lie_in_other_domains_where_there_are_such() -> None:
     assert not held and "one failure domain only" in why
     by = Weighing(profile=profile(link=40 * MB), hazard_per_s=1e-4)
     assert not any(e.state == "replica" for e in estimates(plan(2), by, apart))
-    assert protect(plan(2), apart, "auto", by)[0].state != "replica"
+    assert assign_backups(plan(2), apart, "auto", by)[0].state != "replica"

@@ -9,8 +9,8 @@ import pytest
 from elastic.domain.errors import FieldError
 from elastic.planning.capacity.capacity import cluster_nodes, cluster_profile, plan_request
 from elastic.planning.capacity.cluster import Cluster, Group, parse_cluster
-from elastic.planning.cost.profile import Link
-from elastic.planning.cost.published_profiles import zoo_profile
+from elastic.planning.cost.profile import LinkProfile
+from elastic.planning.cost.published_profiles import published_profile
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 
 TEXT = """
@@ -50,8 +50,8 @@ def test_a_file_becomes_a_cluster() -> None:
             Group(count=2, device="a100-40", devices=4, domain="zone-a"),
             Group(name="spot", device="T4", memory_bytes=10 << 30, lifetime_s=120.0, slow=1.5),
         ),
-        inside=Link(300e9, 0.0),
-        link=Link(3.125e9, 1e-5),
+        inside=LinkProfile(300e9, 0.0),
+        link=LinkProfile(3.125e9, 1e-5),
     )
     assert cluster.n_nodes == 3
 
@@ -69,21 +69,21 @@ def test_a_cluster_becomes_a_request() -> None:
     assert request.slow == (("spot0", 1.5),)
     assert (request.spec.n_microbatches, request.spec.tp, request.schedule) == (32, 1, "1f1b")
     assert profile.tokens_per_microbatch == 2 * 2048
-    assert profile.link == Link(3.125e9, 1e-5)
-    assert profile.across == Link()
+    assert profile.link == LinkProfile(3.125e9, 1e-5)
+    assert profile.across == LinkProfile()
 
 
 def test_a_measured_profile_takes_the_place_of_the_catalogue() -> None:
     text = TEXT.replace('name = "gpt3-2.7b"', 'profile = "mine.json"').replace("a100-40", "A100-40")
     cluster = parse_cluster(text)
     assert (cluster.model, cluster.profile_file) == ("", "mine.json")
-    measured = replace(zoo_profile("gpt2-small", ["T4", "A100-40"]), across=Link(7.0))
+    measured = replace(published_profile("gpt2-small", ["T4", "A100-40"]), across=LinkProfile(7.0))
     profile = cluster_profile(cluster, measured)
     assert profile.devices == measured.devices
-    assert (profile.link, profile.across) == (Link(3.125e9, 1e-5), Link(7.0))
+    assert (profile.link, profile.across) == (LinkProfile(3.125e9, 1e-5), LinkProfile(7.0))
     assert [info.device for info in cluster_nodes(cluster, profile)] == ["A100-40", "A100-40", "T4"]
     with pytest.raises(FieldError, match=r"nodes\[0\].device: 'A100-40' .* knows T4"):
-        cluster_profile(cluster, zoo_profile("gpt2-small", ["T4"]))
+        cluster_profile(cluster, published_profile("gpt2-small", ["T4"]))
     with pytest.raises(FieldError, match=r"model.tp: 2 .* measured with 1"):
         cluster_profile(replace(cluster, tp=2), measured)
 

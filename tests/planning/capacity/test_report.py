@@ -6,7 +6,7 @@ import pytest
 
 from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.capacity.report import Report, picture, report
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 
 LAYERS = tuple(LayerSpec(20, 40, 40, 1.0, 2.0, activation_bytes=10, output_bytes=8) for _ in range(4))
 FAST, SLOW = LayerTimes(1.0, 2.0, 1.0, 1.0), LayerTimes(2.0, 4.0, 2.0, 2.0)
@@ -14,9 +14,9 @@ PROFILE = Profile(
     model="m",
     layers=LAYERS,
     devices=(Device("fast", (FAST,) * 4, 500), Device("slow", (SLOW,) * 4, 300)),
-    inside=Link(80.0),
-    link=Link(8.0),
-    across=Link(4.0, 0.5),
+    inside=LinkProfile(80.0),
+    link=LinkProfile(8.0),
+    across=LinkProfile(4.0, 0.5),
     tokens_per_microbatch=7,
 )
 NODES = (

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.placement.exchange import Host, Slot
 from elastic.planning.placement.migration import (
     CHECKPOINT,
@@ -150,11 +150,11 @@ def test_an_exchange_needs_room_beside() -> None:
 def test_senders_share_the_work_and_seconds_follow_the_busiest() -> None:
     old = plan_of([[("a", 4)], [("b", 4)]])
     new = plan_of([[("a", 4)], [("b", 4)], [("c", 4)], [("d", 4)]])
-    found = transition(old, new, specs([1] * 4), links=lambda s, t: Link(6.0, 0.5))
+    found = transition(old, new, specs([1] * 4), links=lambda s, t: LinkProfile(6.0, 0.5))
     assert found.nbytes == 24
     assert sorted(move.source for move in found.moves) == ["a"] * 4 + ["b"] * 4
     assert found.seconds == pytest.approx(12 / 6 + 0.5)
-    shared = transition(old, replace(new, tp=2), specs([1] * 4), links=lambda s, t: Link(6.0, 0.5))
+    shared = transition(old, replace(new, tp=2), specs([1] * 4), links=lambda s, t: LinkProfile(6.0, 0.5))
     assert shared.nbytes == 24
     assert shared.seconds == pytest.approx(12 / 2 / 6 + 0.5), "each worker its part, over its own link"
 
@@ -165,8 +165,8 @@ def test_a_sender_in_the_same_domain_is_preferred() -> None:
         model="m",
         layers=tuple(specs([1] * 4)),
         devices=(Device("d", times),),
-        link=Link(100.0),
-        across=Link(1.0),
+        link=LinkProfile(100.0),
+        across=LinkProfile(1.0),
     )
     infos = [
         NodeInfo(name, "i", "v", domain=domain) for name, domain in zip("abc", ("x", "y", "y"), strict=True)

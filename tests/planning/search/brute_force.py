@@ -1,5 +1,7 @@
-"""The best plan by trying everything: written from the formulas of docs/design/planner.md, sharing no code with the
-planner."""
+"""Exhaustive search for the best plan, from the formulas of docs/design/planner.md.
+
+It shares no code with the planner.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,7 @@ class Brute:
         self.stage = cache(self._stage)
 
     def _stage(
-        self,
-        node: Node,
-        i: int,
-        j: int,
-        ahead: int,
-        last: bool,
-        inside: bool,
-        zero: bool,
+        self, node: Node, i: int, j: int, ahead: int, last: bool, inside: bool, zero: bool
     ) -> tuple[float, float, float, float] | None:
         """(tau, weight part, gradient bytes, update) of a stage, or None if it does not fit."""
         name, slow, memory, _ = node
@@ -78,21 +73,24 @@ class Brute:
         hop = 0.0
         if not last:
             hop = 2 * (
-                link.latency_s + (layers[-1].output_bytes / link.bytes_per_s if link.bytes_per_s else 0)
+                link.latency_s
+                + (layers[-1].output_bytes / link.bytes_per_s if link.bytes_per_s else 0)
             )
         return compute + hop, weight, gradient, sum(t.update_s for t in times) * slow
 
     def _pipeline(
         self, kinds: tuple[Node, ...], m: int
     ) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
-        """Pareto set of (seconds, ((gradient bytes, update) of each stage)) over orders and cuts; `kinds` sorted."""
+        """Pareto set of (seconds, ((gradient bytes, update) of each stage)); `kinds` sorted."""
         found: set[tuple[float, tuple[tuple[float, float], ...]]] = set()
         for order in sorted(set(itertools.permutations(kinds))):
             for used in itertools.product(*(range(1, node[3] + 1) for node in order)):
                 depth = sum(used)
                 if depth > self.n:
                     continue
-                owners = [(node, r < n - 1) for node, n in zip(order, used, strict=True) for r in range(n)]
+                owners = [
+                    (node, r < n - 1) for node, n in zip(order, used, strict=True) for r in range(n)
+                ]
                 for lengths in compositions(self.n, depth):
                     for schedule in self.schedules:
                         option = self._time(owners, lengths, m, schedule == "zero-bubble")
@@ -104,7 +102,9 @@ class Brute:
         return self._pareto(found)
 
     def _tailless(self) -> bool:
-        return not self.p.link.bytes_per_s and not any(t.update_s for d in self.p.devices for t in d.layers)
+        return not self.p.link.bytes_per_s and not any(
+            t.update_s for d in self.p.devices for t in d.layers
+        )
 
     @staticmethod
     def _pareto(
@@ -112,16 +112,14 @@ class Brute:
     ) -> list[tuple[float, tuple[tuple[float, float], ...]]]:
         kept: list[tuple[float, tuple[tuple[float, float], ...]]] = []
         for time, tails in sorted(found):
-            if not any(all(any(a <= x and b <= y for x, y in tails) for a, b in other) for _, other in kept):
+            if not any(
+                all(any(a <= x and b <= y for x, y in tails) for a, b in other) for _, other in kept
+            ):
                 kept.append((time, tails))
         return kept
 
     def _time(
-        self,
-        owners: list[tuple[Node, bool]],
-        lengths: tuple[int, ...],
-        m: int,
-        zero: bool,
+        self, owners: list[tuple[Node, bool]], lengths: tuple[int, ...], m: int, zero: bool
     ) -> tuple[float, tuple[tuple[float, float], ...]] | None:
         depth, at = len(lengths), 0
         taus, fills, tails = [], [], []
@@ -139,8 +137,10 @@ class Brute:
         return seconds, tuple(sorted(set(tails)))
 
     def cost_of(self, plan: Plan, by_name: dict[str, Node]) -> float:
-        """Seconds of a step of `plan` by the same formulas. AssertionError if it recomputes without need, or exceeds
-        memory."""
+        """Seconds of a step of `plan` by the same formulas.
+
+        Asserts that it fits in memory and recomputes only where needed.
+        """
         k = len(plan.pipelines)
         per_byte = 2 * (k - 1) / k / self.p.link.bytes_per_s if self.p.link.bytes_per_s else 0.0
         slowest = tail = 0.0
@@ -159,7 +159,9 @@ class Brute:
             tail = max(tail, *(g * per_byte + u for g, u in found[1]))
             for s, (stage, (node, _)) in enumerate(zip(stages, owners, strict=True)):
                 ahead = min(len(stages) if zero else len(stages) - s, m)
-                assert stage.recompute == self._again(node, stage.first, stage.last, ahead), "recomputation"
+                assert stage.recompute == self._again(node, stage.first, stage.last, ahead), (
+                    "recomputation"
+                )
         return slowest + tail
 
     def _again(self, node: Node, i: int, j: int, ahead: int) -> bool:
@@ -178,12 +180,14 @@ class Brute:
             for shares in compositions(self.m, k):
                 options = [self.pipeline(g, m) for g, m in zip(groups, shares, strict=True)]
                 for choice in itertools.product(*options):
-                    tail = max((g * per_byte + u for _, tails in choice for g, u in tails), default=0.0)
+                    tail = max(
+                        (g * per_byte + u for _, tails in choice for g, u in tails), default=0.0
+                    )
                     result = min(result, max(t for t, _ in choice) + tail)
         return result
 
     def _partitions(self, nodes: tuple[Node, ...]) -> set[tuple[tuple[Node, ...], ...]]:
-        """Every way to make pipelines of some of the nodes; alike nodes are not told apart."""
+        """All sets of pipelines of some of the nodes; equal nodes are not distinguished."""
         if not nodes:
             return {()}
         result = set()

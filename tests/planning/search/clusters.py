@@ -1,4 +1,4 @@
-"""Random small clusters: profiles with whole-number times, so that sums are exact and ties occur."""
+"""Random small clusters with whole-number times, so that sums are exact and ties occur."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.search.request import PlanRequest
 from tests.planning.search.brute_force import Node
 
@@ -24,7 +24,9 @@ class Case:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(kind for kind, n in zip(self.kinds, self.counts, strict=True) for _ in range(n))
+        return tuple(
+            kind for kind, n in zip(self.kinds, self.counts, strict=True) for _ in range(n)
+        )
 
     def named(self) -> dict[str, Node]:
         return {f"node{i}": node for i, node in enumerate(self.nodes)}
@@ -54,7 +56,7 @@ def random_case(
     units: int = 1,
     tight: bool | None = None,
 ) -> Case:
-    """A case of at most these sizes and two device types; `tight`: memory matters (None: by chance)."""
+    """A case of up to these sizes and two device types; `tight`: memory is short; None: random."""
     rng = random.Random(seed)
     n_layers, n_nodes = rng.randint(1, layers), rng.randint(1, nodes)
     equal, linked = rng.random() < 0.5, rng.random() < 0.4
@@ -77,13 +79,14 @@ def random_case(
         model="random",
         layers=specs,  # type: ignore[arg-type]
         devices=tuple(Device(name, many(times)) for name in "ab"),  # type: ignore[arg-type]
-        inside=Link(0.0, 0.125),
-        link=Link(8.0, 0.5) if linked else Link(),
+        inside=LinkProfile(0.0, 0.125),
+        link=LinkProfile(8.0, 0.5) if linked else LinkProfile(),
         contention=rng.choice((0.0, 0.25)),
         copy_bytes_per_s=rng.choice((0.0, 16.0)),
     )
     whole = sum(
-        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers
+        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes
+        for la in profile.layers
     )
     short = rng.random() < 0.5 if tight is None else tight
     kinds = tuple(
@@ -97,5 +100,9 @@ def random_case(
     )
     first = rng.randint(0, n_nodes)
     return Case(
-        profile, kinds, (first, n_nodes - first), rng.randint(1, microbatches), linked and rng.random() < 0.5
+        profile,
+        kinds,
+        (first, n_nodes - first),
+        rng.randint(1, microbatches),
+        linked and rng.random() < 0.5,
     )

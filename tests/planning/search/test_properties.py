@@ -1,5 +1,4 @@
-"""What holds for every plan: valid, within memory, the same for the same question, never worse with more or
-faster nodes."""
+"""Properties of every plan: valid, within memory, deterministic, monotone in nodes and speed."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, Plan
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.plan.plan import validate_plan
 from elastic.planning.schedule.deadlock_check import peak, validate
 from elastic.planning.schedule.schedule import actions_of, units_of
@@ -21,22 +20,41 @@ from tests.planning.search.brute_force import Brute, Node
 TYPES = ("slow", "middle", "fast")
 
 
+def layer_times(row: list[int], updates: int, factor: int) -> LayerTimes:
+    forward, backward, backward_input, backward_weight = (t * factor for t in row)
+    return LayerTimes(forward, backward, backward_input, backward_weight, updates * factor)
+
+
 @st.composite
 def profiles(draw: st.DrawFn, most_layers: int = 8) -> Profile:
     """Three device types, each faster than the one before on every layer."""
     n_layers = draw(st.integers(1, most_layers))
     specs = [
-        LayerSpec(10, 20, draw(st.integers(1, 10)), 0, 0, draw(st.integers(0, 20)), draw(st.integers(0, 8)))
+        LayerSpec(
+            10,
+            20,
+            draw(st.integers(1, 10)),
+            0,
+            0,
+            draw(st.integers(0, 20)),
+            draw(st.integers(0, 8)),
+        )
         for _ in range(n_layers)
     ]
     times = [[draw(st.integers(1, 8)) for _ in range(4)] for _ in range(n_layers)]
     updates = draw(st.integers(0, 1))
     devices = tuple(
-        Device(name, tuple(LayerTimes(*(t * factor for t in row), updates * factor) for row in times))
+        Device(name, tuple(layer_times(row, updates, factor) for row in times))
         for name, factor in zip(TYPES, (4, 2, 1), strict=True)
     )
-    link = draw(st.sampled_from((Link(), Link(16.0, 0.25))))
-    return Profile(model="drawn", layers=tuple(specs), devices=devices, link=link, inside=Link(0.0, 0.125))
+    link = draw(st.sampled_from((LinkProfile(), LinkProfile(16.0, 0.25))))
+    return Profile(
+        model="drawn",
+        layers=tuple(specs),
+        devices=devices,
+        link=link,
+        inside=LinkProfile(0.0, 0.125),
+    )
 
 
 @st.composite
@@ -46,7 +64,8 @@ def requests(
     """A cluster of the three types; memory is tight in about half of the draws."""
     profile = draw(profiles())
     whole = sum(
-        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes for la in profile.layers
+        la.param_bytes + la.state_bytes + la.gradient_bytes + la.activation_bytes
+        for la in profile.layers
     )
     memory = {name: draw(st.sampled_from((0, 0, whole, whole // 2 + 20))) for name in TYPES}
     devices = {name: draw(st.integers(1, units)) for name in TYPES}
@@ -80,7 +99,7 @@ def cost(request: PlanRequest, plan: Plan) -> float:
 
 
 def check_memory(request: PlanRequest, plan: Plan) -> None:
-    """Every unit, by running its list of actions: parameters, state and gradients, and what is in flight."""
+    """Check every unit by running its actions: parameters, state, gradients, activations."""
     infos = {info.node: info for info in request.nodes}
     layers = request.spec.layers
     widest = max((la.output_bytes for la in layers[:-1]), default=0)
@@ -114,7 +133,9 @@ def test_plans_are_valid_and_within_memory(request: PlanRequest) -> None:
             range(request.spec.n_microbatches)
         )
         for pipeline in plan.pipelines:
-            assert sorted(i for stage in pipeline.stages for i in stage.layers) == list(range(plan.n_layers))
+            assert sorted(i for stage in pipeline.stages for i in stage.layers) == list(
+                range(plan.n_layers)
+            )
         assert {*plan.nodes(), *plan.spares} == {info.node for info in request.nodes}
         if schedule != "interleaved":
             check_memory(request, plan)
@@ -122,7 +143,7 @@ def test_plans_are_valid_and_within_memory(request: PlanRequest) -> None:
 
 @given(requests(), st.randoms(use_true_random=False))
 @settings(max_examples=80, deadline=None)
-def test_the_same_question_has_the_same_answer(request: PlanRequest, random: object) -> None:
+def test_equal_requests_have_equal_plans(request: PlanRequest, random: object) -> None:
     try:
         plan = make_plan(request)
     except InfeasiblePlan:
@@ -144,7 +165,7 @@ def test_one_more_node_is_never_slower(request: PlanRequest, name: str) -> None:
 @given(requests(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_faster_node_is_never_slower(request: PlanRequest, data: st.DataObject) -> None:
-    """The node becomes of the next faster type, with the memory that it has."""
+    """The node changes to the next faster type and keeps its memory."""
     number = data.draw(st.integers(0, len(request.nodes) - 1))
     node = request.nodes[number]
     faster = replace(node, device=TYPES[min(TYPES.index(node.device) + 1, 2)])
@@ -155,7 +176,9 @@ def test_a_faster_node_is_never_slower(request: PlanRequest, data: st.DataObject
 
 @given(requests(), st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_node_that_turned_slow_never_makes_it_faster(request: PlanRequest, data: st.DataObject) -> None:
+def test_a_node_that_turned_slow_never_makes_it_faster(
+    request: PlanRequest, data: st.DataObject
+) -> None:
     node = data.draw(st.sampled_from(request.nodes)).node
     factor = data.draw(st.sampled_from((1.25, 2.0, 5.0)))
     before, after = priced(request), priced(replace(request, slow=((node, factor),)))

@@ -22,7 +22,14 @@ def spec(times: list[float], microbatches: int, tp: int = 1, activation: int = 0
 
 def nodes(n: int, workers: int = 1, memory: int = 0, domains: str = "") -> tuple[NodeInfo, ...]:
     return tuple(
-        NodeInfo(f"node{i}", "i", f"h:{i}", workers=workers, memory_bytes=memory, domain=domains[i : i + 1])
+        NodeInfo(
+            f"node{i}",
+            "i",
+            f"h:{i}",
+            workers=workers,
+            memory_bytes=memory,
+            domain=domains[i : i + 1],
+        )
         for i in range(n)
     )
 
@@ -60,13 +67,21 @@ def brute(job: JobSpec, n: int) -> float:
         stage = [slowest(depth) for depth in shape]
         for share in itertools.product(range(1, total + 1), repeat=k):
             if sum(share) == total:
-                best = min(best, max(sum(times) + (m - 1) * b for m, b in zip(share, stage, strict=True)))
+                best = min(
+                    best, max(sum(times) + (m - 1) * b for m, b in zip(share, stage, strict=True))
+                )
     return best
 
 
-@given(st.lists(st.integers(1, 9).map(float), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 5))
+@given(
+    st.lists(st.integers(1, 9).map(float), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.integers(1, 5),
+)
 @settings(max_examples=60, deadline=None)
-def test_auto_is_at_least_as_fast_as_even_shapes(times: list[float], microbatches: int, n: int) -> None:
+def test_auto_is_at_least_as_fast_as_even_shapes(
+    times: list[float], microbatches: int, n: int
+) -> None:
     job = spec(times, microbatches)
     plan = plan_for(job, nodes(n))
     assert makespan(plan, job) <= brute(job, n) * (1 + 1e-9)
@@ -104,7 +119,13 @@ def test_any_number_of_nodes_and_layers_gives_a_valid_plan(
     assert not max_nodes or len(second.nodes()) <= max_nodes
     again = make_plan(
         PlanRequest(
-            spec=job, nodes=infos, epoch=1, shape=shape, max_nodes=max_nodes, current=first, dead=dead
+            spec=job,
+            nodes=infos,
+            epoch=1,
+            shape=shape,
+            max_nodes=max_nodes,
+            current=first,
+            dead=dead,
         )
     )
     assert again == second
@@ -167,7 +188,9 @@ def test_layers_stay_where_they_are() -> None:
 def test_a_lost_stage_goes_to_where_its_backup_is() -> None:
     job = spec([1.0] * 4, 4)
     first = plan_for(job, nodes(3), shape="1")
-    spare = plan_for(job, nodes(5), shape="1", current=first, max_nodes=3, dead=frozenset({"node1"}))
+    spare = plan_for(
+        job, nodes(5), shape="1", current=first, max_nodes=3, dead=frozenset({"node1"})
+    )
     assert first.peer_of("node1") == "node2"
     assert depths(spare) == [3]
 
@@ -208,7 +231,7 @@ def test_a_shape_that_memory_forbids_gives_way() -> None:
 def test_infeasible_says_what_is_short_and_where() -> None:
     infos = (*nodes(1, memory=70), replace(nodes(1)[0], node="small", memory_bytes=50))
     with pytest.raises(
-        InfeasiblePlan, match=r"needs 80 bytes a worker .* small may use 50: short by 30 bytes"
+        InfeasiblePlan, match=r"needs 80 bytes per worker .* small may use 50: short by 30 bytes"
     ):
         plan_for(spec([1.0] * 4, 4), infos)
     with pytest.raises(InfeasiblePlan, match="0 of 2 nodes are alive"):
@@ -218,7 +241,12 @@ def test_infeasible_says_what_is_short_and_where() -> None:
 
 
 def test_tp_divides_what_a_worker_keeps() -> None:
-    assert depths(plan_for(spec([1.0] * 4, 4, tp=2), nodes(4, workers=2, memory=80))) == [1, 1, 1, 1]
+    assert depths(plan_for(spec([1.0] * 4, 4, tp=2), nodes(4, workers=2, memory=80))) == [
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_units_of_one_node_are_neighbouring_stages() -> None:
@@ -242,7 +270,14 @@ def test_units_of_one_node_are_neighbouring_stages() -> None:
         (2, "1", "", "none+none", ("none", "none"), ""),
         (2, "2", "", "reduce+replica", ("reduce", "replica"), "held by several nodes"),
         (2, "2", "", "reduce:4+snapshot", ("reduce:4", "snapshot"), "held by several nodes"),
-        (2, "1", "", "reduce:4+replica", ("stream:4", "snapshot"), "so reduce and replica would not do"),
+        (
+            2,
+            "1",
+            "",
+            "reduce:4+replica",
+            ("stream:4", "snapshot"),
+            "so reduce and replica would not do",
+        ),
         (2, "1", "", "reduce+snapshot", ("stream", "snapshot"), "so reduce would not do"),
         (1, "1", "", "reduce+snapshot", ("stream", "snapshot"), "no peer"),
     ],
@@ -271,7 +306,9 @@ def test_slow_links_favour_fewer_pipelines() -> None:
 def test_streaming_beyond_compute_counts() -> None:
     fast = spec([1.0, 1.0], 4)
     heavy = replace(fast, layers=(replace(fast.layers[0], gradient_bytes=300), fast.layers[1]))
-    plan = plan_for(replace(heavy, layers=heavy.layers * 2), nodes(2), shape="1", link_bytes_per_s=100.0)
+    plan = plan_for(
+        replace(heavy, layers=heavy.layers * 2), nodes(2), shape="1", link_bytes_per_s=100.0
+    )
     assert [s.last - s.first for s in plan.pipelines[0].stages] == [2, 2]
 
 

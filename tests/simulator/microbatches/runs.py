@@ -16,7 +16,7 @@ from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
 from elastic.core.protocol.fault_spec import FaultSpec, parse_fault
 from elastic.domain import codec
 from elastic.domain.types import LayerSpec
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 
 EPOCH_S = 1_700_000_000.0
 JOB = Job(
@@ -35,7 +35,7 @@ def profile(layers: int = 8, seconds: float = 0.03, bytes_per_s: float = 50e6) -
         model="equal",
         layers=(layer,) * layers,
         devices=(Device("a", (times,) * layers),),
-        link=Link(bytes_per_s, 1e-4),
+        link=LinkProfile(bytes_per_s, 1e-4),
         copy_bytes_per_s=1e9,
     )
 
@@ -106,7 +106,7 @@ def config(job: Job, known: Profile, faults: tuple[FaultSpec, ...]) -> dict[str,
     return {
         "emulate": True,
         "profile": codec.encode(known),
-        "link": codec.encode(Link()),
+        "link": codec.encode(LinkProfile()),
         "faults": codec.encode(faults),
         "devices": [],
         "min_nodes": job.min_nodes,

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.planning.cost.profile import format_profile
-from elastic.planning.cost.published_profiles import zoo_profile
+from elastic.planning.cost.published_profiles import published_profile
 
 MARKET = Market(nodes=6, mtbf_s=600.0, repair_s=300.0)
 SCENARIO = Scenario(
@@ -166,7 +166,7 @@ def test_several_traces_count_alike(tmp_path: Path) -> None:
 def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
     """Without a named type everything would be free, and fit any budget."""
     path, out = tmp_path / "prof.json", tmp_path / "advice.json"
-    profile = zoo_profile("bert-large", ["A40"])
+    profile = published_profile("bert-large", ["A40"])
     path.write_text(format_profile(profile))
     args = ["advise", "--mtbf", "10m", "--nodes", "4", "--duration", "10m", "--model", str(path), "--microbatches",
             "16", "--buy", "4", "--mixes", "1", "--seeds", "1", "--json", str(out)]  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from elastic_sim.steps.rivals import Equal, Seconds, oobleck, template, varuna
 
 from elastic.domain.types import LayerSpec, NodeInfo, Plan
-from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
+from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.plan.plan import validate_plan
 
 UNLIMITED = float(1 << 62)
@@ -23,7 +23,7 @@ def cluster(
         LayerSpec(2, 4, 4, t / 3, 2 * t / 3, activation_bytes=activation, output_bytes=0) for t in times
     )
     device = Device("x", tuple(LayerTimes(t / 3, 2 * t / 3) for t in times))
-    return Equal(Profile(model="m", layers=layers, devices=(device,), link=Link(1e9)), microbatches, memory)
+    return Equal(Profile(model="m", layers=layers, devices=(device,), link=LinkProfile(1e9)), microbatches, memory)
 
 
 def nodes(count: int) -> list[NodeInfo]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic.domain.errors import FieldError
-from elastic.planning.cost.profile import Link
+from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.link_shaping import LinkShaper
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
@@ -165,7 +165,7 @@ def exchange_slowly(rank: Rank, path: str) -> tuple[float, float, torch.Tensor]:
     Returns (seconds of the message, seconds of the all-reduce, sum).
     """
     remote = {0: (1,), 1: (0, 2), 2: (1,)}[rank.rank]
-    shaper = LinkShaper(Path(path) / str(rank.rank % 2), Link(1e6))
+    shaper = LinkShaper(Path(path) / str(rank.rank % 2), LinkProfile(1e6))
     links = rank.open(holder_sets=((0, 1),), shaper=shaper, remote=remote)
     links.gather(torch.zeros(1))
     began = time.monotonic()
@@ -192,7 +192,7 @@ def test_shaped_links_delay_messages_and_keep_their_contents(tmp_path: Path) -> 
 def leave_while_sending(rank: Rank, path: str) -> str:
     """Messages that wait for a slow link do not block an abandoned epoch."""
     abandon = AbandonSignal()
-    shaper = LinkShaper(Path(path) / str(rank.rank), Link(1e3))
+    shaper = LinkShaper(Path(path) / str(rank.rank), LinkProfile(1e3))
     links = rank.open(abandon, shaper=shaper, remote=(1 - rank.rank,))
     if rank.rank == 0:
         links.send(torch.zeros(250_000), 1)
