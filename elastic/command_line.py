@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]
+class ParsedType(click.ParamType):  # type: ignore[type-arg]
     """A type whose values are read by `read`(flag, text), which raises FieldError."""
 
     def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
@@ -58,7 +58,7 @@ def time_of(flag: str, text: str) -> float:
     return duration_of(flag, text)
 
 
-TIME = Parsed("TIME", time_of)
+TIME = ParsedType("TIME", time_of)
 
 
 class Command(click.Command):

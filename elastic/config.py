@@ -34,7 +34,7 @@ SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class WorkerCommand:
     """What a worker runs."""
 
     script: str
@@ -77,7 +77,7 @@ class JobConfig:
     the end."""
     checkpoint_dir: str
     """Absolute directory of durable checkpoints."""
-    command: Command
+    command: WorkerCommand
     min_nodes: int = 1
     """Nodes without which the job waits."""
     max_nodes: int = 1

@@ -2,10 +2,10 @@
 
 Two ways, both without polling:
 
-- `watch(fd)`: the parent holds the write end of a pipe and never writes. When it dies the kernel closes
+- `watch_parent(fd)`: the parent holds the write end of a pipe and never writes. When it dies the kernel closes
   that end, the child reads end-of-file and kills its whole process group. For the agent and the
   coordinator, which run our code.
-- `command(argv)`: the child is started through this file, which asks the kernel to kill it when its
+- `tied_command(argv)`: the child is started through this file, which asks the kernel to kill it when its
   parent dies (PR_SET_PDEATHSIG; kept across exec), then becomes `argv`. For workers, which run anybody's
   code, and may be stopped. The kernel takes the *thread* that started the child for its parent: start it
   from one that outlives the child.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
-def watch(fd: int, on_loss: Callable[[], None] | None = None) -> threading.Thread:
+def watch_parent(fd: int, on_loss: Callable[[], None] | None = None) -> threading.Thread:
     """Call `on_loss` (default: kill this process group) once every holder of the other end of `fd` is gone.
 
     `fd` is the inherited read end of the parent's pipe; it is not passed on to children of this process.
@@ -44,7 +44,7 @@ def kill_group() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def command(argv: tuple[str, ...]) -> list[str]:
+def tied_command(argv: tuple[str, ...]) -> list[str]:
     """The command line that runs `argv` in a process which dies with the thread that starts it."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
 

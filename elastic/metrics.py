@@ -43,7 +43,7 @@ STEP_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class MetricsAddress:
     """Where a process serves its metrics."""
 
     host: str
@@ -98,7 +98,7 @@ class _Handler(WSGIRequestHandler):
 class Exposition:
     """Serves a registry from threads of its own, until `close`."""
 
-    def __init__(self, registry: CollectorRegistry, where: Where) -> None:
+    def __init__(self, registry: CollectorRegistry, where: MetricsAddress) -> None:
         """Raises OSError when the address cannot be had, FieldError when the certificates cannot be used."""
         family, *_ = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
         kind: type[_Server] = type("_Server", (_Server,), {"address_family": family})
@@ -121,7 +121,7 @@ class Exposition:
         self._thread.join(1.0)
 
 
-def serve(registry: CollectorRegistry, where: Where) -> Exposition | None:
+def serve(registry: CollectorRegistry, where: MetricsAddress) -> Exposition | None:
     """Serve from now on; None, with a warning in the log, where that cannot be: nothing stops for its metrics."""
     if where.port < 0:
         return None
@@ -134,7 +134,7 @@ def serve(registry: CollectorRegistry, where: Where) -> Exposition | None:
     return found
 
 
-def _announce(address: str, where: Where) -> Path:
+def _announce(address: str, where: MetricsAddress) -> Path:
     """Write the discovery file."""
     labels = {"job": where.job, "instance": where.name, "role": where.role}
     labels |= {"__scheme__": "https"} if where.certs else {}

@@ -21,8 +21,8 @@ from typing import Any
 
 import grpc
 
-from elastic.core.protocol.election import accepts
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.election import accepts_term
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc import elastic_pb2_grpc, security
 from elastic.rpc.envelope import (
@@ -69,7 +69,7 @@ class Session:
         on_up: Callable[[], object],
         on_down: Callable[[str], object],
         sender: str,
-        keepalive_s: float = DEFAULT.keepalive_s,
+        keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         secure: security.Security | None = None,
     ) -> None:
         """`secure`: what this side proves itself with; None: what this process goes by."""
@@ -208,7 +208,7 @@ class Session:
 
     def _follow(self, call: Any, term: int) -> bool:
         """Whether this stream is the one to use from now on; the one used so far is given up for it."""
-        if not accepts(term, self.term, self._active_term if self._active is not None else None):
+        if not accepts_term(term, self.term, self._active_term if self._active is not None else None):
             return False
         if self._active is not None:
             self._left.add(self._active)
@@ -268,7 +268,7 @@ class Unreachable(UsageError):
 def _call(
     address: str, kind: str, body: dict[str, Any], timeout_s: float, secure: security.Security
 ) -> dict[str, Any]:
-    with _channel(grpc, address, client_options(keepalive_s=DEFAULT.keepalive_s), secure) as channel:
+    with _channel(grpc, address, client_options(keepalive_s=DEFAULT_TIMEOUTS.keepalive_s), secure) as channel:
         stub = elastic_pb2_grpc.CoordinatorStub(channel)
         question = pack_call(kind, body)
         metadata: tuple[tuple[str, str], ...] = ()

@@ -24,7 +24,7 @@ from typing import Any
 
 import grpc
 
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageError
 from elastic.rpc import elastic_pb2, elastic_pb2_grpc, security
 from elastic.rpc.envelope import (
@@ -114,7 +114,7 @@ class Server:
         on_close: Callable[[Session], object],
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
-        keepalive_s: float = DEFAULT.keepalive_s,
+        keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         prompt: bool = False,
         secure: security.Security | None = None,
     ) -> None:

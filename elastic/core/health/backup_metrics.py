@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from elastic.core.protocol.messages import Measured
+from elastic.core.protocol.messages import MicrobatchTiming
 
-NEWEST = 15
+KEPT_SAMPLES = 15
 """Samples of a figure that are kept."""
-ENOUGH = 5
+MIN_SAMPLES = 5
 """Samples without which a figure is not believed."""
 LEAST_BYTES = 1 << 16
 """Smaller transfers tell of latency, not of bandwidth."""
@@ -23,7 +23,7 @@ Samples = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
+class BackupMetrics:
     """One node's samples, newest last."""
 
     step: int = -1
@@ -38,7 +38,7 @@ class Gauge:
     """Computing beside a transfer, over computing without one."""
 
 
-def note(gauge: Gauge, epoch: int, measured: Sequence[Measured]) -> Gauge:
+def record_measurements(gauge: BackupMetrics, epoch: int, measured: Sequence[MicrobatchTiming]) -> BackupMetrics:
     """Take note of what a node's workers measured of one step of `epoch`; of a step that is known already nothing."""
     step = min((one.step for one in measured), default=-1)
     if not measured or (gauge.epoch, gauge.step) >= (epoch, step):
@@ -60,10 +60,10 @@ def note(gauge: Gauge, epoch: int, measured: Sequence[Measured]) -> Gauge:
 
 
 def _grown(samples: Samples, new: Sequence[float]) -> Samples:
-    return (*samples, *((median(new),) if new else ()))[-NEWEST:]
+    return (*samples, *((median(new),) if new else ()))[-KEPT_SAMPLES:]
 
 
-def middle(figures: Iterable[Samples]) -> float:
+def median_of_nodes(figures: Iterable[Samples]) -> float:
     """Median over nodes of the median of each; 0: none has enough samples."""
-    known = [median(samples) for samples in figures if len(samples) >= ENOUGH]
+    known = [median(samples) for samples in figures if len(samples) >= MIN_SAMPLES]
     return median(known) if known else 0.0

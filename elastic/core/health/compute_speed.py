@@ -19,12 +19,12 @@ SAMPLES_UNPROFILED, CHANGED_UNPROFILED = 8, 1.5
 """The same without a profile: a node's own first steps are a rougher measure."""
 SPAN_UNPROFILED_S = 10.0
 """They must also lie so far apart: a machine may be busy for as long as a few short steps."""
-NORMAL = 1.1
+MIN_SLOW_FACTOR = 1.1
 """Factors below this count as 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ComputeSpeed:
     """What is known of one node's speed."""
 
     epoch: int = -1
@@ -58,7 +58,7 @@ class Pace:
         return median(r for _, r in self.samples) if len(self.samples) == self.wanted else 0.0
 
 
-def observe(pace: Pace, epoch: int, step: int, ratio: float, at: float = 0.0) -> Pace:
+def record_step(pace: ComputeSpeed, epoch: int, step: int, ratio: float, at: float = 0.0) -> ComputeSpeed:
     """Take note of one step; `at`: when it was seen."""
     if epoch != pace.epoch:
         return replace(pace, epoch=epoch, step=step, samples=(), times=(), unit=0.0)
@@ -68,7 +68,7 @@ def observe(pace: Pace, epoch: int, step: int, ratio: float, at: float = 0.0) ->
     return replace(pace, step=step, samples=samples[-pace.wanted :], times=times[-pace.wanted :])
 
 
-def calibrate(pace: Pace, same: Sequence[Pace]) -> Pace:
+def calibrate(pace: ComputeSpeed, same: Sequence[ComputeSpeed]) -> ComputeSpeed:
     """Set `unit` once it can be known; `same`: the others that hold the same layers in this epoch.
 
     A node that was measured in a bad moment, and is quicker from then on, is measured anew.
@@ -84,7 +84,7 @@ def calibrate(pace: Pace, same: Sequence[Pace]) -> Pace:
     return replace(pace, unit=pace.ratio / pace.factor) if quicker or not pace.unit else pace
 
 
-def found(pace: Pace) -> float | None:
+def changed_factor(pace: ComputeSpeed) -> float | None:
     """The factor that the newest steps show, if all of them tell another one than plans count with.
 
     Nodes that are quicker than they should be count as they should be.
@@ -98,5 +98,5 @@ def found(pace: Pace) -> float | None:
     if not (min(factors) >= pace.change or max(factors) <= 1 / pace.change):
         return None
     factor = round(pace.ratio / pace.unit, 2)
-    factor = factor if factor >= NORMAL else 1.0
+    factor = factor if factor >= MIN_SLOW_FACTOR else 1.0
     return None if factor == pace.factor else factor

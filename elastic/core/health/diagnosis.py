@@ -7,7 +7,7 @@
     link      carries less than it did          replace or rebalance     quarantine, if the job is quicker without
     storage   a disk is full or refuses         replace (its own disk)   none: training goes on without checkpoints
 
-Here is what is known of one node (`Record`) and what a single observation means; `elastic.core.policy.remediation` puts it into
+Here is what is known of one node (`NodeHealth`) and what a single observation means; `elastic.core.policy.remediation` puts it into
 the job's state and carries it out. A quarantined node stays a member and keeps its vault, but plans do without it: for
 `quarantine_s`, twice as long each time, up to `quarantine_most_s`; each `good_s` without an offence takes one doubling
 back. Nothing here kills a worker: that needs what the kernel says of the process (`elastic.core.node.node_state.hung`).
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from elastic.core.health.link_speed import LinkPace
-from elastic.core.protocol.health_report import DeviceSeen, Disk, HealthReport, Mishap, Preflight
+from elastic.core.health.link_speed import LinkSpeed
+from elastic.core.protocol.health_report import DeviceHealth, DiskSpace, HealthReport, FailedOperation, Preflight
 
 
-class Kind(StrEnum):
+class FaultClass(StrEnum):
     """What is at fault."""
 
     PROCESS = "process"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
     HOST = "host"
 
 
-class Remedy(StrEnum):
+class HealthAction(StrEnum):
     """What is done."""
 
     NONE = "none"
@@ -48,19 +48,19 @@ class Remedy(StrEnum):
     """The same, and a spare takes its place."""
 
 
-AWAY = (Remedy.QUARANTINE, Remedy.REPLACE)
+EXCLUDING_ACTIONS = (HealthAction.QUARANTINE, HealthAction.REPLACE)
 """After these the node holds nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class HealthLimits:
     """From where on something counts. Seconds are of the coordinator's clock."""
 
     crashes: int = 3
     """Crashes of a node's workers within `window_s`: restarting them does not help."""
     hopeless: int = 4
     """Crashes of one node since the job last finished a step: it ends the job, if it cannot be put aside."""
-    hopeless_nodes: int = 3
+    fatal_nodes: int = 3
     """So many nodes with `crashes` each since then end the job: it is not the nodes."""
     departures: int = 3
     """Times that a node was lost within `window_s`: it flaps."""
@@ -88,7 +88,7 @@ class Limits:
     disk_share: float = 0.01
     disk_bytes: int = 256 << 20
     """A disk with less than both is told of."""
-    lame: float = 0.5
+    min_relative_speed: float = 0.5
     """A node whose pre-flight is slower than this share of the others' median fails it, where that is strict."""
 
 
@@ -96,8 +96,8 @@ class Limits:
 class Finding:
     """One thing that is wrong with a node."""
 
-    kind: Kind
-    action: Remedy
+    kind: FaultClass
+    action: HealthAction
     reason: str
     evidence: dict[str, Any] = field(default_factory=dict)
     """Figures and words by name: plain values."""
@@ -105,7 +105,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class NodeHealth:
     """What is known of a node by its name, whatever its incarnation."""
 
     crashes: tuple[float, ...] = ()
@@ -121,7 +121,7 @@ class Record:
     quarantined: bool = False
     until: float = 0.0
     """End of the newest quarantine."""
-    offended: float = 0.0
+    quarantine_changed_at: float = 0.0
     """When it was put into quarantine last, or left one."""
     refusals: int = 0
     """Pre-flights that failed in a row."""
@@ -136,51 +136,51 @@ class Record:
     """Device errors that were counted."""
     clock: tuple[float, ...] = ()
     """Newest differences of its clock to the coordinator's, travel time of the message included."""
-    link: LinkPace = field(default_factory=LinkPace)
+    link: LinkSpeed = field(default_factory=LinkSpeed)
     loaded: float = 1.0
     """How much slower the plans take the node because of its link."""
 
-    def finding(self, kind: Kind) -> Finding | None:
+    def finding(self, kind: FaultClass) -> Finding | None:
         return next((one for one in self.findings if one.kind is kind), None)
 
-    def found(self, finding: Finding) -> Record:
+    def found(self, finding: Finding) -> NodeHealth:
         others = tuple(one for one in self.findings if one.kind is not finding.kind)
         return replace(self, findings=(*others, finding))
 
-    def without(self, kind: Kind) -> Record:
+    def without(self, kind: FaultClass) -> NodeHealth:
         return replace(self, findings=tuple(one for one in self.findings if one.kind is not kind))
 
 
-def news(record: Record, finding: Finding) -> bool:
+def is_new(record: NodeHealth, finding: Finding) -> bool:
     """Whether it is another class or another action than is known already."""
     known = record.finding(finding.kind)
-    return known is None or known.action is not finding.action or finding.action is Remedy.RESTART
+    return known is None or known.action is not finding.action or finding.action is HealthAction.RESTART
 
 
-def crashed(record: Record, now: float, limits: Limits, count: int = 1, step: int = -1) -> Record:
+def record_crash(record: NodeHealth, now: float, limits: HealthLimits, count: int = 1, step: int = -1) -> NodeHealth:
     """Its workers went down `count` more times; `step` was the newest one that the job finished."""
     stuck = count if step > record.stuck_at else record.stuck + count
     crashes = (*_recent(record.crashes, now, limits), *(now,) * count)[-64:]
     return replace(record, crashes=crashes, stuck=stuck, stuck_at=max(step, record.stuck_at))
 
 
-def departed(record: Record, now: float, limits: Limits) -> Record:
+def record_departure(record: NodeHealth, now: float, limits: HealthLimits) -> NodeHealth:
     """It was lost, or came back as another incarnation before that was known."""
     return replace(record, departures=(*_recent(record.departures, now, limits), now)[-64:])
 
 
-def crash_loops(record: Record, limits: Limits) -> bool:
+def is_crash_looping(record: NodeHealth, limits: HealthLimits) -> bool:
     return len(record.crashes) >= limits.crashes
 
 
-def flaps(record: Record, limits: Limits) -> bool:
+def is_flapping(record: NodeHealth, limits: HealthLimits) -> bool:
     return len(record.departures) >= limits.departures
 
 
-def quarantine(record: Record, now: float, limits: Limits) -> tuple[Record, float]:
+def quarantine(record: NodeHealth, now: float, limits: HealthLimits) -> tuple[NodeHealth, float]:
     """Put the node aside; return also for how many seconds. What led to it is weighed anew afterwards."""
     known = (
-        max(0, record.quarantines - int((now - record.offended) / limits.good_s)) if limits.good_s > 0 else 0
+        max(0, record.quarantines - int((now - record.quarantine_changed_at) / limits.good_s)) if limits.good_s > 0 else 0
     )
     seconds = min(limits.quarantine_s * 2.0 ** min(known, 30), limits.quarantine_most_s)
     record = replace(
@@ -188,20 +188,20 @@ def quarantine(record: Record, now: float, limits: Limits) -> tuple[Record, floa
         quarantines=known + 1,
         quarantined=True,
         until=now + seconds,
-        offended=now,
+        quarantine_changed_at=now,
         crashes=(),
         departures=(),
     )
     return record, seconds
 
 
-def released(record: Record, now: float) -> Record:
+def release(record: NodeHealth, now: float) -> NodeHealth:
     """The quarantine is over. How often there was one is not forgotten by that."""
-    kept = tuple(one for one in record.findings if one.action not in AWAY)
-    return replace(record, quarantined=False, offended=now, findings=kept, link=LinkPace(), loaded=1.0)
+    kept = tuple(one for one in record.findings if one.action not in EXCLUDING_ACTIONS)
+    return replace(record, quarantined=False, quarantine_changed_at=now, findings=kept, link=LinkSpeed(), loaded=1.0)
 
 
-def refused(record: Record, now: float, limits: Limits) -> tuple[Record, float]:
+def record_refusal(record: NodeHealth, now: float, limits: HealthLimits) -> tuple[NodeHealth, float]:
     """Its pre-flight failed: return also after how many seconds it may try again."""
     if now < record.refused_until:
         return record, record.refused_until - now
@@ -209,16 +209,16 @@ def refused(record: Record, now: float, limits: Limits) -> tuple[Record, float]:
     return replace(record, refusals=record.refusals + 1, refused_until=now + seconds), seconds
 
 
-def forgettable(record: Record, now: float, limits: Limits) -> bool:
+def is_forgettable(record: NodeHealth, now: float, limits: HealthLimits) -> bool:
     """Of a node that is not there: nothing that happens now would be judged by it."""
-    last = max((record.offended, record.refused_until, *record.crashes, *record.departures))
+    last = max((record.quarantine_changed_at, record.refused_until, *record.crashes, *record.departures))
     return not record.quarantined and now - last > limits.good_s * max(1, record.quarantines)
 
 
 # ---- what single observations mean ----
 
 
-def sick_device(record: Record, devices: tuple[DeviceSeen, ...]) -> tuple[str, dict[str, Any]] | None:
+def faulty_device(record: NodeHealth, devices: tuple[DeviceHealth, ...]) -> tuple[str, dict[str, Any]] | None:
     """Errors that were not there before, or a fault of a device: (reason, evidence)."""
     for device in devices:
         shown = {"device": device.index, "name": device.name, "temperature_c": device.temperature_c}
@@ -232,7 +232,7 @@ def sick_device(record: Record, devices: tuple[DeviceSeen, ...]) -> tuple[str, d
     return None
 
 
-def hot_device(devices: tuple[DeviceSeen, ...]) -> tuple[str, dict[str, Any]] | None:
+def throttled_device(devices: tuple[DeviceHealth, ...]) -> tuple[str, dict[str, Any]] | None:
     for device in devices:
         if device.throttled:
             shown = {
@@ -244,9 +244,9 @@ def hot_device(devices: tuple[DeviceSeen, ...]) -> tuple[str, dict[str, Any]] | 
     return None
 
 
-def full_disk(report: HealthReport, limits: Limits) -> tuple[str, dict[str, Any], bool] | None:
+def full_disk(report: HealthReport, limits: HealthLimits) -> tuple[str, dict[str, Any], bool] | None:
     """(reason, evidence, whether something failed already): a write that was refused, or hardly any room."""
-    for mishap in report.mishaps:
+    for mishap in report.failed_operations:
         disk = _disk_of(report, mishap)
         shown = {"path": mishap.path, "error": mishap.detail, "failed": mishap.count}
         room = ""
@@ -261,23 +261,23 @@ def full_disk(report: HealthReport, limits: Limits) -> tuple[str, dict[str, Any]
     return None
 
 
-def own_disk(path: str, report: HealthReport, others: tuple[HealthReport, ...]) -> bool:
+def has_own_disk(path: str, report: HealthReport, others: tuple[HealthReport, ...]) -> bool:
     """Nobody else writes to the file system that `path` lies on."""
     disk = next((one for one in report.disks if one.path == path), None)
     volumes = {one.volume for other in others for one in other.disks}
     return disk is not None and bool(disk.volume) and disk.volume not in volumes
 
 
-def short_of_memory(report: HealthReport, limits: Limits) -> tuple[str, dict[str, Any]] | None:
+def low_memory(report: HealthReport, limits: HealthLimits) -> tuple[str, dict[str, Any]] | None:
     free, total = report.memory_free_bytes, report.memory_total_bytes
     if total <= 0 or free >= limits.memory_share * total:
         return None
     return f"{free} of {total} bytes of memory are left", {"free_bytes": free, "total_bytes": total}
 
 
-def clock_off(record: Record, limits: Limits) -> tuple[str, dict[str, Any]] | None:
+def clock_skew(record: NodeHealth, limits: HealthLimits) -> tuple[str, dict[str, Any]] | None:
     """The least of the newest differences counts: messages may be late, never early."""
-    if len(record.clock) < CLOCKS:
+    if len(record.clock) < CLOCK_SAMPLES:
         return None
     off = min(record.clock, key=abs)
     if abs(off) <= limits.clock_s:
@@ -285,14 +285,14 @@ def clock_off(record: Record, limits: Limits) -> tuple[str, dict[str, Any]] | No
     return f"its clock is {abs(off):.1f} s {'behind' if off > 0 else 'ahead'}", {"clock_s": round(off, 3)}
 
 
-CLOCKS = 5
+CLOCK_SAMPLES = 5
 """Differences of the clock that are kept."""
 
 
-def _recent(times: tuple[float, ...], now: float, limits: Limits) -> tuple[float, ...]:
+def _recent(times: tuple[float, ...], now: float, limits: HealthLimits) -> tuple[float, ...]:
     return tuple(at for at in times if now - at <= limits.window_s)
 
 
-def _disk_of(report: HealthReport, mishap: Mishap) -> Disk | None:
+def _disk_of(report: HealthReport, mishap: FailedOperation) -> DiskSpace | None:
     inside = [disk for disk in report.disks if mishap.path.startswith(disk.path)]
     return max(inside, key=lambda disk: len(disk.path), default=None)

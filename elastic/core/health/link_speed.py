@@ -24,7 +24,7 @@ COMMON = 1.7
 
 
 @dataclass(frozen=True, slots=True)
-class LinkPace:
+class LinkSpeed:
     """What is known of the link of one node. Rates are bytes a second."""
 
     peer: str = ""
@@ -52,21 +52,21 @@ class LinkPace:
         return self.now / self.usual if self.usual and self.recent else 1.0
 
 
-def observe(pace: LinkPace, peer: str, rate: float, size: float, factor: float, windows: int) -> LinkPace:
+def record_rate(pace: LinkSpeed, peer: str, rate: float, size: float, factor: float, windows: int) -> LinkSpeed:
     """Take note of one rate, of copies of `size` bytes; `factor` and `windows`: what is slow, and how many must agree
     on it. With copies of another size begins another measure."""
     if rate <= 0 or size <= 0:
         return pace
     if not alike(pace.size, size):
-        pace = LinkPace(peer, size)
+        pace = LinkSpeed(peer, size)
     recent = (*(pace.recent if peer == pace.peer else ()), rate)[-windows:]
     slow = bool(pace.usual) and rate * factor < pace.usual
     proper = pace.proper if slow else (*pace.proper, rate)[-KEPT:]
     return replace(pace, peer=peer, recent=recent, proper=proper)
 
 
-def slowness(
-    pace: LinkPace, others: Sequence[LinkPace], factor: float, windows: int, least_s: float
+def slow_factor(
+    pace: LinkSpeed, others: Sequence[LinkSpeed], factor: float, windows: int, least_s: float
 ) -> float:
     """By what factor the link is slower than it should be; 0: it is not, or that cannot be told: copies that take
     less than `least_s` seconds longer say nothing.
@@ -85,7 +85,7 @@ def slowness(
     return 0.0
 
 
-def _longer(pace: LinkPace, proper: float) -> float:
+def _longer(pace: LinkSpeed, proper: float) -> float:
     """Seconds that a copy takes now beyond what it would at the proper rate."""
     return pace.size / pace.now - pace.size / proper
 

@@ -18,7 +18,7 @@ SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class CompressionSample:
     """What compressing pieces of a copy gave."""
 
     bytes_per_s: float
@@ -27,7 +27,7 @@ class Sample:
     """Bytes that came out for each that was put in."""
 
 
-def compresses(mode: str, nbytes: int, link_bytes_per_s: float, sample: Sample | None) -> tuple[bool, str]:
+def should_compress(mode: str, nbytes: int, link_bytes_per_s: float, sample: CompressionSample | None) -> tuple[bool, str]:
     """Whether to compress a copy of `nbytes`, and why.
 
     `link_bytes_per_s` is what the link was seen to carry, 0: unknown; `sample` is of copies of this kind, None: none.

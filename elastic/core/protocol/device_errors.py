@@ -17,16 +17,16 @@ LINK_WORDS = ("NCCL",)
 """In the text of a device's error: the other end may have caused it."""
 
 
-def of_device(text: str) -> bool:
+def is_device_error(text: str) -> bool:
     """Whether an error of this text is for starting the worker again, perhaps elsewhere, and not the script's own."""
-    return any(word in text for word in DEVICE_WORDS) and not of_script(text)
+    return any(word in text for word in DEVICE_WORDS) and not is_script_error(text)
 
 
-def of_script(text: str) -> bool:
+def is_script_error(text: str) -> bool:
     """Whether the script asked a device for what it cannot do."""
     return any(word in text for word in SCRIPT_WORDS)
 
 
-def of_link(text: str) -> bool:
+def is_link_error(text: str) -> bool:
     """Whether the other end of a link may have caused it."""
     return any(word in text for word in LINK_WORDS)

@@ -15,7 +15,7 @@ RETRY_FIRST_S, RETRY_LAST_S = 0.1, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class LeaseObservation:
     """What one onlooker saw of a lease, on his own clock (seconds)."""
 
     mark: int
@@ -26,7 +26,7 @@ class Sighting:
     """... and last, without a gap in between."""
 
 
-def sighted(before: Sighting | None, mark: int, asked: float, answered: float, ttl_s: float) -> Sighting:
+def observe_lease(before: LeaseObservation | None, mark: int, asked: float, answered: float, ttl_s: float) -> LeaseObservation:
     """The onlooker asked and was answered: the lease was last renewed with `mark`.
 
     An answer that was long in coming, or comes long after the one before, begins anew: the store or the onlooker
@@ -35,16 +35,16 @@ def sighted(before: Sighting | None, mark: int, asked: float, answered: float, t
     gap = ttl_s / 2
     begun = before is None or mark != before.mark or answered - asked > gap or answered - before.last > gap
     if before is None or begun:
-        return Sighting(mark, answered, answered)
+        return LeaseObservation(mark, answered, answered)
     return replace(before, last=answered)
 
 
-def left(sighting: Sighting, ttl_s: float) -> float:
+def seconds_to_expiry(sighting: LeaseObservation, ttl_s: float) -> float:
     """Seconds until the lease may be taken; 0 or less: now."""
     return ttl_s - (sighting.last - sighting.since)
 
 
-def accepts(term: int, highest: int, active: int | None) -> bool:
+def accepts_term(term: int, highest: int, active: int | None) -> bool:
     """Whether a node follows a coordinator of `term`, having seen `highest` and following `active` (None: nobody).
 
     An older one was replaced; the same one may be reached by two addresses, and one stream is enough.
@@ -52,12 +52,12 @@ def accepts(term: int, highest: int, active: int | None) -> bool:
     return term >= highest and (active is None or term > active)
 
 
-def retry_s(failures: int) -> float:
+def retry_delay_s(failures: int) -> float:
     """How long to wait after so many attempts in a row that failed (at least one)."""
     return float(min(RETRY_LAST_S, RETRY_FIRST_S * 2 ** min(max(failures, 1) - 1, 16)))
 
 
-def follows_up(mine: str, run: str, over: str) -> bool:
+def owns_saved_state(mine: str, run: str, over: str) -> bool:
     """Whether the saved state is this coordinator's to go on with; else it is left over from an earlier run.
 
     `run` is the newest run in the store, `over` the last one that ended there, `mine` the one that this coordinator

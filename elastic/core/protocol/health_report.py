@@ -7,14 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-MANY = 8
+MAX_ENTRIES = 8
 """Entries of one kind in a report, at most."""
-LONG = 200
+MAX_TEXT_LENGTH = 200
 """Characters of a text in a report, at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskSpace:
     """Room in one of the directories that a node writes to."""
 
     role: str
@@ -27,7 +27,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSeen:
+class DeviceHealth:
     """One accelerator, as its driver sees it."""
 
     index: int
@@ -42,7 +42,7 @@ class DeviceSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSeen:
+class LinkTraffic:
     """Copies sent to one peer since the last report: those large enough to tell of the link."""
 
     peer: str
@@ -56,7 +56,7 @@ class LinkSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class FailedOperation:
     """Something that the node could not do; it goes on."""
 
     what: str
@@ -81,14 +81,14 @@ class HealthReport:
     """Processes that want to run, for each core."""
     memory_free_bytes: int = 0
     memory_total_bytes: int = 0
-    disks: tuple[Disk, ...] = ()
-    devices: tuple[DeviceSeen, ...] = ()
-    links: tuple[LinkSeen, ...] = ()
-    mishaps: tuple[Mishap, ...] = ()
+    disks: tuple[DiskSpace, ...] = ()
+    devices: tuple[DeviceHealth, ...] = ()
+    links: tuple[LinkTraffic, ...] = ()
+    failed_operations: tuple[FailedOperation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class PreflightCheck:
     """One figure of a pre-flight."""
 
     name: str
@@ -109,12 +109,12 @@ class Preflight:
     mode: str
     """on | strict"""
     seconds: float
-    checks: tuple[Check, ...] = ()
+    checks: tuple[PreflightCheck, ...] = ()
     score: float = 0.0
     """Speed of its devices: a figure to compare nodes of a job by, higher is quicker; 0: unknown."""
 
     @property
-    def failed(self) -> tuple[Check, ...]:
+    def failed(self) -> tuple[PreflightCheck, ...]:
         """What a node is refused for."""
         return tuple(c for c in self.checks if not c.ok and (c.fatal or self.mode == "strict"))
 
@@ -123,7 +123,7 @@ class Preflight:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class JoinRefused:
     """The coordinator does not take the node: it may look at itself again, and ask, after `retry_s`."""
 
     reason: str

@@ -72,7 +72,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class BackupTraffic:
     """What backups took of one worker in a step."""
 
     copied_bytes: int = 0
@@ -86,7 +86,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MicrobatchTiming:
     """Seconds that one worker computed for one micro-batch of a step, all of its stages together: medians."""
 
     epoch: int
@@ -97,7 +97,7 @@ class Measured:
     """The whole backward pass, or both of its parts."""
     slowed: float = 0.0
     """Computing beside a transfer of copies, over computing without one; 0: one of the two was not seen."""
-    traffic: Traffic = Traffic()
+    traffic: BackupTraffic = BackupTraffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Progress:
     """compute | wait | install | idle"""
     step: int
     microbatch: int
-    measured: Measured | None = None
+    measured: MicrobatchTiming | None = None
     """Of the newest finished step."""
 
 
@@ -228,7 +228,7 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
-class Acked:
+class BundleAcknowledged:
     """The bundle and all before it are whole where they should be, or (not `kept`) it was given up: no room there."""
 
     bundle: int
@@ -292,7 +292,7 @@ class NodeReport:
     step: int = 0
     """Step that the workers are in."""
     microbatch: int = 0
-    fallen: int = 0
+    crash_count: int = 0
     """Times that this incarnation's workers crashed, or were found hung."""
     preflight: Preflight | None = None
     """What the node found about itself; only while it asks to join."""
@@ -304,7 +304,7 @@ class Heartbeat:
     incarnation: str
     step: int
     microbatch: int
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MicrobatchTiming, ...] = ()
     """Newest of each worker that computes."""
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from elastic.domain.errors import FieldError
 
 FLAG = "--notice"
-NODE = "${node}"
+NODE_PLACEHOLDER = "${node}"
 """Stands for the node's name, in paths and addresses."""
 LOOPBACK = "127.0.0.1"
 

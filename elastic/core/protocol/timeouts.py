@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 SILENCE_S = 3.0
 """Tolerated when the user says nothing."""
-BEATS = 2000
+MAX_HEARTBEATS_PER_S = 2000
 """Signs of life a second that a coordinator is to take from a large job, unless the silence tolerated is too short."""
 _STEPS = (1.0, 2.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class LongestDurations:
     """The longest that was measured, in seconds, rounded up to 1, 2 or 5 times a power of ten; 0: nothing yet."""
 
     step_s: float = 0.0
@@ -29,15 +29,15 @@ class Seen:
     pause_s: float = 0.0
     """Training standing still for a change of plan."""
 
-    def grown(self, *, step_s: float = 0.0, microbatch_s: float = 0.0, pause_s: float = 0.0) -> Seen:
+    def grown(self, *, step_s: float = 0.0, microbatch_s: float = 0.0, pause_s: float = 0.0) -> LongestDurations:
         """With these measurements too; the same object if they are no news."""
         if step_s <= self.step_s and microbatch_s <= self.microbatch_s and pause_s <= self.pause_s:
             return self
         return replace(
             self,
-            step_s=max(self.step_s, coarse(step_s)),
-            microbatch_s=max(self.microbatch_s, coarse(microbatch_s)),
-            pause_s=max(self.pause_s, coarse(pause_s)),
+            step_s=max(self.step_s, round_up(step_s)),
+            microbatch_s=max(self.microbatch_s, round_up(microbatch_s)),
+            pause_s=max(self.pause_s, round_up(pause_s)),
         )
 
 
@@ -84,14 +84,14 @@ class Timeouts:
 
 
 def budget(
-    silence_s: float, *, nodes: int = 0, heartbeat_s: float = 0.0, seen: Seen | None = None
+    silence_s: float, *, nodes: int = 0, heartbeat_s: float = 0.0, seen: LongestDurations | None = None
 ) -> Timeouts:
     """Every limit for a tolerated silence (seconds) and what was measured. `heartbeat_s`: as given; 0: it follows, also
     from how many `nodes` there may be."""
-    silence, seen = silence_s, seen or Seen()
+    silence, seen = silence_s, seen or LongestDurations()
     return Timeouts(
         silence_s=silence,
-        heartbeat_s=heartbeat_s or max(min(0.5, silence / 6), min(nodes / BEATS, silence / 3)),
+        heartbeat_s=heartbeat_s or max(min(0.5, silence / 6), min(nodes / MAX_HEARTBEATS_PER_S, silence / 3)),
         lease_s=silence,
         closed_s=min(0.15, silence / 20),
         contact_s=min(0.5, silence / 6),
@@ -111,7 +111,7 @@ def budget(
     )
 
 
-def coarse(seconds: float) -> float:
+def round_up(seconds: float) -> float:
     """Round up to 1, 2 or 5 times a power of ten, so that limits change seldom; 0 for 0."""
     if not 0 < seconds < 1e12:
         return 0.0 if seconds <= 0 else 1e12
@@ -121,5 +121,5 @@ def coarse(seconds: float) -> float:
     return next((s * power for s in _STEPS if seconds <= s * power), power * 10)
 
 
-NOTHING = Seen()
-DEFAULT = budget(SILENCE_S)
+NO_DURATIONS = LongestDurations()
+DEFAULT_TIMEOUTS = budget(SILENCE_S)

@@ -13,7 +13,7 @@ Line = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class CopyIndex:
     """Usable copies. Unusable, and left out: those on nodes without a vault, of other layers, TP ranks or
     micro-batches than the plan's, empty gradients, and gradients of the last layer that lack a loss."""
 
@@ -36,7 +36,7 @@ class Shelf:
     """(slot, version): node: what `on_node` finds of `states`, each of which may lie on hundreds of nodes."""
 
     @classmethod
-    def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
+    def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> CopyIndex:
         living, full = frozenset(nodes), (1 << plan.n_microbatches) - 1
         states: dict[tuple[Slot, int], list[Copy]] = {}
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}

@@ -12,22 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from elastic.core.recovery.copy_index import Shelf, on_node
+from elastic.core.recovery.copy_index import CopyIndex, on_node
 from elastic.domain.ledger import format_indices
 from elastic.domain.types import ACTIVATION, COTANGENT, Copy, LayerSpec, PartialRun, Pipeline, Plan, Unit
 
-Span = tuple[int, int]
+LayerRange = tuple[int, int]
 """Layers [first, last)."""
 
 
-def split(
-    plan: Plan, shelf: Shelf, step: int, covered: Sequence[int], left: Iterable[int]
-) -> tuple[list[tuple[int, Span]], list[int]]:
+def split_runs(
+    plan: Plan, shelf: CopyIndex, step: int, covered: Sequence[int], left: Iterable[int]
+) -> tuple[list[tuple[int, LayerRange]], list[int]]:
     """Return those of the micro-batches `left` that some layers run, with these layers, and those that all run.
 
     `covered`: for each layer the mask of micro-batches that it has.
     """
-    partial: list[tuple[int, Span]] = []
+    partial: list[tuple[int, LayerRange]] = []
     full: list[int] = []
     for index in left:
         lacking = [layer for layer, mask in enumerate(covered) if not mask >> index & 1]
@@ -40,9 +40,9 @@ def split(
     return partial, full
 
 
-def _spans(plan: Plan, shelf: Shelf, step: int, index: int, lacking: Sequence[int]) -> list[Span]:
+def _spans(plan: Plan, shelf: CopyIndex, step: int, index: int, lacking: Sequence[int]) -> list[LayerRange]:
     """The fewest layers around those `lacking`, in spans between logged messages; disjoint, ascending."""
-    found: list[Span] = []
+    found: list[LayerRange] = []
     for _, group in groupby(enumerate(lacking), lambda item: item[1] - item[0]):
         layers = [layer for _, layer in group]
         first, last = layers[0], layers[-1] + 1
@@ -57,12 +57,12 @@ def _spans(plan: Plan, shelf: Shelf, step: int, index: int, lacking: Sequence[in
     return found
 
 
-def _logged(plan: Plan, shelf: Shelf, kind: str, layer: int, step: int, index: int) -> bool:
+def _logged(plan: Plan, shelf: CopyIndex, kind: str, layer: int, step: int, index: int) -> bool:
     return len(shelf.logs.get((kind, layer, step, index), ())) == plan.tp
 
 
-def share_out(
-    plan: Plan, shelf: Shelf, step: int, runs: Iterable[tuple[int, Span]], layers: Sequence[LayerSpec]
+def assign_runs(
+    plan: Plan, shelf: CopyIndex, step: int, runs: Iterable[tuple[int, LayerRange]], layers: Sequence[LayerSpec]
 ) -> tuple[tuple[PartialRun, ...], tuple[float, ...]]:
     """Give every run to a pipeline so that the busiest unit is done earliest. Return also how long each pipeline's is.
 
@@ -79,7 +79,7 @@ def share_out(
 
 
 def _with(
-    busy: Mapping[Unit, float], pipeline: Pipeline, span: Span, layers: Sequence[LayerSpec]
+    busy: Mapping[Unit, float], pipeline: Pipeline, span: LayerRange, layers: Sequence[LayerSpec]
 ) -> dict[Unit, float]:
     """`busy` after one more run of `span`."""
     after = dict(busy)
@@ -89,7 +89,7 @@ def _with(
     return after
 
 
-def _with_copies(plan: Plan, shelf: Shelf, step: int, run: PartialRun) -> PartialRun:
+def _with_copies(plan: Plan, shelf: CopyIndex, step: int, run: PartialRun) -> PartialRun:
     """`run` with what it starts from: copies on the node that needs them where there are such, else the newest."""
 
     def taken(kind: str, boundary: int, layer: int) -> tuple[Copy, ...]:
@@ -116,12 +116,12 @@ def fetched_bytes(plan: Plan, runs: Iterable[PartialRun]) -> int:
     return total
 
 
-def outside(runs: Iterable[PartialRun], layers: frozenset[int]) -> frozenset[int]:
+def runs_beyond(runs: Iterable[PartialRun], layers: frozenset[int]) -> frozenset[int]:
     """Micro-batches of those runs that go through other layers than `layers`."""
     return frozenset(run.microbatch for run in runs if not layers.issuperset(range(run.first, run.last)))
 
 
-def orders_of(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, ...], ...]:
+def partial_orders(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, ...], ...]:
     """Micro-batches that each pipeline runs in part, in order."""
     return tuple(
         tuple(dict.fromkeys(run.microbatch for run in runs if run.pipeline == p))
@@ -129,9 +129,9 @@ def orders_of(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, ...], 
     )
 
 
-def describe(runs: Iterable[PartialRun]) -> str:
+def describe_runs(runs: Iterable[PartialRun]) -> str:
     """Print as "0-3 (layers 2-3), 5 (layers 0-3)"; empty for none."""
-    spans: dict[Span, list[int]] = {}
+    spans: dict[LayerRange, list[int]] = {}
     for run in runs:
         spans.setdefault((run.first, run.last), []).append(run.microbatch)
     return ", ".join(

@@ -30,9 +30,9 @@ from dataclasses import dataclass, replace
 
 from elastic.core.protocol.messages import Halted
 from elastic.core.recovery import partial_replay as partial
-from elastic.core.recovery.copy_index import Shelf
+from elastic.core.recovery.copy_index import CopyIndex
 from elastic.core.recovery.solver import Solver, copies_of, fetched, spread
-from elastic.core.recovery.unrecoverable import lacking, lost
+from elastic.core.recovery.unrecoverable import explain_unreachable, describe_lost_steps
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.ledger import format_indices, from_mask
 from elastic.domain.types import (
@@ -75,7 +75,7 @@ def solve(
     version that its workers hold) tells up to where training had come, so that a fall-back can say what it
     loses.
     """
-    shelf = Shelf.of(inventory, plan, (node for node, _ in vaults))
+    shelf = CopyIndex.of(inventory, plan, (node for node, _ in vaults))
     newest = max([shelf.newest, *live.values(), *(record.step + 1 for record in records)])
     solver = Solver(
         plan=plan,
@@ -92,7 +92,7 @@ def solve(
     todo, runs = _todo(solver, spec, version, covered)
     recipes = _recipes(solver, version, sums)
     if any(recipe.checkpoint for _, recipe in recipes):
-        short, gone = lacking(solver, newest), lost(version, newest)
+        short, gone = explain_unreachable(solver, newest), describe_lost_steps(version, newest)
         why = f"fell back to the checkpoint of step {version}: {short}; {gone}"
         plan = replace(plan, reason="; ".join(text for text in (plan.reason, why) if text))
     return Assignment(
@@ -108,7 +108,7 @@ def solve(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RecoverySummary:
     """What a recovery does, for summaries and logs."""
 
     network_bytes: int
@@ -124,7 +124,7 @@ class Outcome:
     text: str
 
 
-def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()) -> Outcome:
+def summarize(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()) -> RecoverySummary:
     """Count what `assignment` moves; `before` is the plan that it replaces, `lost_nodes` those whose
     workers are gone."""
     plan, recipes = assignment.plan, assignment.recipes
@@ -149,10 +149,10 @@ def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequ
         f"{f'; in part: {partial.describe(assignment.partial)}' if assignment.partial else ''}"
     )
     in_part = frozenset(run.microbatch for run in assignment.partial)
-    return Outcome(network, source, todo, in_part, text)
+    return RecoverySummary(network, source, todo, in_part, text)
 
 
-def replayed(
+def replayed_microbatches(
     old_plan: Plan,
     lost_nodes: frozenset[str],
     todo: frozenset[int],
@@ -292,10 +292,10 @@ def _todo(
     for mask in covered:
         complete &= mask
     left = [index for index in range(plan.n_microbatches) if not complete >> index & 1]
-    some, left = partial.split(plan, solver.shelf, version, covered, left)
+    some, left = partial.split_runs(plan, solver.shelf, version, covered, left)
     if len(left) == plan.n_microbatches:
         return tuple(pipeline.microbatches for pipeline in plan.pipelines), ()
-    runs, before = partial.share_out(plan, solver.shelf, version, some, spec.layers)
+    runs, before = partial.assign_runs(plan, solver.shelf, version, some, spec.layers)
     costs = [
         _finish(pipeline, spec.layers, began) for pipeline, began in zip(plan.pipelines, before, strict=True)
     ]

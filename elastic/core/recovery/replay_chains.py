@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from elastic.core.recovery.copy_index import Shelf
+from elastic.core.recovery.copy_index import CopyIndex
 from elastic.domain.types import STATE, UPDATE, Copy, Recipe, Slot
 
 Link = Sequence[Copy]
 """Equal copies, any of which will do."""
 
 
-def chains(shelf: Shelf, slot: Slot, version: int) -> Iterator[tuple[Link, ...]]:
+def chains(shelf: CopyIndex, slot: Slot, version: int) -> Iterator[tuple[Link, ...]]:
     """All chains that lead to `version`: the state and then the updates in order, at least one."""
     for line, updates in shelf.updates.get(slot, {}).items():
         base = version - 1
@@ -35,7 +35,7 @@ def recipe_of(slot: Slot, version: int, copies: Sequence[Copy]) -> Recipe:
     return Recipe(layer, shard, version, state, updates=tuple(updates))
 
 
-def alike(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:
+def alike(shelf: CopyIndex, recipe: Recipe, copy: Copy) -> list[Copy]:
     """Copies that can take the place of `copy` in `recipe`, `copy` included: in floating point two attempts at a step
     differ in the last bits."""
     chained = recipe.updates and copy.kind in (STATE, UPDATE)
@@ -47,7 +47,7 @@ def alike(shelf: Shelf, recipe: Recipe, copy: Copy) -> list[Copy]:
     ]
 
 
-def gap(shelf: Shelf, slot: Slot, version: int) -> str:
+def gap(shelf: CopyIndex, slot: Slot, version: int) -> str:
     """What the longest chain towards `version` lacks, in words; "" if there is none to speak of."""
     best = (-1, -1)
     for (owner, epoch), updates in shelf.updates.get(slot, {}).items():

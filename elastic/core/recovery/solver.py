@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from elastic.core.recovery.copy_index import Shelf, on_node
+from elastic.core.recovery.copy_index import CopyIndex, on_node
 from elastic.core.recovery.replay_chains import alike, chains, recipe_of
 from elastic.core.recovery.set_packing import best_packing, exact_cover
 from elastic.domain.types import Copy, Plan, Recipe, Slot, StepRecord
@@ -28,7 +28,7 @@ class Solver:
     """One recovery. Of equal copies it names any: which vault sends is settled at the end (`spread`)."""
 
     plan: Plan
-    shelf: Shelf
+    shelf: CopyIndex
     records: Mapping[int, StepRecord]
     checkpoint: tuple[str, int] | None
     initial: bool
@@ -213,7 +213,7 @@ class Solver:
         return min(copies, key=lambda c: (c.nbytes, -c.epoch, -c.sequence, c.node))
 
 
-def spread(recipes: Sequence[tuple[str, Recipe]], shelf: Shelf) -> tuple[tuple[str, Recipe], ...]:
+def spread(recipes: Sequence[tuple[str, Recipe]], shelf: CopyIndex) -> tuple[tuple[str, Recipe], ...]:
     """Let every copy that goes over the network be sent by one of the vaults that have its equal, so that the vault
     which sends most sends as little as possible (`elastic.planning.placement.balance`)."""
     items = [

@@ -9,14 +9,14 @@ from elastic.domain.ledger import format_indices, format_microbatches, from_mask
 from elastic.domain.types import Slot
 
 
-def lost(version: int, newest: int) -> str:
+def describe_lost_steps(version: int, newest: int) -> str:
     if newest <= version:
         return "no step is lost"
     text = f"step {version} is" if newest == version + 1 else f"steps {version} to {newest - 1} are"
     return f"{text} computed again"
 
 
-def lacking(solver: Solver, newest: int) -> str:
+def explain_unreachable(solver: Solver, newest: int) -> str:
     """Say which layers can reach no version near `newest` that the others can, and what they lack."""
     reach = {slot: _reaches(solver, slot) for slot in solver.slots}
     goal = max((max(versions) for versions in reach.values() if versions), default=max(newest, 0))

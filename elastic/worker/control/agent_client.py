@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultSpec, load_faults
-from elastic.core.protocol.timeouts import DEFAULT, SILENCE_S, Timeouts, budget
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, UsageError
 from elastic.planning.cost.profile import Link
@@ -52,7 +52,7 @@ class WorkerSettings:
     """How slow links to other nodes are made."""
     measure: str = ""
     """File for what `elastic profile` wants to know: nothing is trained, layers are measured."""
-    timeouts: Timeouts = DEFAULT
+    timeouts: Timeouts = DEFAULT_TIMEOUTS
     """Limits on waiting for others."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class Position:
 
     def __init__(self) -> None:
         self.counter, self.activity, self.step, self.microbatch = 0, "idle", 0, 0
-        self.measured: m.Measured | None = None
+        self.measured: m.MicrobatchTiming | None = None
         """How long the newest step's computing took."""
 
     def at(self, activity: str, step: int | None = None, microbatch: int | None = None) -> None:
@@ -119,7 +119,7 @@ class Control:
         self._closing = threading.Event()
         self.position = Position()
 
-    def start(self, on_acked: Callable[[m.Acked], None]) -> None:
+    def start(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         """Begin to listen and to send heartbeats, after Attach was sent.
 
         The listening thread calls `on_acked` for every acknowledgement.
@@ -157,11 +157,11 @@ class Control:
             self._halt.wait_for(lambda: self._stopping or self._newest.epoch > epoch)
             return None if self._stopping else self._newest.epoch
 
-    def _listen(self, on_acked: Callable[[m.Acked], None]) -> None:
+    def _listen(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         try:
             while True:
                 message = self._channel.receive()
-                if isinstance(message, m.Acked):
+                if isinstance(message, m.BundleAcknowledged):
                     on_acked(message)
                 else:
                     self._receive(message)

@@ -13,11 +13,11 @@ from statistics import median
 
 import torch
 
-from elastic.core.protocol.messages import Measured, Traffic
+from elastic.core.protocol.messages import MicrobatchTiming, BackupTraffic
 from elastic.planning.schedule.schedule import Action, Kind
 
 Mark = float | torch.cuda.Event
-NO_TRAFFIC = Traffic()
+NO_TRAFFIC = BackupTraffic()
 Times = dict[tuple[Kind, int], list[float]]
 """(kind of action, stage): seconds."""
 
@@ -41,7 +41,7 @@ class Meter:
             self._spans.append((action, began, self._mark(), sending, self._sending()))
             self._open = None
 
-    def take(self, epoch: int, step: int, local_rank: int, traffic: Traffic = NO_TRAFFIC) -> Measured | None:
+    def take(self, epoch: int, step: int, local_rank: int, traffic: BackupTraffic = NO_TRAFFIC) -> MicrobatchTiming | None:
         """What was measured since the last call, or None for nothing."""
         spans, self._spans = self._spans, []
         found: Times = defaultdict(list)
@@ -58,7 +58,7 @@ class Meter:
             return None
         forward = sum(median(times) for (kind, _), times in found.items() if kind is Kind.F)
         backward = sum(median(times) for (kind, _), times in found.items() if kind is not Kind.F)
-        return Measured(epoch, step, local_rank, forward, backward, _slowed(beside, alone), traffic)
+        return MicrobatchTiming(epoch, step, local_rank, forward, backward, _slowed(beside, alone), traffic)
 
     def _mark(self) -> Mark:
         if self._device.type != "cuda":

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk import VaultClient
@@ -37,7 +37,7 @@ class Fetcher:
         vaults: Mapping[str, str],
         abandon: Abandon | None = None,
         *,
-        timeout_s: float = DEFAULT.bulk_s,
+        timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
     ) -> None:
         """`node` is this one; `vaults` maps nodes to host:port; setting `abandon` ends all transfers."""
         self._node, self._abandon = node, abandon

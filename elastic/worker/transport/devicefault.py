@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.device_errors import of_device, of_link, of_script
+from elastic.core.protocol.device_errors import is_device_error, is_link_error, is_script_error
 from elastic.domain.errors import EXIT_FAILURE
 
 CAUSE_CHARS = 300
@@ -26,14 +26,14 @@ _MEMORY: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ()
 
 def broke(error: BaseException) -> bool:
     """Whether a device, its driver or a link of devices raised this, and not for what the script asked."""
-    if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or of_script(str(error)):
+    if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or is_script_error(str(error)):
         return False
-    return isinstance(error, _ACCELERATOR) or of_device(str(error))
+    return isinstance(error, _ACCELERATOR) or is_device_error(str(error))
 
 
 def broke_here(error: BaseException) -> bool:
     """The same, where the other end of a link cannot have caused it."""
-    return broke(error) and not of_link(str(error))
+    return broke(error) and not is_link_error(str(error))
 
 
 @contextmanager

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import AWAY, Finding, Kind, Limits, Record, Remedy
+from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, Finding, FaultClass, HealthLimits, NodeHealth, HealthAction
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol import device_errors as devicewords
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
+from elastic.core.protocol.health_report import DeviceHealth, DiskSpace, HealthReport, LinkTraffic, FailedOperation
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
 from tests.core.world.world import World
 
-LIMITS = Limits()
+LIMITS = HealthLimits()
 
 
 def running(nodes: int = 3, most: int = 9) -> JobState:
@@ -56,7 +56,7 @@ def tell(state: JobState, given: HealthReport, later: float = 0.1) -> tuple[JobS
 def fall(state: JobState, node: str, cause: str, times: int = 1) -> tuple[JobState, tuple[Any, ...]]:
     """The workers of `node` go down."""
     was = state.members[node].report
-    now = replace(was, phase=NodePhase.STARTING, able=False, fallen=was.fallen + times, cause=cause)
+    now = replace(was, phase=NodePhase.STARTING, able=False, crash_count=was.crash_count + times, cause=cause)
     state, actions, _ = transition(state, Reported(now), state.ticked + 0.1)
     return state, actions
 
@@ -92,7 +92,7 @@ def test_a_crash_loop_is_the_host_which_is_put_aside() -> None:
 
 
 def test_putting_a_node_aside_leaves_the_finding_as_it_was() -> None:
-    found = Finding(Kind.DEVICE, Remedy.QUARANTINE, "it is broken", {"errors": 3}, 5.0)
+    found = Finding(FaultClass.DEVICE, HealthAction.QUARANTINE, "it is broken", {"errors": 3}, 5.0)
     state, actions = quarantine.tell(running(), "node1", found)
     assert found.evidence == {"errors": 3}
     wanted = {"errors": 3, "quarantine_s": LIMITS.quarantine_s, "quarantines": 1}
@@ -109,7 +109,7 @@ def test_a_device_is_told_by_the_cause_of_the_crash() -> None:
     state, actions = fall(running(), "node1", ECC)
     (note,) = told(actions)
     assert (note["class"], note["action"]) == ("device", "restart") and note["evidence"]["cause"] == ECC
-    state, actions = tell(state, report(state, "node1", devices=(DeviceSeen(0, "H200", 61.0),)))
+    state, actions = tell(state, report(state, "node1", devices=(DeviceHealth(0, "H200", 61.0),)))
     assert not told(actions), "the driver does not deny it"
     _, actions = fall(state, "node1", "signal 11", LIMITS.crashes - 1)
     assert told(actions)[-1]["class"] == "host", "that was another fault"
@@ -138,7 +138,7 @@ def test_a_device_is_told_by_the_cause_of_the_crash() -> None:
     ],
 )
 def test_words(text: str, device: bool, link: bool) -> None:
-    assert (devicewords.of_device(text), devicewords.of_link(text)) == (device, link)
+    assert (devicewords.is_device_error(text), devicewords.is_link_error(text)) == (device, link)
 
 
 def ended(actions: tuple[Any, ...]) -> list[str]:
@@ -173,16 +173,16 @@ def test_what_crashes_one_node_after_the_other_ends_the_job(nodes: int) -> None:
         node = next(n for n in state.members if not quarantine.holds(state, n))
         state, _ = fall(state, node, ECC)
         crashes += 1
-        assert crashes <= LIMITS.crashes * LIMITS.hopeless_nodes
+        assert crashes <= LIMITS.crashes * LIMITS.fatal_nodes
     assert ECC in state.ending.reason and "no step" in state.ending.reason
 
 
 def test_falling_back_to_an_older_step_is_no_way_out() -> None:
-    record = Record()
+    record = NodeHealth()
     for step in (5, 5, 3, 4, 5):
-        record = health.crashed(record, 0.0, LIMITS, step=step)
+        record = health.record_crash(record, 0.0, LIMITS, step=step)
     assert record.stuck == 5
-    assert health.crashed(record, 0.0, LIMITS, step=6).stuck == 1
+    assert health.record_crash(record, 0.0, LIMITS, step=6).stuck == 1
 
 
 def test_a_script_that_crashes_everywhere_puts_nobody_aside() -> None:
@@ -202,10 +202,10 @@ def test_nobody_is_put_aside_without_whom_no_plan_fits() -> None:
 
 
 def test_crashes_long_ago_do_not_count() -> None:
-    record = Record()
+    record = NodeHealth()
     for at in (0.0, 1.0, 2.0 + LIMITS.window_s):
-        record = health.crashed(record, at, LIMITS)
-    assert not health.crash_loops(record, LIMITS) and len(record.crashes) == 1
+        record = health.record_crash(record, at, LIMITS)
+    assert not health.is_crash_looping(record, LIMITS) and len(record.crashes) == 1
 
 
 # ---- devices, disks, memory, clock ---------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_broken_device_is_replaced_by_a_spare() -> None:
     state = running(3, most=2)
     assert remedies.spares(state)
     held = state.plan.nodes()[0] if state.plan else ""
-    devices = (DeviceSeen(0, "H200", 61.0, fault="XID 79"),)
+    devices = (DeviceHealth(0, "H200", 61.0, fault="XID 79"),)
     state, actions = tell(state, report(state, held, devices=devices))
     (note,) = told(actions)
     assert (note["class"], note["action"]) == ("device", "replace") and "XID 79" in note["reason"]
@@ -224,7 +224,7 @@ def test_a_broken_device_is_replaced_by_a_spare() -> None:
 
 def test_memory_errors_count_once() -> None:
     state = running()
-    devices = (DeviceSeen(0, "H200", 61.0, errors=2),)
+    devices = (DeviceHealth(0, "H200", 61.0, errors=2),)
     state, actions = tell(state, report(state, "node1", devices=devices))
     assert [note["action"] for note in told(actions)] == ["quarantine"]
     assert told(tell(state, report(state, "node1", devices=devices))[1]) == []
@@ -232,19 +232,19 @@ def test_memory_errors_count_once() -> None:
 
 def test_a_hot_device_is_told_of_and_left_alone() -> None:
     state = running()
-    hot = (DeviceSeen(0, "H200", 95.0, throttled="too hot"),)
+    hot = (DeviceHealth(0, "H200", 95.0, throttled="too hot"),)
     state, actions = tell(state, report(state, "node1", devices=hot))
     (note,) = told(actions)
     assert (note["class"], note["action"]) == ("device", "none") and not halts(actions)
-    state, actions = tell(state, report(state, "node1", devices=(DeviceSeen(0, "H200", 60.0),)))
+    state, actions = tell(state, report(state, "node1", devices=(DeviceHealth(0, "H200", 60.0),)))
     assert told(actions)[0]["evidence"] == {"well": True}
 
 
-def disk(free: int, volume: str = "own") -> tuple[Disk, ...]:
-    return (Disk("checkpoints", "/c", free, 1 << 40, volume),)
+def disk(free: int, volume: str = "own") -> tuple[DiskSpace, ...]:
+    return (DiskSpace("checkpoints", "/c", free, 1 << 40, volume),)
 
 
-FULL = (Mishap("checkpoint", "/c", "[Errno 28] No space left on device", 4),)
+FULL = (FailedOperation("checkpoint", "/c", "[Errno 28] No space left on device", 4),)
 
 
 def test_a_full_disk_is_storage_and_training_goes_on() -> None:
@@ -252,12 +252,12 @@ def test_a_full_disk_is_storage_and_training_goes_on() -> None:
     state = running(3, most=2)
     held, other = state.plan.nodes() if state.plan else ("", "")
     state, _ = tell(state, report(state, other, disks=disk(0, "nfs")))
-    state, actions = tell(state, report(state, held, disks=disk(0, "nfs"), mishaps=FULL))
+    state, actions = tell(state, report(state, held, disks=disk(0, "nfs"), failed_operations=FULL))
     note = told(actions)[-1]
     assert (note["class"], note["action"]) == ("storage", "none") and "training goes on" in note["reason"]
     assert note["evidence"]["path"] == "/c" and note["evidence"]["free_bytes"] == 0
     assert not halts(actions)
-    state, actions = tell(state, report(state, held, disks=disk(0, "nfs"), mishaps=FULL))
+    state, actions = tell(state, report(state, held, disks=disk(0, "nfs"), failed_operations=FULL))
     assert not told(actions), "told once"
     state, actions, _ = transition(state, job.CheckpointCommitted("/c/step-9", 9), state.ticked)
     assert {note["reason"] for note in told(actions)} == {"checkpoints are written again"}
@@ -266,13 +266,13 @@ def test_a_full_disk_is_storage_and_training_goes_on() -> None:
 def test_a_full_disk_of_its_own_is_replaced_by_a_spare() -> None:
     state = running(3, most=2)
     held = state.plan.nodes()[0] if state.plan else ""
-    state, actions = tell(state, report(state, held, disks=disk(0), mishaps=FULL))
+    state, actions = tell(state, report(state, held, disks=disk(0), failed_operations=FULL))
     assert told(actions)[-1]["action"] == "replace" and halts(actions) == [True]
 
 
 def test_without_a_spare_a_full_disk_is_kept() -> None:
     state = running(3)
-    _, actions = tell(state, report(state, "node1", disks=disk(0), mishaps=FULL))
+    _, actions = tell(state, report(state, "node1", disks=disk(0), failed_operations=FULL))
     assert told(actions)[-1]["action"] == "none" and not halts(actions)
 
 
@@ -320,7 +320,7 @@ def test_one_late_message_is_no_clock() -> None:
 
 def test_former_members_and_strangers_are_not_heard() -> None:
     state = running()
-    bad = report(state, "node1", devices=(DeviceSeen(0, "H200", fault="XID 79"),))
+    bad = report(state, "node1", devices=(DeviceHealth(0, "H200", fault="XID 79"),))
     for stranger in (replace(bad, incarnation="former"), replace(bad, node="nobody")):
         after, actions = tell(state, stranger, 0.0)
         assert not told(actions) and after.health == state.health
@@ -332,9 +332,9 @@ figures = st.builds(
     memory_free_bytes=st.integers(1 << 30, 1 << 34),
     memory_total_bytes=st.just(1 << 34),
     disks=st.sampled_from([(), disk(1 << 39), disk(1 << 30)]),
-    devices=st.sampled_from([(), (DeviceSeen(0, "H200", 90.0),)]),
+    devices=st.sampled_from([(), (DeviceHealth(0, "H200", 90.0),)]),
     links=st.sampled_from(
-        [(), (LinkSeen("node2", 9, 9 << 20, 1.0, 9e6),), (LinkSeen("node2", 3, 3 << 20, 9.0, 3e5),)]
+        [(), (LinkTraffic("node2", 9, 9 << 20, 1.0, 9e6),), (LinkTraffic("node2", 3, 3 << 20, 9.0, 3e5),)]
     ),
 )
 
@@ -356,7 +356,7 @@ def test_nothing_is_done_on_a_guess(seen: list[tuple[str, dict[str, Any]]]) -> N
 def test_the_state_survives_the_store() -> None:
     state = running(3, most=2)
     held = state.plan.nodes()[0] if state.plan else ""
-    devices = (DeviceSeen(0, "H200", 61.0, fault="XID 79"),)
-    state, _ = tell(state, report(state, held, devices=devices, disks=disk(0), mishaps=FULL))
-    assert any(one.action in AWAY for one in quarantine.of(state, held).findings)
+    devices = (DeviceHealth(0, "H200", 61.0, fault="XID 79"),)
+    state, _ = tell(state, report(state, held, devices=devices, disks=disk(0), failed_operations=FULL))
+    assert any(one.action in EXCLUDING_ACTIONS for one in quarantine.of(state, held).findings)
     assert codec.loads(JobState, codec.dumps(state)) == state

@@ -10,29 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
-from elastic.core.health.diagnosis import Finding, Kind, Limits, Record, Remedy
-from elastic.core.health.link_speed import LinkPace, observe, slowness
+from elastic.core.health.diagnosis import Finding, FaultClass, HealthLimits, NodeHealth, HealthAction
+from elastic.core.health.link_speed import LinkSpeed, record_rate, slow_factor
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobState
 from elastic.core.policy import slow_link as slowlink
-from elastic.core.protocol.health_report import HealthReport, LinkSeen
+from elastic.core.protocol.health_report import HealthReport, LinkTraffic
 from tests.core.health.test_diagnosis import halts, running, told
 
-MIB, LIMITS = float(1 << 20), Limits()
+MIB, LIMITS = float(1 << 20), HealthLimits()
 """Rates below are such that a copy of 1 MiB takes hours: what is a matter of milliseconds has its own test."""
 FACTOR, WINDOWS = LIMITS.link_factor, LIMITS.link_windows
 
 
-def link(*rates: float, peer: str = "p", size: float = MIB, pace: LinkPace | None = None) -> LinkPace:
-    pace = pace or LinkPace()
+def link(*rates: float, peer: str = "p", size: float = MIB, pace: LinkSpeed | None = None) -> LinkSpeed:
+    pace = pace or LinkSpeed()
     for rate in rates:
-        pace = observe(pace, peer, rate, size, FACTOR, WINDOWS)
+        pace = record_rate(pace, peer, rate, size, FACTOR, WINDOWS)
     return pace
 
 
-def slow(pace: LinkPace, *others: LinkPace) -> float:
-    return slowness(pace, others, FACTOR, WINDOWS, LIMITS.link_least_s)
+def slow(pace: LinkSpeed, *others: LinkSpeed) -> float:
+    return slow_factor(pace, others, FACTOR, WINDOWS, LIMITS.link_least_s)
 
 
 WELL = link(*[100.0] * 5)
@@ -64,13 +64,13 @@ def test_what_slows_all_links_is_no_link() -> None:
 
 
 def test_slow_from_the_beginning_shows_beside_others() -> None:
-    lame = link(10.0, 10.0, 10.0)
-    assert slow(lame, WELL, WELL) == 10.0
-    assert slow(lame, WELL) == 0.0, "one other may be the odd one"
+    min_relative_speed = link(10.0, 10.0, 10.0)
+    assert slow(min_relative_speed, WELL, WELL) == 10.0
+    assert slow(min_relative_speed, WELL) == 0.0, "one other may be the odd one"
 
 
 @pytest.mark.parametrize("beside", [(), (link(*[500 * MIB] * 5),) * 2])
-def test_milliseconds_are_the_schedulers(beside: tuple[LinkPace, ...]) -> None:
+def test_milliseconds_are_the_schedulers(beside: tuple[LinkSpeed, ...]) -> None:
     """A copy of 2 ms that takes 40 ms waited for a processor; one of 200 ms that takes a second did not."""
     before = [] if beside else [500 * MIB] * 5
     assert slow(link(*before, *[25 * MIB] * 3), *beside) == 0.0
@@ -112,7 +112,7 @@ def play(
         for name in state.members:
             seen = rate if name == node else 100.0
             info = state.members[name].report.info
-            links = (LinkSeen("p", 4, 4 << 20, 1.0, seen),)
+            links = (LinkTraffic("p", 4, 4 << 20, 1.0, seen),)
             given = HealthReport(name, info.incarnation, state.ticked, state.plan.epoch, links=links)
             state, actions, _ = transition(state, job.HealthSeen(given), state.ticked + 0.1)
             notes += actions
@@ -165,8 +165,8 @@ def test_a_link_that_is_well_again_is_told_of() -> None:
 def relieved(state: JobState, node: str) -> JobState:
     """The plan was changed for its slow link; copies are half as large since."""
     evidence = {"usual_bytes_per_s": 100}
-    finding = Finding(Kind.LINK, Remedy.REBALANCE, "copies go slower", evidence, 1.0)
-    return quarantine.put(state, node, replace(Record(loaded=2.0), findings=(finding,)))
+    finding = Finding(FaultClass.LINK, HealthAction.REBALANCE, "copies go slower", evidence, 1.0)
+    return quarantine.put(state, node, replace(NodeHealth(loaded=2.0), findings=(finding,)))
 
 
 def test_a_link_that_was_relieved_is_not_taken_for_well_by_smaller_copies() -> None:
@@ -199,4 +199,4 @@ def test_the_cost_is_what_the_newest_steps_take() -> None:
     assert cost(9.0, 1.0, 1.2) == 0.0, "too few"
     assert cost(9.0, 1.0, 1.2, 2.0, 2.5, epoch=0) == 0.0, "of another plan"
     assert slowlink.weigh(replace(state, durations=()), "node1", spare=False) is None
-    assert Remedy.REBALANCE.value == "rebalance"
+    assert HealthAction.REBALANCE.value == "rebalance"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import Record
+from elastic.core.health.diagnosis import NodeHealth
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Reported
@@ -20,12 +20,12 @@ from tests.core.health.test_diagnosis import LIMITS, fall, running, told
 
 
 def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
-    record, lengths, now = Record(), [], 0.0
+    record, lengths, now = NodeHealth(), [], 0.0
     for _ in range(9):
         record, seconds = health.quarantine(record, now, LIMITS)
         lengths.append(seconds)
         now += seconds
-        record = health.released(record, now)
+        record = health.release(record, now)
     assert lengths == [min(30.0 * 2**i, LIMITS.quarantine_most_s) for i in range(9)]
     later, seconds = health.quarantine(record, now + 8 * LIMITS.good_s, LIMITS)
     assert seconds == 60.0 and later.quarantines == 2
@@ -34,14 +34,14 @@ def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
 
 @given(st.lists(st.floats(0.0, 5000.0), max_size=12))
 def test_a_quarantine_is_never_outside_its_bounds(waits: list[float]) -> None:
-    record, now = Record(), 0.0
+    record, now = NodeHealth(), 0.0
     for wait in waits:
         now += wait
         record, seconds = health.quarantine(record, now, LIMITS)
         assert LIMITS.quarantine_s <= seconds <= LIMITS.quarantine_most_s and record.until == now + seconds
-        record = health.released(record, record.until)
-        now = record.offended
-        assert codec.loads(Record, codec.dumps(record)) == record
+        record = health.release(record, record.until)
+        now = record.quarantine_changed_at
+        assert codec.loads(NodeHealth, codec.dumps(record)) == record
 
 
 def test_a_node_out_of_quarantine_is_considered_again() -> None:

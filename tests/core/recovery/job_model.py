@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from elastic.core.protocol.messages import Halted
-from elastic.core.recovery.recovery import replayed, solve
+from elastic.core.recovery.recovery import replayed_microbatches, solve
 from elastic.domain.types import (
     GRADIENT,
     LOGS,
@@ -273,7 +273,7 @@ class Job:
         check_assignment(assignment, self.spec, self.vaults)
         if old is not None:
             todo = frozenset(i for share in assignment.todo for i in share)
-            assert replayed(old, frozenset(lost), todo, halted) <= todo
+            assert replayed_microbatches(old, frozenset(lost), todo, halted) <= todo
         self.plan, self.last = plan, assignment
         self.install(assignment)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.recovery import partial_replay as partial
-from elastic.core.recovery.recovery import explain
+from elastic.core.recovery.recovery import summarize
 from elastic.domain import codec
 from elastic.domain.types import ACTIVATION, COTANGENT, Assignment, Copy, Plan
 from tests.core.recovery.copies import M, gradient, pipeline, plan_of, run, sequences, state
@@ -64,7 +64,7 @@ def test_only_the_lost_layers_run_again() -> None:
             (ACTIVATION, 2, "a", {each.microbatch}),
             (COTANGENT, 4, "c", {each.microbatch}),
         ]
-    told = explain(result)
+    told = summarize(result)
     assert told.partial == FULL and not told.todo
     assert "in part: 0-3 (layers 2-3)" in told.text
     assert codec.loads(Assignment, codec.dumps(result)) == result
@@ -121,7 +121,7 @@ def test_what_is_in_flight_runs_where_it_is_missing() -> None:
     layers = {**has(0, 1, indices={0, 1}), **has(4, 5)}
     result = run(AFTER, *held(layers), *B_LOST)
     assert sorted(spans(result)) == [(0, 2, 4), (1, 2, 4), (2, 0, 4), (3, 0, 4)]
-    assert partial.outside(result.partial, frozenset({2, 3})) == {2, 3}
+    assert partial.runs_beyond(result.partial, frozenset({2, 3})) == {2, 3}
 
 
 def test_some_run_whole_and_some_in_part() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.protocol.messages import Halted
-from elastic.core.recovery.recovery import explain, replayed
+from elastic.core.recovery.recovery import summarize, replayed_microbatches
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import Copy, StepRecord
 from tests.core.recovery.copies import ONE, RECORD, TWO, M, gradient, pipeline, plan_of, recipes, run, state
@@ -79,7 +79,7 @@ def test_the_checkpoint_is_the_last_resort_and_says_what_is_lost() -> None:
         "because; fell back to the checkpoint of step 5: "
         "layers 1: no copy of state 6 or 7 is left; steps 5 to 6 are computed again"
     )
-    assert explain(result).state_source == "checkpoint"
+    assert summarize(result).state_source == "checkpoint"
 
 
 def test_a_checkpoint_of_the_running_version_fills_the_gaps_only() -> None:
@@ -99,7 +99,7 @@ def test_a_fresh_job_initialises() -> None:
     assert (result.step, result.recipes, result.record) == (0, (), None)
     assert result.todo == ((0, 1), (2, 3))
     assert dict(result.covered) == {0: frozenset(), 1: frozenset()}
-    assert explain(result).state_source == "initial"
+    assert summarize(result).state_source == "initial"
 
 
 def test_layers_lost_before_the_first_update_are_initialised_again() -> None:
@@ -148,7 +148,7 @@ def test_the_own_node_s_copy_is_taken_its_own_before_a_peer_s() -> None:
     result = run(ONE, *copies)
     assert recipes(result)["a", 0, 0].state == copies[2]
     assert recipes(result)["a", 1, 0].state == copies[3]
-    told = explain(result)
+    told = summarize(result)
     assert (told.network_bytes, told.state_source) == (100, "peer")
 
 
@@ -172,7 +172,7 @@ def test_replay_replaces_a_large_fetch_when_it_moves_fewer_bytes() -> None:
     others = (state(1, 7),)
     result = run(ONE, *copies, *others, records=(RECORD,))
     assert recipes(result)["a", 0, 0].replay == copies[2:]
-    assert explain(result).network_bytes == 10
+    assert summarize(result).network_bytes == 10
     assert sum(bool(recipe.replay) for _, recipe in result.recipes) == 1
     cheap = (replace(copies[0], nbytes=5), *copies[1:])
     assert recipes(run(ONE, *cheap, *others, records=(RECORD,)))["a", 0, 0].state == cheap[0]
@@ -193,7 +193,7 @@ def test_finished_microbatches_are_kept_by_one_holder_each() -> None:
     assert recipes(result)["b", 0, 0].gradients == (other,)
     assert dict(result.covered) == {0: {0, 1, 2}, 1: {0, 1, 2}}
     assert sorted(i for share in result.todo for i in share) == [3]
-    assert explain(result).state_source == "memory"
+    assert summarize(result).state_source == "memory"
 
 
 def test_a_copy_in_two_vaults_is_added_once() -> None:
@@ -268,7 +268,7 @@ def test_after_the_last_step_nothing_is_left_to_run() -> None:
 
 def test_moved_layers_are_counted_against_the_plan_before() -> None:
     before = plan_of(pipeline(("a", 0, 1), ("z", 1, 2), microbatches=(0, 1, 2, 3)))
-    told = explain(run(ONE, *states("a"), live={"a": 7}), before, ("z",))
+    told = summarize(run(ONE, *states("a"), live={"a": 7}), before, ("z",))
     assert told.text.startswith("layers 1 were on z; step 7, state from memory, 1 of 2 layers move")
 
 
@@ -303,6 +303,6 @@ def test_replayed_asks_the_nearest_living_neighbour(lost: set[str], expected: se
         "c": told(started={0}, sent={0}),
         "d": told(started={0}),
     }
-    assert replayed(LINE, frozenset(lost), ALL, halted) == expected
-    assert replayed(LINE, frozenset(lost), frozenset({0}), halted) == expected & {0}
-    assert replayed(LINE, frozenset(lost), ALL, halted, step=8) == set()
+    assert replayed_microbatches(LINE, frozenset(lost), ALL, halted) == expected
+    assert replayed_microbatches(LINE, frozenset(lost), frozenset({0}), halted) == expected & {0}
+    assert replayed_microbatches(LINE, frozenset(lost), ALL, halted, step=8) == set()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.recovery.recovery import explain
+from elastic.core.recovery.recovery import summarize
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import STATE, UPDATE, Copy, StepRecord
 from tests.core.recovery.copies import ONE, RECORD, M, gradient, recipes, run, state, update
@@ -27,7 +27,7 @@ def test_an_older_state_and_all_updates_since_lead_to_the_newest_version() -> No
     recipe = recipes(result)["a", 0, 0]
     assert (result.step, recipe.state, recipe.replay) == (7, copies[0], ())
     assert recipe.updates == tuple(copies[1:])
-    told = explain(result)
+    told = summarize(result)
     assert (told.state_source, told.network_bytes) == ("peer", 150)
     assert not any(recipe.replay for _, recipe in result.recipes)
     assert "state from peer and up to 5 updates" in told.text

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.core.recovery.recovery import explain
+from elastic.core.recovery.recovery import summarize
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import STATE, UPDATE, Copy, whole_slots
 from tests.core.recovery.copies import RECORD, M, gradient, pipeline, plan_of, recipes, run, state, update
@@ -39,7 +39,7 @@ def test_all_portions_make_a_version() -> None:
     for node in "ab":
         recipe = recipes(result)[node, 0, 0]
         assert recipe.state is None and [r.state for r in recipe.portions] == [mine, theirs]
-    outcome = explain(result)
+    outcome = summarize(result)
     assert (outcome.state_source, outcome.network_bytes) == ("memory", 0), "both have the layer live"
 
 
@@ -47,14 +47,14 @@ def test_the_loss_of_a_holder_takes_its_portion_from_its_peer() -> None:
     mine, kept = part(0, 2, 7, "a"), part(1, 2, 7, "c", "b")
     result = run(ONE, mine, kept, nodes="ac")
     assert [r.state for r in recipes(result)["a", 0, 0].portions] == [mine, kept]
-    outcome = explain(result, TWO, ("b",))
+    outcome = summarize(result, TWO, ("b",))
     assert (outcome.state_source, outcome.network_bytes) == ("peer", 100)
     assert [r.version for r in recipes(result)["a", 0, 0].portions] == [7, 7]
 
 
 def test_workers_that_are_gone_have_nothing_live() -> None:
     result = run(TWO, part(0, 2, 7, "a"), part(1, 2, 7, "b"))
-    outcome = explain(result, TWO, ("a",))
+    outcome = summarize(result, TWO, ("a",))
     assert (outcome.state_source, outcome.network_bytes) == ("peer", 100)
 
 
