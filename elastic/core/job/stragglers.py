@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, TypeVar
 
 from elastic.core.health.compute_speed import ComputeSpeed, calibrate
-from elastic.core.health.compute_speed import record_step as note
+from elastic.core.health.compute_speed import observe as note
 from elastic.core.job.state import Beat, JobState
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Plan, Stage, Unit
@@ -52,7 +52,7 @@ class _Places:
         return found
 
 
-def record_step(state: JobState, event: Beat) -> JobState:
+def observe(state: JobState, event: Beat) -> JobState:
     """Take note of a node's measurements. A node is as slow as its slowest worker."""
     member = state.members.get(event.node)
     if member is None or state.plan is None or state.spec is None or not event.measured:

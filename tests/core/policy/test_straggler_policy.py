@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.core.coordinator.transitions import transition
-from elastic.core.health.compute_speed import SAMPLES, SAMPLES_UNPROFILED, ComputeSpeed, calibrate, changed_factor, record_step
+from elastic.core.health.compute_speed import SAMPLES, SAMPLES_UNPROFILED, ComputeSpeed, calibrate, changed_factor, observe
 from elastic.core.job import state as job
 from elastic.core.job import stragglers
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Send
@@ -25,9 +25,9 @@ from tests.core.world.world import World
 
 def seen(*ratios: float, pace: ComputeSpeed | None = None, profiled: bool = True) -> ComputeSpeed:
     """A node whose steps had these ratios; the first one warms up."""
-    pace = pace or record_step(ComputeSpeed(profiled=profiled), 1, 0, 9.0)
+    pace = pace or observe(ComputeSpeed(profiled=profiled), 1, 0, 9.0)
     for ratio in ratios:
-        pace = calibrate(record_step(pace, 1, pace.step + 1, ratio), ())
+        pace = calibrate(observe(pace, 1, pace.step + 1, ratio), ())
     return pace
 
 
@@ -65,9 +65,9 @@ def test_what_plans_count_with_is_the_measure_of_a_change() -> None:
 
 def test_the_first_step_of_an_epoch_and_repetitions_do_not_count() -> None:
     pace = seen(2.0, 2.0)
-    assert record_step(pace, 1, pace.step, 2.0) == pace
-    assert record_step(pace, 1, pace.step - 1, 2.0) == pace
-    fresh = record_step(pace, 2, pace.step + 1, 2.0)
+    assert observe(pace, 1, pace.step, 2.0) == pace
+    assert observe(pace, 1, pace.step - 1, 2.0) == pace
+    fresh = observe(pace, 2, pace.step + 1, 2.0)
     assert fresh.samples == () and fresh.epoch == 2
     assert len(seen(*[2.0] * 9).samples) == SAMPLES
 
@@ -314,5 +314,5 @@ def test_without_a_profile_a_few_short_steps_are_not_enough() -> None:
     for apart, factor in ((0.1, None), (2.0, 2.0)):
         slower = pace
         for number in range(SAMPLES_UNPROFILED):
-            slower = record_step(slower, 1, slower.step + 1, 80.0, 100.0 + number * apart)
+            slower = observe(slower, 1, slower.step + 1, 80.0, 100.0 + number * apart)
         assert changed_factor(slower) == factor
