@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import psutil
 
 from benchmarks.results import Row, save
-from elastic.config import WorkerCommand, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.core.protocol.timeouts import budget
 from elastic.launcher.run.rundir import free_port
 from elastic.telemetry import read_events

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from elastic.config import WorkerCommand, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Only who has it may use the Ray clusters of the tests. Ray reads it when it is imported, which any test may do first.

@@ -39,7 +39,7 @@ from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import parse_fault
-from elastic.core.protocol.health_report import HealthReport, Preflight, JoinRefused
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED, ElasticError, VaultError
 from elastic.domain.types import NodeInfo

@@ -70,7 +70,7 @@ def align(n: int) -> int:
 
 
 def span(shape: Sequence[int], portion: Portion) -> tuple[int, int]:
-    """Elements [first, last) of a flattened tensor in a portion; every portion has a scalar whole."""
+    """Elements [first, last) of a flattened tensor in a portion; a scalar is whole in each one."""
     count, (index, number) = prod(shape), portion
     if not shape or number == 1:
         return 0, count

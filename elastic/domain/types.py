@@ -13,14 +13,14 @@ from enum import StrEnum
 from typing import ClassVar
 
 STATE, GRADIENT, REDUCED, UPDATE = "state", "gradient", "reduced", "update"
-"""Kinds of copies. A reduced gradient belongs to a layer with shared tensors: the sum over all their
-owners, so that its update needs no other owner's gradient. An update is the optimizer's input:
+"""Kinds of copies. A reduced gradient belongs to a layer with shared tensors and is the sum over all
+their owners, so that its update needs no other gradient. An update is the optimizer's input:
 reduced, clipped, float32. It turns state v into v+1 without any record."""
 Portion = tuple[int, int]
 """(index, number of portions): a share of a layer's state (`elastic.domain.state_layout.span`)."""
 WHOLE: Portion = (0, 1)
 Slot = tuple[int, ...]
-"""(layer, TP rank), or (layer, TP rank, index, number of portions): the unit that has a version."""
+"""(layer, TP rank), or (layer, TP rank, *portion): the unit that has a version."""
 LOGS = ACTIVATION, COTANGENT = "activation", "cotangent"
 """Kinds of logged messages between stages for one micro-batch: the input of layer `Copy.layer`, and
 the gradient with respect to it."""
@@ -219,7 +219,8 @@ class Copy:
 
     @property
     def key(self) -> str:
-        return f"{self.kind}/{self.layer}/{self.shard}/{self.step}/{self.owner}/{self.epoch}/{self.sequence}"
+        made = f"{self.owner}/{self.epoch}/{self.sequence}"
+        return f"{self.kind}/{self.layer}/{self.shard}/{self.step}/{made}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,7 @@ class Assignment:
     covered: tuple[tuple[int, frozenset[int]], ...] = ()
     """(layer, micro-batches of the current step that some holder has)."""
     todo: tuple[tuple[int, ...], ...] = ()
-    """Micro-batches of the current step for all layers, per pipeline; later steps follow the plan."""
+    """Micro-batches of the current step that run through all layers, per pipeline."""
     record: StepRecord | None = None
     """Record of the step before, for replays."""
     store: str = ""

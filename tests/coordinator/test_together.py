@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from elastic.config import WorkerCommand, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import inbox
 from elastic.coordinator.clock import Clock
 from elastic.coordinator.leadership import Part

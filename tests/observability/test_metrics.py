@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic.agent.metrics import AgentMetrics, Condition
 from elastic.coordinator.metrics.counters import CoordinatorMetrics
 from elastic.coordinator.metrics.gauges import JobCollector, Standing
-from elastic.core.health.diagnosis import Finding, FaultClass, HealthAction
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.figures import recovery_entry

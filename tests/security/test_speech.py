@@ -16,16 +16,16 @@ from elastic.core.coordinator.authorization import FORGED, MALFORMED, STALE, obj
 from elastic.core.job.state import JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import (
-    MAX_TEXT_LENGTH,
     MAX_ENTRIES,
-    PreflightCheck,
+    MAX_TEXT_LENGTH,
     DeviceHealth,
     DiskSpace,
+    FailedOperation,
     HealthReport,
     LinkTraffic,
-    FailedOperation,
     NoticeKind,
     Preflight,
+    PreflightCheck,
 )
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, StepRecord

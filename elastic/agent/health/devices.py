@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, MAX_ENTRIES, DeviceHealth
+from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, DeviceHealth
 
 log = logging.getLogger(__name__)
 DEVICE_XIDS = frozenset({48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140})

@@ -18,7 +18,15 @@ from pathlib import Path
 import psutil
 
 from elastic.agent.health.devices import Devices
-from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, MAX_ENTRIES, DeviceHealth, DiskSpace, HealthReport, LinkTraffic, FailedOperation
+from elastic.core.protocol.health_report import (
+    MAX_ENTRIES,
+    MAX_TEXT_LENGTH,
+    DeviceHealth,
+    DiskSpace,
+    FailedOperation,
+    HealthReport,
+    LinkTraffic,
+)
 
 log = logging.getLogger(__name__)
 SAMPLE_S = 1.0

@@ -24,7 +24,7 @@ import psutil
 
 from elastic.agent.health.devices import Devices
 from elastic.agent.health.monitor import disk_of
-from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, PreflightCheck, Preflight
+from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, Preflight, PreflightCheck
 from elastic.domain.errors import ElasticError
 from elastic.rpc.bulk import VaultClient
 from elastic.rpc.client import call

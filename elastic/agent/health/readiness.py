@@ -12,7 +12,7 @@ from elastic.agent.health.monitor import Monitor
 from elastic.agent.health.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.config import JobConfig
 from elastic.core.node.node_state import NodeState
-from elastic.core.protocol.health_report import PreflightCheck, HealthReport, Preflight, JoinRefused
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
 from elastic.rpc.shaping import pace_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, Finding, FaultClass, NodeHealth, HealthAction
+from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, FaultClass, Finding, HealthAction, NodeHealth
 from elastic.core.job.join_policy import count
 from elastic.core.job.state import Action, JobState, Note, Result, Send
 from elastic.core.protocol import messages as m

@@ -15,7 +15,7 @@ from typing import Any
 from elastic.core.health import diagnosis as health
 from elastic.core.health import link_speed as linkpace
 from elastic.core.health.compute_speed import MIN_SLOW_FACTOR
-from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, Finding, FaultClass, NodeHealth, HealthAction
+from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, FaultClass, Finding, HealthAction, NodeHealth
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import quarantine
 from elastic.core.job.quarantine import clear, of, put, tell
@@ -34,7 +34,7 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import factor
 from elastic.core.policy.slow_link import Verdict, weigh
 from elastic.core.protocol.device_errors import is_device_error
-from elastic.core.protocol.health_report import PreflightCheck, HealthReport, JoinRefused
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, PreflightCheck
 from elastic.core.protocol.messages import NodePhase, NodeReport, Stop
 from elastic.domain.errors import EXIT_FAILURE, InfeasiblePlan
 from elastic.planning.search.search import make_plan

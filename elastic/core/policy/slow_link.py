@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic.core.health.diagnosis import NodeHealth, HealthAction
+from elastic.core.health.diagnosis import HealthAction, NodeHealth
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.state import JobState
 from elastic.core.job.stragglers import profile_for, slow

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from elastic.core.health.compute_speed import ComputeSpeed, changed_factor
-from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, Finding, FaultClass, HealthAction
+from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, FaultClass, Finding, HealthAction
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.quarantine import clear, of, tell
 from elastic.core.job.state import Action, Cause, CauseKind, JobState, Note, Result

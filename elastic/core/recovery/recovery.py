@@ -63,7 +63,6 @@ from elastic.planning.schedule import microbatch_split as batches
 from elastic.planning.schedule.reduction_rounds import rounds_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_of
 
-
 __all__ = ["Assignment", "RecoverySummary", "replayed_microbatches", "solve", "summarize"]
 
 

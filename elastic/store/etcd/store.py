@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.core.protocol.election import LeaseObservation, seconds_to_expiry, observe_lease
+from elastic.core.protocol.election import LeaseObservation, observe_lease, seconds_to_expiry
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.store.etcd.connection import (
     CALL_S,

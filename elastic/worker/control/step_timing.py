@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from elastic.core.protocol.messages import MicrobatchTiming, BackupTraffic
+from elastic.core.protocol.messages import BackupTraffic, MicrobatchTiming
 from elastic.planning.schedule.schedule import Action, Kind
 
 Mark = float | torch.cuda.Event

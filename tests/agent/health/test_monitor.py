@@ -9,7 +9,7 @@ import pytest
 from elastic.agent.health import monitor as health
 from elastic.agent.health.devices import Devices
 from elastic.agent.health.monitor import LEAST_BYTES, QUIET_LOOKS, Monitor, disk_of
-from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, MAX_ENTRIES, HealthReport
+from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, HealthReport
 from elastic.domain import codec
 from tests.agent.health.drivers import Driver
 

@@ -15,7 +15,7 @@ from elastic.agent.health.devices import Devices
 from elastic.agent.health.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
-from elastic.core.protocol.health_report import PreflightCheck, Preflight
+from elastic.core.protocol.health_report import Preflight, PreflightCheck
 from elastic.domain.errors import UsageError
 from tests.agent.health.drivers import Driver
 from tests.patience import LONG_S

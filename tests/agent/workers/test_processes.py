@@ -27,7 +27,7 @@ from elastic.agent.workers.processes import (
     process_state,
     worker_environment,
 )
-from elastic.config import WorkerCommand, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.core.protocol.fault_spec import load_faults, parse_fault
 from elastic.core.protocol.messages import Launch
 from tests.disks import fill, small_disk

@@ -15,7 +15,13 @@ from elastic.core.coordinator.transitions import KNOW, RULES, transition
 from elastic.core.job import state as job
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Reported, Send
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import DeviceHealth, DiskSpace, HealthReport, LinkTraffic, FailedOperation
+from elastic.core.protocol.health_report import (
+    DeviceHealth,
+    DiskSpace,
+    FailedOperation,
+    HealthReport,
+    LinkTraffic,
+)
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import NodeInfo, StepRecord
 from tests.core.world.world import Fault, World

@@ -11,14 +11,27 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, Finding, FaultClass, HealthLimits, NodeHealth, HealthAction
+from elastic.core.health.diagnosis import (
+    EXCLUDING_ACTIONS,
+    FaultClass,
+    Finding,
+    HealthAction,
+    HealthLimits,
+    NodeHealth,
+)
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol import device_errors as devicewords
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import DeviceHealth, DiskSpace, HealthReport, LinkTraffic, FailedOperation
+from elastic.core.protocol.health_report import (
+    DeviceHealth,
+    DiskSpace,
+    FailedOperation,
+    HealthReport,
+    LinkTraffic,
+)
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
 from tests.core.world.world import World

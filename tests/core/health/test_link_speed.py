@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
-from elastic.core.health.diagnosis import Finding, FaultClass, HealthLimits, NodeHealth, HealthAction
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction, HealthLimits, NodeHealth
 from elastic.core.health.link_speed import LinkSpeed, record_rate, slow_factor
 from elastic.core.job import quarantine
 from elastic.core.job import state as job

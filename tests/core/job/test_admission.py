@@ -9,7 +9,7 @@ from elastic.core.coordinator.transitions import learn, transition
 from elastic.core.job import quarantine
 from elastic.core.job.state import Adopted, Beat, Beats, Closed, JobState, Reported, Send
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import PreflightCheck, Preflight, JoinRefused
+from elastic.core.protocol.health_report import JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase
 from tests.core.health.test_diagnosis import running, told
 

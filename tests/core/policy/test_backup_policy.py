@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.core.health.backup_metrics import MIN_SAMPLES, KEPT_SAMPLES, BackupMetrics, median_of_nodes, record_measurements
+from elastic.core.health.backup_metrics import (
+    KEPT_SAMPLES,
+    MIN_SAMPLES,
+    BackupMetrics,
+    median_of_nodes,
+    record_measurements,
+)
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.job import measured_conditions as conditions
 from elastic.core.job import state as job
@@ -14,7 +20,7 @@ from elastic.core.job.state import CauseKind, JobPhase, JobState, Note, Send
 from elastic.core.policy import backup_policy as backup
 from elastic.core.policy.backup_policy import LOOK_S, STEPS
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.messages import MicrobatchTiming, BackupTraffic
+from elastic.core.protocol.messages import BackupTraffic, MicrobatchTiming
 from tests.core.policy.test_straggler_policy import running
 
 MB = 1_000_000

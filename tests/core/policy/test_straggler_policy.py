@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from elastic.core.coordinator.transitions import transition
-from elastic.core.health.compute_speed import SAMPLES, SAMPLES_UNPROFILED, ComputeSpeed, calibrate, changed_factor, observe
+from elastic.core.health.compute_speed import (
+    SAMPLES,
+    SAMPLES_UNPROFILED,
+    ComputeSpeed,
+    calibrate,
+    changed_factor,
+    observe,
+)
 from elastic.core.job import state as job
 from elastic.core.job import stragglers
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Send

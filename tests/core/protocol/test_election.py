@@ -11,10 +11,10 @@ from elastic.core.protocol.election import (
     RETRY_LAST_S,
     LeaseObservation,
     accepts_term,
-    owns_saved_state,
-    seconds_to_expiry,
-    retry_delay_s,
     observe_lease,
+    owns_saved_state,
+    retry_delay_s,
+    seconds_to_expiry,
 )
 
 TTL = 2.0

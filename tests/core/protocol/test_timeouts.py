@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.agent.notices.source import SLOWEST_S
-from elastic.config import WorkerCommand, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.queries import policy_of, status
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
@@ -18,7 +18,15 @@ from elastic.core.node.node import Said
 from elastic.core.node.node import transition as at_node
 from elastic.core.node.node_state import NodeState, Worker, hung
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.timeouts import MAX_HEARTBEATS_PER_S, DEFAULT_TIMEOUTS, NO_DURATIONS, LongestDurations, Timeouts, budget, round_up
+from elastic.core.protocol.timeouts import (
+    DEFAULT_TIMEOUTS,
+    MAX_HEARTBEATS_PER_S,
+    NO_DURATIONS,
+    LongestDurations,
+    Timeouts,
+    budget,
+    round_up,
+)
 from elastic.domain.types import NodeInfo, StepRecord
 from elastic.rpc.options import RETRY_MAX_S
 

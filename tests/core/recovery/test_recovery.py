@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.protocol.messages import Halted
-from elastic.core.recovery.recovery import summarize, replayed_microbatches
+from elastic.core.recovery.recovery import replayed_microbatches, summarize
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import Copy, StepRecord
 from tests.core.recovery.copies import ONE, RECORD, TWO, M, gradient, pipeline, plan_of, recipes, run, state

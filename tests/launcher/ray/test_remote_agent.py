@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic import metrics
-from elastic.config import WorkerCommand, JobConfig, load_config
+from elastic.config import JobConfig, WorkerCommand, load_config
 from elastic.domain import codec
 from elastic.domain.errors import UsageError
 from elastic.launcher.ray import remote_agent as hosted
