@@ -108,7 +108,7 @@ class Exposition:
     def __init__(self, registry: CollectorRegistry, where: MetricsAddress) -> None:
         """Raises OSError if the address is not available, FieldError for wrong certificates."""
         family, *_ = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
-        kind = type("_Server", (_MetricsServer,), {"address_family": family})
+        kind: type[_MetricsServer] = type("_Server", (_MetricsServer,), {"address_family": family})
         contexts = Contexts(Path(where.certs)) if where.certs else None
         app = make_wsgi_app(registry)
         self._server: _MetricsServer = make_server(

@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import ClassVar
 
 STATE, GRADIENT, REDUCED, UPDATE = "state", "gradient", "reduced", "update"
-"""Kinds of copies. A reduced gradient belongs to a layer with shared tensors and is the sum over all
-their owners, so that its update needs no other gradient. An update is the optimizer's input:
+"""Kinds of copies. A reduced gradient belongs to a layer with shared tensors and is the sum over
+all their owners, so that its update needs no other gradient. An update is the optimizer's input:
 reduced, clipped, float32. It turns state v into v+1 without any record."""
 Portion = tuple[int, int]
 """(index, number of portions): a share of a layer's state (`elastic.domain.state_layout.span`)."""
