@@ -11,7 +11,7 @@ from elastic.core.job.state import Adopted, Beat, Beats, Closed, JobState, Repor
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase
-from tests.core.health.test_diagnosis import running, told
+from tests.core.health.test_diagnosis import health_notes, running
 
 
 def asks(flight: Preflight, node: str = "new") -> Reported:
@@ -29,7 +29,7 @@ def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
     for _ in range(3):
         state, actions, reason = transition(state, asks(Preflight("on", 0.1, (BAD,))), state.ticked + 0.01)
         assert "new" not in state.members and "refused" in reason
-        (note,) = told(actions, "preflight")
+        (note,) = health_notes(actions, "preflight")
         assert note["ok"] is False and "make room" in note["reason"]
         (answer,) = [a.message for a in actions if isinstance(a, Send) and a.node == "new"]
         assert isinstance(answer, JoinRefused) and answer.retry_s == note["retry_s"]
@@ -37,14 +37,14 @@ def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
         state = state.of(ticked=state.ticked + answer.retry_s)
     assert waits == [5.0, 10.0, 20.0]
     state, actions, _ = transition(state, asks(Preflight("on", 0.1, (WARN,), 9.0)), state.ticked + 0.01)
-    assert "new" in state.members and told(actions, "preflight")[0]["warnings"] == [WARN.remedy]
+    assert "new" in state.members and health_notes(actions, "preflight")[0]["warnings"] == [WARN.remedy]
     assert quarantine.of(state, "new").refusals == 0
 
 
 def test_asking_before_the_pause_is_over_costs_nothing() -> None:
     state, _, _ = transition(running(), asks(Preflight("on", 0.1, (BAD,))), 10.0)
     again, actions, _ = transition(state, asks(Preflight("on", 0.1, (BAD,))), 10.5)
-    assert not told(actions, "preflight") and quarantine.of(again, "new").refusals == 1
+    assert not health_notes(actions, "preflight") and quarantine.of(again, "new").refusals == 1
     assert any(isinstance(a, Send) and isinstance(a.message, JoinRefused) for a in actions)
 
 
@@ -87,7 +87,7 @@ def without_lease(state: JobState) -> JobState:
 def test_no_connected_member_is_put_out_by_a_second_agent_of_its_name() -> None:
     state = without_lease(running())
     after, actions, reason = transition(state, again(state, "other"), state.ticked)
-    assert after.members == state.members and after.epoch == state.epoch and not told(actions, "lost")
+    assert after.members == state.members and after.epoch == state.epoch and not health_notes(actions, "lost")
     (answer,) = [a.message for a in actions if isinstance(a, Send)]
     assert isinstance(answer, JoinRefused) and 0 < answer.retry_s <= 1 and "is connected" in reason
 
@@ -98,7 +98,7 @@ def test_a_node_whose_connection_closed_comes_back_as_a_new_incarnation() -> Non
     state, _, _ = transition(state, Closed("node1", former), state.ticked)
     state, actions, _ = transition(state, again(state, "other"), state.ticked)
     assert state.members["node1"].report.info.incarnation == "other"
-    assert told(actions, "lost") == [
+    assert health_notes(actions, "lost") == [
         {"node": "node1", "loss": "replaced", "why": "came back as a new incarnation"}
     ]
     assert state.retired == (("node1", former),)

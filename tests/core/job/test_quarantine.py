@@ -16,7 +16,7 @@ from elastic.core.job.state import JobPhase, JobState, Reported
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
-from tests.core.health.test_diagnosis import LIMITS, fall, running, told
+from tests.core.health.test_diagnosis import LIMITS, crash_workers, health_notes, running
 
 
 def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
@@ -45,14 +45,14 @@ def test_a_quarantine_is_never_outside_its_bounds(waits: list[float]) -> None:
 
 
 def test_a_node_out_of_quarantine_is_considered_again() -> None:
-    state, _ = fall(running(), "node1", "signal 11", LIMITS.crashes)
+    state, _ = crash_workers(running(), "node1", "signal 11", LIMITS.crashes)
     record = quarantine.of(state, "node1")
     state = settled(state.of(considered=(state.members["node1"].report.info.incarnation,)), without="node1")
     state, _, _ = transition(state, job.Tick(), record.until - 0.1)
     assert quarantine.holds(state, "node1") and state.considered
     state, actions, _ = transition(state, job.Tick(), record.until + 0.1)
     assert not quarantine.holds(state, "node1") and state.joining == ("node1",)
-    (note,) = told(actions)
+    (note,) = health_notes(actions)
     assert note["action"] == "none" and "may be used again" in note["reason"]
 
 
@@ -72,7 +72,7 @@ def settled(state: JobState, without: str) -> JobState:
 
 def test_a_doubtful_node_is_better_than_none() -> None:
     """The others are lost while it is in quarantine: it is let out at once."""
-    state, _ = fall(running(2), "node1", "signal 11", LIMITS.crashes)
+    state, _ = crash_workers(running(2), "node1", "signal 11", LIMITS.crashes)
     state = settled(state, "node1")
     assert state.plan is not None and state.plan.nodes() == ("node0",)
     state, _, _ = transition(
@@ -83,14 +83,14 @@ def test_a_doubtful_node_is_better_than_none() -> None:
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
     state, actions, _ = transition(state, Reported(halted), state.ticked + 0.1)
     assert not quarantine.holds(state, "node1"), "it was let out"
-    assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in told(actions))
+    assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in health_notes(actions))
 
 
 def test_a_flapping_node_is_put_aside_when_it_comes_back() -> None:
     state, notes = running(), []
     for _ in range(LIMITS.departures):
         state, more = remedies.departed(state, "node1", "connection closed", state.ticked)
-        notes += told(more)
+        notes += health_notes(more)
     (note,) = notes
     assert (note["class"], note["action"]) == ("host", "quarantine") and note["evidence"]["departures"] == 3
     assert quarantine.holds(state, "node1")

@@ -72,7 +72,7 @@ class Job:
         """Step in which the epoch began."""
         self.recover(())
 
-    # ---- training ------------------------------------------------------------------------------------------
+    # ---- training ----
 
     @property
     def finished(self) -> bool:
@@ -207,7 +207,7 @@ class Job:
         assert self.last is not None
         return todo_of(self.last, pipeline, step)
 
-    # ---- failures ------------------------------------------------------------------------------------------
+    # ---- failures ----
 
     def save_checkpoint(self) -> None:
         """Make the newest version that every layer has in some vault durable."""

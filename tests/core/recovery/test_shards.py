@@ -37,9 +37,8 @@ def part(index: int, number: int, version: int, node: str, owner: str = "", **mo
 
 
 def test_slots_are_whole_with_all_portions_of_one_division() -> None:
-    assert whole_slots([(0, 0), (1, 0, 0, 2), (1, 0, 1, 2), (2, 0, 0, 2), (2, 0, 1, 3), (3, 1, 0, 1)]) == {
-        (0, 0), (1, 0), (3, 1),
-    }  # fmt: skip
+    slots = [(0, 0), (1, 0, 0, 2), (1, 0, 1, 2), (2, 0, 0, 2), (2, 0, 1, 3), (3, 1, 0, 1)]
+    assert whole_slots(slots) == {(0, 0), (1, 0), (3, 1)}
 
 
 def test_all_portions_make_a_version() -> None:
@@ -130,7 +129,7 @@ def test_whole_state_or_portions_by_fewer_bytes() -> None:
 
 
 def test_random_inventories_match_brute_force() -> None:
-    """Compares with brute force: versions 5 to 8 of one layer in one to three portions, with chains."""
+    """Compares with brute force: versions 5 to 8 in one to three portions, with chains."""
     seeded = random.Random(5)
     for _ in range(400):
         inventory: list[Copy] = []
