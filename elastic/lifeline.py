@@ -1,6 +1,6 @@
 """Ends a process when its parent ends, so that no orphans remain. Nothing here polls.
 
-- `watch_parent(fd)`, for agents and coordinators, which run our code: the parent holds the write
+- `watch(fd)`, for agents and coordinators, which run our code: the parent holds the write
   end of a pipe and never writes. When the parent dies, the kernel closes that end, the child reads
   end-of-file and kills its whole process group.
 - `tied_command(argv)`, for workers, which run any code and may be stopped: the child starts through
@@ -23,7 +23,7 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
-def watch_parent(fd: int, on_loss: Callable[[], None] | None = None) -> threading.Thread:
+def watch(fd: int, on_loss: Callable[[], None] | None = None) -> threading.Thread:
     """Call `on_loss` (default: kill this process group) once all writers of the pipe `fd` are gone.
 
     `fd` is the inherited read end of the parent's pipe; children of this process do not inherit it.

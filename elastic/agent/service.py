@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config(args.run_dir)
     configure_logging(args.node, Path(config.run_dir) / "logs" / f"{args.node}.log")
     if args.parent_pipe >= 0:
-        lifeline.watch_parent(args.parent_pipe)
+        lifeline.watch(args.parent_pipe)
     try:
         security.use(security.load(config.run_dir, config.certs, config.certs_name))
         agent = Agent(config, args.coordinator, who(args, config))

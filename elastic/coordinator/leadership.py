@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic.core.protocol.election import owns_saved_state, retry_delay_s
+from elastic.core.protocol.election import owns_saved_state, retry_s
 from elastic.domain.errors import ElasticError, StaleError
 from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
 
@@ -44,7 +44,7 @@ def stand_by(store: Store, part: Part, holder: str, ttl_s: float, now: Callable[
                 log.warning("standing by: %s", error)
             told = kind
             failures = 0 if isinstance(error, Conflict) else failures + 1
-            time.sleep(retry_delay_s(failures) if failures else LOOK_S)
+            time.sleep(retry_s(failures) if failures else LOOK_S)
 
 
 class Keeper:
@@ -72,7 +72,7 @@ class Keeper:
 
     def _work(self) -> None:
         failures, every_s = 0, self._lease.ttl_s / RENEWALS
-        while not self._closed.wait(min(retry_delay_s(failures), every_s) if failures else every_s):
+        while not self._closed.wait(min(retry_s(failures), every_s) if failures else every_s):
             begun = time.monotonic()
             try:
                 self._store.renew(self._lease, self._now())

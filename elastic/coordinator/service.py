@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_S)
     configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{name_of(args.slot)}.log")
     if args.parent_pipe >= 0:
-        lifeline.watch_parent(args.parent_pipe)
+        lifeline.watch(args.parent_pipe)
     try:
         security.use(security.load(config.run_dir, config.certs, config.certs_name))
         return lead(config, args.address, args.slot, args.metrics_port)

@@ -19,7 +19,7 @@ from elastic.coordinator.records.run_summary import plan_entry, summarize
 from elastic.core.job.figures import recovery_entry
 from elastic.core.job.state import JobState, Recovered
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.election import retry_delay_s
+from elastic.core.protocol.election import retry_s
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, Plan
 from elastic.telemetry import EventLog, event_line, read_events
@@ -88,7 +88,7 @@ class PatientLog:
     def _refused(self, error: OSError) -> None:
         self._release()  # opened again, it is mended
         self._failures += 1
-        self._again = time.monotonic() + retry_delay_s(self._failures)
+        self._again = time.monotonic() + retry_s(self._failures)
         if self._failures == 1:
             self._since = time.monotonic()
             log.warning("events wait: %s cannot be written: %s", self.path, error)

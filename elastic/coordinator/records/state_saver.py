@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic.coordinator.records.state_encoding import StateText
 from elastic.core.job.state import JobState
-from elastic.core.protocol.election import retry_delay_s
+from elastic.core.protocol.election import retry_s
 from elastic.store.interface import Conflict, Entry, Lease, Store, StoreError, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
@@ -113,7 +113,7 @@ class Saver:
             self._put(state)
         except (StoreUnavailable, StoreError) as error:
             self._failures += 1
-            self._again = time.monotonic() + retry_delay_s(self._failures)
+            self._again = time.monotonic() + retry_s(self._failures)
             if self._failures == 1:
                 self._lost_at = time.monotonic()
                 log.warning("decisions wait: %s", error)

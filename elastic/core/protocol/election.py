@@ -60,7 +60,7 @@ def accepts_term(term: int, highest: int, active: int | None) -> bool:
     return term >= highest and (active is None or term > active)
 
 
-def retry_delay_s(failures: int) -> float:
+def retry_s(failures: int) -> float:
     """Pause in seconds after this many consecutive failures (at least one)."""
     return float(min(RETRY_LAST_S, RETRY_FIRST_S * 2 ** min(max(failures, 1) - 1, 16)))
 

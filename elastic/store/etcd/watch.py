@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from elastic.core.protocol.election import retry_delay_s
+from elastic.core.protocol.election import retry_s
 from elastic.domain.errors import ElasticError
 from elastic.store.etcd.connection import EtcdConnection, etcdrpc, prefix_range
 from elastic.store.interface import KeyChange
@@ -82,7 +82,7 @@ class EtcdWatch:
                 self._connection.drop(client)
                 failures = 1 if time.monotonic() - begun > 1 else failures + 1
                 log.info("the watch is renewed: %s", error)
-                self._closed.wait(retry_delay_s(failures))
+                self._closed.wait(retry_s(failures))
 
     def _follow(self, client: Any) -> bool:
         """Report changes until the stream breaks (exception). True: the next ones are compacted."""

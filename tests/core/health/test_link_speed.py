@@ -120,8 +120,8 @@ def play(
     state = state.of(durations=tuple((state.plan.epoch, one) for one in durations))
     notes: list[Any] = []
     for rate in rates:
-        assert state.plan is not None
         for name in state.members:
+            assert state.plan is not None
             seen = rate if name == node else 100.0
             info = state.members[name].report.info
             links = (LinkTraffic("p", 4, 4 << 20, 1.0, seen),)

@@ -13,7 +13,7 @@ from elastic.core.protocol.election import (
     accepts_term,
     observe_lease,
     owns_saved_state,
-    retry_delay_s,
+    retry_s,
     seconds_to_expiry,
 )
 
@@ -97,6 +97,6 @@ def test_saved_state_is_continued_only_by_its_run(
 
 
 def test_pauses_grow_and_are_bounded() -> None:
-    waits = [retry_delay_s(failures) for failures in range(1, 100)]
+    waits = [retry_s(failures) for failures in range(1, 100)]
     assert waits[0] == RETRY_FIRST_S and waits[-1] == RETRY_LAST_S
     assert waits == sorted(waits)

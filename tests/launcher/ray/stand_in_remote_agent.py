@@ -8,7 +8,7 @@ import sys
 
 from elastic import lifeline
 
-lifeline.watch_parent(int(sys.argv[sys.argv.index("--parent-pipe") + 1]))
+lifeline.watch(int(sys.argv[sys.argv.index("--parent-pipe") + 1]))
 print(*sys.argv[1:], os.environ.get("HOSTED_WORD", ""), "in", os.getcwd(), flush=True)
 print("ready", flush=True)
 signal.pause()

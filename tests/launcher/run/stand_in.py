@@ -58,7 +58,7 @@ def _begin(*flags: str) -> tuple[JobConfig, Any]:
         parser.add_argument(flag)
     parser.add_argument("--parent-pipe", type=int)
     args = parser.parse_args()
-    lifeline.watch_parent(args.parent_pipe)
+    lifeline.watch(args.parent_pipe)
     return load_config(args.run_dir), args
 
 
