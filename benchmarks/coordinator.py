@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import psutil
 
 from benchmarks.results import Row, save
-from elastic.config import Command, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.core.protocol.timeouts import budget
 from elastic.launcher.run.rundir import free_port
 from elastic.telemetry import read_events
@@ -171,7 +171,7 @@ def serving(run_dir: Path, agents: int, lease_s: float, core: int) -> Iterator[t
     run_dir.mkdir()
     JobConfig(
         job_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
-        checkpoint_dir=str(run_dir / "checkpoints"), command=Command(script="x"),
+        checkpoint_dir=str(run_dir / "checkpoints"), command=WorkerCommand(script="x"),
         min_nodes=agents, max_nodes=agents, heartbeat_s=heartbeat_s(agents, lease_s), lease_s=lease_s,
         backup="stream+snapshot",
     ).save()  # fmt: skip

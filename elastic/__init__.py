@@ -1,6 +1,10 @@
-"""Fault-tolerant elastic training. Scripts need `Trainer`, a layer stack and an optimizer; see examples/.
+"""Fault-tolerant elastic training with plans over any number of nodes.
 
-Names are loaded at first use, so that importing the package (the command line does) never loads torch.
+A training script needs `Trainer`, a layer stack and an optimizer specification; see examples/. The
+subpackages depend on each other in one direction: launcher, then coordinator, agent and worker,
+then rpc and store, then core, then planning, then domain. Names of the public interface load at
+first use, so that importing the package (as the command line does) never loads torch. To read the
+code, start with `elastic.core`.
 """
 
 from __future__ import annotations

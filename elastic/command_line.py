@@ -1,6 +1,7 @@
-"""The style of both commands, `elastic` and `elastic-sim`: flags, help and errors.
+"""Common style of the commands `elastic` and `elastic-sim`: flags, help and errors.
 
-Flags may be written --a-b or --a_b. A mistake is one line on standard error, `PROG COMMAND: message`.
+Flags may be written --a-b or --a_b. A usage error is one line on standard error,
+`PROG COMMAND: message`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
 from elastic.planning.plan.units import duration_of
 
 PATH = "elastic.command_line.path"
-"""Key in a context's `meta`: the command that runs, as the user wrote it."""
+"""Key in a context's `meta` for the running command, as the user wrote it."""
 
 
 def _dashes(name: str) -> str:
@@ -33,8 +34,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """A type whose values are read by `read`(flag, text), which raises FieldError."""
+class ParsedType(click.ParamType):  # type: ignore[type-arg]
+    """Parameter type with the parser `read`(flag, text), which raises FieldError."""
 
     def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
         self.name, self._read = name, read
@@ -50,7 +51,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 
 def time_of(flag: str, text: str) -> float:
-    """Seconds from a number, or from text as 10us, 30s, 2m, 1h or 2d. Raises FieldError."""
+    """Parse seconds: a number, or a text such as 10us, 30s, 2m, 1h or 2d. Raises FieldError."""
     with suppress(ValueError):
         seconds = float(text.removesuffix("s"))
         if 0 <= seconds < math.inf:
@@ -58,7 +59,7 @@ def time_of(flag: str, text: str) -> float:
     return duration_of(flag, text)
 
 
-TIME = Parsed("TIME", time_of)
+TIME = ParsedType("TIME", time_of)
 
 
 class Command(click.Command):
@@ -81,11 +82,12 @@ class Command(click.Command):
 
 
 def flag(*names: str, **more: Any) -> click.Option:
+    """An option with these names; `more` are the arguments of click.Option."""
     return click.Option(names, **more)
 
 
 def read_flags(command: click.Command, words: Sequence[str] | None) -> SimpleNamespace:
-    """The values that `words`, or else those of this process, give to `command`, which is not run.
+    """Parse `words`, or this process's arguments, as parameters of `command` without running it.
 
     Raises FieldError and click's errors.
     """
@@ -94,7 +96,7 @@ def read_flags(command: click.Command, words: Sequence[str] | None) -> SimpleNam
 
 
 class CommandLine(click.Group):
-    """A group of commands whose mistakes are one line each."""
+    """A group of commands that reports each usage error in one line."""
 
     command_class = Command
     group_class = type
@@ -104,7 +106,7 @@ class CommandLine(click.Group):
         super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **more)
 
     def run(self, words: Sequence[str]) -> int:
-        """Run the command that `words` give; return the exit code."""
+        """Run the command `words`; return the exit code."""
         command = self.name
         try:
             with self.make_context(self.name, list(words)) as root:
@@ -115,12 +117,12 @@ class CommandLine(click.Group):
         except click.exceptions.Exit as ended:
             return ended.exit_code
         except click.ClickException as error:
-            print(_line(error), file=sys.stderr)
+            print(_error_line(error), file=sys.stderr)
             return error.exit_code
         except ElasticError as error:
             print(f"{command}: {error}", file=sys.stderr)
             return error.exit_code
-        except BrokenPipeError:  # nobody reads any more
+        except BrokenPipeError:  # The reader of the output is gone.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_OK
         except KeyboardInterrupt:
@@ -131,12 +133,13 @@ class CommandLine(click.Group):
 
 
 def _flag_of(param: click.Parameter) -> str:
-    """The name of a parameter in messages: its longest flag, or SCRIPT of an argument."""
-    return max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
+    """Name of a parameter in messages: its longest flag, or SCRIPT for an argument."""
+    is_option = isinstance(param, click.Option)
+    return max(param.opts, key=len) if is_option else param.human_readable_name
 
 
-def _line(error: click.ClickException) -> str:
-    """A mistake found by click, with its remedy, in one line."""
+def _error_line(error: click.ClickException) -> str:
+    """One line for an error that click found, with its remedy."""
     text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
     if context is None:
         return text

@@ -1,16 +1,15 @@
-"""No orphans: processes that end when the one that started them ends, however it ends.
+"""Ends a process when its parent ends, so that no orphans remain. Nothing here polls.
 
-Two ways, both without polling:
+- `watch(fd)`, for agents and coordinators, which run our code: the parent holds the write
+  end of a pipe and never writes. When the parent dies, the kernel closes that end, the child reads
+  end-of-file and kills its whole process group.
+- `tied_command(argv)`, for workers, which run any code and may be stopped: the child starts through
+  this file. It asks the kernel to kill it when its parent dies (PR_SET_PDEATHSIG, kept across exec)
+  and then becomes `argv`. The kernel means the *thread* that started the child, so start it from a
+  thread that outlives it.
 
-- `watch(fd)`: the parent holds the write end of a pipe and never writes. When it dies the kernel closes
-  that end, the child reads end-of-file and kills its whole process group. For the agent and the
-  coordinator, which run our code.
-- `command(argv)`: the child is started through this file, which asks the kernel to kill it when its
-  parent dies (PR_SET_PDEATHSIG; kept across exec), then becomes `argv`. For workers, which run anybody's
-  code, and may be stopped. The kernel takes the *thread* that started the child for its parent: start it
-  from one that outlives the child.
-
-This file imports the standard library alone, because it also runs by itself, in an interpreter of 15 ms.
+This file imports only the standard library, because it also runs by itself, in an interpreter that
+starts in 15 ms.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def watch(fd: int, on_loss: Callable[[], None] | None = None) -> threading.Thread:
-    """Call `on_loss` (default: kill this process group) once every holder of the other end of `fd` is gone.
+    """Call `on_loss` (default: kill this process group) once all writers of the pipe `fd` are gone.
 
-    `fd` is the inherited read end of the parent's pipe; it is not passed on to children of this process.
+    `fd` is the inherited read end of the parent's pipe; children of this process do not inherit it.
     """
     os.set_inheritable(fd, False)
     thread = threading.Thread(
@@ -38,14 +37,14 @@ def watch(fd: int, on_loss: Callable[[], None] | None = None) -> threading.Threa
 
 
 def kill_group() -> None:
-    """SIGKILL this process and, when it leads a process group, everything in the group."""
+    """SIGKILL this process and, if it leads a process group, the whole group."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def command(argv: tuple[str, ...]) -> list[str]:
-    """The command line that runs `argv` in a process which dies with the thread that starts it."""
+def tied_command(argv: tuple[str, ...]) -> list[str]:
+    """Command line that runs `argv` in a process that dies with the thread that starts it."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
 
 
@@ -61,7 +60,9 @@ def _become(parent: int, argv: list[str]) -> None:
 
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            print(f"cannot tie {argv[0]} to its parent: errno {ctypes.get_errno()}", file=sys.stderr)
+            print(
+                f"cannot tie {argv[0]} to its parent: errno {ctypes.get_errno()}", file=sys.stderr
+            )
     if os.getppid() != parent:
         sys.exit(f"the process that started {argv[0]} is gone")
     try:

@@ -1,4 +1,4 @@
-"""What a run leaves behind for people and programs: the event log and the text logs."""
+"""The event log and the text logs of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from elastic.domain import codec
@@ -18,9 +17,9 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class EventLog:
-    """Append-only JSON lines: {"at": seconds since 1970, "kind": ..., fields ...}; one `write` a line.
+    """Append-only JSON lines: {"at": seconds since 1970, "kind": ..., fields ...}.
 
-    A line cut short by a crash of its writer is removed when the log is opened again.
+    Each line is one `write`. A line that a crash cut short is removed when the log is opened again.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -34,21 +33,21 @@ class EventLog:
             raise
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
-        """Write one event. Values may be anything that `elastic.domain.codec` encodes; `at` defaults to now.
+        """Write one event. `elastic.domain.codec` encodes the values; `at` defaults to now.
 
-        Raises OSError when the disk is full; the log stays readable.
+        Raises OSError if the disk is full; the log stays readable.
         """
         self.write(event_line(kind, fields, at))
 
     def write(self, line: bytes) -> None:
-        """Write a line of `event_line`. Raises as `append`."""
+        """Write a line of `event_line`. Raises OSError like `append`."""
         written = os.write(self._fd, line)
         if written != len(line):
             _drop_torn_line(self._fd)
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written")
+            raise OSError(f"{self.path}: wrote only {written} of {len(line)} bytes")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file; closing twice is allowed."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -56,34 +55,34 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def event_line(kind: str, fields: Mapping[str, Any], at: float | None = None) -> bytes:
-    """One event as it stands in a log."""
+    """One event as a line of a log."""
     record = {"at": time.time() if at is None else at, "kind": kind} | codec.encode(dict(fields))
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All events of a log. A last line without its newline is still being written, and left out.
+    """All events of a log, without a last line that is still being written (no newline).
 
-    Raises FieldError naming the file and line of anything else that is no event.
+    Raises FieldError, which names file and line, for any other line that is not an event.
     """
     try:
         whole, _, _ = Path(path).read_bytes().rpartition(b"\n")
     except OSError as error:
-        raise FieldError("events", str(path), f"a readable file is needed: {error.strerror}") from error
+        raise FieldError(
+            "events", str(path), f"a readable file is needed: {error.strerror}"
+        ) from error
     return [_parse(f"{path}:{i}", line) for i, line in enumerate(whole.split(b"\n"), 1) if line]
 
 
 def configure_logging(name: str, file: str | Path, level: int = logging.INFO) -> logging.Logger:
-    """Send everything that this process logs to `file` (its folder is made) and return the logger `name`.
+    """Send all logs and warnings of this process to `file`, creating its folder.
 
-    Warnings of libraries arrive there too. Calling it again moves the log to the new file.
+    Returns the logger `name`. Calling it again moves the log to the new file.
     """
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)

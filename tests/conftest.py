@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from elastic.config import Command, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Only who has it may use the Ray clusters of the tests. Ray reads it when it is imported, which any test may do first.
@@ -87,7 +87,7 @@ def make_config(tmp_path: Path) -> Callable[..., JobConfig]:
             "run_dir": str(run_dir),
             "memory_dir": str(tmp_path / "memory"),
             "checkpoint_dir": str(run_dir / "checkpoints"),
-            "command": Command(script=str(script), args=args),
+            "command": WorkerCommand(script=str(script), args=args),
         }
         return JobConfig(**{**values, **changes})
 

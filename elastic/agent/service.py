@@ -39,7 +39,7 @@ from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import parse_fault
-from elastic.core.protocol.health_report import HealthReport, Preflight, Refused
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import (
     EXIT_DRAINED,
@@ -49,7 +49,7 @@ from elastic.domain.errors import (
     VaultError,
 )
 from elastic.domain.types import NodeInfo
-from elastic.metrics import Exposition, Where, new_registry, serve
+from elastic.metrics import Exposition, MetricsAddress, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import Session
 from elastic.rpc.link_shaping import pace_of
@@ -97,7 +97,7 @@ class Agent:
             config, self._directory, self._vault, self._replicator, self._group, self._session, self._state.epoch
         )  # fmt: skip
         place = (config.metrics_host, port, config.run_dir, config.job_id, self._node, "agent", config.certs)
-        self._exposition = serve(self._meter.registry, Where(*place))
+        self._exposition = serve(self._meter.registry, MetricsAddress(*place))
 
     def _begin(self) -> None:
         """A new incarnation: empty vault, no workers."""
@@ -158,14 +158,14 @@ class Agent:
                     self._from_worker(rank, message)
                 else:
                     self._from_former_worker(message)
-            case ("acked", int() as worker, m.Acked() as acked):
+            case ("acked", int() as worker, m.BundleAcknowledged() as acked):
                 self._tell_acked(worker, acked)
             case m.CommFailed():  # copies do not get to the peer
                 self._apply(core.Said(0, item))
             case m.BackupNote() | m.CheckpointPart():
                 self._news.add(item)
                 self._say(item)
-            case HealthReport() | Preflight() | Refused():
+            case HealthReport() | Preflight() | JoinRefused():
                 self._state, told, joins = self._fitness.take(item, self._state)
                 if told is not None:
                     self._say(told)
@@ -352,13 +352,13 @@ class Agent:
         return self._generation, self._group.pids if self._group is not None else {}
 
     def _acked(self, worker: int, bundle: int, kept: bool) -> None:
-        acked = m.Acked(bundle, kept)
+        acked = m.BundleAcknowledged(bundle, kept)
         if self._checkpoints.final:  # behind the news that it is on disk
             self._checkpoints.then(lambda: self._queue.put(("acked", worker, acked)))
         else:
             self._tell_acked(worker, acked)
 
-    def _tell_acked(self, worker: int, acked: m.Acked) -> None:
+    def _tell_acked(self, worker: int, acked: m.BundleAcknowledged) -> None:
         if worker // RANKS == self._generation:
             self._workers.tell(acked, worker % RANKS)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic.core.protocol.election import follows_up, retry_s
+from elastic.core.protocol.election import owns_saved_state, retry_s
 from elastic.domain.errors import ElasticError, StaleError
 from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
 
@@ -110,7 +110,7 @@ class Part:
     def adopt(self) -> bool:
         """Join the run whose state is saved; False: there is none, or it is left over from an earlier run."""
         run, over = self._names()
-        if not follows_up(self.mine, run, over):
+        if not owns_saved_state(self.mine, run, over):
             return False
         self._join(run)
         return True

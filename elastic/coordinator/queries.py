@@ -12,7 +12,7 @@ from zlib import crc32
 from elastic.config import JobConfig
 from elastic.coordinator.metrics.counters import CoordinatorMetrics
 from elastic.core.coordinator.authorization import LONGEST_S, NAME_CHARS
-from elastic.core.health.diagnosis import Limits
+from elastic.core.health.diagnosis import HealthLimits
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.stragglers import factor
@@ -91,7 +91,7 @@ def policy_of(config: JobConfig) -> job.Policy:
         master_port=config.master_port,
         room_bytes=config.vault_memory_bytes,
         profile=config.profile,
-        health=Limits(quarantine_s=config.quarantine_s),
+        health=HealthLimits(quarantine_s=config.quarantine_s),
     )
 
 

@@ -8,7 +8,7 @@ from elastic.core.coordinator.authorization import objection
 from elastic.core.job.membership import occupied
 from elastic.core.job.state import JobState
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import Refused
+from elastic.core.protocol.health_report import JoinRefused
 from elastic.core.protocol.messages import NodePhase
 from elastic.rpc.control.server import Session
 from elastic.rpc.security.rejections import REJECTIONS, Reason
@@ -46,7 +46,7 @@ class Speakers:
         if self._asked.get(report.info.node, ("", 0))[0] == report.info.incarnation:
             del self._asked[report.info.node]
 
-    def _waits(self, state: JobState, report: m.NodeReport) -> Refused | None:
+    def _waits(self, state: JobState, report: m.NodeReport) -> JoinRefused | None:
         """What is said to a node whose name is taken; no connected member is put out for it."""
         node, incarnation = report.info.node, report.info.incarnation
         former, asked = self._asked.get(node, ("", 0))

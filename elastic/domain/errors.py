@@ -8,9 +8,9 @@ ElasticError
  +-- VaultError            a copy is missing, torn or corrupt
  |    +-- VaultFull        there is no room for another copy
  +-- LedgerError           a micro-batch would be doubled or is missing
- +-- InfeasiblePlan        no plan fits the nodes at hand
+ +-- InfeasiblePlan        no plan fits the available nodes
  +-- Unrecoverable         redundancy exceeded and no checkpoint (exit code 3)
- +-- ChannelClosed         the other side of a local channel went away
+ +-- ChannelClosed         the other side of a local channel is gone
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from contextlib import contextmanager
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_TERMINATED = 143
 EXIT_DRAINED = 4
-"""Of a node that left while the job goes on: a job runner must not take it for the job's end."""
+"""The node left while the job goes on. A job runner must not take this for the job's end."""
 EXIT_JOB_FAILED = 5
-"""Of a service of a job that failed: unlike after a crash (1), to start it again does not help."""
+"""The service's job failed. Unlike after a crash (1), a restart does not help."""
 
 
 def service_exit(code: int) -> int:
-    """The exit code of a service whose job ended with `code` (a script's own, it may be), or that was told to go."""
+    """The exit code of a service whose job ended with `code`, which may be the script's own."""
     own = (EXIT_OK, EXIT_UNRECOVERABLE, EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED)
     return code if code in own else EXIT_JOB_FAILED
 
@@ -39,7 +39,7 @@ class ElasticError(Exception):
 
 
 class UsageError(ElasticError):
-    """The user gave something that cannot be used; the text says what to change."""
+    """The user gave an unusable value; the text says how to change it."""
 
     exit_code = EXIT_USAGE
 
@@ -53,7 +53,7 @@ class FieldError(UsageError):
 
 
 class MissingExtra(UsageError, ImportError):
-    """An optional package is not installed; the text names the extra that brings it."""
+    """An optional package is not installed; the text names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -76,11 +76,11 @@ class StaleError(ElasticError):
 
 
 class VaultError(ElasticError):
-    """A backed-up copy is missing, torn or corrupt."""
+    """A copy in a vault is missing, torn or corrupt."""
 
 
 class VaultFull(VaultError):
-    """There is no room for a copy; what is kept stays whole."""
+    """There is no room for a copy; the kept copies stay whole."""
 
 
 class LedgerError(ElasticError):
@@ -88,14 +88,14 @@ class LedgerError(ElasticError):
 
 
 class InfeasiblePlan(ElasticError):
-    """No plan fits the nodes at hand; the text says what is short and by how much."""
+    """No plan fits the available nodes; the text says which resource is short and by how much."""
 
 
 class Unrecoverable(ElasticError):
-    """Redundancy was exceeded and there is no durable checkpoint to fall back to."""
+    """Redundancy was exceeded and no durable checkpoint exists."""
 
     exit_code = EXIT_UNRECOVERABLE
 
 
 class ChannelClosed(ElasticError):
-    """The process at the other end of a channel went away."""
+    """The process at the other end of a channel is gone."""

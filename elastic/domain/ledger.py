@@ -1,7 +1,14 @@
-"""Sets of micro-batches: which ones a gradient holds, and what two gradients hold together.
+"""Ledgers: sets of micro-batches whose gradients a layer already holds.
 
-A ledger is a `frozenset[int]` wherever it is kept or sent; where many are compared it is a bit mask
-(bit i set: micro-batch i is in it).
+A ledger is a `frozenset[int]` of indices where it is kept or sent, and a bit mask (bit i stands for
+micro-batch i) where many are compared. The rule is exactly once per step and layer:
+
+- A micro-batch enters the ledger in `LayerReplica.collect` (`elastic.worker.replica.replica`), in
+  the call that adds its gradient to the accumulator after the backward pass. Sums from other
+  holders, and copies from vaults during a recovery, bring their ledgers with them.
+- `elastic.worker.engine.commit` checks before every optimizer update that the ledgers of each
+  layer's holders hold every micro-batch once; otherwise it raises LedgerError.
+- `elastic.core.recovery.recovery` keeps only gradients with disjoint ledgers after a fault.
 """
 
 from __future__ import annotations
@@ -12,12 +19,11 @@ from collections.abc import Iterable
 from elastic.domain.errors import FieldError
 
 EMPTY = "-"
-"""How an empty set of indices prints."""
+"""Text of an empty set of indices."""
 
 
 def format_indices(indices: Iterable[int]) -> str:
-    """Print indices in the order given, with runs of consecutive ones as FIRST-LAST: (0, 1, 2, 5) is
-    0-2,5."""
+    """Print indices in their order, with runs as FIRST-LAST: (0, 1, 2, 5) is 0-2,5."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -28,7 +34,7 @@ def format_indices(indices: Iterable[int]) -> str:
 
 
 def parse_indices(text: str, field: str = "indices") -> tuple[int, ...]:
-    """Read what `format_indices` prints. Raises FieldError naming `field`."""
+    """Read the text of `format_indices`. Raises FieldError that names `field`."""
     if text == EMPTY:
         return ()
     indices: list[int] = []
@@ -37,22 +43,14 @@ def parse_indices(text: str, field: str = "indices") -> tuple[int, ...]:
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else -1
         if last < first or last - first >= 1 << 20:
-            raise FieldError(field, text, "write indices as 0-3,5 with each range ascending, or - for none")
+            remedy = "write indices as 0-3,5 with each range ascending, or - for none"
+            raise FieldError(field, text, remedy)
         indices.extend(range(first, last + 1))
     return tuple(indices)
 
 
-def format_microbatches(microbatches: Iterable[int]) -> str:
-    """Print a set as 0-3,5; the empty set as -."""
-    return format_indices(sorted(microbatches))
-
-
-def missing(covered: frozenset[int], n_microbatches: int) -> frozenset[int]:
-    """Return those of 0..n_microbatches-1 that are not covered."""
-    return frozenset(range(n_microbatches)) - covered
-
-
 def to_mask(microbatches: Iterable[int]) -> int:
+    """Bit mask of a set."""
     mask = 0
     for index in microbatches:
         mask |= 1 << index
@@ -60,4 +58,5 @@ def to_mask(microbatches: Iterable[int]) -> int:
 
 
 def from_mask(mask: int) -> frozenset[int]:
+    """Set of a bit mask."""
     return frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)

@@ -1,13 +1,16 @@
-"""How a layer's state lies in a flat run of bytes, readable without torch.
+"""Byte layout of a layer's state, readable without torch.
 
     8 bytes   little-endian length H of the header
-    H bytes   JSON: {"version": v, "tensors": [...], "extra": {...}}, padded with blanks: 8 + H is a multiple of 64
-    ...       tensors, raw little-endian, each at its `offset` (a multiple of 64, from the start of the run)
+    H bytes   JSON {"version": v, "tensors": [...], "extra": {...}}, padded so that 8 + H is a
+              multiple of 64
+    ...       tensors, raw little-endian, each at its `offset`: a multiple of 64 from the start
 
-Where holders share a layer's optimizer state, each one's run has a portion: of every tensor with dimensions, flattened,
-the elements of `span`; scalars whole. Shapes are those of the whole tensors. `join` puts the portions together.
+If holders share a layer's optimizer state, each has a portion: the elements of `span` of every
+flattened tensor, and every scalar. Shapes are those of the whole tensors. `join` puts the portions
+together.
 
-Tensor names are `param/NAME`, `master/NAME` (fp32 masters of low-precision parameters) and `optim/NAME/KEY`.
+Tensor names are `param/NAME`, `master/NAME` (float32 masters of low-precision parameters) and
+`optim/NAME/KEY`.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from elastic.domain.types import WHOLE, Portion
 
 ALIGNMENT = 64
 GRAIN = 64
-"""Elements: where tensors are cut into portions. A multiple of what a vector instruction takes, so that an update
-computes each element as it would in the whole tensor."""
+"""Tensors are divided at multiples of this many elements. Vector instructions take divisors of it,
+so an update gives each element the same bits as in the whole tensor."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -43,7 +46,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """torch's name without the prefix, e.g. float32."""
+    """torch's name without the prefix, such as float32."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -53,6 +56,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StateHeader:
+    """Header of a state, or of a portion of it."""
+
     version: int
     tensors: tuple[TensorEntry, ...]
     extra: dict[str, str]
@@ -65,7 +70,7 @@ def align(n: int) -> int:
 
 
 def span(shape: Sequence[int], portion: Portion) -> tuple[int, int]:
-    """Which elements [first, last) of a flattened tensor a portion has; of a scalar every portion has all."""
+    """Elements [first, last) of a flattened tensor in a portion; a scalar is whole in each one."""
     count, (index, number) = prod(shape), portion
     if not shape or number == 1:
         return 0, count
@@ -75,11 +80,14 @@ def span(shape: Sequence[int], portion: Portion) -> tuple[int, int]:
 
 def plan_layout(
     version: int,
-    tensors: list[tuple[str, str, tuple[int, ...], int]],
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
     extra: dict[str, str],
     portion: Portion = WHOLE,
 ) -> tuple[bytes, StateHeader, int]:
-    """Lay out `tensors` (name, dtype, shape, shard_dim). Return (header bytes, header, total bytes)."""
+    """Lay out `tensors`: (name, dtype, shape, shard_dim).
+
+    Returns (header bytes, header, total bytes).
+    """
     room = 4096
     while True:
         entries, offset = [], room
@@ -96,19 +104,23 @@ def plan_layout(
         room = align(len(text) + 1024)
 
 
-def join(runs: Sequence[memoryview], allocate: Callable[[int], memoryview] | None = None) -> memoryview:
-    """Put the runs of all portions of a state together, in any order, to the run of the whole state.
+def join(
+    runs: Sequence[memoryview], allocate: Callable[[int], memoryview] | None = None
+) -> memoryview:
+    """Join the byte runs of all portions of a state, in any order, to the run of the whole state.
 
-    `allocate` gives a writable buffer of the size that it is asked for. Raises VaultError if they are not all portions
-    of one version.
+    `allocate` returns a writable buffer of the given size. Raises VaultError unless these are all
+    portions of one version.
     """
     headers = sorted(((read_header(run), run) for run in runs), key=lambda pair: pair[0].portion)
     first = headers[0][0]
     number, versions = len(headers), {header.version for header, _ in headers}
-    if [header.portion for header, _ in headers] != [(i, number) for i in range(number)] or len(versions) > 1:
-        told = [(header.portion, header.version) for header, _ in headers]
-        raise VaultError(f"portions (index, of how many) and versions do not make a whole: {told}")
-    # The first portion has something of every tensor.
+    if [header.portion for header, _ in headers] != [(i, number) for i in range(number)] or len(
+        versions
+    ) > 1:
+        found = [(header.portion, header.version) for header, _ in headers]
+        raise VaultError(f"these (portion, version) pairs do not make a whole state: {found}")
+    # The first portion has elements of every tensor.
     rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in first.tensors]
     text, whole, nbytes = plan_layout(first.version, rows, first.extra)
     out = allocate(nbytes) if allocate is not None else memoryview(bytearray(nbytes))
@@ -118,20 +130,23 @@ def join(runs: Sequence[memoryview], allocate: Callable[[int], memoryview] | Non
         out[end : entry.offset] = bytes(entry.offset - end)
         end = entry.offset
         for header, run in headers if entry.shape else headers[:1]:
-            part = next((e for e in header.tensors if e.name == entry.name), replace(entry, nbytes=0))
+            part = next(
+                (e for e in header.tensors if e.name == entry.name), replace(entry, nbytes=0)
+            )
             if (part.dtype, part.shape) != (entry.dtype, entry.shape):
-                raise VaultError(f"{entry.name} is {part.dtype} {part.shape} in one portion of several")
+                raise VaultError(f"{entry.name} is {part.dtype} {part.shape} in one portion only")
             data = run[part.offset : part.offset + part.nbytes]
             out[end : end + len(data)] = data
             end += len(data)
         if end != entry.offset + entry.nbytes:
-            raise VaultError(f"{entry.name}: {end - entry.offset} bytes of {entry.nbytes} in all portions")
+            filled = end - entry.offset
+            raise VaultError(f"{entry.name}: portions have {filled} of {entry.nbytes} bytes")
     out[end:] = bytes(nbytes - end)
     return out
 
 
 def read_header(data: memoryview) -> StateHeader:
-    """Parse the header at the start of `data`. Raises VaultError if it is no header."""
+    """Parse the header at the start of `data`. Raises VaultError if it is not one."""
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= len(data) - 8:
         raise VaultError(f"state header of {length} bytes in a run of {len(data)}")

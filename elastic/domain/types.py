@@ -1,37 +1,38 @@
-"""The nouns of the system: plans, copies, ledgers, recipes.
+"""The shared nouns: plans, copies, recipes, and descriptions of jobs and nodes.
 
-Everything here is a frozen dataclass of plain values, so that it can be compared, printed, stored and sent
-(`elastic.domain.codec`). Micro-batch sets are `frozenset[int]` of indices 0..M-1 of one step.
+All are frozen dataclasses of plain values, so that they can be compared, printed, stored and sent
+(`elastic.domain.codec`). A set of micro-batches is a `frozenset[int]` of indices 0..M-1 of a step.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
 STATE, GRADIENT, REDUCED, UPDATE = "state", "gradient", "reduced", "update"
-"""Kinds of copies. A reduced gradient is that of a layer with shared tensors after the sum over all of their
-owners: what its update takes, whatever becomes of the other owners' gradients. An update is what the optimizer takes
-at last: reduced, clipped, float32; it makes version v+1 of state v without any record."""
+"""Kinds of copies. A reduced gradient belongs to a layer with shared tensors and is the sum over
+all their owners, so that its update needs no other gradient. An update is the optimizer's input:
+reduced, clipped, float32. It turns state v into v+1 without any record."""
 Portion = tuple[int, int]
-"""(index, of how many): which elements of every tensor of a layer's state, where holders share it (`span`)."""
+"""(index, number of portions): a share of a layer's state (`elastic.domain.state_layout.span`)."""
 WHOLE: Portion = (0, 1)
 Slot = tuple[int, ...]
-"""What versions are of: (layer, TP rank), or with two more numbers a portion of it."""
+"""(layer, TP rank), or (layer, TP rank, *portion): the unit that has a version."""
 LOGS = ACTIVATION, COTANGENT = "activation", "cotangent"
-"""Copies of what stages sent each other for one micro-batch: the input of layer `Copy.layer`, and the gradient
-with respect to it."""
+"""Kinds of logged messages between stages for one micro-batch: the input of layer `Copy.layer`, and
+the gradient with respect to it."""
 
 
 def slot_of(layer: int, shard: int, portion: Portion = WHOLE) -> Slot:
+    """The slot of a layer, TP rank and portion."""
     return (layer, shard) if portion == WHOLE else (layer, shard, *portion)
 
 
 def whole_slots(slots: Iterable[Slot]) -> set[Slot]:
-    """The (layer, TP rank)s of which `slots` has the whole, or all portions of some division."""
+    """Every (layer, TP rank) that `slots` has whole, or in all portions of some division."""
     found = set(slots)
     return {
         slot[:2]
@@ -41,21 +42,21 @@ def whole_slots(slots: Iterable[Slot]) -> set[Slot]:
 
 
 class Accumulate(StrEnum):
-    """How micro-batch gradients are summed."""
+    """Arithmetic of gradient sums."""
 
     FAST = "fast"
-    """float32 sums; the order of additions shows in the last bits."""
+    """float32 sums; their last bits depend on the order."""
     EXACT = "exact"
-    """fixed-point int64 sums; free of order, so runs are bit-identical."""
+    """int64 fixed-point sums; independent of the order, so runs are bit-identical."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Unit:
-    """A TP group of workers inside one node; what a stage is placed on."""
+    """A TP group of workers inside one node; a stage is placed on it."""
 
     node: str
     group: int = 0
-    """Index of the TP group within its node; its workers are local ranks group*tp .. group*tp+tp-1."""
+    """Index of the TP group within its node, with local ranks group*tp .. group*tp+tp-1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Stage:
     first: int
     last: int
     recompute: bool = False
-    """Keep only the stage's input from forward to backward, and run the forward pass again: memory for time."""
+    """Keep only the stage's input, and run the forward pass again before the backward pass."""
 
     @property
     def layers(self) -> range:
@@ -75,9 +76,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages that cover all layers once, and the micro-batches that this pipeline runs in a full step.
+    """Stages that cover all layers once, and the pipeline's micro-batches in a full step.
 
-    Under the interleaved schedule a unit takes several stages: with U units stage s lies on the unit of stage s % U.
+    In the interleaved schedule a unit has several stages: stage s lies on the unit of stage s % U,
+    with U units.
     """
 
     stages: tuple[Stage, ...]
@@ -88,7 +90,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who holds which layers and runs which micro-batches. Text form: `elastic.planning.plan.plan`."""
+    """Assignment of layers and micro-batches to units. Text form: `elastic.planning.plan.plan`."""
 
     epoch: int
     n_layers: int
@@ -96,15 +98,15 @@ class Plan:
     tp: int
     pipelines: tuple[Pipeline, ...]
     spares: tuple[str, ...] = ()
-    """Nodes that hold no stage; they keep backups and wait."""
+    """Nodes without a stage; they keep backups and wait."""
     peers: tuple[tuple[str, str], ...] = ()
-    """(node, node that keeps its backups); nodes without a peer are absent."""
+    """(node, its peer, which keeps its backups); nodes without a peer are absent."""
     gradients: str = "stream"
     """Gradient backup scheme: stream | stream:K | reduce | reduce:K | log | recompute | none
     (`elastic.planning.plan.schemes`)."""
     state: str = "snapshot"
-    """State backup scheme: snapshot | replica | replay | replay:N | none; with /sharded after it the pipelines share
-    the optimizer state."""
+    """State backup scheme: snapshot | replica | replay | replay:N | none. With the suffix /sharded
+    the pipelines share the optimizer state."""
     reason: str = ""
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
@@ -114,53 +116,55 @@ class Plan:
                 yield p, s, stage
 
     def holders(self, layer: int) -> tuple[Unit, ...]:
-        """Units that hold `layer`, one a pipeline, in pipeline order."""
-        return tuple(st.unit for p in self.pipelines for st in p.stages if st.first <= layer < st.last)
+        """Units that hold `layer`, one per pipeline, in pipeline order."""
+        stages = (stage for pipeline in self.pipelines for stage in pipeline.stages)
+        return tuple(st.unit for st in stages if st.first <= layer < st.last)
 
     def units(self) -> tuple[Unit, ...]:
         """Every unit that holds a stage, in (pipeline, stage) order."""
         return tuple(stage.unit for _, _, stage in self.stages())
 
     def nodes(self) -> tuple[str, ...]:
-        """Every node that holds a stage, first appearance first."""
+        """Every node that holds a stage, in order of appearance."""
         return self._nodes
 
     @functools.cached_property
     def _nodes(self) -> tuple[str, ...]:
-        """Found once: with thousands of members the rules ask for it many times per second."""
+        """Cached: with thousands of members, rules ask for it many times per second."""
         return tuple(dict.fromkeys(unit.node for unit in self.units()))
 
     def peer_of(self, node: str) -> str | None:
+        """The node that keeps the backups of `node`, if there is one."""
         return dict(self.peers).get(node)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What the planner must know of a layer. Bytes are those of the whole layer, before any TP split."""
+    """Costs of a layer for the planner. Bytes are of the whole layer, before any TP split."""
 
     param_bytes: int
     state_bytes: int
     """Optimizer state besides the parameters (master weights included)."""
     gradient_bytes: int
-    """Bytes of one accumulated gradient as it is backed up."""
+    """Bytes of one accumulated gradient in a backup."""
     forward_s: float
-    """Seconds for one micro-batch, or any figure proportional to them."""
+    """Seconds per micro-batch, or any figure proportional to them."""
     backward_s: float
     activation_bytes: int = 0
-    """Kept from forward to backward, per micro-batch in flight."""
+    """Bytes kept from forward to backward, per micro-batch in flight."""
     output_bytes: int = 0
-    """Sent to the next stage, per micro-batch."""
+    """Bytes sent to the next stage, per micro-batch."""
     backward_input_s: float = 0.0
-    """The part of a backward pass that finds the input's gradient, when run by itself; 0: unknown."""
+    """Seconds of the part of the backward pass for the input's gradient, run alone; 0: unknown."""
     backward_weight_s: float = 0.0
-    """The part that finds the parameters' gradients, when run by itself; 0: unknown."""
+    """Seconds of the part for the parameters' gradients, run alone; 0: unknown."""
     update_s: float = 0.0
     """Seconds of the optimizer's update."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What a training script tells the coordinator of itself; the same from every worker."""
+    """Description of a training script; equal on every worker."""
 
     layers: tuple[LayerSpec, ...]
     n_microbatches: int
@@ -181,11 +185,9 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One whole copy of a layer's state or accumulated gradient, or of a message, as it lies in a vault.
+    """One whole copy in a vault: a layer's state, gradient or update, or a logged message.
 
-    A copy is addressed by `key`; the vault that holds it is `node`. Only whole, checksummed copies are ever
-    listed. State of version v is the state before the update of step v; a gradient's or update's `step` is the step
-    that it belongs to and `microbatches` is a gradient's ledger.
+    `key` is its address. Only whole, checksummed copies are ever listed.
     """
 
     kind: str
@@ -193,21 +195,23 @@ class Copy:
     shard: int
     """TP rank."""
     step: int
+    """For a state its version v, the state before the update of step v; else the step."""
     epoch: int
     owner: str
-    """Node whose worker made it."""
+    """Node of the worker that made it."""
     sequence: int
     """Grows with every copy that this owner's worker makes."""
     nbytes: int
     checksum: str
     """xxh3-64 of the bytes, hexadecimal."""
     microbatches: frozenset[int] = frozenset()
+    """A gradient's ledger, or the micro-batches of logged messages."""
     losses: tuple[tuple[int, float], ...] = ()
-    """(micro-batch, loss) for those in `microbatches`; only on the last layer."""
+    """(micro-batch, loss) for `microbatches`; only on the last layer."""
     node: str = ""
-    """Where this copy lies."""
+    """Node of the vault that holds it."""
     portion: Portion = WHOLE
-    """Of a state or update."""
+    """Portion of a state or update."""
 
     @property
     def slot(self) -> Slot:
@@ -215,33 +219,34 @@ class Copy:
 
     @property
     def key(self) -> str:
-        return f"{self.kind}/{self.layer}/{self.shard}/{self.step}/{self.owner}/{self.epoch}/{self.sequence}"
+        made = f"{self.owner}/{self.epoch}/{self.sequence}"
+        return f"{self.kind}/{self.layer}/{self.shard}/{self.step}/{made}"
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What an optimizer update needs besides state and gradient; the same on every worker."""
+    """Inputs of an optimizer update besides state and gradient; equal on every worker."""
 
     step: int
     clip: float
-    """Coefficient that the gradient is multiplied with (1.0: not clipped)."""
+    """Factor of the gradient; 1.0: not clipped."""
     grad_norm: float
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one (layer, TP rank) comes to the target version and ledger on its new holder.
+    """Instructions that bring one (layer, TP rank) to the target version on its new holder.
 
-    1. If the holder's live state already has version `version`: keep it. Else fetch `state`; or, when `state` is
-       None, read `checkpoint`; or, without either, initialise.
-    2. Apply `updates`: of the steps from the state's version on, in order, none missing.
-    3. If `replay` is not empty that made version-1: add those gradients (together they hold all M micro-batches of
-       step version-1) and apply the update with the step's record.
-    4. The accumulator of step `version` becomes the sum of `gradients` (disjoint); its ledger their union.
+    1. If the holder's live state has version `version`, keep it. Else fetch `state`; without it
+       read `checkpoint`; without either initialise.
+    2. Apply `updates`, for the steps from the state's version on, in order, none missing.
+    3. If `replay` is not empty, the state is now at version-1. Add those gradients, which together
+       hold all M micro-batches of step version-1, and apply the update with the step's record.
+    4. The accumulator of step `version` is the sum of `gradients`; its ledger is their union.
 
-    If `portions` is not empty, there is no `state` and there are no `updates`: the state is put together of what these
-    recipes bring, in their order, one for each portion, all of one version.
+    If `portions` is not empty, `state` and `updates` are empty: the state is joined from the
+    results of these recipes, one per portion in order, all of one version.
     """
 
     layer: int
@@ -256,67 +261,67 @@ class Recipe:
 
     @property
     def states(self) -> tuple[Copy, ...]:
-        """The state that it begins with, or those of its portions."""
+        """The state that it starts from, or those of its portions."""
         return tuple(r.state for r in (self, *self.portions) if r.state is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class PartialRun:
-    """A micro-batch that only layers [first, last) run again, between two messages that were logged."""
+    """A micro-batch that only layers [first, last) run again, between two logged messages."""
 
     pipeline: int
-    """Index of the pipeline whose stages do it."""
+    """Index of the pipeline that runs it."""
     microbatch: int
     first: int
     last: int
     inputs: tuple[Copy, ...] = ()
-    """Input of layer `first`, one a TP rank; empty for layer 0, which reads the data."""
+    """Input of layer `first`, one per TP rank; empty for layer 0, which reads the data."""
     gradients: tuple[Copy, ...] = ()
-    """Gradient of the output of layer `last` - 1, one a TP rank; empty for the last layer, which gives the loss."""
+    """Gradient of the output of layer `last` - 1, one per TP rank; empty for the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Everything that the workers need to enter an epoch; one and the same for all nodes."""
+    """Everything that workers need to enter an epoch; equal for all nodes."""
 
     plan: Plan
     step: int
     """The step to run next: every layer enters with state version `step`."""
     recipes: tuple[tuple[str, Recipe], ...] = ()
-    """(node, recipe): what that node's unit holding the layer has to do; layers without a recipe initialise."""
+    """(node, recipe) for the node's unit with the layer; layers without a recipe initialise."""
     covered: tuple[tuple[int, frozenset[int]], ...] = ()
-    """(layer, micro-batches that some holder already has for the current step)."""
+    """(layer, micro-batches of the current step that some holder has)."""
     todo: tuple[tuple[int, ...], ...] = ()
-    """Micro-batches to run in the current step through all layers, per pipeline; later steps follow the plan."""
+    """Micro-batches of the current step that run through all layers, per pipeline."""
     record: StepRecord | None = None
-    """Record of step-1, for replays."""
+    """Record of the step before, for replays."""
     store: str = ""
     """host:port of the rendezvous store of this epoch."""
     vaults: tuple[tuple[str, str], ...] = ()
     """(node, host:port of its vault)."""
     partial: tuple[PartialRun, ...] = ()
-    """What is run through some layers only, before `todo`, in this order; disjoint from it."""
+    """Runs through some layers only, before `todo` and in this order; disjoint from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says of itself when it joins."""
+    """Description of a node that joins."""
 
     node: str
     incarnation: str
-    """New at every start of the agent; a restarted agent is a new member."""
+    """Unique per start of the agent; a restarted agent is a new member."""
     vault: str
     """host:port of its vault."""
     domain: str = ""
-    """Failure domain (zone, rack, spot pool); nodes with the same non-empty one fail together."""
+    """Failure domain (zone, rack, spot pool): its nodes may fail together; "": unknown."""
     workers: int = 1
     memory_bytes: int = 0
-    """Memory that a unit of this node may use; 0: unknown, taken as unlimited."""
+    """Memory that a unit of this node may use; 0: unknown, treated as unlimited."""
     host: str = "127.0.0.1"
-    labels: tuple[tuple[str, str], ...] = field(default=())
+    labels: tuple[tuple[str, str], ...] = ()
     device: str = ""
-    """Type of its devices, as a profile names it; "": the profile's first."""
+    """Device type as a profile names it; "": the profile's first."""
     lifetime_s: float = 0.0
-    """Seconds that it is expected to stay; 0: unknown."""
+    """Expected remaining lifetime in seconds; 0: unknown."""
     standing: int = 0
-    """How quick its pre-flight found it, in steps of a quarter; the higher is taken first. 0: unknown."""
+    """Speed class from the pre-flight, in steps of a quarter; higher is preferred, 0 is unknown."""

@@ -117,7 +117,7 @@ class WorkerContext:
         self.tp = TensorParallel(self.tp.rank, self.tp.size)
         self.job.stack.release()
 
-    def on_acked(self, acked: m.Acked) -> None:
+    def on_acked(self, acked: m.BundleAcknowledged) -> None:
         """Pass an acknowledgement to its owners. Called in the agent connection's thread."""
         self.publisher.on_acked(acked.bundle, acked.kept)
         protection = self.protection

@@ -10,7 +10,7 @@ from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
 from elastic.core.job.state import JobState
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import Refused
+from elastic.core.protocol.health_report import JoinRefused
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
 from elastic.rpc.control.server import Session
@@ -53,7 +53,7 @@ def test_a_second_agent_of_a_connected_members_name_waits_and_asks_ever_less_oft
     for _ in range(6):
         assert not admit(speakers, state, line, newcomer(state, "other"))
         waits.append(line.last().retry_s)
-        assert isinstance(line.last(), Refused) and "is connected" in line.last().reason
+        assert isinstance(line.last(), JoinRefused) and "is connected" in line.last().reason
     assert waits == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
     assert admit(speakers, state, Line(), state.members[NODE].report), "the member itself goes on"
     assert not admit(speakers, state, line, newcomer(state, "third")) and line.last().retry_s == 0.5

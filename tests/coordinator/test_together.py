@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from elastic.config import Command, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import inbox
 from elastic.coordinator.clock import Clock
 from elastic.coordinator.leadership import Part
@@ -58,7 +58,7 @@ class Line:
 class Bench:
     def __init__(self, folder: Path) -> None:
         config = JobConfig(
-            job_id="j", run_dir=str(folder), memory_dir=str(folder / "memory"), command=Command(script="x"),
+            job_id="j", run_dir=str(folder), memory_dir=str(folder / "memory"), command=WorkerCommand(script="x"),
             checkpoint_dir=str(folder / "checkpoints"), min_nodes=3, max_nodes=3, backup="stream+snapshot",
         )  # fmt: skip
         self.folder, self.store = folder, Counting()

@@ -1,79 +1,27 @@
-"""Sets of micro-batches, and choosing gradients that can be summed."""
+"""Text and bit masks of ledgers."""
 
 from __future__ import annotations
 
-import itertools
-import time
-
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.recovery.set_packing import best_packing, exact_cover
-from elastic.domain.ledger import format_microbatches, from_mask, missing, to_mask
-from elastic.planning.plan.plan import parse_indices
-
-ledgers = st.frozensets(st.integers(0, 99))
+from elastic.domain.errors import FieldError
+from elastic.domain.ledger import format_indices, from_mask, parse_indices, to_mask
 
 
-@given(ledgers)
+@given(st.frozensets(st.integers(0, 99)))
 def test_text_and_mask_round_trip(ledger: frozenset[int]) -> None:
-    assert sorted(ledger) == list(parse_indices(format_microbatches(ledger), "ledger"))
+    assert list(parse_indices(format_indices(sorted(ledger)))) == sorted(ledger)
     assert from_mask(to_mask(ledger)) == ledger
 
 
 def test_text() -> None:
-    assert format_microbatches({5, 0, 1, 2, 3}) == "0-3,5"
-    assert format_microbatches(()) == "-"
+    assert format_indices((0, 1, 2, 3, 5)) == "0-3,5"
+    assert format_indices(()) == "-"
 
 
-def test_missing() -> None:
-    assert missing(frozenset({0, 2}), 4) == {1, 3}
-
-
-masks = st.dictionaries(st.integers(0, 255), st.integers(0, 5), max_size=9)
-
-
-def choices(costs: dict[int, int]) -> list[tuple[int, ...]]:
-    """All sets of pairwise disjoint masks."""
-    real = [mask for mask in costs if mask]
-    sets = (c for n in range(len(real) + 1) for c in itertools.combinations(real, n))
-    return [c for c in sets if sum(mask.bit_count() for mask in c) == union(c).bit_count()]
-
-
-def union(chosen: tuple[int, ...]) -> int:
-    total = 0
-    for mask in chosen:
-        total |= mask
-    return total
-
-
-@given(masks, st.integers(0, 255))
-@settings(max_examples=200, deadline=None)
-def test_packing_is_best(costs: dict[int, int], useful: int) -> None:
-    def rank(chosen: tuple[int, ...]) -> tuple[int, int, int, int]:
-        all_ = union(chosen)
-        return (all_ & useful).bit_count(), all_.bit_count(), -sum(costs[m] for m in chosen), -len(chosen)
-
-    chosen = best_packing(costs, useful)
-    assert tuple(sorted(chosen)) in {tuple(sorted(c)) for c in choices(costs)}
-    assert rank(chosen) == max(map(rank, choices(costs)))
-
-
-@given(masks, st.integers(1, 255))
-@settings(max_examples=200, deadline=None)
-def test_exact_cover_is_found_when_there_is_one(costs: dict[int, int], full: int) -> None:
-    covers = [c for c in choices(costs) if union(c) == full]
-    found = exact_cover(costs, full)
-    if not covers:
-        assert found is None
-        return
-    assert found is not None and union(found) == full == sum(found)
-    assert sum(costs[m] for m in found) == min(sum(costs[m] for m in c) for c in covers)
-
-
-def test_hundreds_of_overlapping_ledgers_are_no_trouble() -> None:
-    costs = {to_mask(range(a, min(a + n, 256))): (a * n) % 7 for a in range(0, 256, 2) for n in (2, 3, 8)}
-    began = time.process_time()
-    assert union(best_packing(costs)) == (1 << 256) - 1
-    assert exact_cover(costs, (1 << 256) - 1) is not None
-    assert time.process_time() - began < 5.0
+@pytest.mark.parametrize("text", ["", "a", "3-1", "0-9999999", "1,,2"])
+def test_wrong_text_names_the_field(text: str) -> None:
+    with pytest.raises(FieldError, match="spares"):
+        parse_indices(text, "spares")

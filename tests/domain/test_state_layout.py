@@ -1,4 +1,4 @@
-"""A layer's flat form: aligned, self-describing, and refused when damaged."""
+"""Byte layout of a layer's state: aligned, self-describing, refused if damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ tensors = st.lists(
 )
 
 
-@given(st.integers(0, 10**9), tensors, st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=3))
+@given(
+    st.integers(0, 10**9),
+    tensors,
+    st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=3),
+)
 def test_layout_is_aligned_and_reads_back(
     version: int, wanted: list[tuple[str, str, tuple[int, ...], int]], extra: dict[str, str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The package as users get it."""
+"""The package: version, make targets, size of functions, docstrings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_functions_stay_small() -> None:
     assert not large_functions
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [
         path
         for path in SOURCES
@@ -65,6 +65,6 @@ def test_every_module_says_what_it_is() -> None:
     assert not names(silent)
 
 
-def test_nothing_is_left_undone() -> None:
+def test_no_todo_marks() -> None:
     marks = re.compile(r"#\s*(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b")
     assert not names([path for path in SOURCES if marks.search(path.read_text())])

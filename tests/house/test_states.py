@@ -1,4 +1,4 @@
-"""`elastic.core.node.node.MOVES`, from which docs/design/states.md is drawn, is what the transition really does."""
+"""`elastic.core.node.node.MOVES`, the source of docs/design/states.md, matches the transition."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic.core.node import node
+from elastic.core.node.node_state import MAX_CRASHES
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Assignment, JobSpec, NodeInfo, Pipeline, Plan, Stage, Unit
@@ -23,7 +24,7 @@ def _install(epoch: int, holder: str) -> m.Install:
 
 
 def _orders(state: node.NodeState) -> Iterator[Event]:
-    """What the coordinator may say."""
+    """Messages that the coordinator may send."""
     if state.phase is NodePhase.EMPTY:
         yield "launch", m.Launch(0, 1, 0, 1, "127.0.0.1", 1, 0)
         return
@@ -35,8 +36,8 @@ def _orders(state: node.NodeState) -> Iterator[Event]:
         yield "install, as a spare", _install(epoch, "node1")
 
 
-def _news(state: node.NodeState) -> Iterator[Event]:
-    """What the one worker may say, and how it may end."""
+def _worker_events(state: node.NodeState) -> Iterator[Event]:
+    """Messages and ends of the one worker."""
     if not state.workers or not state.workers[0].alive:
         return
     if not state.able:
@@ -48,7 +49,7 @@ def _news(state: node.NodeState) -> Iterator[Event]:
         yield "all steps done", node.Said(0, m.Finished(1))
     elif state.phase is NodePhase.HALTING:
         yield "all workers halted", node.Said(0, m.Halted(state.epoch, 0))
-    limit = state.crashes >= node.MAX_CRASHES
+    limit = state.crashes >= MAX_CRASHES
     died = "crashed too often" if limit else "a worker died"
     yield died if state.elastic else "script failed", node.Exited(0, 1)
     if not state.elastic:
@@ -56,12 +57,12 @@ def _news(state: node.NodeState) -> Iterator[Event]:
 
 
 def _changes() -> set[tuple[NodePhase, str, NodePhase]]:
-    """Explore every state that the events above lead to."""
+    """Explore every state that these events lead to."""
     start = node.NodeState(INFO)
     seen, queue, found = {start}, deque([start]), set()
     while queue:
         state = queue.popleft()
-        for why, event in (*_orders(state), *_news(state)):
+        for why, event in (*_orders(state), *_worker_events(state)):
             after, _, _ = node.transition(state, event, 0.0)
             if after.phase is not state.phase or (why == "group restart" and after != state):
                 found.add((state.phase, why, after.phase))
@@ -71,6 +72,6 @@ def _changes() -> set[tuple[NodePhase, str, NodePhase]]:
     return found
 
 
-def test_moves_are_what_the_transition_does() -> None:
+def test_moves_match_the_transition() -> None:
     declared = {(before, why, after) for befores, why, after in node.MOVES for before in befores}
     assert _changes() == declared

@@ -1,4 +1,4 @@
-"""The event log survives whatever cuts its writer short."""
+"""Event log and text log, also after crashes of their writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
         log.append("plan", {"text": "a\nb", "at_step": 3}, at=5.0)
     first, second = read_events(log.path)
     assert before <= first.pop("at") <= time.time()
-    assert first == {"kind": "halt", "epoch": 1, "unit": {"node": "node0", "group": 0}, "lost": [1, 2]}
+    assert first == {
+        "kind": "halt",
+        "epoch": 1,
+        "unit": {"node": "node0", "group": 0},
+        "lost": [1, 2],
+    }
     assert second == {"at": 5.0, "kind": "plan", "text": "a\nb", "at_step": 3}
 
 
@@ -34,7 +39,7 @@ def test_empty(tmp_path: Path) -> None:
     assert read_events(tmp_path / "events.jsonl") == []
 
 
-def test_torn_last_line_is_left_out_and_removed_at_reopening(tmp_path: Path) -> None:
+def test_torn_last_line_is_ignored_and_removed_at_reopening(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.append("one", {})
@@ -70,7 +75,7 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
             for i in range(50):
                 log.append("w", {"writer": writer, "i": i, "text": "x" * 5000})
 
-    # All open before anybody writes: opening mends a torn last line, which a line being written looks like.
+    # All logs open first, because opening removes a last line that is still being written.
     logs = [EventLog(path) for _ in range(4)]
     threads = [threading.Thread(target=write, args=pair) for pair in enumerate(logs)]
     for thread in threads:
@@ -83,14 +88,17 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_each_event_is_on_disk_when_append_returns(tmp_path: Path) -> None:
-    """The writer dies without closing anything."""
+    """The writer dies without closing the log."""
     path = tmp_path / "events.jsonl"
     code = (
         "import os, sys; from elastic.telemetry import EventLog\n"
         "log = EventLog(sys.argv[1]); log.append('last', {'n': 1}); os.kill(os.getpid(), 9)"
     )
     root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", code, str(path)], cwd=root, check=False).returncode == -9
+    assert (
+        subprocess.run([sys.executable, "-c", code, str(path)], cwd=root, check=False).returncode
+        == -9
+    )
     assert json.loads(path.read_text())["kind"] == "last"
 
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic.agent.metrics import AgentMetrics, Condition
 from elastic.coordinator.metrics.counters import CoordinatorMetrics
 from elastic.coordinator.metrics.gauges import JobCollector, Standing
-from elastic.core.health.diagnosis import Finding, Kind, Remedy
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.figures import recovery_entry
@@ -30,7 +30,7 @@ from elastic.core.job.state import Cause, CauseKind, Change, JobPhase, JobState,
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
 from elastic.launcher.flags.certs import make
-from elastic.metrics import Where, new_registry, serve
+from elastic.metrics import MetricsAddress, new_registry, serve
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import CA, CERT, KEY
 from tests.observability.tools import DASHBOARD, ROOT, RULES
@@ -289,7 +289,7 @@ def test_copies_are_counted_by_kind() -> None:
 
 
 def test_served_and_announced_until_it_is_closed(tmp_path: Path) -> None:
-    where = Where("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent")
+    where = MetricsAddress("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent")
     served = serve(agent().registry, where)
     assert served is not None
     (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
@@ -309,7 +309,7 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
     make(certs, [["localhost"]])
     make(tmp_path / "others", [["localhost"]])
     ours = certs / "localhost"
-    where = Where("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent", str(ours))
+    where = MetricsAddress("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent", str(ours))
     served = serve(agent().registry, where)
     assert served is not None
     (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
@@ -351,7 +351,7 @@ def test_a_node_that_is_put_aside_is_no_spare_and_is_counted() -> None:
     state = RUNNING.of(members={**RUNNING.members, "c": able})
     assert values(coordinator(state).registry)["elastic_nodes{state=spare}"] == 1
     aside, actions = quarantine.tell(
-        state, "c", Finding(Kind.PROCESS, Remedy.QUARANTINE, "it crashes", at=1.0)
+        state, "c", Finding(FaultClass.PROCESS, HealthAction.QUARANTINE, "it crashes", at=1.0)
     )
     metrics = coordinator(aside)
     metrics.decided(state, aside, actions, 1.0)

@@ -97,19 +97,19 @@ def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket])
     reader.join(LONG_S)
     assert len(errors) == 1
     with pytest.raises(ChannelClosed):
-        channel.send(m.Acked(1))
+        channel.send(m.BundleAcknowledged(1))
 
 
 def test_messages_travel_whole(pair: tuple[socket.socket, socket.socket]) -> None:
     a, b = Channel(pair[0]), Channel(pair[1])
-    sent = [m.Acked(3), m.Halted(2, 5, frozenset({1, 2})), m.CommFailed(1, ("n1",), "gone")]
+    sent = [m.BundleAcknowledged(3), m.Halted(2, 5, frozenset({1, 2})), m.CommFailed(1, ("n1",), "gone")]
     for message in sent:
         a.send(message)
     assert [b.receive() for _ in sent] == sent
 
 
 def test_every_message_is_known_and_nothing_else() -> None:
-    assert {"Attach", "Published", "Install", "Acked", "Stop"} <= KINDS.keys()
+    assert {"Attach", "Published", "Install", "BundleAcknowledged", "Stop"} <= KINDS.keys()
     assert "Copy" not in KINDS and "Assignment" not in KINDS
 
 
@@ -118,14 +118,14 @@ def test_bad_messages_leave_the_channel_usable(pair: tuple[socket.socket, socket
     for bad in (
         {"kind": "Evil", "body": {}},
         [],
-        {"kind": "Acked", "body": {"bundle": "x"}},
-        {"kind": "Acked"},
+        {"kind": "BundleAcknowledged", "body": {"bundle": "x"}},
+        {"kind": "BundleAcknowledged"},
     ):
         stream.send(bad)
         with pytest.raises(FieldError):
             channel.receive()
-    stream.send({"kind": "Acked", "body": {"bundle": 1}})
-    assert channel.receive() == m.Acked(1)
+    stream.send({"kind": "BundleAcknowledged", "body": {"bundle": 1}})
+    assert channel.receive() == m.BundleAcknowledged(1)
     with pytest.raises(FieldError):
         channel.send("a string")
 

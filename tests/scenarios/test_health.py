@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from elastic.core.health.diagnosis import Limits
+from elastic.core.health.diagnosis import HealthLimits
 from elastic.planning.plan.plan import parse_plan
 from tests.disks import small_disk
 from tests.patience import LONG_S
@@ -49,7 +49,7 @@ def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
     assert evidence["factor"] >= 3 and evidence["peer"] in ("node0", "node2")
     assert (
         evidence["usual_bytes_per_s"] > 3 * evidence["bytes_per_s"]
-        and evidence["steps_slower"] >= Limits().slowed
+        and evidence["steps_slower"] >= HealthLimits().slowed
     )
     assert not [e for e in run.events if e["kind"] == "lost"]
     (change,) = [r for r in run.summary["recoveries"] if "node1 is put aside" in r["cause"]]

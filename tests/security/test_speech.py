@@ -16,16 +16,16 @@ from elastic.core.coordinator.authorization import FORGED, MALFORMED, STALE, obj
 from elastic.core.job.state import JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import (
-    LONG,
-    MANY,
-    Check,
-    DeviceSeen,
-    Disk,
+    MAX_ENTRIES,
+    MAX_TEXT_LENGTH,
+    DeviceHealth,
+    DiskSpace,
+    FailedOperation,
     HealthReport,
-    LinkSeen,
-    Mishap,
+    LinkTraffic,
     NoticeKind,
     Preflight,
+    PreflightCheck,
 )
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, StepRecord
@@ -172,32 +172,32 @@ def test_only_the_member_itself_changes_its_report(
 
 HEALTH = HealthReport(
     "node0", "i1", 1.0,
-    disks=(Disk("run", "/x", 1, 2),) * MANY,
-    devices=(DeviceSeen(0, "gpu"),) * MANY,
-    links=(LinkSeen("node1", 1, 1, 1.0, 1.0),) * MANY,
-    mishaps=(Mishap("checkpoint", "/x" * (LONG // 2), "y" * LONG),) * MANY,
+    disks=(DiskSpace("run", "/x", 1, 2),) * MAX_ENTRIES,
+    devices=(DeviceHealth(0, "gpu"),) * MAX_ENTRIES,
+    links=(LinkTraffic("node1", 1, 1, 1.0, 1.0),) * MAX_ENTRIES,
+    failed_operations=(FailedOperation("checkpoint", "/x" * (MAX_TEXT_LENGTH // 2), "y" * MAX_TEXT_LENGTH),) * MAX_ENTRIES,
 )  # fmt: skip
 TAKEN_BACK = m.Notice("node0", "i1", NoticeKind.LEAVE, "file", 30.0)
-MEASURED = m.Measured(4, 2, 0, 0.1, 0.2, traffic=m.Traffic(1, 0.1, 0.1, 1, 0.1))
+MEASURED = m.MicrobatchTiming(4, 2, 0, 0.1, 0.2, traffic=m.BackupTraffic(1, 0.1, 0.1, 1, 0.1))
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        replace(HEALTH, mishaps=(Mishap("checkpoint", "/x", "y" * 10_000_000),)),
+        replace(HEALTH, failed_operations=(FailedOperation("checkpoint", "/x", "y" * 10_000_000),)),
         replace(HEALTH, disks=HEALTH.disks + HEALTH.disks[:1]),
-        replace(HEALTH, devices=(DeviceSeen(0, "gpu", math.nan),)),
-        replace(HEALTH, links=(LinkSeen("node1", 10**400, 1, 1.0, 1.0),)),
+        replace(HEALTH, devices=(DeviceHealth(0, "gpu", math.nan),)),
+        replace(HEALTH, links=(LinkTraffic("node1", 10**400, 1, 1.0, 1.0),)),
         replace(TAKEN_BACK, deadline_s=math.nan),
         replace(TAKEN_BACK, deadline_s=1e300),
         replace(TAKEN_BACK, deadline_s=speech.LONGEST_S + 1),
         replace(TAKEN_BACK, detail="x" * 5000),
         replace(BEAT, measured=(replace(MEASURED, backward_s=math.inf),)),
-        replace(BEAT, measured=(replace(MEASURED, traffic=m.Traffic(sent_s=-math.inf)),)),
+        replace(BEAT, measured=(replace(MEASURED, traffic=m.BackupTraffic(sent_s=-math.inf)),)),
         replace(DONE, seconds=math.nan),
         report("node0", resumed_at=math.inf),
         report("node0", cause="x" * (speech.MOST_CHARS + 1)),
-        report("node0", preflight=Preflight("on", 1.0, (Check("clock", math.nan, "s", True),))),
+        report("node0", preflight=Preflight("on", 1.0, (PreflightCheck("clock", math.nan, "s", True),))),
         report("node0", suspects=("node1",) * (speech.MOST_ITEMS + 1)),
         replace(SHORT, detail="x" * (speech.MOST_CHARS + 1)),
     ],

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.core.protocol.health_report import LONG, MANY, DeviceSeen
+from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, DeviceHealth
 
 log = logging.getLogger(__name__)
 DEVICE_XIDS = frozenset({48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140})
@@ -39,10 +39,10 @@ class Devices:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def read(self) -> tuple[DeviceSeen, ...]:
+    def read(self) -> tuple[DeviceHealth, ...]:
         """The first MANY devices as they are now."""
         self._listen()
-        return tuple(self._read(index, handle) for index, handle in self._handles[:MANY])
+        return tuple(self._read(index, handle) for index, handle in self._handles[:MAX_ENTRIES])
 
     def _open(self, visible: str | None) -> None:
         try:
@@ -69,7 +69,7 @@ class Devices:
 
     def _listen(self) -> None:
         """Messages of the driver since the last call."""
-        for _ in range(MANY if self._events is not None else 0):
+        for _ in range(MAX_ENTRIES if self._events is not None else 0):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError:
@@ -79,17 +79,17 @@ class Devices:
             if xid in DEVICE_XIDS and index >= 0:
                 self._faults[index] = f"XID {xid}"
 
-    def _read(self, index: int, handle: Any) -> DeviceSeen:
+    def _read(self, index: int, handle: Any) -> DeviceHealth:
         nvml = self._nvml
         try:
             name = nvml.nvmlDeviceGetName(handle)
             heat = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         except nvml.NVMLError as error:
-            return DeviceSeen(index, "", fault=f"it does not answer: {error}"[:LONG])
+            return DeviceHealth(index, "", fault=f"it does not answer: {error}"[:MAX_TEXT_LENGTH])
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         errors = self._errors(index, handle)
-        return DeviceSeen(
-            index, name[:LONG], heat, self._throttled(handle), errors, self._faults.get(index, "")
+        return DeviceHealth(
+            index, name[:MAX_TEXT_LENGTH], heat, self._throttled(handle), errors, self._faults.get(index, "")
         )
 
     def _throttled(self, handle: Any) -> str:

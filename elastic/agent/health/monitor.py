@@ -19,13 +19,13 @@ import psutil
 
 from elastic.agent.health.devices import Devices
 from elastic.core.protocol.health_report import (
-    LONG,
-    MANY,
-    DeviceSeen,
-    Disk,
+    MAX_ENTRIES,
+    MAX_TEXT_LENGTH,
+    DeviceHealth,
+    DiskSpace,
+    FailedOperation,
     HealthReport,
-    LinkSeen,
-    Mishap,
+    LinkTraffic,
 )
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Monitor:
         self._devices, self._clock = devices if devices is not None else Devices(), clock
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
-        self._mishaps: dict[tuple[str, str], Mishap] = {}
+        self._mishaps: dict[tuple[str, str], FailedOperation] = {}
         self._incarnation, self._epoch, self._quiet = "", 0, 0
         self._last: HealthReport | None = None
 
@@ -139,8 +139,8 @@ class Monitor:
         """Something could not be written. It is told at once: the job may be over at the next look."""
         with self._lock:
             count = self._mishaps[what, path].count + 1 if (what, path) in self._mishaps else 1
-            if count > 1 or len(self._mishaps) < MANY:
-                self._mishaps[what, path] = Mishap(what, path[:LONG], detail[:LONG], count)
+            if count > 1 or len(self._mishaps) < MAX_ENTRIES:
+                self._mishaps[what, path] = FailedOperation(what, path[:MAX_TEXT_LENGTH], detail[:MAX_TEXT_LENGTH], count)
         self._woken.set()
 
     def look(self) -> HealthReport | None:
@@ -149,7 +149,7 @@ class Monitor:
         devices, disks = self._devices.read(), tuple(self._disks())
         with self._lock:
             links = self._links(self._clock())
-            mishaps, self._mishaps = tuple(self._mishaps.values()), {}
+            failed_operations, self._mishaps = tuple(self._mishaps.values()), {}
             report = HealthReport(
                 node=self._node,
                 incarnation=self._incarnation,
@@ -161,10 +161,10 @@ class Monitor:
                 disks=disks,
                 devices=devices,
                 links=links,
-                mishaps=mishaps,
+                failed_operations=failed_operations,
             )
             self._quiet += 1
-            if not (self._quiet > QUIET_LOOKS or links or mishaps or _differs(self._last, report)):
+            if not (self._quiet > QUIET_LOOKS or links or failed_operations or _differs(self._last, report)):
                 return None
             self._quiet, self._last = 0, report
             return report
@@ -181,27 +181,27 @@ class Monitor:
             if report is not None:
                 self._emit(report)
 
-    def _links(self, now: float) -> tuple[LinkSeen, ...]:
-        found: list[LinkSeen] = []
+    def _links(self, now: float) -> tuple[LinkTraffic, ...]:
+        found: list[LinkTraffic] = []
         for peer, window in self._windows.items():
-            if len(found) < MANY and window.closes(now):
-                found.append(LinkSeen(peer, window.sends, window.nbytes, window.seconds, window.best))
+            if len(found) < MAX_ENTRIES and window.closes(now):
+                found.append(LinkTraffic(peer, window.sends, window.nbytes, window.seconds, window.best))
                 window.told, window.windows = window.best, window.windows + 1
                 window.clear(now)
         return tuple(found)
 
-    def _disks(self) -> list[Disk]:
+    def _disks(self) -> list[DiskSpace]:
         return [disk for role, path in self._directories if (disk := disk_of(role, path)) is not None]
 
 
-def disk_of(role: str, path: Path) -> Disk | None:
+def disk_of(role: str, path: Path) -> DiskSpace | None:
     """Room where `path` lies, or will lie; None: nothing of it is there."""
     standing = next((one for one in (path, *path.parents) if one.exists()), None)
     if standing is None:
         return None
     stat = os.statvfs(standing)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    return Disk(role, str(path)[:LONG], free, total, volume(standing))
+    return DiskSpace(role, str(path)[:MAX_TEXT_LENGTH], free, total, volume(standing))
 
 
 def volume(path: Path) -> str:
@@ -209,7 +209,7 @@ def volume(path: Path) -> str:
     mounts = [p for p in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(p.mountpoint)]
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     if mount is not None and mount.fstype.startswith(NETWORK):
-        return mount.device[:LONG]
+        return mount.device[:MAX_TEXT_LENGTH]
     return f"{socket.gethostname()}:{os.stat(path).st_dev}"
 
 
@@ -226,7 +226,7 @@ def _differs(last: HealthReport | None, report: HealthReport) -> bool:
     ]
 
 
-def _state(device: DeviceSeen) -> tuple[int, str, int, str]:
+def _state(device: DeviceHealth) -> tuple[int, str, int, str]:
     return device.index, device.throttled, device.errors, device.fault
 
 

@@ -24,7 +24,7 @@ import psutil
 
 from elastic.agent.health.devices import Devices
 from elastic.agent.health.monitor import disk_of
-from elastic.core.protocol.health_report import LONG, Check, Preflight
+from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, Preflight, PreflightCheck
 from elastic.domain.errors import ElasticError
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
@@ -52,7 +52,7 @@ def local_checks(
     devices: Devices | None = None,
     *,
     trial: bool = False,
-) -> tuple[list[Check], float]:
+) -> tuple[list[PreflightCheck], float]:
     """What can be known without anybody else: (checks, score). `memory_bytes`: what the plan may use; `trial`: let a
     child compute on the devices, which takes seconds."""
     checks = [compute(), memory(memory_bytes), *(disk(role, path) for role, path in directories)]
@@ -66,7 +66,7 @@ def local_checks(
     return checks, score
 
 
-def compute() -> Check:
+def compute() -> PreflightCheck:
     """Whole numbers, so that the result is known to the last bit; G operations a second."""
     a = (np.arange(SIZE * SIZE, dtype=np.float32).reshape(SIZE, SIZE) % 7) - 3
     expected = a.astype(np.int64) @ a.astype(np.int64)
@@ -77,22 +77,22 @@ def compute() -> Check:
         best = min(best, time.perf_counter() - began)
         right = right and bool((result == expected).all())
     rate = 2 * SIZE**3 / max(best, 1e-9) / 1e9
-    return Check(
+    return PreflightCheck(
         "compute", rate, "GFLOP/s", right, True, "" if right else "it computes wrong results: replace it"
     )
 
 
-def memory(wanted_bytes: int) -> Check:
+def memory(wanted_bytes: int) -> PreflightCheck:
     free = psutil.virtual_memory().available
     if free < MEMORY_BYTES:
-        return Check("memory", free, "bytes", False, True, f"{free} bytes are available: free some")
+        return PreflightCheck("memory", free, "bytes", False, True, f"{free} bytes are available: free some")
     if wanted_bytes and free < wanted_bytes:
         text = f"{free} bytes are available where --node-memory says {wanted_bytes}: give less"
-        return Check("memory", free, "bytes", False, False, text)
-    return Check("memory", free, "bytes", True)
+        return PreflightCheck("memory", free, "bytes", False, False, text)
+    return PreflightCheck("memory", free, "bytes", True)
 
 
-def disk(role: str, path: Path) -> Check:
+def disk(role: str, path: Path) -> PreflightCheck:
     """Whether a file can be written there, and how much room there is. Without room for checkpoints a job can go on."""
     fatal = role != "checkpoints"
     found = disk_of(role, path)
@@ -106,16 +106,16 @@ def disk(role: str, path: Path) -> Check:
             os.fsync(file.fileno())
     except OSError as error:
         text = f"{path} cannot be written ({error.strerror}): free or mount it, or give another"
-        return Check(f"disk:{role}", free, "bytes", False, fatal, text)
+        return PreflightCheck(f"disk:{role}", free, "bytes", False, fatal, text)
     finally:
         probe.unlink(missing_ok=True)
     if free < ROOM_BYTES:
         text = f"{path} has {free} bytes left: make room"
-        return Check(f"disk:{role}", free, "bytes", False, fatal, text)
-    return Check(f"disk:{role}", free, "bytes", True)
+        return PreflightCheck(f"disk:{role}", free, "bytes", False, fatal, text)
+    return PreflightCheck(f"disk:{role}", free, "bytes", True)
 
 
-def device_checks(devices: Devices) -> list[Check]:
+def device_checks(devices: Devices) -> list[PreflightCheck]:
     """What the driver says."""
     checks = []
     for seen in devices.read():
@@ -126,23 +126,23 @@ def device_checks(devices: Devices) -> list[Check]:
             else ""
         )
         ok, fatal = not (text or hot), bool(text)
-        checks.append(Check(f"device:{seen.index}", seen.temperature_c, "C", ok, fatal, text or hot))
+        checks.append(PreflightCheck(f"device:{seen.index}", seen.temperature_c, "C", ok, fatal, text or hot))
     return checks
 
 
-def device_trial(command: Sequence[str] = (sys.executable, "-m", TRIAL)) -> Check:
+def device_trial(command: Sequence[str] = (sys.executable, "-m", TRIAL)) -> PreflightCheck:
     """Multiply matrices on every device, in a child: torch is not for this process."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=DEVICE_S, check=False)
         found = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
         rate, wrong = float(found["tflops"]), str(found.get("error", ""))
     except subprocess.TimeoutExpired:
-        return Check(
+        return PreflightCheck(
             "device", 0.0, "TFLOP/s", False, True, f"no answer within {DEVICE_S:g} s: look at the driver"
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Check("device", 0.0, "TFLOP/s", False, True, f"the trial failed: {error}"[:LONG])
-    return Check("device", rate, "TFLOP/s", not wrong, True, wrong[:LONG])
+        return PreflightCheck("device", 0.0, "TFLOP/s", False, True, f"the trial failed: {error}"[:MAX_TEXT_LENGTH])
+    return PreflightCheck("device", rate, "TFLOP/s", not wrong, True, wrong[:MAX_TEXT_LENGTH])
 
 
 def network_checks(
@@ -150,7 +150,7 @@ def network_checks(
     node: str = "",
     pace: Callable[[int], None] | None = None,
     ask: Callable[..., dict[str, Any]] = call,
-) -> list[Check]:
+) -> list[PreflightCheck]:
     """Latency and clock of the coordinator, bandwidth to a peer's vault.
 
     `ask` is called as `elastic.rpc.control.client.call` is.
@@ -165,16 +165,16 @@ def network_checks(
             if took < best and answer.get("now"):
                 best, offset = took, float(answer["now"]) - wall - took / 2
     except ElasticError as error:
-        return [Check("coordinator", 0.0, "s", False, False, f"it does not answer: {error}"[:LONG])]
-    checks = [Check("coordinator", best, "s", True)] if best < math.inf else []
+        return [PreflightCheck("coordinator", 0.0, "s", False, False, f"it does not answer: {error}"[:MAX_TEXT_LENGTH])]
+    checks = [PreflightCheck("coordinator", best, "s", True)] if best < math.inf else []
     if best < math.inf:
         ok = abs(offset) <= CLOCK_S
         text = "" if ok else f"the clock is {abs(offset):.0f} s off: set it (NTP)"
-        checks.append(Check("clock", offset, "s", ok, True, text))
+        checks.append(PreflightCheck("clock", offset, "s", ok, True, text))
     return [*checks, *_peer(peers[:PEERS], node, pace)]
 
 
-def _peer(nodes: Sequence[dict[str, Any]], node: str, pace: Callable[[int], None] | None) -> list[Check]:
+def _peer(nodes: Sequence[dict[str, Any]], node: str, pace: Callable[[int], None] | None) -> list[PreflightCheck]:
     """Bytes a second to the first vault that answers; nothing where there is nobody yet."""
     problems = []
     for row in nodes:
@@ -187,11 +187,11 @@ def _peer(nodes: Sequence[dict[str, Any]], node: str, pace: Callable[[int], None
         except ElasticError as error:
             problems.append(str(error))
             continue
-        return [Check("peer", PROBE_BYTES / max(seconds, 1e-9), "bytes/s", True)]
+        return [PreflightCheck("peer", PROBE_BYTES / max(seconds, 1e-9), "bytes/s", True)]
     if not problems:
         return []
     text = f"no vault of {len(problems)} peers can be reached (open the network between nodes): {problems[0]}"
-    return [Check("peer", 0.0, "bytes/s", False, True, text[:LONG])]
+    return [PreflightCheck("peer", 0.0, "bytes/s", False, True, text[:MAX_TEXT_LENGTH])]
 
 
 def standing_of(score: float) -> int:
@@ -206,7 +206,7 @@ class Gate:
     """
 
     def __init__(
-        self, mode: str, make: Callable[[], tuple[list[Check], float]], put: Callable[[Preflight], object]
+        self, mode: str, make: Callable[[], tuple[list[PreflightCheck], float]], put: Callable[[Preflight], object]
     ):
         """`mode`: on | strict | off."""
         self._mode, self._make, self._put = mode, make, put
@@ -251,5 +251,5 @@ class Gate:
         try:
             checks, score = self._make()
         except Exception as error:  # noqa: BLE001 - a node whose pre-flight breaks is not fit, whatever it is
-            checks, score = [Check("preflight", 0.0, "", False, True, f"it broke off: {error!r}"[:LONG])], 0.0
+            checks, score = [PreflightCheck("preflight", 0.0, "", False, True, f"it broke off: {error!r}"[:MAX_TEXT_LENGTH])], 0.0
         self._put(Preflight(self._mode, time.perf_counter() - began, tuple(checks), score))

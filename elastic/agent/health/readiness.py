@@ -12,13 +12,13 @@ from elastic.agent.health.monitor import Monitor
 from elastic.agent.health.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.config import JobConfig
 from elastic.core.node.node_state import NodeState
-from elastic.core.protocol.health_report import Check, HealthReport, Preflight, Refused
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
 from elastic.rpc.link_shaping import pace_of
 
 log = logging.getLogger("elastic.agent")
-News = HealthReport | Preflight | Refused
+News = HealthReport | Preflight | JoinRefused
 
 
 class Fitness:
@@ -66,7 +66,7 @@ class Fitness:
                 self._gate.made(news)
                 info = replace(state.info, standing=standing_of(news.score))
                 return replace(state, info=info), None, True
-            case Refused():
+            case JoinRefused():
                 log.error("refused, looks again in %g s: %s", news.retry_s, news.reason)
                 self._gate.refused(news.retry_s)
         return state, None, False
@@ -75,7 +75,7 @@ class Fitness:
         self._gate.close()
         self._monitor.close()
 
-    def _look(self) -> tuple[list[Check], float]:
+    def _look(self) -> tuple[list[PreflightCheck], float]:
         """Called from a thread of the gate."""
         trial = self._config.preflight == "strict"
         checks, score = local_checks(self._config.directories, self._who.memory_bytes, trial=trial)

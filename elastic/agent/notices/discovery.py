@@ -15,7 +15,7 @@ from elastic.agent.notices.file import NoticeFile
 from elastic.agent.notices.hook import Hook
 from elastic.agent.notices.metadata import Metadata
 from elastic.agent.notices.source import Source
-from elastic.core.protocol.notice_source import CLOUDS, NODE, NoticeSource, SourceKind
+from elastic.core.protocol.notice_source import CLOUDS, NODE_PLACEHOLDER, NoticeSource, SourceKind
 
 log = logging.getLogger("elastic.agent.notices")
 PROBE_S = 1.0
@@ -37,7 +37,7 @@ class Surroundings:
     """Of the hook; "": a new one."""
 
     def service(self, cloud: SourceKind, timeout_s: float = 0.0) -> Metadata:
-        base = self.services.get(cloud.value, BASES[cloud]).replace(NODE, self.node)
+        base = self.services.get(cloud.value, BASES[cloud]).replace(NODE_PLACEHOLDER, self.node)
         return Metadata(base, timeout_s) if timeout_s else Metadata(base)
 
 
@@ -45,7 +45,7 @@ def sources_of(wanted: NoticeSource, around: Surroundings) -> tuple[Source, ...]
     """What has to be read for one source; none for auto. Raises FieldError."""
     match wanted.kind:
         case SourceKind.FILE:
-            return (NoticeFile(wanted.where.replace(NODE, around.node)),)
+            return (NoticeFile(wanted.where.replace(NODE_PLACEHOLDER, around.node)),)
         case SourceKind.HTTP:
             return (Hook(wanted.where, around.node, around.cards / f"{around.node}.json", around.token),)
         case SourceKind.AUTO:

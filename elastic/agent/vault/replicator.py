@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Published
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import ElasticError, FieldError, StaleError, VaultError, VaultFull
 from elastic.domain.types import Assignment, Copy
 from elastic.rpc.bulk.compression import CompressionPolicy
@@ -51,7 +51,7 @@ class Replicator:
         acked: Callable[[int, int, bool], None],
         failed: Callable[[int, int, str, ElasticError], None],
         *,
-        timeout_s: float = DEFAULT.bulk_s,
+        timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
         prepare: Callable[[Published], None] = lambda published: None,
         pace: Callable[[int], None] | None = None,
         short: Callable[[str, str], None] = lambda peer, why: None,

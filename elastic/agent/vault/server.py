@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from elastic.agent.vault.vault import Incoming, Vault
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain import codec
 from elastic.domain.errors import (
     ChannelClosed,
@@ -76,7 +76,7 @@ class VaultServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        timeout_s: float = DEFAULT.serve_s,
+        timeout_s: float = DEFAULT_TIMEOUTS.serve_s,
         pace: Callable[[int], None] | None = None,
         compressing: CompressionPolicy | None = None,
         secure: tls.SecuritySettings | None = None,

@@ -299,7 +299,7 @@ class WorkerGroup:
 
     def _spawn(self, rank: int, ends: tuple[int, int]) -> subprocess.Popen[bytes]:
         env = worker_environment(self._config, self._launch, self._place, rank, self.tp_store, os.environ)
-        argv = lifeline.command(self._config.command.argv(os.environ.get("PYTHON_EXEC", "")))
+        argv = lifeline.tied_command(self._config.command.argv(os.environ.get("PYTHON_EXEC", "")))
         try:
             return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=ends[0], stderr=ends[1])
         finally:

@@ -8,7 +8,7 @@ from elastic.config import JobConfig
 from elastic.coordinator.metrics.counters import CoordinatorMetrics
 from elastic.coordinator.metrics.gauges import JobCollector, Standing
 from elastic.core.job.state import JobState
-from elastic.metrics import Where, new_registry, serve
+from elastic.metrics import MetricsAddress, new_registry, serve
 from elastic.rpc.security.rejections import REJECTIONS
 
 STANDBY = Standing(False, 0, 0, 0)
@@ -28,7 +28,7 @@ class Exposed:
         collector = JobCollector(config.job_id, lambda: self._reading(), self.meter, clock)
         self.meter.registry.register(collector)
         where = (config.metrics_host, port, config.run_dir, config.job_id, name, "coordinator", config.certs)
-        self._exposition = serve(self.meter.registry, Where(*where))
+        self._exposition = serve(self.meter.registry, MetricsAddress(*where))
 
     def lead(self, reading: Reading) -> CoordinatorMetrics:
         """A term begins: gauges tell of it, until `stand_by`."""

@@ -15,7 +15,7 @@ from typing import Any
 from elastic.core.job.state import JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import node_id
-from elastic.core.protocol.health_report import MANY, HealthReport
+from elastic.core.protocol.health_report import MAX_ENTRIES, HealthReport
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import FieldError
 
@@ -29,7 +29,7 @@ WIDEST, HUGEST = 1 << 64, 1e30
 """Whole numbers (seeds have 64 bits) and others are smaller: sums and products of them stay finite."""
 MOST_CHARS, MOST_ITEMS = 256 << 10, 1 << 17
 """Of a text, as a script's last words, and of a list, as the copies in a vault: of all that is said, ..."""
-BOUNDS: dict[type, tuple[int, int]] = {HealthReport: (NAME_CHARS, MANY), m.Notice: (4096, MANY)}
+BOUNDS: dict[type, tuple[int, int]] = {HealthReport: (NAME_CHARS, MAX_ENTRIES), m.Notice: (4096, MAX_ENTRIES)}
 """... but for these."""
 FREE = frozenset({"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"})
 """What the training finds: where it diverges, no numbers."""

@@ -41,7 +41,7 @@ from elastic.core.policy import drain as notices
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.core.protocol.timeouts import BEATS
+from elastic.core.protocol.timeouts import MAX_HEARTBEATS_PER_S
 from elastic.domain.types import Slot, whole_slots
 
 RETIRED = 256
@@ -217,7 +217,7 @@ def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: floa
 
 
 def _adopted(state: JobState, event: Adopted, now: float) -> Result:
-    late = now + state.policy.adopt_s + len(state.members) / BEATS  # they all come at once
+    late = now + state.policy.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S  # they all come at once
     members = {
         node: replace(mb, connected=False, closed_at=late, seen=late) for node, mb in state.members.items()
     }

@@ -1,7 +1,7 @@
-"""What backups were seen to do on a node: how fast copies are made and sent, how much that slows computing.
+"""Measured cost of backups on a node: copy rate, send rate, and the slowdown of computing.
 
-Every step of every worker gives at most one sample of each figure. They stay over changes of plan: what is not seen
-under one pair of schemes was seen under the last.
+Every step of a node adds at most one sample per figure. Samples outlive changes of plan, so a
+figure that the current schemes do not show keeps its value from the schemes before.
 """
 
 from __future__ import annotations
@@ -10,60 +10,67 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from elastic.core.protocol.messages import Measured
+from elastic.core.protocol.messages import MicrobatchTiming
 
-NEWEST = 15
-"""Samples of a figure that are kept."""
-ENOUGH = 5
-"""Samples without which a figure is not believed."""
+KEPT_SAMPLES = 15
+"""Samples kept per figure."""
+MIN_SAMPLES = 5
+"""Samples needed before a figure counts."""
 LEAST_BYTES = 1 << 16
-"""Smaller transfers tell of latency, not of bandwidth."""
+"""Smaller transfers measure latency, not bandwidth."""
 
 Samples = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
+class BackupMetrics:
     """One node's samples, newest last."""
 
     step: int = -1
     epoch: int = -1
     steps: int = 0
-    """Seen in this epoch."""
+    """Steps measured in this epoch."""
     sending: Samples = ()
-    """Bytes a second."""
+    """Bytes per second to the peer, all workers together."""
     copying: Samples = ()
-    """Bytes a second."""
+    """Bytes per second into shared memory, per worker."""
     slowed: Samples = ()
-    """Computing beside a transfer, over computing without one."""
+    """Compute time beside a transfer, divided by compute time without one."""
 
 
-def note(gauge: Gauge, epoch: int, measured: Sequence[Measured]) -> Gauge:
-    """Take note of what a node's workers measured of one step of `epoch`; of a step that is known already nothing."""
+def record_measurements(
+    metrics: BackupMetrics, epoch: int, measured: Sequence[MicrobatchTiming]
+) -> BackupMetrics:
+    """Add the measurements of a node's workers for one step of `epoch`; a known step adds none."""
     step = min((one.step for one in measured), default=-1)
-    if not measured or (gauge.epoch, gauge.step) >= (epoch, step):
-        return gauge
-    steps = gauge.steps + 1 if gauge.epoch == epoch else 1
-    told = [one.traffic for one in measured]
-    sent = [t.sent_bytes / t.sent_s for t in told if t.sent_bytes >= LEAST_BYTES and t.sent_s > 0]
-    copied = [t.copied_bytes / t.copied_s for t in told if t.copied_bytes >= LEAST_BYTES and t.copied_s > 0]
-    slowed = [one.slowed for one in measured if one.slowed > 0]
+    if not measured or (metrics.epoch, metrics.step) >= (epoch, step):
+        return metrics
+    traffic = [one.traffic for one in measured]
+    sent = [_rate(t.sent_bytes, t.sent_s) for t in traffic]
+    copied = [_rate(t.copied_bytes, t.copied_s) for t in traffic]
     return replace(
-        gauge,
+        metrics,
         step=step,
         epoch=epoch,
-        steps=steps,
-        sending=_grown(gauge.sending, [sum(sent)] if sent else []),
-        copying=_grown(gauge.copying, copied),
-        slowed=_grown(gauge.slowed, slowed),
+        steps=metrics.steps + 1 if metrics.epoch == epoch else 1,
+        sending=_with_median(metrics.sending, [sum(sent)]),
+        copying=_with_median(metrics.copying, copied),
+        slowed=_with_median(metrics.slowed, [one.slowed for one in measured]),
     )
 
 
-def _grown(samples: Samples, new: Sequence[float]) -> Samples:
-    return (*samples, *((median(new),) if new else ()))[-NEWEST:]
+def _rate(nbytes: int, seconds: float) -> float:
+    """Bytes per second; 0 if the transfer is too small to tell."""
+    return nbytes / seconds if nbytes >= LEAST_BYTES and seconds > 0 else 0.0
 
 
-def middle(figures: Iterable[Samples]) -> float:
-    """Median over nodes of the median of each; 0: none has enough samples."""
-    known = [median(samples) for samples in figures if len(samples) >= ENOUGH]
+def _with_median(samples: Samples, new: Sequence[float]) -> Samples:
+    """Add the median of the positive values of `new`, if there are any."""
+    known = [value for value in new if value > 0]
+    return (*samples, *((median(known),) if known else ()))[-KEPT_SAMPLES:]
+
+
+def median_of_nodes(figures: Iterable[Samples]) -> float:
+    """Median over nodes of each node's median; 0 if no node has enough samples."""
+    known = [median(samples) for samples in figures if len(samples) >= MIN_SAMPLES]
     return median(known) if known else 0.0

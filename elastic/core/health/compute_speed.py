@@ -1,9 +1,9 @@
-"""How fast a node computes against what its profile says: what measurements show, and what plans count with.
+"""How fast a node computes compared with its profile.
 
-A *ratio* is measured over expected seconds of one micro-batch through the node's stages. With a profile a
-node at its proper speed has ratio 1. Without one the expected seconds are only proportional figures, so the
-ratio of a proper node (`unit`) is learned: from the median of the others that hold the same layers, or else from
-the node's own first steps under a plan.
+The *ratio* of a node is the measured time of one micro-batch through its stages, divided by the
+expected time. With a profile, a node at its proper speed has ratio 1. Without one the expected
+times are only proportional figures. Then the ratio of a node at proper speed (`unit`) is learned
+from the median of other nodes with the same layers, or from the node's own first steps.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 SAMPLES, CHANGED = 3, 1.2
-"""Steps in a row that must agree before anything is believed, and the change that they must agree on: a factor above
-the one that plans count with, or below its inverse."""
+"""Consecutive steps that must agree, and the change that they must show: a factor above this one,
+or below its inverse, compared with the factor that plans use."""
 SAMPLES_UNPROFILED, CHANGED_UNPROFILED = 8, 1.5
-"""The same without a profile: a node's own first steps are a rougher measure."""
+"""The same without a profile, because a node's own first steps are a rough measure."""
 SPAN_UNPROFILED_S = 10.0
-"""They must also lie so far apart: a machine may be busy for as long as a few short steps."""
-NORMAL = 1.1
-"""Factors below this count as 1."""
+"""Without a profile the samples must also span this time: a machine may be busy for a few steps."""
+MIN_SLOW_FACTOR = 1.1
+"""Factors below this one count as 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """What is known of one node's speed."""
+class ComputeSpeed:
+    """Speed measurements of one node."""
 
     epoch: int = -1
     """Epoch of the samples."""
     samples: tuple[tuple[int, float], ...] = ()
-    """(step, ratio) of the newest steps of this epoch, `wanted` at most; the first step seen is left out."""
+    """(step, ratio) of the newest steps of this epoch, at most `wanted`, without its first one."""
     times: tuple[float, ...] = ()
-    """When they were seen; 0: unknown."""
+    """Time of each sample in seconds; 0: unknown."""
     step: int = -1
-    """Newest step seen."""
+    """Newest step measured."""
     unit: float = 0.0
-    """Ratio at the proper speed; 0: not known yet."""
+    """Ratio at proper speed; 0: not known yet."""
     factor: float = 1.0
-    """How much slower than it should be the plans take this node."""
+    """Slowdown that plans assume for this node."""
     profiled: bool = True
-    """The ratio at the proper speed is 1."""
+    """Whether the ratio at proper speed is 1."""
 
     @property
     def wanted(self) -> int:
-        """Steps that must agree."""
+        """Number of steps that must agree."""
         return SAMPLES if self.profiled else SAMPLES_UNPROFILED
 
     @property
     def change(self) -> float:
-        """What they must agree on."""
+        """Change that they must show."""
         return CHANGED if self.profiled else CHANGED_UNPROFILED
 
     @property
@@ -58,45 +58,49 @@ class Pace:
         return median(r for _, r in self.samples) if len(self.samples) == self.wanted else 0.0
 
 
-def observe(pace: Pace, epoch: int, step: int, ratio: float, at: float = 0.0) -> Pace:
-    """Take note of one step; `at`: when it was seen."""
-    if epoch != pace.epoch:
-        return replace(pace, epoch=epoch, step=step, samples=(), times=(), unit=0.0)
-    if step <= pace.step:
-        return pace
-    samples, times = (*pace.samples, (step, ratio)), (*pace.times, at)
-    return replace(pace, step=step, samples=samples[-pace.wanted :], times=times[-pace.wanted :])
+def observe(
+    speed: ComputeSpeed, epoch: int, step: int, ratio: float, at: float = 0.0
+) -> ComputeSpeed:
+    """Add the sample of one step, measured at time `at` in seconds."""
+    if epoch != speed.epoch:
+        return replace(speed, epoch=epoch, step=step, samples=(), times=(), unit=0.0)
+    if step <= speed.step:
+        return speed
+    samples, times = (*speed.samples, (step, ratio)), (*speed.times, at)
+    return replace(speed, step=step, samples=samples[-speed.wanted :], times=times[-speed.wanted :])
 
 
-def calibrate(pace: Pace, same: Sequence[Pace]) -> Pace:
-    """Set `unit` once it can be known; `same`: the others that hold the same layers in this epoch.
+def calibrate(speed: ComputeSpeed, same: Sequence[ComputeSpeed]) -> ComputeSpeed:
+    """Set `unit` once it can be known.
 
-    A node that was measured in a bad moment, and is quicker from then on, is measured anew.
+    `same` are the other nodes with the same layers in this epoch. A node that was calibrated in a
+    slow moment and is faster from then on is calibrated again.
     """
-    if pace.profiled:
-        return replace(pace, unit=1.0)
+    if speed.profiled:
+        return replace(speed, unit=1.0)
     others = [other.ratio / other.factor for other in same if other.ratio]
     if len(others) >= 2:
-        return replace(pace, unit=median(others))
-    if not pace.ratio:
-        return pace
-    quicker = pace.factor == 1.0 and max(r for _, r in pace.samples) <= pace.unit / pace.change
-    return replace(pace, unit=pace.ratio / pace.factor) if quicker or not pace.unit else pace
+        return replace(speed, unit=median(others))
+    if not speed.ratio:
+        return speed
+    faster = speed.factor == 1.0 and max(r for _, r in speed.samples) <= speed.unit / speed.change
+    return replace(speed, unit=speed.ratio / speed.factor) if faster or not speed.unit else speed
 
 
-def found(pace: Pace) -> float | None:
-    """The factor that the newest steps show, if all of them tell another one than plans count with.
+def changed_factor(speed: ComputeSpeed) -> float | None:
+    """The factor that all newest steps show, if plans assume another one; else None.
 
-    Nodes that are quicker than they should be count as they should be.
+    A node that is faster than its proper speed counts as one at proper speed.
     """
-    if not (pace.unit and pace.ratio):
+    if not (speed.unit and speed.ratio):
         return None
-    brief = bool(pace.times) and pace.times[0] > 0 and pace.times[-1] - pace.times[0] < SPAN_UNPROFILED_S
-    if brief and not pace.profiled:
+    times = speed.times
+    brief = bool(times) and times[0] > 0 and times[-1] - times[0] < SPAN_UNPROFILED_S
+    if brief and not speed.profiled:
         return None
-    factors = [ratio / pace.unit / pace.factor for _, ratio in pace.samples]
-    if not (min(factors) >= pace.change or max(factors) <= 1 / pace.change):
+    factors = [ratio / speed.unit / speed.factor for _, ratio in speed.samples]
+    if not (min(factors) >= speed.change or max(factors) <= 1 / speed.change):
         return None
-    factor = round(pace.ratio / pace.unit, 2)
-    factor = factor if factor >= NORMAL else 1.0
-    return None if factor == pace.factor else factor
+    factor = round(speed.ratio / speed.unit, 2)
+    factor = factor if factor >= MIN_SLOW_FACTOR else 1.0
+    return None if factor == speed.factor else factor

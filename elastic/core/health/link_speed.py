@@ -1,10 +1,13 @@
-"""How fast a node's link carries copies to its peer, against what it did before and what others' links do.
+"""How fast a node's link carries copies to its peer, compared with its past and with other links.
 
-One sample a report: the quickest of the copies that were sent meanwhile. What slows a single copy may be the machine,
-so the quickest counts; what slows all links at once is a busy network or a busy machine, so a link is slow only if it
-fell behind while the others did not. Small copies take the same time on any link: only rates of copies of about the
-same size are compared. A copy of a few milliseconds tells how soon both ends got a processor: a link is slow only if
-each copy takes longer by more than what the scheduler of a busy machine keeps anybody waiting.
+Each report gives one sample, the rate of the fastest copy, because a busy machine can slow a single
+copy. A link counts as slow only if
+
+- it fell behind while the others did not: a busy network slows all links at once; and
+- each copy takes longer by more than a busy machine's scheduler delays it.
+
+Rates are compared only between copies of about the same size, because small copies take the same
+time on any link.
 """
 
 from __future__ import annotations
@@ -14,81 +17,88 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 KEPT = 9
-"""Samples of the proper rate."""
+"""Samples kept of the baseline rate."""
 ENOUGH = 3
-"""Samples without which the proper rate is not known."""
+"""Samples needed before the baseline rate is known."""
 ALIKE = 2.0
-"""Copies whose sizes differ by less than this factor tell the same."""
+"""Copies are of about the same size if their sizes differ by less than this factor."""
 COMMON = 1.7
-"""Others that fell behind by this factor, too, say that it is not this link."""
+"""If the other links slowed down by this factor as well, the link is not the cause."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinkPace:
-    """What is known of the link of one node. Rates are bytes a second."""
+class LinkSpeed:
+    """Measurements of one node's link. Rates are in bytes per second."""
 
     peer: str = ""
-    """Where it sends now."""
+    """Node that it sends to now."""
     size: float = 0.0
     """Bytes of one copy."""
-    proper: tuple[float, ...] = ()
-    """Rates of when it was not slow, newest last."""
+    baseline: tuple[float, ...] = ()
+    """Rates from when the link was not slow, newest last."""
     recent: tuple[float, ...] = ()
     """Newest rates to this peer."""
 
     @property
     def usual(self) -> float:
-        """Its proper rate; 0: not known yet."""
-        return median(self.proper) if len(self.proper) >= ENOUGH else 0.0
+        """Median baseline rate; 0: not known yet."""
+        return median(self.baseline) if len(self.baseline) >= ENOUGH else 0.0
 
     @property
     def now(self) -> float:
-        """The quickest of the newest rates; 0: none is known."""
+        """The fastest of the recent rates; 0: none is known."""
         return max(self.recent, default=0.0)
 
     @property
     def share(self) -> float:
-        """What it carries now over what is proper; 1 where either is unknown."""
+        """`now` divided by `usual`; 1 if either is unknown."""
         return self.now / self.usual if self.usual and self.recent else 1.0
 
 
-def observe(pace: LinkPace, peer: str, rate: float, size: float, factor: float, windows: int) -> LinkPace:
-    """Take note of one rate, of copies of `size` bytes; `factor` and `windows`: what is slow, and how many must agree
-    on it. With copies of another size begins another measure."""
-    if rate <= 0 or size <= 0:
-        return pace
-    if not alike(pace.size, size):
-        pace = LinkPace(peer, size)
-    recent = (*(pace.recent if peer == pace.peer else ()), rate)[-windows:]
-    slow = bool(pace.usual) and rate * factor < pace.usual
-    proper = pace.proper if slow else (*pace.proper, rate)[-KEPT:]
-    return replace(pace, peer=peer, recent=recent, proper=proper)
+def record_rate(
+    link: LinkSpeed, peer: str, rate: float, size: float, factor: float, windows: int
+) -> LinkSpeed:
+    """Add one rate, measured on copies of `size` bytes.
 
-
-def slowness(
-    pace: LinkPace, others: Sequence[LinkPace], factor: float, windows: int, least_s: float
-) -> float:
-    """By what factor the link is slower than it should be; 0: it is not, or that cannot be told: copies that take
-    less than `least_s` seconds longer say nothing.
-
-    A link that is slow from the beginning shows beside at least two others; one that got slow beside itself.
+    A rate below `usual` by `factor` is slow and does not count as baseline. `windows` recent rates
+    are kept. Another size of copies starts a new measurement.
     """
-    if len(pace.recent) < windows:
+    if rate <= 0 or size <= 0:
+        return link
+    if not _alike(link.size, size):
+        link = LinkSpeed(peer, size)
+    recent = (*(link.recent if peer == link.peer else ()), rate)[-windows:]
+    slow = bool(link.usual) and rate * factor < link.usual
+    baseline = link.baseline if slow else (*link.baseline, rate)[-KEPT:]
+    return replace(link, peer=peer, recent=recent, baseline=baseline)
+
+
+def slow_factor(
+    link: LinkSpeed, others: Sequence[LinkSpeed], factor: float, windows: int, least_s: float
+) -> float:
+    """The factor by which the link is slower than it should be; 0 if it is not or cannot be told.
+
+    A link that became slow is compared with its own baseline. One that was slow from the beginning
+    is compared with at least two other links. Copies that take less than `least_s` seconds longer
+    show nothing.
+    """
+    if len(link.recent) < windows:
         return 0.0
-    known = [other for other in others if other.usual and other.recent and alike(other.size, pace.size)]
-    if pace.usual and pace.now * factor < pace.usual:
+    known = [o for o in others if o.usual and o.recent and _alike(o.size, link.size)]
+    if link.usual and link.now * factor < link.usual:
         common = median(other.share for other in known) if known else 1.0
-        return 0.0 if common * COMMON < 1.0 or _longer(pace, pace.usual) < least_s else pace.usual / pace.now
-    beside = median(other.now for other in known) if len(known) >= 2 else 0.0
-    if pace.now * factor < beside and _longer(pace, beside) >= least_s:
-        return beside / pace.now
+        ours = common * COMMON >= 1.0 and _delay_s(link, link.usual) >= least_s
+        return link.usual / link.now if ours else 0.0
+    typical = median(other.now for other in known) if len(known) >= 2 else 0.0
+    if link.now * factor < typical and _delay_s(link, typical) >= least_s:
+        return typical / link.now
     return 0.0
 
 
-def _longer(pace: LinkPace, proper: float) -> float:
-    """Seconds that a copy takes now beyond what it would at the proper rate."""
-    return pace.size / pace.now - pace.size / proper
+def _delay_s(link: LinkSpeed, proper: float) -> float:
+    """Seconds that a copy takes now beyond its time at rate `proper`."""
+    return link.size / link.now - link.size / proper
 
 
-def alike(one: float, other: float) -> bool:
+def _alike(one: float, other: float) -> bool:
     return min(one, other) * ALIKE > max(one, other)

@@ -147,10 +147,10 @@ def decide(state: JobState, now: float) -> Result:
 def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
     replayed = change.replayed
-    told = recovery.explain(assignment, change.old_plan, change.lost)
+    told = recovery.summarize(assignment, change.old_plan, change.lost)
     todo = told.todo | told.partial
     if change.old_plan is not None and change.lost and not change.boundary:
-        replayed |= recovery.replayed(
+        replayed |= recovery.replayed_microbatches(
             change.old_plan,
             frozenset(change.lost),
             todo,
@@ -161,7 +161,7 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         )
     started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
     gone = [st.layers for _, _, st in (change.old_plan or plan).stages() if st.unit.node in change.lost]
-    again = told.todo | partial.outside(
+    again = told.todo | partial.runs_beyond(
         assignment.partial, frozenset(layer for part in gone for layer in part)
     )
     change = replace(
@@ -230,7 +230,7 @@ def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ..
     """Micro-batches that each pipeline of the former plan ran in `step`, whole or in part, in order."""
     former = state.assignment
     if former is not None and former.step == step and len(former.todo) == len(plan.pipelines):
-        parts = partial.orders_of(former.plan, former.partial)
+        parts = partial.partial_orders(former.plan, former.partial)
         return tuple((*some, *whole) for some, whole in zip(parts, former.todo, strict=True))
     return tuple(pipeline.microbatches for pipeline in plan.pipelines)
 

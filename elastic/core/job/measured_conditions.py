@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import median
 
 from elastic.core.health import backup_metrics as gauges
-from elastic.core.health.backup_metrics import Gauge, middle
+from elastic.core.health.backup_metrics import BackupMetrics, median_of_nodes
 from elastic.core.job import join_policy as stay
 from elastic.core.job.state import Beat, JobState
 from elastic.core.job.stragglers import of_members, pace_of, profile_for, slow
@@ -21,8 +21,8 @@ def observe(state: JobState, event: Beat) -> JobState:
         return state
     fresh = [one for one in event.measured if one.epoch == state.plan.epoch]
     key = member.report.info.incarnation
-    known = state.gauges.get(key, Gauge())
-    gauge = gauges.note(known, state.plan.epoch, fresh)
+    known = state.gauges.get(key, BackupMetrics())
+    gauge = gauges.record_measurements(known, state.plan.epoch, fresh)
     return state if gauge is known else state.of(gauges={**of_members(state, state.gauges), key: gauge})
 
 
@@ -50,7 +50,7 @@ def measured_profile(state: JobState) -> Profile:
     here = {mb.report.info.incarnation for mb in state.members.values()}
     seen = [gauge for key, gauge in state.gauges.items() if key in here]
     link, copying, slowed = (
-        middle(getattr(gauge, name) for gauge in seen) for name in ("sending", "copying", "slowed")
+        median_of_nodes(getattr(gauge, name) for gauge in seen) for name in ("sending", "copying", "slowed")
     )
     if link:
         profile = replace(profile, link=replace(profile.link, bytes_per_s=link))

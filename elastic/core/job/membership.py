@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from elastic.core.job.state import Action, JobState, Member, Send
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import Refused
+from elastic.core.protocol.health_report import JoinRefused
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
 """After which who waits for a name asks again: soon, for the end of a killed agent's connection is on its way."""
 
 
-def occupied(state: JobState, report: m.NodeReport, now: float, asked: int = 0) -> Refused | None:
+def occupied(state: JobState, report: m.NodeReport, now: float, asked: int = 0) -> JoinRefused | None:
     """What a new incarnation is told whose name a connected member has, or one that was connected to a former
     coordinator and still has time to come back; None: the name is free. `asked`: how often it was told so before.
 
@@ -24,7 +24,7 @@ def occupied(state: JobState, report: m.NodeReport, now: float, asked: int = 0) 
     if not member.connected and now >= member.closed_at:
         return None
     retry_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(asked, 8))
-    return Refused(f"a node named {info.node} is connected, and stays until it ends or is silent", retry_s)
+    return JoinRefused(f"a node named {info.node} is connected, and stays until it ends or is silent", retry_s)
 
 
 def put(state: JobState, member: Member) -> JobState:

@@ -6,18 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import AWAY, Finding, Kind, Record, Remedy
+from elastic.core.health.diagnosis import (
+    EXCLUDING_ACTIONS,
+    FaultClass,
+    Finding,
+    HealthAction,
+    NodeHealth,
+)
 from elastic.core.job.join_policy import count
 from elastic.core.job.state import Action, JobState, Note, Result, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 
 
-def of(state: JobState, node: str) -> Record:
-    return state.health.get(node, Record())
+def of(state: JobState, node: str) -> NodeHealth:
+    return state.health.get(node, NodeHealth())
 
 
-def put(state: JobState, node: str, record: Record) -> JobState:
+def put(state: JobState, node: str, record: NodeHealth) -> JobState:
     return state.of(health={**state.health, node: record})
 
 
@@ -36,9 +42,9 @@ def note(node: str, finding: Finding) -> Note:
 def tell(state: JobState, node: str, finding: Finding) -> tuple[JobState, tuple[Action, ...]]:
     """Remember a finding, and tell of it if it is new. One whose action is to keep the node out puts it aside."""
     record = of(state, node)
-    if not health.news(record, finding):
+    if not health.is_new(record, finding):
         return put(state, node, record.found(finding)), ()
-    if finding.action in AWAY and not record.quarantined:
+    if finding.action in EXCLUDING_ACTIONS and not record.quarantined:
         record, seconds = health.quarantine(record, finding.at, state.policy.health)
         figures = {"quarantine_s": round(seconds, 3), "quarantines": record.quarantines}
         finding = replace(finding, evidence={**finding.evidence, **figures})
@@ -46,13 +52,13 @@ def tell(state: JobState, node: str, finding: Finding) -> tuple[JobState, tuple[
 
 
 def clear(
-    state: JobState, node: str, kind: Kind, reason: str, now: float
+    state: JobState, node: str, kind: FaultClass, reason: str, now: float
 ) -> tuple[JobState, tuple[Action, ...]]:
     """What was wrong is so no more."""
     record = of(state, node)
     if record.finding(kind) is None:
         return state, ()
-    told = Finding(kind, Remedy.NONE, reason, {"well": True}, now)
+    told = Finding(kind, HealthAction.NONE, reason, {"well": True}, now)
     return put(state, node, record.without(kind)), (note(node, told),)
 
 
@@ -75,13 +81,13 @@ def free(state: JobState, now: float, why: str) -> Result | None:
     return (state, tuple(notes), f"{' '.join(held)} let out of quarantine: {why}") if held else None
 
 
-def _let_out(state: JobState, node: str, record: Record, now: float, why: str) -> Result:
-    away = next((one for one in record.findings if one.action in AWAY), None)
-    kind = away.kind if away is not None else Kind.HOST
-    after = health.released(record, now)
+def _let_out(state: JobState, node: str, record: NodeHealth, now: float, why: str) -> Result:
+    away = next((one for one in record.findings if one.action in EXCLUDING_ACTIONS), None)
+    kind = away.kind if away is not None else FaultClass.HOST
+    after = health.release(record, now)
     state = put(state, node, after)
     told = Finding(
-        kind, Remedy.NONE, f"{node} may be used again: {why}", {"quarantines": after.quarantines}, now
+        kind, HealthAction.NONE, f"{node} may be used again: {why}", {"quarantines": after.quarantines}, now
     )
     member = state.members.get(node)
     if member is None:
@@ -101,7 +107,7 @@ def revive(state: JobState, now: float) -> Result | None:
         gone = member.report.phase is NodePhase.FAILED and node not in needed and node in state.health
         if gone and not holds(state, node):
             why = "its workers crashed too often: it begins anew"
-            told = Finding(Kind.PROCESS, Remedy.RESTART, why, {"cause": member.report.cause}, now)
+            told = Finding(FaultClass.PROCESS, HealthAction.RESTART, why, {"cause": member.report.cause}, now)
             state = count(state, now)
             members = {n: mb for n, mb in state.members.items() if n != node}
             return state.of(members=members), (note(node, told), Send(node, m.Fenced(why))), f"{node}: {why}"

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from elastic.core.health.backup_metrics import Gauge
-from elastic.core.health.compute_speed import Pace
-from elastic.core.health.diagnosis import Limits, Record
+from elastic.core.health.backup_metrics import BackupMetrics
+from elastic.core.health.compute_speed import ComputeSpeed
+from elastic.core.health.diagnosis import HealthLimits, NodeHealth
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import Heartbeat, Launch, NodePhase, NodeReport, Notice
-from elastic.core.protocol.timeouts import Seen, Timeouts, budget
+from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
 from elastic.domain.types import Assignment, JobSpec, Plan, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
@@ -61,7 +61,7 @@ class Policy:
     """Memory of a node for copies of others; 0: unlimited."""
     profile: Profile | None = None
     """What layers cost on which devices; None: the script's own figures."""
-    health: Limits = field(default_factory=Limits)
+    health: HealthLimits = field(default_factory=HealthLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +259,9 @@ class JobState:
     """How the job ended."""
     suspected_since: float = 0.0
     """When workers first reported lost contact in this epoch; 0: none."""
-    paces: dict[str, Pace] = field(default_factory=dict)
+    paces: dict[str, ComputeSpeed] = field(default_factory=dict)
     """How fast nodes compute, by incarnation."""
-    gauges: dict[str, Gauge] = field(default_factory=dict)
+    gauges: dict[str, BackupMetrics] = field(default_factory=dict)
     """What backups were seen to do on nodes, by incarnation."""
     weighed: tuple[float, ...] = ()
     """Figures by which the backup schemes were chosen last; (): not yet."""
@@ -277,13 +277,13 @@ class JobState:
     """Seconds without training of the last epoch changes."""
     look_again: float = 0.0
     """When nodes that were left aside are to be considered again; 0: never."""
-    health: dict[str, Record] = field(default_factory=dict)
+    health: dict[str, NodeHealth] = field(default_factory=dict)
     """What is known of nodes' health, by name."""
     durations: tuple[tuple[int, float], ...] = ()
     """(epoch, seconds) of the newest steps."""
     rebalance: str = ""
     """Why the plan is to be changed at the end of a step, for a node's health; "": it is not."""
-    seen: Seen = field(default_factory=Seen)
+    seen: LongestDurations = field(default_factory=LongestDurations)
     """The longest times measured, which limits on waiting follow from."""
     timeouts: Timeouts | None = None
     """Those limits, as they were last told."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, TypeVar
 
-from elastic.core.health.compute_speed import Pace, calibrate
+from elastic.core.health.compute_speed import ComputeSpeed, calibrate
 from elastic.core.health.compute_speed import observe as note
 from elastic.core.job.state import Beat, JobState
 from elastic.core.protocol import messages as m
@@ -16,7 +16,7 @@ from elastic.domain.types import Plan, Stage, Unit
 from elastic.planning.cost.profile import Profile, profile_of
 
 T = TypeVar("T")
-UNKNOWN = Pace()
+UNKNOWN = ComputeSpeed()
 PLANS = 4
 """Whose places are remembered."""
 MOST_ALIKE = 32
@@ -62,7 +62,7 @@ def observe(state: JobState, event: Beat) -> JobState:
     if not fresh or not any(ratios.values()):
         return state
     key = member.report.info.incarnation
-    known = state.paces.get(key, Pace(profiled=state.policy.profile is not None))
+    known = state.paces.get(key, ComputeSpeed(profiled=state.policy.profile is not None))
     pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()), state.ticked)
     pace = calibrate(pace, _same(state, event.node))
     return state.of(paces={**of_members(state, state.paces), key: pace})
@@ -76,7 +76,7 @@ def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
     return {key: value for key, value in known.items() if key in here}
 
 
-def pace_of(state: JobState, node: str) -> Pace:
+def pace_of(state: JobState, node: str) -> ComputeSpeed:
     member = state.members.get(node)
     return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
 
@@ -105,7 +105,7 @@ def profile_for(state: JobState) -> Profile:
     return state.policy.profile or profile_of(spec.layers, spec.tp, spec.tokens_per_microbatch)
 
 
-def _ratio(state: JobState, node: str, measured: m.Measured) -> float:
+def _ratio(state: JobState, node: str, measured: m.MicrobatchTiming) -> float:
     """Measured over expected seconds; 0 if nothing is expected of this worker."""
     assert state.plan is not None and state.spec is not None
     device = "" if state.policy.profile is None else state.members[node].report.info.device
@@ -127,7 +127,7 @@ def _expected(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
     return total
 
 
-def _same(state: JobState, node: str) -> list[Pace]:
+def _same(state: JobState, node: str) -> list[ComputeSpeed]:
     """Of the other nodes that hold exactly the layers that `node` holds, in this epoch."""
     assert state.plan is not None
     places = _Places.of(state.plan)

@@ -246,7 +246,7 @@ def _exited(state: NodeState, event: Exited) -> Result:
         cause=cause,
         hung=state.hung and not worker.error,
         crashes=state.crashes + 1,
-        fallen=state.fallen + 1,
+        crash_count=state.crash_count + 1,
     )
     if state.crashes > MAX_CRASHES:
         text = f"{cause}; {state.crashes} crashes without a finished installation between them"

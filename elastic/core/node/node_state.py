@@ -7,7 +7,12 @@ from typing import Any
 
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase as Phase
-from elastic.core.protocol.timeouts import DEFAULT, NOTHING, Seen, Timeouts
+from elastic.core.protocol.timeouts import (
+    DEFAULT_TIMEOUTS,
+    NO_DURATIONS,
+    LongestDurations,
+    Timeouts,
+)
 from elastic.domain.types import NodeInfo
 
 STOPPED_S = 0.4
@@ -62,7 +67,7 @@ class NodeState:
     """`cause` is a hang."""
     detect_s: float = 0.0
     crashes: int = 0
-    fallen: int = 0
+    crash_count: int = 0
     """Times that workers went down in this incarnation."""
     looked: float = 0.0
     """Time of the last look at the processes."""
@@ -70,9 +75,9 @@ class NodeState:
     failed: m.Failed | None = None
     waiting: bool = False
     """Told to halt for `epoch`, and not yet part of it: workers that attach now may still enter."""
-    seen: Seen = NOTHING
+    seen: LongestDurations = NO_DURATIONS
     """The longest times that this node's workers measured."""
-    limits: Timeouts = DEFAULT
+    limits: Timeouts = DEFAULT_TIMEOUTS
     """What follows from them, and from the silence that is tolerated."""
 
     @property
@@ -205,7 +210,7 @@ def report(state: NodeState) -> m.NodeReport:
         restart=state.launch.restart if state.launch else -1,
         step=progress[0].step if progress else 0,
         microbatch=progress[0].microbatch if progress else 0,
-        fallen=state.fallen,
+        crash_count=state.crash_count,
     )
 
 
@@ -230,7 +235,7 @@ def moved(worker: Worker, evidence: Evidence, now: float) -> Worker:
 
 
 def hung(
-    worker: Worker, stopped: bool, now: float, limits: Timeouts = DEFAULT, *, halting: bool = False
+    worker: Worker, stopped: bool, now: float, limits: Timeouts = DEFAULT_TIMEOUTS, *, halting: bool = False
 ) -> str:
     """Say why this worker is hung, or "". Being slow, or waiting for others or for storage, is never enough; but one
     that is `halting` in the middle of a step waits for nobody."""

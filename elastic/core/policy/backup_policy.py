@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.core.health.backup_metrics import Gauge
+from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.measured_conditions import weighing
 from elastic.core.job.state import Cause, CauseKind, JobState, Note, Result
@@ -60,7 +60,7 @@ def _due(state: JobState, now: float) -> bool:
     if state.trimmed < state.epoch or state.joining or now - state.weighed_at < LOOK_S:
         return False
     members = [state.members[node] for node in plan.nodes() if node in state.members]
-    known = [state.gauges.get(mb.report.info.incarnation, Gauge()) for mb in members]
+    known = [state.gauges.get(mb.report.info.incarnation, BackupMetrics()) for mb in members]
     return all(gauge.epoch == plan.epoch and gauge.steps >= STEPS for gauge in known)
 
 

@@ -14,8 +14,14 @@ from typing import Any
 
 from elastic.core.health import diagnosis as health
 from elastic.core.health import link_speed as linkpace
-from elastic.core.health.compute_speed import NORMAL
-from elastic.core.health.diagnosis import AWAY, Finding, Kind, Record, Remedy
+from elastic.core.health.compute_speed import MIN_SLOW_FACTOR
+from elastic.core.health.diagnosis import (
+    EXCLUDING_ACTIONS,
+    FaultClass,
+    Finding,
+    HealthAction,
+    NodeHealth,
+)
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import quarantine
 from elastic.core.job.quarantine import clear, of, put, tell
@@ -33,8 +39,8 @@ from elastic.core.job.state import (
 )
 from elastic.core.job.stragglers import factor
 from elastic.core.policy.slow_link import Verdict, weigh
-from elastic.core.protocol.device_errors import of_device
-from elastic.core.protocol.health_report import Check, HealthReport, Refused
+from elastic.core.protocol.device_errors import is_device_error
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, PreflightCheck
 from elastic.core.protocol.messages import NodePhase, NodeReport, Stop
 from elastic.domain.errors import EXIT_FAILURE, InfeasiblePlan
 from elastic.planning.search.search import make_plan
@@ -53,10 +59,10 @@ KEPT_MORE = 64
 
 def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Told:
     """A node's workers crashed or hung, if its report says so: restart them; if that does not help, put it aside."""
-    if report.fallen <= was.fallen or state.spec is None or state.ending is not None:
+    if report.crash_count <= was.crash_count or state.spec is None or state.ending is not None:
         return state, ()
     node, limits = report.info.node, state.policy.health
-    record = health.crashed(of(state, node), now, limits, report.fallen - was.fallen, _reached(state))
+    record = health.record_crash(of(state, node), now, limits, report.crash_count - was.crash_count, _reached(state))
     state = put(state, node, record)
     hopeless = _hopeless(state, node)
     if hopeless:
@@ -68,19 +74,19 @@ def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> To
     }
     if report.detect_s:
         evidence["detect_s"] = round(report.detect_s, 3)
-    loops = health.crash_loops(record, limits) or report.phase is NodePhase.FAILED
-    device = of_device(report.cause)
+    loops = health.is_crash_looping(record, limits) or report.phase is NodePhase.FAILED
+    device = is_device_error(report.cause)
     if not loops or record.quarantined:
         why = f"{report.cause}: its workers are started again"
-        kind = Kind.DEVICE if device and not record.quarantined else Kind.PROCESS
-        return tell(state, node, Finding(kind, Remedy.RESTART, why, evidence, now))
+        kind = FaultClass.DEVICE if device and not record.quarantined else FaultClass.PROCESS
+        return tell(state, node, Finding(kind, HealthAction.RESTART, why, evidence, now))
     excuse = _excuse(state, node, lambda one: len(one.crashes) >= 2)
     if excuse:
-        return tell(state, node, Finding(Kind.PROCESS, Remedy.RESTART, excuse, evidence, now))
-    known = record.finding(Kind.DEVICE)
-    device = device or (known is not None and known.action is not Remedy.RESTART)
+        return tell(state, node, Finding(FaultClass.PROCESS, HealthAction.RESTART, excuse, evidence, now))
+    known = record.finding(FaultClass.DEVICE)
+    device = device or (known is not None and known.action is not HealthAction.RESTART)
     why = f"its workers went down {len(record.crashes)} times: starting them again does not help"
-    kind = Kind.DEVICE if device else Kind.HOST
+    kind = FaultClass.DEVICE if device else FaultClass.HOST
     return tell(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
 
@@ -94,7 +100,7 @@ def _hopeless(state: JobState, node: str) -> str:
     limits, reached = state.policy.health, _reached(state)
     stuck = {name: one.stuck for name, one in state.health.items() if one.stuck and one.stuck_at >= reached}
     looping = sorted(name for name, times in stuck.items() if times >= limits.crashes)
-    if len(looping) >= limits.hopeless_nodes:
+    if len(looping) >= limits.fatal_nodes:
         return f"workers crash on {' '.join(looping)}, and no step is finished between"
     times = stuck.get(node, 0)
     excuse = _excuse(state, node, lambda one: len(one.crashes) >= 2) if times >= limits.hopeless else ""
@@ -110,19 +116,19 @@ def _give_up(state: JobState, why: str) -> Told:
 def departed(state: JobState, node: str, why: str, now: float) -> Told:
     """A node was lost. One that comes back only to be lost again is put aside when it comes back."""
     limits = state.policy.health
-    record = health.departed(of(state, node), now, limits)
+    record = health.record_departure(of(state, node), now, limits)
     state = _forget(put(state, node, record), now)
-    if not state.trained or record.quarantined or not health.flaps(record, limits):
+    if not state.trained or record.quarantined or not health.is_flapping(record, limits):
         return state, ()
     if _excuse(state, node, lambda one: len(one.departures) >= 2):
         return state, ()
     times = len(record.departures)
     evidence = {"departures": times, "window_s": limits.window_s, "last": why}
     reason = f"it was lost {times} times in {limits.window_s:g} s"
-    return tell(state, node, Finding(Kind.HOST, _away(state, node), reason, evidence, now))
+    return tell(state, node, Finding(FaultClass.HOST, _away(state, node), reason, evidence, now))
 
 
-def _excuse(state: JobState, node: str, too: Callable[[Record], bool]) -> str:
+def _excuse(state: JobState, node: str, too: Callable[[NodeHealth], bool]) -> str:
     """Why `node` is not put aside for what happened to it, or ""."""
     others = [other for other in state.members if other != node]
     same = [other for other in others if too(of(state, other))]
@@ -148,10 +154,10 @@ def spares(state: JobState) -> tuple[str, ...]:
     return tuple(mb.node for mb in epoch_change.candidates(state) if mb.node not in held)
 
 
-def _away(state: JobState, node: str) -> Remedy:
+def _away(state: JobState, node: str) -> HealthAction:
     held = state.plan.nodes() if state.plan is not None else ()
     there = [spare for spare in spares(state) if spare != node]
-    return Remedy.REPLACE if there and node in held else Remedy.QUARANTINE
+    return HealthAction.REPLACE if there and node in held else HealthAction.QUARANTINE
 
 
 def _forget(state: JobState, now: float) -> JobState:
@@ -162,7 +168,7 @@ def _forget(state: JobState, now: float) -> JobState:
     kept = {
         node: record
         for node, record in state.health.items()
-        if node in state.members or not health.forgettable(record, now, limits)
+        if node in state.members or not health.is_forgettable(record, now, limits)
     }
     return state.of(health=kept)
 
@@ -177,7 +183,7 @@ def seen(state: JobState, event: HealthSeen, now: float) -> Result:
     if member is None or member.report.info.incarnation != report.incarnation or state.ending is not None:
         return state, (), ""
     node, record = report.node, of(state, report.node)
-    clock = (*record.clock, round(now - report.at, 4))[-health.CLOCKS :]
+    clock = (*record.clock, round(now - report.at, 4))[-health.CLOCK_SAMPLES :]
     state = put(state, node, replace(record, report=report, clock=clock))
     actions: list[Action] = []
     for look in (_device, _storage, _host, _link):
@@ -189,34 +195,34 @@ def seen(state: JobState, event: HealthSeen, now: float) -> Result:
 
 def _device(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     record = of(state, node)
-    sick, hot = health.sick_device(record, report.devices), health.hot_device(report.devices)
-    known = record.finding(Kind.DEVICE)
+    sick, hot = health.faulty_device(record, report.devices), health.throttled_device(report.devices)
+    known = record.finding(FaultClass.DEVICE)
     if sick is not None:
         reason, evidence = sick
         errors = max(record.errors, sum(device.errors for device in report.devices))
         state = put(state, node, replace(record, errors=errors))
         excuse = "" if _feasible(state, node) else "no plan fits without it"
-        action = Remedy.NONE if excuse else _away(state, node)
+        action = HealthAction.NONE if excuse else _away(state, node)
         why = f"{reason}; {excuse}" if excuse else reason
-        return tell(state, node, Finding(Kind.DEVICE, action, why, evidence, now))
-    if known is not None and known.action in AWAY:
+        return tell(state, node, Finding(FaultClass.DEVICE, action, why, evidence, now))
+    if known is not None and known.action in EXCLUDING_ACTIONS:
         return state, ()
     if hot is not None:
         reason, evidence = hot
         slower = factor(state, node)
-        action = Remedy.REBALANCE if slower >= NORMAL else Remedy.NONE
-        return tell(state, node, Finding(Kind.DEVICE, action, reason, {**evidence, "slow": slower}, now))
-    if known is not None and known.action is Remedy.RESTART:
+        action = HealthAction.REBALANCE if slower >= MIN_SLOW_FACTOR else HealthAction.NONE
+        return tell(state, node, Finding(FaultClass.DEVICE, action, reason, {**evidence, "slow": slower}, now))
+    if known is not None and known.action is HealthAction.RESTART:
         return state, ()  # it was told of by a crash, not by the driver
-    return clear(state, node, Kind.DEVICE, "its devices are well again", now)
+    return clear(state, node, FaultClass.DEVICE, "its devices are well again", now)
 
 
 def _storage(state: JobState, node: str, report: HealthReport, now: float) -> Told:
-    found, known = health.full_disk(report, state.policy.health), of(state, node).finding(Kind.STORAGE)
+    found, known = health.full_disk(report, state.policy.health), of(state, node).finding(FaultClass.STORAGE)
     if found is None:
-        if known is None or known.action in AWAY or "error" in known.evidence:
+        if known is None or known.action in EXCLUDING_ACTIONS or "error" in known.evidence:
             return state, ()
-        return clear(state, node, Kind.STORAGE, "there is room again", now)
+        return clear(state, node, FaultClass.STORAGE, "there is room again", now)
     reason, evidence, failed = found
     if known is not None and not failed:
         return state, ()
@@ -226,34 +232,34 @@ def _storage(state: JobState, node: str, report: HealthReport, now: float) -> To
         if name in state.members and name != node and one.report
     )
     path = next((disk.path for disk in report.disks if str(evidence["path"]).startswith(disk.path)), "")
-    action, why = Remedy.NONE, "training goes on, without new checkpoints" if failed else "nothing failed yet"
-    if failed and not health.own_disk(path, report, others):
+    action, why = HealthAction.NONE, "training goes on, without new checkpoints" if failed else "nothing failed yet"
+    if failed and not health.has_own_disk(path, report, others):
         why += "; the disk is not this node's alone"
     elif failed and spares(state) and _feasible(state, node):
         action, why = _away(state, node), "the disk is its own, and a spare is at hand"
-    return tell(state, node, Finding(Kind.STORAGE, action, f"{reason}; {why}", evidence, now))
+    return tell(state, node, Finding(FaultClass.STORAGE, action, f"{reason}; {why}", evidence, now))
 
 
 def stored(state: JobState, now: float) -> Told:
     """A checkpoint is whole: whatever was refused before is written now."""
     actions: list[Action] = []
     for node, record in state.health.items():
-        known = record.finding(Kind.STORAGE)
-        if known is not None and known.action not in AWAY:
-            state, more = clear(state, node, Kind.STORAGE, "checkpoints are written again", now)
+        known = record.finding(FaultClass.STORAGE)
+        if known is not None and known.action not in EXCLUDING_ACTIONS:
+            state, more = clear(state, node, FaultClass.STORAGE, "checkpoints are written again", now)
             actions += more
     return state, tuple(actions)
 
 
 def _host(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     record, limits = of(state, node), state.policy.health
-    known = record.finding(Kind.HOST)
-    if known is not None and known.action is not Remedy.NONE:
+    known = record.finding(FaultClass.HOST)
+    if known is not None and known.action is not HealthAction.NONE:
         return state, ()
-    found = health.short_of_memory(report, limits) or health.clock_off(record, limits)
+    found = health.low_memory(report, limits) or health.clock_skew(record, limits)
     if found is None:
-        return clear(state, node, Kind.HOST, "memory and clock are well again", now)
-    return tell(state, node, Finding(Kind.HOST, Remedy.NONE, found[0], found[1], now))
+        return clear(state, node, FaultClass.HOST, "memory and clock are well again", now)
+    return tell(state, node, Finding(FaultClass.HOST, HealthAction.NONE, found[0], found[1], now))
 
 
 def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
@@ -266,16 +272,16 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     )
     size = busiest.nbytes / max(busiest.sends, 1)
     rate, by, windows = busiest.best_bytes_per_s, limits.link_factor, limits.link_windows
-    pace = linkpace.observe(record.link, busiest.peer, rate, size, by, windows)
+    pace = linkpace.record_rate(record.link, busiest.peer, rate, size, by, windows)
     state = put(state, node, replace(record, link=pace))
     others = {name: of(state, name).link for name in state.members if name != node}
-    slower = linkpace.slowness(pace, tuple(others.values()), by, windows, limits.link_least_s)
+    slower = linkpace.slow_factor(pace, tuple(others.values()), by, windows, limits.link_least_s)
     if not slower:
         return _link_well(state, node, now) if len(pace.recent) == windows else (state, ())
-    known = of(state, node).finding(Kind.LINK)
+    known = of(state, node).finding(FaultClass.LINK)
     spare = any(one != node for one in spares(state))
-    relieved = known is not None and known.action is Remedy.REBALANCE and spare
-    if not _stable(state) or (known is not None and known.action is not Remedy.NONE and not relieved):
+    relieved = known is not None and known.action is HealthAction.REBALANCE and spare
+    if not _stable(state) or (known is not None and known.action is not HealthAction.NONE and not relieved):
         return state, ()
     evidence: dict[str, Any] = {
         "peer": busiest.peer,
@@ -289,21 +295,21 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     }
     verdict = weigh(state, node, spare=spare)
     if relieved:
-        verdict = Verdict(Remedy.REPLACE, "a spare came", of(state, node).loaded)
+        verdict = Verdict(HealthAction.REPLACE, "a spare came", of(state, node).loaded)
     if verdict is None:
         return state, ()  # too few steps since to tell what it costs
     evidence["steps_slower"] = round(verdict.slowdown, 2)
-    if verdict.action is Remedy.REBALANCE:
+    if verdict.action is HealthAction.REBALANCE:
         state = put(state, node, replace(of(state, node), loaded=verdict.slowdown))
         state = state.of(rebalance=f"link of {node} to {busiest.peer} is {slower:.1f}x slower")
     reason = f"copies to {busiest.peer} go {slower:.1f}x slower than usual; {verdict.reason}"
-    return tell(state, node, Finding(Kind.LINK, verdict.action, reason, evidence, now))
+    return tell(state, node, Finding(FaultClass.LINK, verdict.action, reason, evidence, now))
 
 
 def _link_well(state: JobState, node: str, now: float) -> Told:
     record = of(state, node)
-    known = record.finding(Kind.LINK)
-    if known is None or known.action in AWAY:
+    known = record.finding(FaultClass.LINK)
+    if known is None or known.action in EXCLUDING_ACTIONS:
         return state, ()
     before = known.evidence.get("usual_bytes_per_s") or known.evidence.get("others_bytes_per_s", 0)
     if record.link.now * WELL < float(before):
@@ -311,7 +317,7 @@ def _link_well(state: JobState, node: str, now: float) -> Told:
     if record.loaded != 1.0:
         state = put(state, node, replace(record, loaded=1.0))
         state = state.of(rebalance=f"link of {node} is well again")
-    return clear(state, node, Kind.LINK, "its link is as fast as before", now)
+    return clear(state, node, FaultClass.LINK, "its link is as fast as before", now)
 
 
 # ---- the rule of a running job ----
@@ -337,7 +343,7 @@ def remedy(state: JobState, now: float) -> Result | None:
     out = [node for node in dict.fromkeys(used) if quarantine.holds(state, node)]
     if out:
         node = out[0]
-        found = next((one for one in of(state, node).findings if one.action in AWAY), None)
+        found = next((one for one in of(state, node).findings if one.action in EXCLUDING_ACTIONS), None)
         text = f"{node} is put aside: {found.reason}" if found else f"{node} is put aside"
         cause = Cause(CauseKind.OTHER, text, (node,))
         return epoch_change.begin(state.of(rebalance=""), cause, now, boundary=True)
@@ -378,21 +384,21 @@ def admit(state: JobState, report: NodeReport, now: float) -> tuple[JobState, tu
         return state, (Note("preflight", {**told, "warnings": warnings}),), True
     reason = "; ".join(f"{c.name}: {c.remedy}" for c in failed)
     again = now < record.refused_until
-    record, retry_s = health.refused(record, now, limits)
-    refused = Send(node, Refused(reason, round(retry_s, 3)))
+    record, retry_s = health.record_refusal(record, now, limits)
+    refused = Send(node, JoinRefused(reason, round(retry_s, 3)))
     news = Note("preflight", {**told, "reason": reason, "retry_s": round(retry_s, 3)})
     return put(state, node, record), (refused,) if again else (news, refused), False
 
 
-def _lame(state: JobState, node: str, score: float) -> tuple[Check, ...]:
+def _lame(state: JobState, node: str, score: float) -> tuple[PreflightCheck, ...]:
     """Where pre-flight is strict: a node much slower than the others of its kind of device is not taken."""
     kinds = {mb.report.info.device for mb in state.members.values()}
     known = sorted(s for name in state.members if name != node and (s := standing_score(state, name)) > 0)
     middle = known[len(known) // 2] if known else 0.0
-    if score <= 0 or len(kinds) > 1 or score >= state.policy.health.lame * middle:
+    if score <= 0 or len(kinds) > 1 or score >= state.policy.health.min_relative_speed * middle:
         return ()
     text = f"{score:.3g} where the others have {middle:.3g}: look for a busy or throttled device"
-    return (Check("score", score, "", False, True, text),)
+    return (PreflightCheck("score", score, "", False, True, text),)
 
 
 def standing_score(state: JobState, node: str) -> float:

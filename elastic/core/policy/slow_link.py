@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic.core.health.diagnosis import Record, Remedy
+from elastic.core.health.diagnosis import HealthAction, NodeHealth
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.state import JobState
 from elastic.core.job.stragglers import profile_for, slow
@@ -26,7 +26,7 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    action: Remedy
+    action: HealthAction
     reason: str
     slowdown: float
     """Seconds of a step now over before."""
@@ -46,19 +46,19 @@ def weigh(state: JobState, node: str, *, spare: bool) -> Verdict | None:
     if not cost:
         return None
     if cost < state.policy.health.slowed:
-        return Verdict(Remedy.NONE, f"steps take {cost:.2f} of the time before: the plan stays", cost)
+        return Verdict(HealthAction.NONE, f"steps take {cost:.2f} of the time before: the plan stays", cost)
     request = epoch_change.request(state, state.epoch + 1)
     without = _relative(state, replace(request, dead=frozenset({node})), state)
     if spare and without is not None:
         text = f"steps take {cost:.2f} times as long, and a spare is at hand"
-        return Verdict(Remedy.REPLACE, text, cost)
+        return Verdict(HealthAction.REPLACE, text, cost)
     loaded = _as_slower(state, node, cost)
     lighter = _relative(loaded, epoch_change.request(loaded, state.epoch + 1), state)
-    options = [(lighter, Remedy.REBALANCE), (without, Remedy.QUARANTINE)]
+    options = [(lighter, HealthAction.REBALANCE), (without, HealthAction.QUARANTINE)]
     known = [(after, action) for after, action in options if after is not None]
-    best, action = min(known, default=(cost, Remedy.NONE))
-    if action is Remedy.NONE or best > cost * (1 - GAIN):
-        return Verdict(Remedy.NONE, f"steps take {cost:.2f} times as long, and no plan is better", cost)
+    best, action = min(known, default=(cost, HealthAction.NONE))
+    if action is HealthAction.NONE or best > cost * (1 - GAIN):
+        return Verdict(HealthAction.NONE, f"steps take {cost:.2f} times as long, and no plan is better", cost)
     return Verdict(action, f"steps take {cost:.2f} times as long; {best:.2f} after the change", cost)
 
 
@@ -75,5 +75,5 @@ def _relative(state: JobState, request: PlanRequest, now: JobState) -> float | N
 
 
 def _as_slower(state: JobState, node: str, factor: float) -> JobState:
-    record = replace(state.health.get(node, Record()), loaded=factor)
+    record = replace(state.health.get(node, NodeHealth()), loaded=factor)
     return state.of(health={**state.health, node: record})

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from elastic.core.health.compute_speed import Pace, found
-from elastic.core.health.diagnosis import AWAY, Finding, Kind, Remedy
+from elastic.core.health.compute_speed import ComputeSpeed, changed_factor
+from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, FaultClass, Finding, HealthAction
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.quarantine import clear, of, tell
 from elastic.core.job.state import Action, Cause, CauseKind, JobState, Note, Result
@@ -30,7 +30,7 @@ def relieve(state: JobState, now: float) -> Result | None:
     assert state.plan is not None
     if not state.paces:
         return None
-    shown = [(node, pace_of(state, node), found(pace_of(state, node))) for node in state.plan.nodes()]
+    shown = [(node, pace_of(state, node), changed_factor(pace_of(state, node))) for node in state.plan.nodes()]
     changed = [
         (node, pace, factor)
         for node, pace, factor in shown
@@ -60,7 +60,7 @@ def relieve(state: JobState, now: float) -> Result | None:
     return state, (*notes, *actions), f"{reason}; {why}"
 
 
-def _common(state: JobState, node: str, pace: Pace, factor: float) -> bool:
+def _common(state: JobState, node: str, pace: ComputeSpeed, factor: float) -> bool:
     """Whether the others got slower as well: what slows all nodes is a busy machine, and no plan helps against it."""
     assert state.plan is not None
     others = [pace_of(state, other) for other in state.plan.nodes() if other != node]
@@ -71,7 +71,7 @@ def _common(state: JobState, node: str, pace: Pace, factor: float) -> bool:
 
 def _tell(
     state: JobState,
-    changed: list[tuple[str, Pace, float]],
+    changed: list[tuple[str, ComputeSpeed, float]],
     gain: float,
     why: str,
     away: tuple[str, ...],
@@ -80,17 +80,17 @@ def _tell(
     """Class and action of each node whose speed changed."""
     actions: list[Action] = []
     for node, pace, factor in changed:
-        known = of(state, node).finding(Kind.HOST)
+        known = of(state, node).finding(FaultClass.HOST)
         if factor == 1.0:
-            well = known is not None and known.action is Remedy.REBALANCE
-            state, more = clear(state, node, Kind.HOST, "as fast as before", now) if well else (state, ())
+            well = known is not None and known.action is HealthAction.REBALANCE
+            state, more = clear(state, node, FaultClass.HOST, "as fast as before", now) if well else (state, ())
         else:
-            changes = Remedy.REBALANCE if gain >= GAIN else Remedy.NONE
-            action = Remedy.REPLACE if node in away else changes
+            changes = HealthAction.REBALANCE if gain >= GAIN else HealthAction.NONE
+            action = HealthAction.REPLACE if node in away else changes
             steps = {f"step_{step}": round(ratio / pace.unit, 3) for step, ratio in pace.samples}
             reason = f"{_told(state, node, factor)}; {why}"
             finding = Finding(
-                Kind.HOST, action, reason, {"slow": factor, "before": pace.factor, **steps}, now
+                FaultClass.HOST, action, reason, {"slow": factor, "before": pace.factor, **steps}, now
             )
             state, more = tell(state, node, finding)
         actions += more
@@ -102,7 +102,7 @@ def _replacing(state: JobState, nodes: tuple[str, ...]) -> tuple[tuple[str, ...]
     if (
         not nodes
         or not spares(state)
-        or any(one.action in AWAY for n in nodes for one in of(state, n).findings)
+        or any(one.action in EXCLUDING_ACTIONS for n in nodes for one in of(state, n).findings)
     ):
         return (), ""
     request = epoch_change.request(state, state.epoch + 1)
@@ -141,7 +141,7 @@ def _told(state: JobState, node: str, factor: float) -> str:
     )
 
 
-def _note(node: str, pace: Pace, factor: float) -> Note:
+def _note(node: str, pace: ComputeSpeed, factor: float) -> Note:
     """The evidence: steps and their factors."""
     steps = {str(step): round(ratio / pace.unit, 3) for step, ratio in pace.samples}
     return Note("pace", {"node": node, "slow": factor, "before": pace.factor, "steps": steps})

@@ -1,9 +1,9 @@
-"""Whether compressing a copy before it is sent pays. Pure: what was measured in, decision and reason out.
+"""Decides whether compressing a copy before sending pays.
 
-Compressing takes time in the sender, and a core away from training; so it must win on the wire with a margin, and
-as if the two did not overlap:
+Compressing takes time and a core in the sender. So it must save time on the wire with a margin,
+even if the two do not overlap (seconds per byte):
 
-    1 / codec + fraction / link  <  MARGIN / link        (seconds per byte)
+    1 / codec + fraction / link  <  MARGIN / link
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from dataclasses import dataclass
 
 MODES = ("auto", "off", "on")
 MARGIN = 0.9
-"""Compressed, a copy must take at most this part of the time that it takes as it is."""
+"""Share of the uncompressed time that a compressed copy may take, at most."""
 SMALL_BYTES = 64 << 10
-"""Copies below this are a matter of latency."""
+"""The time of smaller copies is latency."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """What compressing pieces of a copy gave."""
+class CompressionSample:
+    """Measured result of compressing pieces of a copy."""
 
     bytes_per_s: float
-    """Bytes put in per second."""
+    """Input bytes per second."""
     fraction: float
-    """Bytes that came out for each that was put in."""
+    """Output bytes per input byte."""
 
 
-def compresses(mode: str, nbytes: int, link_bytes_per_s: float, sample: Sample | None) -> tuple[bool, str]:
-    """Whether to compress a copy of `nbytes`, and why.
+def should_compress(
+    mode: str, nbytes: int, link_bytes_per_s: float, sample: CompressionSample | None
+) -> tuple[bool, str]:
+    """Whether to compress a copy of `nbytes`, and the reason.
 
-    `link_bytes_per_s` is what the link was seen to carry, 0: unknown; `sample` is of copies of this kind, None: none.
+    `link_bytes_per_s` is the measured rate of the link, 0 if unknown; `sample` is of this kind of
+    copies, None if unknown.
     """
     if mode != "auto":
         return mode == "on", f"--compress {mode}"
@@ -39,7 +42,10 @@ def compresses(mode: str, nbytes: int, link_bytes_per_s: float, sample: Sample |
     if link_bytes_per_s <= 0 or sample is None or sample.bytes_per_s <= 0:
         return False, "nothing is known of the link yet"
     codec, link = 1e6 / sample.bytes_per_s, 1e6 / link_bytes_per_s
-    pays = codec + sample.fraction * link < MARGIN * link
-    raw = f"{link * 1e3:.2f} ms/MB on a link of {link_bytes_per_s / 1e6:.0f} MB/s"
-    packed = f"{(codec + sample.fraction * link) * 1e3:.2f} compressed (to {sample.fraction:.0%}, at"
-    return pays, f"{raw}, {packed} {sample.bytes_per_s / 1e6:.0f} MB/s)"
+    compressed = codec + sample.fraction * link
+    reason = (
+        f"{link * 1e3:.2f} ms/MB on a link of {link_bytes_per_s / 1e6:.0f} MB/s, "
+        f"{compressed * 1e3:.2f} compressed (to {sample.fraction:.0%}, "
+        f"at {sample.bytes_per_s / 1e6:.0f} MB/s)"
+    )
+    return compressed < MARGIN * link, reason

@@ -1,32 +1,33 @@
-"""Words of the errors that devices and their drivers raise: whether an error is the device's or the script's."""
+"""Classifies the texts of errors from devices and drivers: the device's fault or the script's."""
 
 from __future__ import annotations
 
-DEVICE_WORDS = (
-    "CUDA error", "CUDA driver error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error", "HIP error", "NCCL error",
-    "unhandled cuda error", "uncorrectable ECC", "ECC error", "unspecified launch failure", "NVML", "Xid",
+DEVICE_TEXTS = (
+    "CUDA error", "CUDA driver error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error",
+    "HIP error", "NCCL error", "unhandled cuda error", "uncorrectable ECC", "ECC error",
+    "unspecified launch failure", "NVML", "Xid",
 )  # fmt: skip
-"""In the text of an error: it is the device's."""
-SCRIPT_WORDS = (
+"""Texts of device errors."""
+SCRIPT_TEXTS = (
     "out of memory", "ALLOC_FAILED", "device-side assert", "no kernel image", "invalid argument",
     "invalid configuration argument", "invalid device function", "invalid device ordinal",
     "STATUS_INVALID_VALUE", "STATUS_NOT_SUPPORTED", "STATUS_BAD_PARAM",
 )  # fmt: skip
-"""In the text of a device's error: the script asked for what no device can do, another one as little as this one."""
-LINK_WORDS = ("NCCL",)
-"""In the text of a device's error: the other end may have caused it."""
+"""Texts of device errors that the script caused; every device would refuse its request."""
+LINK_TEXTS = ("NCCL",)
+"""Texts of device errors that the other end may have caused."""
 
 
-def of_device(text: str) -> bool:
-    """Whether an error of this text is for starting the worker again, perhaps elsewhere, and not the script's own."""
-    return any(word in text for word in DEVICE_WORDS) and not of_script(text)
+def is_device_error(text: str) -> bool:
+    """Whether the device is at fault, so that a restart of the worker may help."""
+    return any(part in text for part in DEVICE_TEXTS) and not is_script_error(text)
 
 
-def of_script(text: str) -> bool:
-    """Whether the script asked a device for what it cannot do."""
-    return any(word in text for word in SCRIPT_WORDS)
+def is_script_error(text: str) -> bool:
+    """Whether the script asked for something that no device can do."""
+    return any(part in text for part in SCRIPT_TEXTS)
 
 
-def of_link(text: str) -> bool:
-    """Whether the other end of a link may have caused it."""
-    return any(word in text for word in LINK_WORDS)
+def is_link_error(text: str) -> bool:
+    """Whether the other end of a link may be at fault."""
+    return any(part in text for part in LINK_TEXTS)

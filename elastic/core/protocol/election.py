@@ -1,9 +1,10 @@
-"""Who leads, as pure functions: when a lease has run out, whose stream counts, when a store is asked again.
+"""Leader election as pure functions: lease expiry, the accepted term, and pauses between retries.
 
-A store without a clock of its own (etcd shared by machines whose clocks differ) cannot say that a lease has run out.
-Whoever wants it watches the holder's renewals instead, on his own clock, and takes it when none came for the lease's
-whole time. Only time counts in which the store answered: after an outage the holder first gets the chance to renew.
-Mistakes cost a change of leader and nothing else, for every write is fenced by the lease's token.
+A store that machines with different clocks share (etcd) cannot say that a lease has expired. A
+candidate watches the holder's renewals on its own clock instead, and takes the lease when none came
+for its whole duration. Only time in which the store answered counts, so that the holder can renew
+first after an outage. A mistake changes the leader and does no other harm, because every write is
+fenced by the lease's token.
 """
 
 from __future__ import annotations
@@ -11,56 +12,63 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 RETRY_FIRST_S, RETRY_LAST_S = 0.1, 1.0
-"""Waits between two attempts to reach a store that does not answer."""
+"""First and longest pause between two attempts to reach a store."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """What one onlooker saw of a lease, on his own clock (seconds)."""
+class LeaseObservation:
+    """A candidate's view of a lease, in seconds of its own clock."""
 
     mark: int
     """Changes with every renewal."""
     since: float
-    """When this mark was first seen ..."""
+    """Time when this mark was first seen."""
     last: float
-    """... and last, without a gap in between."""
+    """Time when it was last seen, without a gap since then."""
 
 
-def sighted(before: Sighting | None, mark: int, asked: float, answered: float, ttl_s: float) -> Sighting:
-    """The onlooker asked and was answered: the lease was last renewed with `mark`.
+def observe_lease(
+    before: LeaseObservation | None, mark: int, asked: float, answered: float, ttl_s: float
+) -> LeaseObservation:
+    """The store answered that the lease was last renewed with `mark`.
 
-    An answer that was long in coming, or comes long after the one before, begins anew: the store or the onlooker
-    was held up, and so perhaps was the holder's renewal.
+    A slow answer, or a long pause since the previous one, starts the observation again: the store
+    or the candidate was delayed, and so perhaps was the holder's renewal.
     """
     gap = ttl_s / 2
-    begun = before is None or mark != before.mark or answered - asked > gap or answered - before.last > gap
-    if before is None or begun:
-        return Sighting(mark, answered, answered)
+    if (
+        before is None
+        or mark != before.mark
+        or answered - asked > gap
+        or answered - before.last > gap
+    ):
+        return LeaseObservation(mark, answered, answered)
     return replace(before, last=answered)
 
 
-def left(sighting: Sighting, ttl_s: float) -> float:
+def seconds_to_expiry(observation: LeaseObservation, ttl_s: float) -> float:
     """Seconds until the lease may be taken; 0 or less: now."""
-    return ttl_s - (sighting.last - sighting.since)
+    return ttl_s - (observation.last - observation.since)
 
 
-def accepts(term: int, highest: int, active: int | None) -> bool:
-    """Whether a node follows a coordinator of `term`, having seen `highest` and following `active` (None: nobody).
+def accepts_term(term: int, highest: int, active: int | None) -> bool:
+    """Whether a node follows a coordinator of `term`.
 
-    An older one was replaced; the same one may be reached by two addresses, and one stream is enough.
+    `highest` is the highest term seen, `active` the one that it follows now (None: none). An older
+    term was replaced. The same term over a second address is refused: one stream is enough.
     """
     return term >= highest and (active is None or term > active)
 
 
 def retry_s(failures: int) -> float:
-    """How long to wait after so many attempts in a row that failed (at least one)."""
+    """Pause in seconds after this many consecutive failures (at least one)."""
     return float(min(RETRY_LAST_S, RETRY_FIRST_S * 2 ** min(max(failures, 1) - 1, 16)))
 
 
-def follows_up(mine: str, run: str, over: str) -> bool:
-    """Whether the saved state is this coordinator's to go on with; else it is left over from an earlier run.
+def owns_saved_state(mine: str, run: str, over: str) -> bool:
+    """Whether this coordinator continues from the saved state; else an earlier run left it.
 
-    `run` is the newest run in the store, `over` the last one that ended there, `mine` the one that this coordinator
-    took part in; "": none.
+    `run` is the newest run in the store, `over` the last one that ended there, and `mine` the run
+    that this coordinator belongs to; "": none.
     """
     return bool(run) and (run != over or run == mine)

@@ -1,4 +1,4 @@
-"""Injected faults: what `--fault "kill node=2 step=3 microbatch=5"` means, and when it is due.
+"""Injected faults: the text `--fault "kill node=2 step=3 microbatch=5"`, and when one is due.
 
     kind               carried out by   own fields            default
     kill               worker           node                  (whole node, SIGKILL)
@@ -11,19 +11,20 @@
     drain              launcher         node deadline         deadline=30
     join               launcher
 
-Points, for every kind: step= (from 0, default 0) and microbatch= (from 0) or phase=. The launcher only sees
-steps, micro-batches and recoveries; the other kinds also know forward, backward, reduce and optimizer:
+Every kind has a point in time: step= (from 0, default 0) with microbatch= (from 0) or phase=. The
+launcher sees only steps, micro-batches and recoveries; the other kinds also see the phases forward,
+backward, reduce and optimizer:
 
-- nothing else: at the start of the step;
-- microbatch=m: right before the backward pass of the first micro-batch >= m that the node runs in that step
-  (phase=forward: before its forward pass);
-- phase=reduce: in the data-parallel reduction, after at least one layer was reduced;
+- step alone: at the start of the step;
+- microbatch=m: before the backward pass of the first micro-batch >= m that the node runs in that
+  step (phase=forward: before its forward pass);
+- phase=reduce: in the data-parallel reduction, after the first layer was reduced;
 - phase=optimizer: after the first layer's update;
-- phase=recovery: while installing, in a recovery at that step or later; after=N: not in the first N of them.
+- phase=recovery: while installing, in a recovery at that step or later; after=N skips the first N.
 
-A point that a node never reaches in its step (it was a spare, or ran other micro-batches) comes due at the
-first chance in a later step: a fault that is asked for is not dropped. Whoever carries a fault out claims it
-first (`elastic.config.claim_fault`), so that it happens once although workers are started again.
+If a node does not reach the point in its step (it was a spare, or ran other micro-batches), the
+fault is due at the first chance in a later step. A process claims a fault before it carries it out
+(`elastic.config.claim_fault`), so that it happens once although workers restart.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ FLAG = "--fault"
 
 
 class FaultKind(StrEnum):
+    """Kind of an injected fault."""
+
     KILL = "kill"
     KILL_WORKER = "kill-worker"
     STOP = "stop"
@@ -53,7 +56,7 @@ class FaultKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where in a step a process stands when it asks whether a fault is due."""
+    """Point of a step at which a process asks whether a fault is due."""
 
     START = "start"
     FORWARD = "forward"
@@ -64,7 +67,7 @@ class Phase(StrEnum):
 
 
 LAUNCHER_KINDS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN})
-"""Carried out by `elastic run`, from outside the nodes."""
+"""Kinds that `elastic run` carries out from outside the nodes."""
 NODE_KINDS = frozenset(FaultKind) - {FaultKind.KILL_COORDINATOR, FaultKind.JOIN}
 WORKER_KINDS = frozenset({FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW})
 _PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
@@ -80,18 +83,18 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """One injected fault. Build it with `parse_fault`, which checks that the fields belong together."""
+    """One injected fault. Build it with `parse_fault`, which checks the fields."""
 
     kind: FaultKind
     node: str = ""
-    """Node id; "" for kinds that concern no node."""
+    """Node id; "" for kinds without a node."""
     worker: int | None = None
     """Local rank; None: rank 0 (kill-worker, stop) or any rank (others)."""
     step: int = 0
     microbatch: int | None = None
     phase: Phase | None = None
     after: int = 0
-    """Recoveries to let pass first; with phase=recovery only."""
+    """Recoveries to skip; with phase=recovery only."""
     factor: float = 3.0
     duration_s: float = 5.0
     down_s: float = 5.0
@@ -103,23 +106,22 @@ class FaultSpec:
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Read a `--fault` value. Raises FieldError naming the part that is wrong."""
+    """Parse a `--fault` value. Raises FieldError that names the wrong part."""
     words = _words(text)
     try:
         kind = FaultKind(words[0])
     except ValueError:
         raise FieldError(FLAG, words[0], f"the kind is one of {', '.join(FaultKind)}") from None
     fields = _fields(text, words[1:])
-    _check_belonging(kind, fields)
-    phase = _phase(kind, fields)
+    _check_fields(kind, fields)
     return FaultSpec(
         kind=kind,
         node=node_id(fields["node"]) if "node" in fields else "",
         worker=_integer("worker", fields["worker"]) if "worker" in fields else None,
         step=_integer("step", fields.get("step", "0")),
-        microbatch=_microbatch(fields, phase),
-        phase=phase,
-        after=_after(fields, phase),
+        microbatch=_integer("microbatch", fields["microbatch"]) if "microbatch" in fields else None,
+        phase=Phase(fields["phase"]) if "phase" in fields else None,
+        after=_integer("after", fields.get("after", "0")),
         factor=_factor(fields.get("factor", "3")),
         duration_s=_seconds("duration", fields.get("duration", "5")),
         down_s=_seconds("down", fields.get("down", "5")),
@@ -128,7 +130,7 @@ def parse_fault(text: str) -> FaultSpec:
 
 
 def format_fault(spec: FaultSpec) -> str:
-    """Text that `parse_fault` reads back to an equal spec; fields at their default are left out."""
+    """Text that `parse_fault` reads back to an equal spec, without fields at their default."""
     words = [spec.kind.value]
     if spec.node:
         short = re.fullmatch(r"node(0|[1-9]\d*)", spec.node)
@@ -149,12 +151,12 @@ def format_fault(spec: FaultSpec) -> str:
 
 
 def dump_faults(specs: tuple[FaultSpec, ...]) -> str:
-    """JSON text for an environment variable; the position of a spec is its number."""
+    """JSON text for an environment variable; a spec's position is its number."""
     return json.dumps([format_fault(spec) for spec in specs])
 
 
 def load_faults(text: str) -> tuple[FaultSpec, ...]:
-    """Inverse of `dump_faults`; "" is no faults."""
+    """Inverse of `dump_faults`; "" means no faults."""
     if not text:
         return ()
     try:
@@ -176,13 +178,13 @@ def due(
     microbatch: int | None = None,
     recoveries: int = 0,
 ) -> bool:
-    """Whether `spec`, not yet carried out, is due where this worker stands.
+    """Whether `spec`, not carried out yet, is due at this point of a worker.
 
-    `phase` is the point just reached: START of `step`; right before FORWARD or BACKWARD of `microbatch`;
-    REDUCE after the first layer was reduced; OPTIMIZER after the first layer's update; RECOVERY while
-    installing, with `recoveries` earlier ones seen.
+    `phase` is the point reached: START of `step`; before FORWARD or BACKWARD of `microbatch`;
+    REDUCE after the first layer was reduced; OPTIMIZER after the first layer's update; RECOVERY
+    while installing, after `recoveries` earlier ones.
     """
-    if spec.kind in LAUNCHER_KINDS or spec.node != node or not _meant(spec, worker):
+    if spec.kind in LAUNCHER_KINDS or spec.node != node or not _concerns(spec, worker):
         return False
     if (spec.phase is Phase.RECOVERY) != (phase is Phase.RECOVERY) or step < spec.step:
         return False
@@ -198,10 +200,12 @@ def due(
     return phase is point and microbatch is not None and microbatch >= (spec.microbatch or 0)
 
 
-def launcher_due(spec: FaultSpec, *, step: int, microbatch: int, recoveries: int, recovering: bool) -> bool:
-    """Whether a fault of the launcher, not yet carried out, is due at this progress of the job.
+def launcher_due(
+    spec: FaultSpec, *, step: int, microbatch: int, recoveries: int, recovering: bool
+) -> bool:
+    """Whether a fault of the launcher, not carried out yet, is due at this progress of the job.
 
-    `recoveries` counts finished ones; `recovering`: one is under way.
+    `recoveries` counts the finished ones; `recovering` tells whether one is under way.
     """
     if spec.kind not in LAUNCHER_KINDS or step < spec.step:
         return False
@@ -211,7 +215,7 @@ def launcher_due(spec: FaultSpec, *, step: int, microbatch: int, recoveries: int
 
 
 def node_id(text: str) -> str:
-    """`2` and `node2` are the same node; other names stand for themselves."""
+    """Node id for `text`: `2` and `node2` are the same node. Raises FieldError."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
         raise FieldError(f"{FLAG} node", text, "a number (2 is node2) or a node's name")
     return f"node{int(text)}" if re.fullmatch(r"[0-9]+", text) else text
@@ -241,47 +245,32 @@ def _fields(text: str, words: list[str]) -> dict[str, str]:
     return fields
 
 
-def _check_belonging(kind: FaultKind, fields: dict[str, str]) -> None:
+def _check_fields(kind: FaultKind, fields: dict[str, str]) -> None:
+    """Raise FieldError if a field is missing or does not go with the kind or the phase."""
     if kind in NODE_KINDS and "node" not in fields:
         raise FieldError(FLAG, kind.value, f"{kind} needs node=, as in {kind.value!r} node=2")
     if kind not in NODE_KINDS and "node" in fields:
-        raise FieldError(FLAG, f"node={fields['node']}", f"{kind} concerns no node: leave node= out")
-    if "worker" in fields and kind not in WORKER_KINDS:
-        raise FieldError(FLAG, f"worker={fields['worker']}", f"goes with {', '.join(sorted(WORKER_KINDS))}")
-    for key, kinds in _OWN_FIELDS.items():
+        raise FieldError(FLAG, f"node={fields['node']}", f"{kind} has no node: leave node= out")
+    for key, kinds in {"worker": sorted(WORKER_KINDS), **_OWN_FIELDS}.items():
         if key in fields and kind not in kinds:
             raise FieldError(FLAG, f"{key}={fields[key]}", f"goes with {', '.join(kinds)}")
-
-
-def _phase(kind: FaultKind, fields: dict[str, str]) -> Phase | None:
-    if "phase" not in fields:
-        return None
-    value = fields["phase"]
-    if value not in _PHASES:
-        raise FieldError(f"{FLAG} phase", value, f"one of {', '.join(_PHASES)}")
-    if kind in LAUNCHER_KINDS and value != Phase.RECOVERY:
-        raise FieldError(f"{FLAG} phase", value, f"{kind} knows recovery only; use step= and microbatch=")
-    return Phase(value)
-
-
-def _microbatch(fields: dict[str, str], phase: Phase | None) -> int | None:
-    if "microbatch" not in fields:
-        return None
-    if phase not in (None, Phase.FORWARD, Phase.BACKWARD):
-        raise FieldError(FLAG, f"microbatch={fields['microbatch']}", f"phase={phase} has no micro-batch")
-    return _integer("microbatch", fields["microbatch"])
-
-
-def _after(fields: dict[str, str], phase: Phase | None) -> int:
-    if "after" in fields and phase is not Phase.RECOVERY:
+    phase = fields.get("phase")
+    if phase is not None and phase not in _PHASES:
+        raise FieldError(f"{FLAG} phase", phase, f"one of {', '.join(_PHASES)}")
+    if phase is not None and kind in LAUNCHER_KINDS and phase != Phase.RECOVERY:
+        remedy = f"{kind} knows recovery only; use step= and microbatch="
+        raise FieldError(f"{FLAG} phase", phase, remedy)
+    if "microbatch" in fields and phase not in (None, Phase.FORWARD, Phase.BACKWARD):
+        value = f"microbatch={fields['microbatch']}"
+        raise FieldError(FLAG, value, f"phase={phase} has no micro-batch")
+    if "after" in fields and phase != Phase.RECOVERY:
         raise FieldError(FLAG, f"after={fields['after']}", "after= goes with phase=recovery")
-    return _integer("after", fields.get("after", "0"))
 
 
-def _meant(spec: FaultSpec, worker: int) -> bool:
+def _concerns(spec: FaultSpec, worker: int) -> bool:
     if spec.worker is not None:
         return spec.worker == worker
-    return worker == 0 if spec.kind in (FaultKind.KILL_WORKER, FaultKind.STOP) else True
+    return worker == 0 or spec.kind not in (FaultKind.KILL_WORKER, FaultKind.STOP)
 
 
 def _integer(key: str, value: str) -> int:

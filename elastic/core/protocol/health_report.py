@@ -1,5 +1,6 @@
-"""What an agent sees of its node, as it tells the coordinator: `HealthReport` beside the heartbeats, `Preflight` with
-the first report. Figures alone; what they mean is decided in `elastic.core.health.diagnosis`.
+"""Reports of an agent about its node: `HealthReport`, `Preflight` and `Notice`.
+
+They hold figures only; `elastic.core.health.diagnosis` judges them.
 """
 
 from __future__ import annotations
@@ -7,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-MANY = 8
+MAX_ENTRIES = 8
 """Entries of one kind in a report, at most."""
-LONG = 200
+MAX_TEXT_LENGTH = 200
 """Characters of a text in a report, at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
-    """Room in one of the directories that a node writes to."""
+class DiskSpace:
+    """Space of one directory that a node writes to."""
 
     role: str
     """checkpoints | run | memory"""
@@ -23,54 +24,57 @@ class Disk:
     free_bytes: int
     total_bytes: int
     volume: str = ""
-    """Names the file system; the same from every node that shares it."""
+    """Identifies the file system; equal on all nodes that share it."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSeen:
-    """One accelerator, as its driver sees it."""
+class DeviceHealth:
+    """State of one accelerator as its driver reports it."""
 
     index: int
     name: str
     temperature_c: float = 0.0
     throttled: str = ""
-    """Why its clock is held down (thermal, power); "": it is not, or it is idle."""
+    """Reason for a reduced clock (thermal, power); "": not reduced, or idle."""
     errors: int = 0
     """Uncorrected memory errors since the agent started."""
     fault: str = ""
-    """What the driver says is broken: XID 79, device lost; "": nothing."""
+    """Fault that the driver reports (XID 79, device lost); "": none."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSeen:
-    """Copies sent to one peer since the last report: those large enough to tell of the link."""
+class LinkTraffic:
+    """Copies sent to one peer since the last report, without those too small to measure a link."""
 
     peer: str
     sends: int
     nbytes: int
-    """Of all of them."""
+    """Sum over the copies."""
     seconds: float
-    """Of all of them."""
+    """Sum over the copies."""
     best_bytes_per_s: float
-    """Of the quickest: what slows a single one may be the machine."""
+    """Rate of the fastest copy; the machine may slow a single one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
-    """Something that the node could not do; it goes on."""
+class FailedOperation:
+    """An operation that failed on the node; the node goes on."""
 
     what: str
     """checkpoint"""
     path: str
     detail: str
-    """The system's own words."""
+    """The system's error message."""
     count: int = 1
-    """How often since the last report."""
+    """Failures since the last report."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """Sent when something changed, and every so often otherwise. Bounded: MANY entries of a kind, LONG texts."""
+    """Health of a node, sent on changes and at intervals.
+
+    It has at most MAX_ENTRIES entries of a kind, with texts of at most MAX_TEXT_LENGTH.
+    """
 
     node: str
     incarnation: str
@@ -78,18 +82,18 @@ class HealthReport:
     """time.time() on the node."""
     epoch: int = 0
     load: float = 0.0
-    """Processes that want to run, for each core."""
+    """Runnable processes per core."""
     memory_free_bytes: int = 0
     memory_total_bytes: int = 0
-    disks: tuple[Disk, ...] = ()
-    devices: tuple[DeviceSeen, ...] = ()
-    links: tuple[LinkSeen, ...] = ()
-    mishaps: tuple[Mishap, ...] = ()
+    disks: tuple[DiskSpace, ...] = ()
+    devices: tuple[DeviceHealth, ...] = ()
+    links: tuple[LinkTraffic, ...] = ()
+    failed_operations: tuple[FailedOperation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One figure of a pre-flight."""
+class PreflightCheck:
+    """Result of one pre-flight check."""
 
     name: str
     """compute | memory | disk:ROLE | clock | coordinator | peer | device"""
@@ -97,60 +101,62 @@ class Check:
     unit: str
     ok: bool
     fatal: bool = True
-    """A node that fails it is refused; else it is only told of (and refused where pre-flight is strict)."""
+    """Whether a failure refuses the node; otherwise it warns, and refuses only in strict mode."""
     remedy: str = ""
-    """What is wrong and what to do; "": nothing is."""
+    """The problem and the remedy; "": no problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What a node found about itself before it asked to join."""
+    """Checks that a node made of itself before it asked to join."""
 
     mode: str
     """on | strict"""
     seconds: float
-    checks: tuple[Check, ...] = ()
+    checks: tuple[PreflightCheck, ...] = ()
     score: float = 0.0
-    """Speed of its devices: a figure to compare nodes of a job by, higher is quicker; 0: unknown."""
+    """Speed of its devices, comparable between nodes of a job; higher is faster, 0 is unknown."""
 
     @property
-    def failed(self) -> tuple[Check, ...]:
-        """What a node is refused for."""
+    def failed(self) -> tuple[PreflightCheck, ...]:
+        """Checks for which the node is refused."""
         return tuple(c for c in self.checks if not c.ok and (c.fatal or self.mode == "strict"))
 
     def value(self, name: str) -> float | None:
+        """Value of the check `name`, if it was made."""
         return next((c.value for c in self.checks if c.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The coordinator does not take the node: it may look at itself again, and ask, after `retry_s`."""
+class JoinRefused:
+    """The coordinator refuses the node; it may repeat its pre-flight and ask after `retry_s`."""
 
     reason: str
     retry_s: float
 
 
 class NoticeKind(StrEnum):
-    """What a node was told about its future."""
+    """Content of a notice about a node's future."""
 
     LEAVE = "leave"
-    """It goes."""
+    """The node will go."""
     HINT = "hint"
-    """It will probably go before long."""
+    """The node will probably go soon."""
     NONE = "none"
-    """Nothing (any more): it stays."""
+    """The node stays; an earlier notice no longer holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What a node was told about its own future, all providers together; said again after every reconnection."""
+    """Notice about a node's future from all its sources; sent again after every reconnect."""
 
     node: str
     incarnation: str
     kind: NoticeKind
     provider: str = ""
     deadline_s: float = 0.0
-    """Seconds from now; clocks differ."""
+    """Seconds from now, because clocks differ."""
     detail: str = ""
     final: bool = False
-    """The agent ends once the node is drained; else it waits, and joins anew if the node outlives its notice."""
+    """Whether the agent exits once the node is drained; else it waits, and joins again if the node
+    outlives the notice."""

@@ -1,13 +1,14 @@
-"""What processes say to each other. Plain frozen dataclasses; `elastic.domain.codec` puts them on the wire.
+"""Messages between workers, agents and the coordinator.
 
-Three conversations:
+They are plain frozen dataclasses; `elastic.domain.codec` encodes them. There are three connections:
 
-- worker <-> agent over a Unix socket (`elastic.rpc.frames`), one connection a worker, in order;
-- agent <-> coordinator over one gRPC stream a node (`elastic.rpc`), every envelope carrying term and epoch;
-- vault <-> vault and worker -> vault, bulk, over TCP (`elastic.agent.vault.vault`).
+- worker <-> agent: one Unix socket per worker, in order (`elastic.rpc.frames`);
+- agent <-> coordinator: one gRPC stream per node (`elastic.rpc`); every envelope carries the term
+  and the epoch;
+- vault <-> vault and worker -> vault: bulk transfers over TCP (`elastic.agent.vault.vault`).
 
-An agent reports its node's whole condition (`NodeReport`) whenever it changes and again after every reconnection:
-the coordinator never depends on having seen an earlier message.
+An agent sends its node's whole condition (`NodeReport`) whenever it changes and after every
+reconnect, so the coordinator never depends on an earlier message.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo, Slot, Step
 
 
 class NodePhase(StrEnum):
-    """What a node's workers are doing, as its agent sees them."""
+    """Phase of a node's workers, as its agent sees them."""
 
     EMPTY = "empty"
-    """No workers launched yet."""
+    """No workers were launched yet."""
     STARTING = "starting"
-    """Workers launched, not all attached (or restarting after a crash)."""
+    """Workers were launched, but not all are attached; also while they restart after a crash."""
     IDLE = "idle"
-    """All workers attached; no stage."""
+    """All workers are attached and hold no stage."""
     INSTALLING = "installing"
     RUNNING = "running"
     HALTING = "halting"
@@ -54,68 +55,71 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """A copy that a worker wrote to local shared memory."""
+    """A copy in local shared memory."""
 
     copy: Copy
     path: str
     offset: int
+    """Bytes from the start of the file `path`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Whole copies lie in shared memory; the slots may be reused once the bundle is acknowledged."""
+    """Whole copies lie in shared memory; their memory is reused once the bundle is acknowledged."""
 
     bundle: int
     copies: tuple[LocalCopy, ...]
     peer: str = ""
-    """Node whose vault must hold these before the acknowledgement; "": local only."""
+    """Node whose vault must hold them before the acknowledgement; "": the local vault is enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What backups took of one worker in a step."""
+class BackupTraffic:
+    """Backup work of one worker in one step."""
 
     copied_bytes: int = 0
     copied_s: float = 0.0
-    """Copies written to shared memory, checksums included."""
+    """Time to write copies to shared memory, with checksums."""
     waited_s: float = 0.0
-    """Its main thread stood still for an acknowledgement."""
+    """Time that the main thread waited for an acknowledgement."""
     sent_bytes: int = 0
+    """Bytes that went to a peer and arrived."""
     sent_s: float = 0.0
-    """From announcement to acknowledgement, of what went to a peer and arrived."""
+    """Their time from announcement to acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Seconds that one worker computed for one micro-batch of a step, all of its stages together: medians."""
+class MicrobatchTiming:
+    """One worker's compute time per micro-batch in a step: medians, over all its stages."""
 
     epoch: int
     step: int
     local_rank: int
     forward_s: float
     backward_s: float
-    """The whole backward pass, or both of its parts."""
+    """The whole backward pass, or the sum of its two parts."""
     slowed: float = 0.0
-    """Computing beside a transfer of copies, over computing without one; 0: one of the two was not seen."""
-    traffic: Traffic = Traffic()
+    """Compute time beside a transfer of copies, divided by that without one; 0: unknown."""
+    traffic: BackupTraffic = BackupTraffic()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Heartbeat of a worker's helper thread; `counter` grows with every action of the main thread."""
+    """Heartbeat from a worker's helper thread."""
 
     counter: int
+    """Grows with every action of the main thread."""
     activity: str
     """compute | wait | install | idle"""
     step: int
     microbatch: int
-    measured: Measured | None = None
-    """Of the newest finished step."""
+    measured: MicrobatchTiming | None = None
+    """Timing of the newest finished step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommFailed:
-    """Communication with other nodes broke; the worker has abandoned the epoch and waits for orders."""
+    """Communication with other nodes broke; the worker abandoned the epoch and waits."""
 
     epoch: int
     nodes: tuple[str, ...]
@@ -124,33 +128,33 @@ class CommFailed:
 
 @dataclass(frozen=True, slots=True)
 class Halted:
-    """Everything this worker had is published; it waits for the next assignment."""
+    """The worker published everything it had and waits for the next assignment."""
 
     epoch: int
     step: int
-    """Version of the state it holds, or -1 if none."""
+    """Version of the state that it holds; -1: none."""
     started: frozenset[int] = frozenset()
-    """Micro-batches whose forward pass was begun here in the current step."""
+    """Micro-batches of the current step whose forward pass began here."""
     sent: frozenset[int] = frozenset()
-    """Micro-batches whose activations were handed to the next stage in the current step."""
+    """Micro-batches of the current step whose activations went to the next stage."""
     record: StepRecord | None = None
-    """Record of the last step whose update this worker has begun."""
+    """Record of the last step whose update this worker began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The assignment of `epoch` is installed; the training loop goes on."""
+    """The assignment of `epoch` is installed; the training loop continues."""
 
     epoch: int
     transfer_s: float
     rebuild_s: float
     sources: tuple[str, ...] = ()
-    """Where state came from: memory | shared-memory | peer:NODE | checkpoint | initial."""
+    """Sources of the state: memory | shared-memory | peer:NODE | checkpoint | initial."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """First micro-batch of the epoch computed (its gradient added)."""
+    """The first micro-batch of the epoch is computed and its gradient added."""
 
     epoch: int
     at: float
@@ -166,7 +170,7 @@ class Protected:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Sent by one worker a step (first stage of the first pipeline, TP rank 0)."""
+    """A step is done. One worker sends it: first stage of the first pipeline, TP rank 0."""
 
     epoch: int
     record: StepRecord
@@ -179,7 +183,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class FaultReached:
-    """An injected fault that the agent carries out (partition) or merely records came due."""
+    """An injected fault is due that the agent carries out (partition) or only records."""
 
     fault: str
     at: float
@@ -187,7 +191,7 @@ class FaultReached:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All steps are done. `params_sha256` is given by the worker that computed it."""
+    """All steps are done. `params_sha256` comes from the worker that computed it."""
 
     step: int
     params_sha256: str = ""
@@ -195,7 +199,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The script cannot go on (bad configuration, error in user code). May come instead of Attach."""
+    """The script cannot go on (bad configuration, error in user code). May replace Attach."""
 
     message: str
     exit_code: int = 1
@@ -204,7 +208,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """Last words of a worker whose device broke: it ends at once, and its node starts it again."""
+    """The worker's device broke. The worker exits at once, and its node restarts it."""
 
     message: str
     local_rank: int = 0
@@ -215,7 +219,7 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Leave every epoch below `epoch`: at once, or (boundary) at the end of the running step, all together."""
+    """Leave every epoch below `epoch`: now, or (boundary) all together when the step ends."""
 
     epoch: int
     boundary: bool = False
@@ -223,13 +227,18 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Install:
+    """Enter `epoch` as `assignment` says."""
+
     epoch: int
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
-class Acked:
-    """The bundle and all before it are whole where they should be, or (not `kept`) it was given up: no room there."""
+class BundleAcknowledged:
+    """The bundle and all before it are whole in their vaults.
+
+    Without `kept` the bundle was given up because a vault had no room.
+    """
 
     bundle: int
     kept: bool = True
@@ -237,11 +246,13 @@ class Acked:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Pull the newest state of these (layer, TP rank, node that holds it) into the local vault; training goes on."""
+    """Pull the newest state of these layers into the local vault while training goes on."""
 
     epoch: int
     sources: tuple[tuple[int, int, str], ...]
+    """(layer, TP rank, node that holds it)."""
     vaults: tuple[tuple[str, str], ...]
+    """(node, host:port of its vault)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,34 +268,36 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node's whole condition. `inventory` is filled while HALTED, and on a node without live workers."""
+    """A node's whole condition."""
 
     info: NodeInfo
     phase: NodePhase
     epoch: int
-    """Highest epoch that this node has been told of."""
+    """Highest epoch that the node knows."""
     spec: JobSpec | None = None
     store: str = ""
+    """host:port of a rendezvous store that the node can host."""
     able: bool = False
-    """All workers are attached: the node can take a stage."""
+    """Whether all workers are attached, so that the node can take a stage."""
     elastic: bool = False
-    """A worker of this node has attached at least once: the script uses elastic."""
+    """Whether a worker of this node ever attached: the script uses elastic."""
     halted: tuple[Halted, ...] = ()
     ready: tuple[Ready, ...] = ()
     resumed_at: float = 0.0
     protected: int = -1
     """Highest protected epoch."""
     prefetched: int = -1
-    """Highest epoch whose prefetch is complete."""
+    """Highest epoch with a complete prefetch."""
     inventory: tuple[Copy, ...] = ()
+    """Copies in its vault; filled while HALTED, and on a node without living workers."""
     suspects: tuple[str, ...] = ()
-    """Nodes that this node's workers lost contact with in the current epoch."""
+    """Nodes that its workers lost contact with in the current epoch."""
     cause: str = ""
-    """Why workers went down last (exit code, signal, hang)."""
+    """Cause of its workers' last crash: exit code, signal or hang."""
     hung: bool = False
-    """They hung."""
+    """Whether that crash was a hang."""
     detect_s: float = 0.0
-    """From the fault to the agent's knowledge of it, when the agent can tell."""
+    """Seconds from the fault until the agent knew it; 0: unknown."""
     finished: Finished | None = None
     failed: Failed | None = None
     restart: int = -1
@@ -292,37 +305,39 @@ class NodeReport:
     step: int = 0
     """Step that the workers are in."""
     microbatch: int = 0
-    fallen: int = 0
-    """Times that this incarnation's workers crashed, or were found hung."""
+    crash_count: int = 0
+    """Crashes and hangs of this incarnation's workers."""
     preflight: Preflight | None = None
-    """What the node found about itself; only while it asks to join."""
+    """Result of the pre-flight; only while the node asks to join."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """Sign of life of a node."""
+
     node: str
     incarnation: str
     step: int
     microbatch: int
-    measured: tuple[Measured, ...] = ()
-    """Newest of each worker that computes."""
+    measured: tuple[MicrobatchTiming, ...] = ()
+    """Newest timing of each worker that computes."""
 
 
 BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
 BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT)
-"""A vault has no room for copies | a copy did not match its checksum, and was dropped."""
+"""A vault has no room for copies; a copy did not match its checksum and was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackupNote:
-    """Something about backups that the user should know; training goes on."""
+    """A warning about backups for the user; training goes on."""
 
     kind: str
     """One of BACKUP_NOTES."""
     owner: str
-    """Whose copies."""
+    """Node that made the copies."""
     keeper: str
-    """Whose vault."""
+    """Node of the vault."""
     detail: str
 
 
@@ -332,12 +347,12 @@ class CheckpointPart:
 
     step: int
     layers: tuple[Slot, ...]
-    """Of the files written."""
+    """Layers in the files written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefusalNote:
-    """This node's port refused something (`elastic.rpc.security.rejections`); told at a bounded rate."""
+    """A port of this node refused a connection or message (`elastic.rpc.refusals`)."""
 
     node: str
     port: str
@@ -345,7 +360,7 @@ class RefusalNote:
     peer: str
     detail: str
     count: int
-    """Since the one before."""
+    """Refusals since the previous note; notes are rate-limited."""
     total: int
 
 
@@ -354,21 +369,21 @@ class RefusalNote:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The job needs nothing of the node any more: end the workers, drop the vault, and join anew only if it stays."""
+    """The job no longer needs the node: end the workers, drop the vault, join anew if it stays."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The sender is no longer a member: end the workers, drop the vault and join again as a new incarnation."""
+    """The node is no member any more: end the workers, drop the vault, join as new incarnation."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start the workers, with torchrun's environment."""
+    """Start the workers with torchrun's environment."""
 
     group_rank: int
     group_world_size: int
@@ -382,7 +397,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Copies of epochs below `epoch` are no longer needed, but for logged messages of `step`, in which it began."""
+    """Drop copies of epochs below `epoch`, except logged messages of `step`, in which it began."""
 
     epoch: int
     step: int = -1

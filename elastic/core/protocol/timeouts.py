@@ -1,10 +1,12 @@
-"""One budget for time: how long a silent peer is tolerated. Every other limit follows from it and from measured times.
+"""The time budget: how long a silent peer is tolerated, and every limit that follows from it.
 
-`budget` is a pure function; docs/operate/timeouts.md shows its values. Every other constant in seconds (polling
-intervals, start-up times of programs) stands where it is used, and tests/house/time_constants.py lists it.
+`budget` is a pure function; docs/operate/timeouts.md shows its values. Other constants in seconds
+(polling intervals, start-up times) stand where they are used; tests/house/time_constants.py lists
+them.
 
-Limits scale with the tolerated silence where they wait for a sign of life. They stop growing where waiting longer shows
-nothing more (a closed connection is no silence), and stop shrinking where honest work would be taken for a fault.
+Limits that wait for a sign of life scale with the tolerated silence. They have an upper bound where
+longer waiting shows nothing more (a closed connection is not silent), and a lower bound where
+honest work would count as a fault.
 """
 
 from __future__ import annotations
@@ -12,86 +14,94 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 SILENCE_S = 3.0
-"""Tolerated when the user says nothing."""
-BEATS = 2000
-"""Signs of life a second that a coordinator is to take from a large job, unless the silence tolerated is too short."""
-_STEPS = (1.0, 2.0, 5.0)
+"""Default of the tolerated silence."""
+MAX_HEARTBEATS_PER_S = 2000
+"""Heartbeats per second that a coordinator receives, at most, unless the silence is too short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """The longest that was measured, in seconds, rounded up to 1, 2 or 5 times a power of ten; 0: nothing yet."""
+class LongestDurations:
+    """Longest measured durations in seconds, rounded up (`round_up`); 0: nothing measured yet."""
 
     step_s: float = 0.0
-    """A step."""
+    """One step."""
     microbatch_s: float = 0.0
-    """One worker computing one micro-batch."""
+    """One worker's computation of one micro-batch."""
     pause_s: float = 0.0
-    """Training standing still for a change of plan."""
+    """Pause of training for a change of plan."""
 
-    def grown(self, *, step_s: float = 0.0, microbatch_s: float = 0.0, pause_s: float = 0.0) -> Seen:
-        """With these measurements too; the same object if they are no news."""
+    def grown(
+        self, *, step_s: float = 0.0, microbatch_s: float = 0.0, pause_s: float = 0.0
+    ) -> LongestDurations:
+        """Include these measurements; the same object if none is longer."""
         if step_s <= self.step_s and microbatch_s <= self.microbatch_s and pause_s <= self.pause_s:
             return self
         return replace(
             self,
-            step_s=max(self.step_s, coarse(step_s)),
-            microbatch_s=max(self.microbatch_s, coarse(microbatch_s)),
-            pause_s=max(self.pause_s, coarse(pause_s)),
+            step_s=max(self.step_s, round_up(step_s)),
+            microbatch_s=max(self.microbatch_s, round_up(microbatch_s)),
+            pause_s=max(self.pause_s, round_up(pause_s)),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Every limit on waiting for somebody, in seconds."""
+    """Every limit on waiting for another process, in seconds."""
 
     silence_s: float
-    """A silent peer is tolerated this long: what the user gives (`--silence`)."""
+    """Tolerated silence of a peer, as the user gives it (`--silence`)."""
     heartbeat_s: float
-    """Between a node's signs of life."""
+    """Interval between a node's heartbeats."""
     lease_s: float
     """A node that is silent this long is lost."""
     closed_s: float
-    """A node whose connection closed has this long to come back before it is lost."""
+    """A node whose connection closed is lost if it does not reconnect within this time."""
     contact_s: float
-    """Workers lost contact though every node looks alive: after this long the epoch is abandoned all the same."""
+    """If workers lost contact while every node looks alive, the epoch is abandoned after this."""
     starved_s: float
-    """A coordinator that looks at the time later than this was held up itself, and blames nobody for it."""
+    """A coordinator that wakes up later than this was delayed itself and declares nobody lost."""
     adopt_s: float
-    """After a restart of the coordinator the nodes have this long to report."""
+    """Nodes have this long to report after a restart of the coordinator."""
     keepalive_s: float
-    """A connection between agent and coordinator whose pings are not answered for twice this long is closed."""
+    """A connection to the coordinator closes if pings get no answer for twice this long."""
     silent_s: float
-    """A worker that says nothing and uses no CPU this long is hung."""
+    """A worker without messages and CPU use for this long is hung."""
     stuck_s: float
-    """A worker that computes on one action, or is told to halt and does not, this long without using CPU is hung."""
+    """A worker in one action, or ignoring a halt, without CPU use for this long is hung."""
     sibling_s: float
-    """A worker whose TP collective failed waits this long to be ended or told before it takes the error for its own."""
+    """A worker with a failed TP collective waits this long for an order, then raises the error."""
     bulk_s: float
     """A transfer between vaults without progress for this long has failed."""
     serve_s: float
-    """A vault drops a client that makes no progress in the middle of a request for this long."""
+    """A vault drops a client without progress within a request for this long."""
     prefetch_s: float
-    """A joining node enters after this long even if it has not pulled all state."""
+    """A joining node enters after this long even without all state."""
     link_s: float
-    """Last resort of the transport between workers; hangs are found by progress, long before."""
+    """Last resort of the transport between workers; missing progress shows hangs long before."""
     leave_s: float
-    """With less of a notice left than this the node leaves at once, not at the end of the step."""
+    """With less time than this until its deadline a node leaves now, not at the end of the step."""
     overdue_s: float
-    """A node that is still there this long after its notice's deadline stays: the notice was false."""
+    """A node that is alive this long after its deadline stays: the notice was false."""
     alone_s: float
-    """With no node left the launcher gives the coordinator this long to end the job itself."""
+    """Without any node, the launcher gives the coordinator this long to end the job."""
 
 
 def budget(
-    silence_s: float, *, nodes: int = 0, heartbeat_s: float = 0.0, seen: Seen | None = None
+    silence_s: float,
+    *,
+    nodes: int = 0,
+    heartbeat_s: float = 0.0,
+    seen: LongestDurations | None = None,
 ) -> Timeouts:
-    """Every limit for a tolerated silence (seconds) and what was measured. `heartbeat_s`: as given; 0: it follows, also
-    from how many `nodes` there may be."""
-    silence, seen = silence_s, seen or Seen()
+    """Every limit for a tolerated silence in seconds and the measured durations `seen`.
+
+    `heartbeat_s` is the user's value; 0: it follows from the silence and the number of `nodes`.
+    """
+    silence, seen = silence_s, seen or LongestDurations()
     return Timeouts(
         silence_s=silence,
-        heartbeat_s=heartbeat_s or max(min(0.5, silence / 6), min(nodes / BEATS, silence / 3)),
+        heartbeat_s=heartbeat_s
+        or max(min(0.5, silence / 6), min(nodes / MAX_HEARTBEATS_PER_S, silence / 3)),
         lease_s=silence,
         closed_s=min(0.15, silence / 20),
         contact_s=min(0.5, silence / 6),
@@ -111,15 +121,15 @@ def budget(
     )
 
 
-def coarse(seconds: float) -> float:
-    """Round up to 1, 2 or 5 times a power of ten, so that limits change seldom; 0 for 0."""
+def round_up(seconds: float) -> float:
+    """Round up to 1, 2 or 5 times a power of ten, so that limits change seldom; 0 stays 0."""
     if not 0 < seconds < 1e12:
         return 0.0 if seconds <= 0 else 1e12
     power = 1e-6
     while power * 10 < seconds:
         power *= 10
-    return next((s * power for s in _STEPS if seconds <= s * power), power * 10)
+    return next((s * power for s in (1.0, 2.0, 5.0) if seconds <= s * power), power * 10)
 
 
-NOTHING = Seen()
-DEFAULT = budget(SILENCE_S)
+NO_DURATIONS = LongestDurations()
+DEFAULT_TIMEOUTS = budget(SILENCE_S)

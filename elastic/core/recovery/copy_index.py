@@ -1,52 +1,60 @@
-"""All copies that living vaults hold, arranged by what they are good for."""
+"""Index of the recoverable copies in the vaults of living nodes, by purpose.
+
+A *chain* is one owner's history within one epoch: its state of version s, then its updates of
+steps s, s+1, ... v-1, none missing. Applying it gives the bits that this owner had at version v.
+This holds also for floating-point sums, where two holders or two epochs may differ in the last
+bits. The copies of a chain may lie in different vaults.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from elastic.domain.ledger import to_mask
-from elastic.domain.types import LOGS, REDUCED, STATE, UPDATE, Copy, Plan, Slot
+from elastic.domain.types import LOGS, REDUCED, STATE, UPDATE, Copy, Plan, Recipe, Slot
 
-Line = tuple[str, int]
+History = tuple[str, int]
 """(owner, epoch) of copies."""
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
-    """Usable copies. Unusable, and left out: those on nodes without a vault, of other layers, TP ranks or
-    micro-batches than the plan's, empty gradients, and gradients of the last layer that lack a loss."""
+class CopyIndex:
+    """Usable copies, each tuple newest epoch first. Copies in one tuple have equal content.
+
+    Left out are copies on nodes without a vault; copies of layers, TP ranks or micro-batches that
+    the plan lacks; empty gradients; and gradients of the last layer that lack a loss.
+    """
 
     states: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
-    """(slot, version): copies, newest epoch first."""
+    """(slot, version): copies."""
     gradients: dict[tuple[Slot, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
-    """((layer, TP rank), step): ledger mask: copies, newest epoch first. Copies with the same ledger are
-    equal."""
-
+    """((layer, TP rank), step): ledger as a bit mask: copies."""
     reduced: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
-    """((layer, TP rank), step): gradients of layers with shared tensors as their update takes them."""
-
-    updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = field(default_factory=dict)
-    """Slot: (owner, epoch): step: what that update took."""
+    """((layer, TP rank), step): reduced gradients of layers with shared tensors."""
+    updates: dict[Slot, dict[History, dict[int, tuple[Copy, ...]]]] = field(default_factory=dict)
+    """Slot: (owner, epoch): step: inputs of that update."""
     logs: dict[tuple[str, int, int, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
-    """(kind, layer, step, micro-batch): TP rank: copies of one message, newest epoch first."""
+    """(kind, layer, step, micro-batch): TP rank: copies of one logged message."""
     divisions: dict[Slot, tuple[int, ...]] = field(default_factory=dict)
-    """(layer, TP rank): into how many portions its states were divided, where they were."""
-    homes: dict[tuple[Slot, int], dict[str, Copy]] = field(default_factory=dict)
-    """(slot, version): node: what `on_node` finds of `states`, each of which may lie on hundreds of nodes."""
+    """(layer, TP rank): numbers of portions into which its states were divided."""
+    by_node: dict[tuple[Slot, int], dict[str, Copy]] = field(default_factory=dict)
+    """(slot, version): node: its copy in `states`, so that no search over hundreds of nodes is
+    needed. A copy that the node made itself comes first."""
 
     @classmethod
-    def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> Shelf:
+    def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> CopyIndex:
+        """Index the usable copies of `inventory` that lie on `nodes`."""
         living, full = frozenset(nodes), (1 << plan.n_microbatches) - 1
         states: dict[tuple[Slot, int], list[Copy]] = {}
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}
         reduced: dict[tuple[Slot, int], list[Copy]] = {}
-        updates: dict[Slot, dict[Line, dict[int, tuple[Copy, ...]]]] = {}
+        updates: dict[Slot, dict[History, dict[int, tuple[Copy, ...]]]] = {}
         logs: dict[tuple[str, int, int, int], dict[int, list[Copy]]] = {}
         for copy in dict.fromkeys(inventory):
-            if copy.node not in living or not (0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp):
-                continue
-            if not 0 <= copy.portion[0] < copy.portion[1]:
+            if copy.node not in living or not _fits(copy, plan):
                 continue
             at = (copy.layer, copy.shard), copy.step
             if copy.kind == STATE:
@@ -54,35 +62,33 @@ class Shelf:
             elif copy.kind == REDUCED:
                 reduced.setdefault(at, []).append(copy)
             elif copy.kind == UPDATE:
-                line = updates.setdefault(copy.slot, {}).setdefault((copy.owner, copy.epoch), {})
-                line[copy.step] = (*line.get(copy.step, ()), copy)
+                steps = updates.setdefault(copy.slot, {}).setdefault((copy.owner, copy.epoch), {})
+                steps[copy.step] = (*steps.get(copy.step, ()), copy)
             elif copy.kind in LOGS:
                 for index in copy.microbatches:
-                    of = logs.setdefault((copy.kind, copy.layer, copy.step, index), {})
-                    of.setdefault(copy.shard, []).append(copy)
-            elif (
-                copy.microbatches
-                and not (mask := to_mask(copy.microbatches)) & ~full
-                and _has_losses(copy, plan)
-            ):
-                gradients.setdefault(at, {}).setdefault(mask, []).append(copy)
-        sorted_states = {at: _newest_first(copies) for at, copies in states.items()}
+                    ranks = logs.setdefault((copy.kind, copy.layer, copy.step, index), {})
+                    ranks.setdefault(copy.shard, []).append(copy)
+            elif copy.microbatches and _has_losses(copy, plan):
+                mask = to_mask(copy.microbatches)
+                if not mask & ~full:
+                    gradients.setdefault(at, {}).setdefault(mask, []).append(copy)
+        sorted_states = _newest_first(states)
         return cls(
-            sorted_states,
-            {at: {m: _newest_first(c) for m, c in by.items()} for at, by in gradients.items()},
-            {at: _newest_first(copies) for at, copies in reduced.items()},
-            updates,
-            {at: {s: _newest_first(c) for s, c in by.items()} for at, by in logs.items()},
-            _divisions(states),
-            {at: _homes(copies) for at, copies in sorted_states.items()},
+            states=sorted_states,
+            gradients={at: _newest_first(by_mask) for at, by_mask in gradients.items()},
+            reduced=_newest_first(reduced),
+            updates=updates,
+            logs={at: _newest_first(by_rank) for at, by_rank in logs.items()},
+            divisions=_divisions(states),
+            by_node={at: _by_node(copies) for at, copies in sorted_states.items()},
         )
 
     def versions(self, slot: Slot) -> list[int]:
-        """Versions of which a state copy of `slot`, or of a portion of it, exists, ascending."""
+        """Versions with a state copy of `slot`, or of a portion of it, ascending."""
         return sorted({version for at, version in self.states if at[: len(slot)] == slot})
 
     def equals(self, copy: Copy) -> tuple[Copy, ...]:
-        """Copies of the same content, `copy` included."""
+        """Copies with the same purpose and content as `copy`, itself included."""
         at = (copy.layer, copy.shard), copy.step
         if copy.kind == STATE:
             return self.states[copy.slot, copy.step]
@@ -92,28 +98,76 @@ class Shelf:
             return self.updates[copy.slot][copy.owner, copy.epoch][copy.step]
         return self.gradients[at][to_mask(copy.microbatches)]
 
+    def substitutes(self, recipe: Recipe, copy: Copy) -> list[Copy]:
+        """Copies that can replace `copy` in `recipe`, itself included.
+
+        They are byte-equal; within a chain they also have the same owner and epoch.
+        """
+        chained = recipe.updates and copy.kind in (STATE, UPDATE)
+        return [
+            other
+            for other in self.equals(copy)
+            if (other.nbytes, other.checksum) == (copy.nbytes, copy.checksum)
+            and not (chained and (other.owner, other.epoch) != (copy.owner, copy.epoch))
+        ]
+
     @property
     def newest(self) -> int:
-        """The highest state version of which any copy exists, or that an update was made to; or -1."""
+        """The highest version of any state copy or update result; -1 without any."""
         return max(self.updated | {version for _, version in self.states}, default=-1)
 
     @property
     def updated(self) -> set[int]:
-        """Versions that updates lead to."""
-        return {step + 1 for lines in self.updates.values() for steps in lines.values() for step in steps}
+        """Versions that result from updates."""
+        return {
+            step + 1
+            for histories in self.updates.values()
+            for steps in histories.values()
+            for step in steps
+        }
+
+    def chains(self, slot: Slot, version: int) -> Iterator[tuple[Sequence[Copy], ...]]:
+        """All chains that lead to `version`: the state, then at least one update, in order.
+
+        Each element lists equal copies; any of them will do.
+        """
+        for history, updates in self.updates.get(slot, {}).items():
+            base = version - 1
+            while base in updates:
+                states = self._states_of(slot, base, history)
+                if states:
+                    yield states, *(updates[step] for step in range(base, version))
+                base -= 1
+
+    def missing_link(self, slot: Slot, version: int) -> str:
+        """Say which update the longest chain towards `version` lacks; "" if no chain begins."""
+        best = (-1, -1)
+        for history, updates in self.updates.get(slot, {}).items():
+            for base in self.versions(slot):
+                if base < version and self._states_of(slot, base, history):
+                    gap = next((s for s in range(base, version) if s not in updates), version)
+                    best = max(best, (gap, base))
+        gap, base = best
+        if not -1 < gap < version:
+            return ""
+        return f"state {base} is left, but not the update of step {gap}"
+
+    def _states_of(self, slot: Slot, version: int, history: History) -> list[Copy]:
+        copies = self.states.get((slot, version), ())
+        return [copy for copy in copies if (copy.owner, copy.epoch) == history]
 
 
-def on_node(copies: Sequence[Copy], node: str) -> Copy | None:
-    """Return the copy that lies on `node`, made there if possible, or None."""
+def copy_on(copies: Sequence[Copy], node: str) -> Copy | None:
+    """Return the copy that lies on `node`, preferably made there, or None."""
     local = [copy for copy in copies if copy.node == node]
     return next((copy for copy in local if copy.owner == node), local[0] if local else None)
 
 
-def _homes(copies: Sequence[Copy]) -> dict[str, Copy]:
+def _by_node(copies: Sequence[Copy]) -> dict[str, Copy]:
     found: dict[str, Copy] = {}
     for copy in copies:
-        held = found.get(copy.node)
-        if held is None or (copy.owner == copy.node and held.owner != copy.node):
+        known = found.get(copy.node)
+        if known is None or (copy.owner == copy.node and known.owner != copy.node):
             found[copy.node] = copy
     return found
 
@@ -126,9 +180,18 @@ def _divisions(states: Iterable[tuple[Slot, int]]) -> dict[Slot, tuple[int, ...]
     return {slot: tuple(sorted(numbers)) for slot, numbers in found.items()}
 
 
+def _fits(copy: Copy, plan: Plan) -> bool:
+    """Whether the plan has this layer and TP rank, and the portion is valid."""
+    index, number = copy.portion
+    return 0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp and 0 <= index < number
+
+
 def _has_losses(copy: Copy, plan: Plan) -> bool:
-    return copy.layer != plan.n_layers - 1 or copy.microbatches <= {index for index, _ in copy.losses}
+    return copy.layer != plan.n_layers - 1 or copy.microbatches <= {i for i, _ in copy.losses}
 
 
-def _newest_first(copies: list[Copy]) -> tuple[Copy, ...]:
-    return tuple(sorted(copies, key=lambda c: (-c.epoch, -c.sequence, c.node, c.owner)))
+def _newest_first(groups: dict[K, list[Copy]]) -> dict[K, tuple[Copy, ...]]:
+    return {
+        key: tuple(sorted(copies, key=lambda c: (-c.epoch, -c.sequence, c.node, c.owner)))
+        for key, copies in groups.items()
+    }

@@ -1,9 +1,10 @@
-"""Which micro-batches only some layers have to run again, between messages that their senders logged.
+"""Finds the layers that run a micro-batch again, using messages that stages logged.
 
-A micro-batch that some layers lack runs through those layers alone if the input of the first and the gradient of the
-last one's output are at hand; layer 0 reads the data, the last layer gives the loss. Where a message is gone, the
-nearest one further out is taken: the layers between have the micro-batch, compute it again and add nothing. What comes
-to all layers in this way is an ordinary run.
+If only some layers lack a micro-batch, it runs through these layers alone. This needs the input of
+the first layer and the gradient of the last layer's output; layer 0 reads the data and the last
+layer gives the loss. If a message is gone, the run extends to the nearest logged message further
+out. The layers between them already have the micro-batch: they compute it again and add nothing.
+A run that extends to all layers is an ordinary run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from elastic.core.recovery.copy_index import Shelf, on_node
+from elastic.core.recovery.copy_index import CopyIndex, copy_on
 from elastic.domain.ledger import format_indices
 from elastic.domain.types import (
     ACTIVATION,
@@ -25,72 +26,80 @@ from elastic.domain.types import (
     Unit,
 )
 
-Span = tuple[int, int]
+LayerRange = tuple[int, int]
 """Layers [first, last)."""
 
 
-def split(
-    plan: Plan, shelf: Shelf, step: int, covered: Sequence[int], left: Iterable[int]
-) -> tuple[list[tuple[int, Span]], list[int]]:
-    """Return those of the micro-batches `left` that some layers run, with these layers, and those that all run.
+def split_runs(
+    plan: Plan, index: CopyIndex, step: int, covered: Sequence[int], left: Iterable[int]
+) -> tuple[list[tuple[int, LayerRange]], list[int]]:
+    """Divide the micro-batches `left` into those that some layers run and those that all run.
 
-    `covered`: for each layer the mask of micro-batches that it has.
+    `covered` gives for each layer the mask of micro-batches that it has. Returns
+    ([(micro-batch, layers)], [micro-batch]).
     """
-    partial: list[tuple[int, Span]] = []
+    partial: list[tuple[int, LayerRange]] = []
     full: list[int] = []
-    for index in left:
-        lacking = [layer for layer, mask in enumerate(covered) if not mask >> index & 1]
-        spans = _spans(plan, shelf, step, index, lacking)
-        if spans == [(0, plan.n_layers)]:
-            full.append(index)
+    for microbatch in left:
+        lacking = [layer for layer, mask in enumerate(covered) if not mask >> microbatch & 1]
+        ranges = _ranges(plan, index, step, microbatch, lacking)
+        if ranges == [(0, plan.n_layers)]:
+            full.append(microbatch)
         else:
-            partial += [(index, span) for span in spans]
+            partial += [(microbatch, layers) for layers in ranges]
     partial.sort(key=lambda run: (run[1], run[0]))
     return partial, full
 
 
-def _spans(plan: Plan, shelf: Shelf, step: int, index: int, lacking: Sequence[int]) -> list[Span]:
-    """The fewest layers around those `lacking`, in spans between logged messages; disjoint, ascending."""
-    found: list[Span] = []
+def _ranges(
+    plan: Plan, index: CopyIndex, step: int, microbatch: int, lacking: Sequence[int]
+) -> list[LayerRange]:
+    """The fewest layers that include `lacking`: disjoint ranges between logged messages."""
+
+    def is_logged(kind: str, layer: int) -> bool:
+        return len(index.logs.get((kind, layer, step, microbatch), ())) == plan.tp
+
+    found: list[LayerRange] = []
     for _, group in groupby(enumerate(lacking), lambda item: item[1] - item[0]):
         layers = [layer for _, layer in group]
         first, last = layers[0], layers[-1] + 1
-        while first > 0 and not _logged(plan, shelf, ACTIVATION, first, step, index):
+        while first > 0 and not is_logged(ACTIVATION, first):
             first -= 1
-        while last < plan.n_layers and not _logged(plan, shelf, COTANGENT, last, step, index):
+        while last < plan.n_layers and not is_logged(COTANGENT, last):
             last += 1
-        while found and found[-1][1] > first:  # a layer that lacks it must not run it twice
+        while found and found[-1][1] > first:  # A layer that lacks it must not run it twice.
             before = found.pop()
             first, last = min(first, before[0]), max(last, before[1])
         found.append((first, last))
     return found
 
 
-def _logged(plan: Plan, shelf: Shelf, kind: str, layer: int, step: int, index: int) -> bool:
-    return len(shelf.logs.get((kind, layer, step, index), ())) == plan.tp
-
-
-def share_out(
-    plan: Plan, shelf: Shelf, step: int, runs: Iterable[tuple[int, Span]], layers: Sequence[LayerSpec]
+def assign_runs(
+    plan: Plan,
+    index: CopyIndex,
+    step: int,
+    runs: Iterable[tuple[int, LayerRange]],
+    layers: Sequence[LayerSpec],
 ) -> tuple[tuple[PartialRun, ...], tuple[float, ...]]:
-    """Give every run to a pipeline so that the busiest unit is done earliest. Return also how long each pipeline's is.
+    """Assign every run to a pipeline so that the busiest unit finishes earliest.
 
-    Runs of the same layers go through a pipeline's units one behind the other.
+    Returns the runs, and for each pipeline the time that its busiest unit needs for them, in the
+    unit of the layers' figures. Runs of the same layers follow each other through a pipeline.
     """
-    busy = [dict.fromkeys((stage.unit for stage in pipeline.stages), 0.0) for pipeline in plan.pipelines]
-    dealt: list[PartialRun] = []
-    for index, span in runs:
-        after = [_with(busy[p], pipeline, span, layers) for p, pipeline in enumerate(plan.pipelines)]
+    busy = [dict.fromkeys((st.unit for st in p.stages), 0.0) for p in plan.pipelines]
+    assigned: list[PartialRun] = []
+    for microbatch, span in runs:
+        after = [_with_run(busy[p], pl, span, layers) for p, pl in enumerate(plan.pipelines)]
         best = min(range(len(after)), key=lambda p: (max(after[p].values()), p))
         busy[best] = after[best]
-        dealt.append(_with_copies(plan, shelf, step, PartialRun(best, index, *span)))
-    return tuple(dealt), tuple(max(load.values()) for load in busy)
+        assigned.append(_with_copies(plan, index, step, PartialRun(best, microbatch, *span)))
+    return tuple(assigned), tuple(max(load.values()) for load in busy)
 
 
-def _with(
-    busy: Mapping[Unit, float], pipeline: Pipeline, span: Span, layers: Sequence[LayerSpec]
+def _with_run(
+    busy: Mapping[Unit, float], pipeline: Pipeline, span: LayerRange, layers: Sequence[LayerSpec]
 ) -> dict[Unit, float]:
-    """`busy` after one more run of `span`."""
+    """`busy` after one more run of the layers `span`."""
     after = dict(busy)
     for stage in pipeline.stages:
         inside = range(max(stage.first, span[0]), min(stage.last, span[1]))
@@ -98,20 +107,20 @@ def _with(
     return after
 
 
-def _with_copies(plan: Plan, shelf: Shelf, step: int, run: PartialRun) -> PartialRun:
-    """`run` with what it starts from: copies on the node that needs them where there are such, else the newest."""
+def _with_copies(plan: Plan, index: CopyIndex, step: int, run: PartialRun) -> PartialRun:
+    """`run` with its messages: copies on the node that needs them, else the newest ones."""
 
-    def taken(kind: str, boundary: int, layer: int) -> tuple[Copy, ...]:
+    def messages(kind: str, boundary: int, layer: int) -> tuple[Copy, ...]:
         if not 0 < boundary < plan.n_layers:
             return ()
         node = plan.holders(layer)[run.pipeline].node
-        by_rank = shelf.logs[kind, boundary, step, run.microbatch]
-        return tuple(on_node(by_rank[rank], node) or by_rank[rank][0] for rank in range(plan.tp))
+        by_rank = index.logs[kind, boundary, step, run.microbatch]
+        return tuple(copy_on(by_rank[rank], node) or by_rank[rank][0] for rank in range(plan.tp))
 
     return replace(
         run,
-        inputs=taken(ACTIVATION, run.first, run.first),
-        gradients=taken(COTANGENT, run.last, run.last - 1),
+        inputs=messages(ACTIVATION, run.first, run.first),
+        gradients=messages(COTANGENT, run.last, run.last - 1),
     )
 
 
@@ -125,12 +134,12 @@ def fetched_bytes(plan: Plan, runs: Iterable[PartialRun]) -> int:
     return total
 
 
-def outside(runs: Iterable[PartialRun], layers: frozenset[int]) -> frozenset[int]:
-    """Micro-batches of those runs that go through other layers than `layers`."""
-    return frozenset(run.microbatch for run in runs if not layers.issuperset(range(run.first, run.last)))
+def runs_beyond(runs: Iterable[PartialRun], layers: frozenset[int]) -> frozenset[int]:
+    """Micro-batches of the runs that go through layers besides `layers`."""
+    return frozenset(r.microbatch for r in runs if not layers.issuperset(range(r.first, r.last)))
 
 
-def orders_of(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, ...], ...]:
+def partial_orders(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, ...], ...]:
     """Micro-batches that each pipeline runs in part, in order."""
     return tuple(
         tuple(dict.fromkeys(run.microbatch for run in runs if run.pipeline == p))
@@ -138,12 +147,12 @@ def orders_of(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, ...], 
     )
 
 
-def describe(runs: Iterable[PartialRun]) -> str:
+def describe_runs(runs: Iterable[PartialRun]) -> str:
     """Print as "0-3 (layers 2-3), 5 (layers 0-3)"; empty for none."""
-    spans: dict[Span, list[int]] = {}
+    ranges: dict[LayerRange, list[int]] = {}
     for run in runs:
-        spans.setdefault((run.first, run.last), []).append(run.microbatch)
+        ranges.setdefault((run.first, run.last), []).append(run.microbatch)
     return ", ".join(
-        f"{format_indices(sorted(indices))} (layers {format_indices(list(range(*span)))})"
-        for span, indices in sorted(spans.items())
+        f"{format_indices(sorted(indices))} (layers {format_indices(range(*layers))})"
+        for layers, indices in sorted(ranges.items())
     )

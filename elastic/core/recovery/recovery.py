@@ -1,38 +1,48 @@
-"""How every layer comes to one and the same version, from whatever copies are left: the proof behind each
-recovery.
+"""Recovery: from the copies that are left to an `Assignment` for every worker.
 
-A (layer, TP rank) can be brought to version v if
+Invariants of the result:
 
-- a copy of its state of version v exists in a living vault; or
-- a copy of an older version s and what the updates of steps s to v-1 took, all made by one owner in one epoch
-  (`elastic.core.recovery.replay_chains`); or
-- version v-1, had in one of these ways, gradients of step v-1 that together hold every micro-batch exactly
-  once, and the record of step v-1 (which exists only if the commit of step v-1 happened); or
-- the durable checkpoint is of version v; or
-- v is 0 and nothing was ever trained: it is initialised.
+1. **One version.** Every (layer, TP rank) enters the epoch with state version `Assignment.step`.
+   Versions are never mixed.
+2. **Highest version.** The target is the highest version that all of them can reach. Survivors
+   that are ahead go back to an older copy and make the same update again.
+3. **Proof by copies.** A (layer, TP rank) reaches version v only if
+   - a copy of its state of version v lies in a living vault; or
+   - a copy of an older version s exists, with the inputs of the updates of steps s to v-1, all made
+     by one owner in one epoch (a chain, see `elastic.core.recovery.copy_index`); or
+   - it reaches version v-1 in one of these two ways, gradients of step v-1 together hold every
+     micro-batch exactly once, and the record of step v-1 exists. The record exists only if step
+     v-1 was committed; or
+   - the durable checkpoint is of version v; or
+   - v is 0 and nothing was ever trained, so that it is initialised.
+   Otherwise `solve` raises Unrecoverable. Training never goes on from a state without proof.
+4. **Exactly once.** In the step that was running, the gradients that a layer keeps have pairwise
+   disjoint ledgers, and each goes to exactly one holder. All TP ranks keep the same ledgers.
+   Among all choices, the chosen one leaves the fewest micro-batches to run again.
+5. **Nothing is missing.** A micro-batch that any layer lacks runs again. Layers that have it add
+   nothing. Between logged messages only the layers that lack it run
+   (`elastic.core.recovery.partial_replay`).
 
-The target is the highest version that all of them can be brought to; versions are never mixed. Survivors
-that are ahead of it go back to an older copy, and make the same update again. The update of a layer that
-shares a tensor with another (tied embeddings) needs the other's gradient too: its replay lists both layers'
-copies.
+A layer that shares a tensor with another one (tied embeddings) needs the other's gradient for its
+update too, so its replay lists the copies of both layers.
 
-For the step that was running, each layer keeps the finished micro-batches that some living vault holds: of
-all pairwise disjoint choices the one that leaves the fewest micro-batches to run again, and each chosen
-gradient goes to exactly one holder. All TP ranks choose the same ledgers. Micro-batches missing in any
-layer are run again by whichever pipeline; layers that have them already add nothing. Between logged messages only the
-layers that lack a micro-batch run it (`elastic.core.recovery.partial_replay`).
+A second fault during a recovery starts a new epoch with a new call of `solve`
+(`elastic.core.coordinator.transitions`). Old copies stay in the vaults until the new ones are
+protected, so the call finds at least as much as the one before, except on the node just lost.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from elastic.core.protocol.messages import Halted
 from elastic.core.recovery import partial_replay as partial
-from elastic.core.recovery.copy_index import Shelf
-from elastic.core.recovery.solver import Solver, copies_of, fetched, spread
-from elastic.core.recovery.unrecoverable import lacking, lost
+from elastic.core.recovery.copy_index import CopyIndex
+from elastic.core.recovery.solver import Solver, balance_senders, copies_of, fetched_bytes
+from elastic.core.recovery.unrecoverable import describe_lost_steps, explain_unreachable
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.ledger import format_indices, from_mask
 from elastic.domain.types import (
@@ -53,7 +63,7 @@ from elastic.planning.schedule import microbatch_split as batches
 from elastic.planning.schedule.reduction_rounds import rounds_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_of
 
-__all__ = ["Assignment", "Outcome", "explain", "replayed", "solve"]
+__all__ = ["Assignment", "RecoverySummary", "replayed_microbatches", "solve", "summarize"]
 
 
 def solve(
@@ -67,33 +77,44 @@ def solve(
     initial_allowed: bool,
     live: Mapping[str, int],
 ) -> Assignment:
-    """Return what every holder in `plan` has to do, or raise Unrecoverable naming layers and what they lack.
+    """Return the work of every holder in `plan` to enter its epoch.
 
-    `inventory` is that of all living vaults (each `Copy.node` says where); copies on nodes that are not in
-    `vaults` are ignored. `checkpoint` is (path, step). `initial_allowed`: no update was ever committed, so
-    layers may be initialised; refused all the same when a copy of a later version is seen. `live` (node:
-    version that its workers hold) tells up to where training had come, so that a fall-back can say what it
-    loses.
+    Args:
+        plan: the new plan.
+        spec: the job, as its script describes it.
+        inventory: copies in all living vaults; `Copy.node` names the vault.
+        records: records of committed steps.
+        vaults: (node, address); copies on other nodes are ignored.
+        checkpoint: (path, step) of the durable checkpoint.
+        initial_allowed: no update was ever committed, so layers may be initialised. Ignored if a
+            copy of a later version exists.
+        live: node: version that its workers hold. It shows the steps that a fall-back loses.
+
+    Raises:
+        Unrecoverable: names the layers and the copies that they lack.
     """
-    shelf = Shelf.of(inventory, plan, (node for node, _ in vaults))
-    newest = max([shelf.newest, *live.values(), *(record.step + 1 for record in records)])
+    index = CopyIndex.of(inventory, plan, (node for node, _ in vaults))
+    newest = max([index.newest, *live.values(), *(record.step + 1 for record in records)])
     solver = Solver(
         plan=plan,
-        shelf=shelf,
-        records=_one_each(records),
+        index=index,
+        records=_records_by_step(records),
         checkpoint=checkpoint,
         initial=initial_allowed and newest <= 0,
-        tied=_partners(spec.tied),
+        tied=_tied_layers(spec.tied),
     )
     version = solver.target()
     if version is None:
-        raise Unrecoverable(f"{lacking(solver, newest)}; there is no durable checkpoint to fall back to")
+        why = explain_unreachable(solver, newest)
+        raise Unrecoverable(f"{why}; there is no durable checkpoint to fall back to")
     sums, covered = solver.gradients(version)
-    todo, runs = _todo(solver, spec, version, covered)
+    todo, runs = _distribute_work(solver, spec, version, covered)
     recipes = _recipes(solver, version, sums)
     if any(recipe.checkpoint for _, recipe in recipes):
-        short, gone = lacking(solver, newest), lost(version, newest)
-        why = f"fell back to the checkpoint of step {version}: {short}; {gone}"
+        why = (
+            f"fell back to the checkpoint of step {version}: "
+            f"{explain_unreachable(solver, newest)}; {describe_lost_steps(version, newest)}"
+        )
         plan = replace(plan, reason="; ".join(text for text in (plan.reason, why) if text))
     return Assignment(
         plan=plan,
@@ -107,120 +128,135 @@ def solve(
     )
 
 
+def _recipes(
+    solver: Solver, version: int, sums: Mapping[tuple[str, Slot], list[Copy]]
+) -> tuple[tuple[str, Recipe], ...]:
+    """One recipe per holder of every (layer, TP rank).
+
+    A holder that only initialises a layer and gets no gradient has none.
+    """
+    recipes = []
+    for _, _, stage in solver.plan.stages():
+        node = stage.unit.node
+        for slot in ((layer, rank) for layer in stage.layers for rank in range(solver.plan.tp)):
+            recipe = solver.state_recipe(node, slot, version)
+            recipe = replace(recipe, gradients=tuple(sums.get((node, slot), ())))
+            if recipe.states or recipe.checkpoint or recipe.gradients:
+                recipes.append((node, recipe))
+    return balance_senders(recipes, solver.index)
+
+
+def _tied_layers(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
+    """Layer: all others that it is tied to, directly or through a third."""
+    groups: dict[int, frozenset[int]] = {}
+    for a, b in pairs:
+        group = groups.get(a, frozenset((a,))) | groups.get(b, frozenset((b,)))
+        groups.update(dict.fromkeys(group, group))
+    return {layer: group - {layer} for layer, group in groups.items()}
+
+
+def _records_by_step(records: Sequence[StepRecord]) -> dict[int, StepRecord]:
+    """One record per step, the most frequent one.
+
+    Records of a step differ only if it was committed twice with `--accumulate fast`.
+    """
+    return {
+        record.step: record for record, _ in sorted(Counter(records).items(), key=itemgetter(1))
+    }
+
+
+def _distribute_work(
+    solver: Solver, spec: JobSpec, version: int, covered: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[PartialRun, ...]]:
+    """Distribute the micro-batches that some layer lacks.
+
+    Returns, per pipeline, those that run through all layers, and the partial runs. Both are empty
+    after the last step.
+    """
+    plan = solver.plan
+    if version >= spec.n_steps:
+        return tuple(() for _ in plan.pipelines), ()
+    complete = solver.full
+    for mask in covered:
+        complete &= mask
+    left = [index for index in range(plan.n_microbatches) if not complete >> index & 1]
+    some, left = partial.split_runs(plan, solver.index, version, covered, left)
+    if len(left) == plan.n_microbatches:
+        return tuple(pipeline.microbatches for pipeline in plan.pipelines), ()
+    runs, busy_until = partial.assign_runs(plan, solver.index, version, some, spec.layers)
+    costs = [
+        _finish_time(pipeline, spec.layers, start)
+        for pipeline, start in zip(plan.pipelines, busy_until, strict=True)
+    ]
+    return batches.deal(left, batches.allot(len(left), costs, least=0)), runs
+
+
+def _finish_time(pipeline: Pipeline, layers: Sequence[LayerSpec], start: float) -> batches.Cost:
+    """Finish time of a pipeline as a function of its number of micro-batches.
+
+    Times are in the unit of the layers' figures; the pipeline is free at `start`.
+    """
+    units = units_of(pipeline)
+    busy = dict.fromkeys(units, 0.0)
+    for stage in pipeline.stages:
+        busy[stage.unit] += sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
+    slowest = max(busy.values()) or 1.0
+    fill = (len(units) - 1) * len(units) / len(pipeline.stages)
+    return lambda microbatches: start + (microbatches + fill) * slowest if microbatches else start
+
+
+# ---- summary of a recovery ----
+
+
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a recovery does, for summaries and logs."""
+class RecoverySummary:
+    """The work of a recovery, for summaries and logs."""
 
     network_bytes: int
     """Bytes that vaults send to other nodes."""
     state_source: str
-    """memory: every holder has its state on its own node | shared memory: so it is, and some of it was left by workers
-    that are gone | peer: some state is a copy that a peer kept | checkpoint: some state is read from the checkpoint |
+    """The slowest source used, one of these, slowest first:
+    checkpoint: some state is read from the checkpoint;
+    peer: some state is a copy that a peer kept;
+    shared memory: every holder has its state on its node, some of it left by lost workers;
+    memory: every holder has its state on its node;
     initial: layers are initialised."""
     todo: frozenset[int]
-    """Micro-batches of the step that have to run through all layers."""
+    """Micro-batches of the step that run through all layers."""
     partial: frozenset[int]
-    """Those that some layers run alone."""
+    """Micro-batches of the step that run through some layers."""
     text: str
 
 
-def explain(assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()) -> Outcome:
-    """Count what `assignment` moves; `before` is the plan that it replaces, `lost_nodes` those whose
-    workers are gone."""
-    plan, recipes = assignment.plan, assignment.recipes
-    network = sum(_bytes_read(plan, node, recipe, lost_nodes) for node, recipe in recipes)
+def summarize(
+    assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()
+) -> RecoverySummary:
+    """Count the bytes and micro-batches of `assignment`.
+
+    `before` is the plan that it replaces; the workers of `lost_nodes` are gone.
+    """
+    plan, recipes, old = assignment.plan, assignment.recipes, before or assignment.plan
+    network = sum(_network_bytes(plan, node, recipe, lost_nodes) for node, recipe in recipes)
     network += partial.fetched_bytes(plan, assignment.partial)
     moved = sum(
-        1
+        not {u.node for u in plan.holders(layer)} <= {u.node for u in old.holders(layer)}
         for layer in range(plan.n_layers if before else 0)
-        if {u.node for u in plan.holders(layer)} - {u.node for u in (before or plan).holders(layer)}
     )
     source = _state_source(assignment, lost_nodes)
     longest = max((len(part.updates) for _, r in recipes for part in (r, *r.portions)), default=0)
-    made = f" and up to {longest} updates" if longest else ""
     todo = frozenset(index for share in assignment.todo for index in share)
-    gone = sorted(
-        {layer for _, _, st in (before or plan).stages() if st.unit.node in lost_nodes for layer in st.layers}
+    lost = {layer for _, _, st in old.stages() if st.unit.node in lost_nodes for layer in st.layers}
+    text = f"layers {format_indices(sorted(lost))} were on {' '.join(lost_nodes)}; " if lost else ""
+    text += f"step {assignment.step}, state from {source}"
+    text += f" and up to {longest} updates" if longest else ""
+    text += (
+        f", {moved} of {plan.n_layers} layers move, {network} bytes over the network, "
+        f"{len(todo)} of {plan.n_microbatches} micro-batches to run"
     )
-    text = (
-        f"{f'layers {format_indices(gone)} were on {chr(32).join(lost_nodes)}; ' if gone else ''}"
-        f"step {assignment.step}, state from {source}{made}, {moved} of {plan.n_layers} layers move, "
-        f"{network} bytes over the network, {len(todo)} of {plan.n_microbatches} micro-batches to run"
-        f"{f'; in part: {partial.describe(assignment.partial)}' if assignment.partial else ''}"
-    )
+    if assignment.partial:
+        text += f"; in part: {partial.describe_runs(assignment.partial)}"
     in_part = frozenset(run.microbatch for run in assignment.partial)
-    return Outcome(network, source, todo, in_part, text)
-
-
-def replayed(
-    old_plan: Plan,
-    lost_nodes: frozenset[str],
-    todo: frozenset[int],
-    halted: Mapping[str, Halted],
-    step: int | None = None,
-    *,
-    orders: Sequence[Sequence[int]] = (),
-    covered: Mapping[int, frozenset[int]] | None = None,
-) -> frozenset[int]:
-    """Return those of `todo` that had reached a lost stage: work that is really done twice.
-
-    The lost stage cannot be asked, so its neighbours in its pipeline are. For stage s of a pipeline:
-
-    - s > 0: what the nearest living stage before it had `sent`. With one lost node that is exactly what had
-      been handed to the lost stage; with several lost in a row it is an upper bound for the later ones.
-    - no living stage before it (s = 0, or all before it lost too): what the nearest living stage after it
-      had `started`; a lower bound, since the lost stage may have been ahead.
-    - the whole pipeline lost: nothing is known, and nothing is counted.
-
-    With `step`, evidence of nodes that hold another version (already a step further, or behind) is left out.
-
-    With `orders` (each pipeline's micro-batches of the step, whole or in part, in order) and `covered` (layer:
-    micro-batches that were saved), what lay in the lost stage's input queue is left out too: its list says how
-    far it can have come (`_begun`).
-
-    Where units have several stages, `sent` and `started` tell of each unit's first one, which every micro-batch reaches
-    before the others.
-    """
-    reached: frozenset[int] = frozenset()
-    for p, pipeline in enumerate(old_plan.pipelines):
-        units = units_of(pipeline)
-        told = [halted.get(unit.node) if unit.node not in lost_nodes else None for unit in units]
-        told = [h if h and (step is None or h.step == step) else None for h in told]
-        for s in (s for s, unit in enumerate(units) if unit.node in lost_nodes):
-            before = next((h for h in reversed(told[:s]) if h), None)
-            after = next((h for h in told[s + 1 :] if h), None)
-            here = before.sent if before else after.started if after else frozenset()
-            if orders and covered is not None:
-                saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(orders[p])
-                actions = actions_of(pipeline, tuple(orders[p]))[s]
-                here &= _begun(actions, _most_finished(old_plan, orders, p, len(saved)))
-            reached |= here
-    return reached & todo
-
-
-def _most_finished(plan: Plan, orders: Sequence[Sequence[int]], p: int, n_saved: int) -> int:
-    """How many micro-batches a stage of pipeline `p` can have finished, if `n_saved` of them were saved; 0: any number.
-
-    At most two copies, of K micro-batches each, were made and not yet acknowledged (`elastic.worker.backup.publisher`); it waits
-    when the third is to be made. Of sums over the holders: `elastic.planning.schedule.reduction_rounds`. Without either nothing bounds it.
-    """
-    gradients = gradients_of(plan.gradients)
-    if gradients.rounds:
-        shares = [len(order) for order in orders]
-        return rounds_of(plan.pipelines, shares, gradients.rounds).most_finished(p, n_saved)
-    return n_saved + 3 * gradients.every if gradients.every else 0
-
-
-def _begun(actions: Sequence[Action], most_finished: int) -> frozenset[int]:
-    """Micro-batches that a unit's first stage can have begun, if it finished no more than `most_finished` (0: any)."""
-    stage, finished, begun = actions[0].stage if actions else -1, 0, set[int]()
-    for action in (a for a in actions if a.stage == stage):
-        if action.kind is Kind.F:
-            begun.add(action.microbatch)
-        finished += action.kind.finishes
-        if most_finished and finished == most_finished:
-            break
-    return frozenset(begun)
+    return RecoverySummary(network, source, todo, in_part, text)
 
 
 def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
@@ -241,84 +277,100 @@ def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
 
 
 def _is_live(plan: Plan, node: str, recipe: Recipe) -> bool:
-    """Whether workers on `node`, if they live, have what the portions bring: theirs is among them, and the rest they
-    got after the last update (unless the fault came just then)."""
-    mine = portion_of(plan, node, recipe.layer)
+    """Whether living workers on `node` hold the state that the portions of `recipe` give.
+
+    Their own portion is among these, and they got the others after the last update (unless the
+    fault came just then).
+    """
+    own = portion_of(plan, node, recipe.layer)
     return not recipe.replay and any(
-        copy.owner == copy.node == node and copy.portion == mine != WHOLE for copy in recipe.states
+        copy.owner == copy.node == node and copy.portion == own != WHOLE for copy in recipe.states
     )
 
 
-def _bytes_read(plan: Plan, node: str, recipe: Recipe, lost_nodes: Sequence[str]) -> int:
+def _network_bytes(plan: Plan, node: str, recipe: Recipe, lost_nodes: Sequence[str]) -> int:
     """Bytes over the network that `recipe` costs `node`."""
     live = node not in lost_nodes and _is_live(plan, node, recipe)
-    return fetched(list(copies_of(replace(recipe, portions=()) if live else recipe)), node)
+    return fetched_bytes(copies_of(replace(recipe, portions=()) if live else recipe), node)
 
 
-def _recipes(
-    solver: Solver, version: int, sums: Mapping[tuple[str, Slot], list[Copy]]
-) -> tuple[tuple[str, Recipe], ...]:
-    """One recipe for every holder of every (layer, TP rank); none where it only initialises and has no
-    gradient."""
-    recipes = []
-    for _, _, stage in solver.plan.stages():
-        node = stage.unit.node
-        for slot in ((layer, shard) for layer in stage.layers for shard in range(solver.plan.tp)):
-            recipe = solver.state_recipe(node, slot, version)
-            recipe = replace(recipe, gradients=tuple(sums.get((node, slot), ())))
-            if recipe.states or recipe.checkpoint or recipe.gradients:
-                recipes.append((node, recipe))
-    return spread(recipes, solver.shelf)
+# ---- work done twice ----
 
 
-def _partners(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
-    """Layer: all others that it is tied to, directly or through a third."""
-    groups: dict[int, frozenset[int]] = {}
-    for a, b in pairs:
-        group = groups.get(a, frozenset((a,))) | groups.get(b, frozenset((b,)))
-        groups.update(dict.fromkeys(group, group))
-    return {layer: group - {layer} for layer, group in groups.items()}
+def replayed_microbatches(
+    old_plan: Plan,
+    lost_nodes: frozenset[str],
+    todo: frozenset[int],
+    halted: Mapping[str, Halted],
+    step: int | None = None,
+    *,
+    orders: Sequence[Sequence[int]] = (),
+    covered: Mapping[int, frozenset[int]] | None = None,
+) -> frozenset[int]:
+    """Return those of `todo` that had reached a lost stage, so that their work is done twice.
+
+    The lost stage cannot answer, so the estimate uses its neighbours in the pipeline. For stage s:
+
+    - A living stage before it: the micro-batches that the nearest one had `sent`. After one lost
+      node this is exact; after several lost in a row it is an upper bound for the later ones.
+    - No living stage before it: the micro-batches that the nearest living stage after it had
+      `started`. This is a lower bound, since the lost stage may have been ahead.
+    - The whole pipeline is lost: none.
+
+    Where units have several stages, `sent` and `started` concern each unit's first stage, which
+    every micro-batch reaches before the others.
+
+    Args:
+        old_plan: the plan that was running.
+        lost_nodes: nodes whose workers are gone.
+        todo: micro-batches that run again.
+        halted: node: the report of its halted worker.
+        step: if given, reports of nodes at another version are ignored.
+        orders: each pipeline's micro-batches of the step, in order.
+        covered: layer: micro-batches that were saved. With `orders` it shows how far the lost stage
+            can have come, so that micro-batches in its input queue do not count.
+    """
+    reached: frozenset[int] = frozenset()
+    for p, pipeline in enumerate(old_plan.pipelines):
+        units = units_of(pipeline)
+        reports = [halted.get(u.node) if u.node not in lost_nodes else None for u in units]
+        reports = [h if h and (step is None or h.step == step) else None for h in reports]
+        for s in (s for s, unit in enumerate(units) if unit.node in lost_nodes):
+            before = next((h for h in reversed(reports[:s]) if h), None)
+            after = next((h for h in reports[s + 1 :] if h), None)
+            here = before.sent if before else after.started if after else frozenset()
+            if orders and covered is not None:
+                saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(orders[p])
+                actions = actions_of(pipeline, tuple(orders[p]))[s]
+                here &= _begun(actions, _most_finished(old_plan, orders, p, len(saved)))
+            reached |= here
+    return reached & todo
 
 
-def _todo(
-    solver: Solver, spec: JobSpec, version: int, covered: Sequence[int]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[PartialRun, ...]]:
-    """Share out the micro-batches that some layer lacks: those for all layers, by pipeline, and those for some; nothing
-    after the last step."""
-    plan = solver.plan
-    if version >= spec.n_steps:
-        return tuple(() for _ in plan.pipelines), ()
-    complete = solver.full
-    for mask in covered:
-        complete &= mask
-    left = [index for index in range(plan.n_microbatches) if not complete >> index & 1]
-    some, left = partial.split(plan, solver.shelf, version, covered, left)
-    if len(left) == plan.n_microbatches:
-        return tuple(pipeline.microbatches for pipeline in plan.pipelines), ()
-    runs, before = partial.share_out(plan, solver.shelf, version, some, spec.layers)
-    costs = [
-        _finish(pipeline, spec.layers, began) for pipeline, began in zip(plan.pipelines, before, strict=True)
-    ]
-    return batches.deal(left, batches.allot(len(left), costs, least=0)), runs
+def _most_finished(plan: Plan, orders: Sequence[Sequence[int]], p: int, n_saved: int) -> int:
+    """The most micro-batches that a stage of pipeline `p` can have finished; 0: no bound.
+
+    `n_saved` of them were saved. At most two copies, of K micro-batches each, are unacknowledged;
+    the stage waits before it makes a third (`elastic.worker.backup.publisher`). For sums over the
+    holders see `elastic.planning.schedule.reduction_rounds`.
+    """
+    gradients = gradients_of(plan.gradients)
+    if gradients.rounds:
+        shares = [len(order) for order in orders]
+        return rounds_of(plan.pipelines, shares, gradients.rounds).most_finished(p, n_saved)
+    return n_saved + 3 * gradients.every if gradients.every else 0
 
 
-def _finish(pipeline: Pipeline, layers: Sequence[LayerSpec], began: float = 0.0) -> batches.Cost:
-    """Finishing time of a pipeline as a function of its micro-batches, in the unit of the layers' figures; `began`:
-    when it is free."""
+def _begun(actions: Sequence[Action], most_finished: int) -> frozenset[int]:
+    """Micro-batches that a unit's first stage can have begun.
 
-    units = units_of(pipeline)
-    busy = dict.fromkeys(units, 0.0)
-    for stage in pipeline.stages:
-        busy[stage.unit] += sum(layers[i].forward_s + layers[i].backward_s for i in stage.layers)
-    slowest = max(busy.values()) or 1.0
-    fill = (len(units) - 1) * len(units) / len(pipeline.stages)
-    return lambda microbatches: began + (microbatches + fill) * slowest if microbatches else began
-
-
-def _one_each(records: Sequence[StepRecord]) -> dict[int, StepRecord]:
-    """One record a step. Several differ only if a commit was made twice in fast mode: take the one most
-    often given."""
-    counts: dict[StepRecord, int] = {}
-    for record in records:
-        counts[record] = counts.get(record, 0) + 1
-    return {record.step: record for record, _ in sorted(counts.items(), key=lambda item: item[1])}
+    It finished at most `most_finished`; 0: no bound.
+    """
+    stage, finished, begun = actions[0].stage if actions else -1, 0, set[int]()
+    for action in (a for a in actions if a.stage == stage):
+        if action.kind is Kind.F:
+            begun.add(action.microbatch)
+        finished += action.kind.finishes
+        if most_finished and finished == most_finished:
+            break
+    return frozenset(begun)

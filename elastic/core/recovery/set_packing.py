@@ -1,10 +1,10 @@
-"""Choosing gradients that can be summed: sets of micro-batches of which no two share one.
+"""Chooses gradients that can be summed: ledgers with no micro-batch in common.
 
-Copies of several epochs and owners overlap, so the best choice is a weighted set packing. Ledgers are few
-and nearly consecutive; walking over the micro-batches from low to high and remembering only which higher
-ones are taken keeps the search small. It is exact as long as no more than `WIDTH` partial choices are open
-at once (dozens of overlapping epochs would be needed for more); beyond that only the best of them are
-followed.
+Copies of several epochs and owners overlap, so the best choice is a weighted set packing. The
+search walks over the micro-batches from low to high. For each set of higher micro-batches that are
+taken it keeps only the best partial choice. Ledgers are few and nearly consecutive, so few partial
+choices are open. The result is exact up to `WIDTH` open choices; more would need dozens of
+overlapping epochs, and then only the best ones are followed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 WIDTH = 512
-"""Partial choices followed at once."""
+"""Partial choices followed at once, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,22 @@ class _Choice:
 def best_packing(costs: Mapping[int, int], useful: int = -1) -> tuple[int, ...]:
     """Return pairwise disjoint masks, ascending by lowest bit.
 
-    They cover the most bits of `useful` (-1: all bits), then the most bits at all, then cost least in sum,
-    then are fewest. `costs` maps mask to cost; the empty mask is never chosen.
+    They cover the most bits of `useful` (-1: all bits); among equals the most bits at all, then
+    the lowest total cost, then the fewest masks. `costs` maps mask to cost; the empty mask is never
+    chosen.
     """
     choice = _walk(costs, useful, 0)
     return choice.masks if choice else ()
 
 
 def exact_cover(costs: Mapping[int, int], full: int) -> tuple[int, ...] | None:
-    """Return the cheapest disjoint masks that together are exactly `full`, or None if there are none."""
+    """Return the cheapest disjoint masks whose union is `full`, or None without any."""
     choice = _walk({mask: cost for mask, cost in costs.items() if not mask & ~full}, -1, full)
     return choice.masks if choice and choice.union == full else None
 
 
 def _walk(costs: Mapping[int, int], useful: int, needed: int) -> _Choice | None:
-    """Return the best choice; with `needed`, only among those that hold all of these bits."""
+    """Return the best choice; with `needed`, only one that holds all of these bits."""
     groups: dict[int, list[int]] = {}
     for mask in sorted(costs):
         if mask:
@@ -56,8 +57,10 @@ def _walk(costs: Mapping[int, int], useful: int, needed: int) -> _Choice | None:
     for i, low in enumerate(lows):
         above = -(lows[i + 1]) if i + 1 < len(lows) else 0
         following: dict[int, _Choice] = {}
-        for choice in _widest(frontier):
-            options = [_extend(choice, m, costs[m], useful) for m in groups[low] if not choice.union & m]
+        for choice in _best_choices(frontier):
+            options = [
+                _extend(choice, m, costs[m], useful) for m in groups[low] if not choice.union & m
+            ]
             for option in (choice, *options):
                 if not needed & ~above & ~option.union:
                     _keep(following, option, above)
@@ -65,7 +68,7 @@ def _walk(costs: Mapping[int, int], useful: int, needed: int) -> _Choice | None:
     return max(frontier.values(), key=lambda choice: choice.rank, default=None)
 
 
-def _widest(frontier: Mapping[int, _Choice]) -> list[_Choice]:
+def _best_choices(frontier: Mapping[int, _Choice]) -> list[_Choice]:
     choices = list(frontier.values())
     if len(choices) > WIDTH:
         choices.sort(key=lambda choice: choice.rank, reverse=True)
@@ -83,7 +86,7 @@ def _extend(choice: _Choice, mask: int, cost: int, useful: int) -> _Choice:
 
 
 def _keep(frontier: dict[int, _Choice], choice: _Choice, above: int) -> None:
-    """Keep `choice` if it is the best of those that leave the same later micro-batches free."""
+    """Keep `choice` if it is the best that leaves the same later micro-batches free."""
     key = choice.union & above
     known = frontier.get(key)
     if known is None or choice.rank > known.rank:

@@ -1,33 +1,36 @@
-"""Why memory alone does not bring every layer to one version, in words."""
+"""Explains in words why the vaults cannot bring every layer to one version."""
 
 from __future__ import annotations
 
-from elastic.core.recovery.replay_chains import gap
 from elastic.core.recovery.set_packing import best_packing
 from elastic.core.recovery.solver import Solver, union_of
-from elastic.domain.ledger import format_indices, format_microbatches, from_mask
+from elastic.domain.ledger import format_indices, from_mask
 from elastic.domain.types import Slot
 
 
-def lost(version: int, newest: int) -> str:
+def describe_lost_steps(version: int, newest: int) -> str:
+    """Say which steps a fall-back to `version` computes again, if training was at `newest`."""
     if newest <= version:
         return "no step is lost"
     text = f"step {version} is" if newest == version + 1 else f"steps {version} to {newest - 1} are"
     return f"{text} computed again"
 
 
-def lacking(solver: Solver, newest: int) -> str:
-    """Say which layers can reach no version near `newest` that the others can, and what they lack."""
-    reach = {slot: _reaches(solver, slot) for slot in solver.slots}
-    goal = max((max(versions) for versions in reach.values() if versions), default=max(newest, 0))
+def explain_unreachable(solver: Solver, newest: int) -> str:
+    """Say which layers cannot reach a version near `newest` that the others can, and why."""
+    candidates = solver.candidates()
+    reachable = {
+        slot: frozenset(v for v in candidates if solver.reaches(slot, v)) for slot in solver.slots
+    }
+    goal = max((max(found) for found in reachable.values() if found), default=max(newest, 0))
     best = max(
         range(max(goal - 1, 0), goal + 1),
-        key=lambda v: (sum(v in versions for versions in reach.values()), v),
+        key=lambda v: (sum(v in found for found in reachable.values()), v),
     )
     reasons: dict[str, list[int]] = {}
-    for slot, versions in reach.items():
+    for slot, versions in reachable.items():
         if best not in versions:
-            reasons.setdefault(_why(solver, slot, best), []).append(slot[0])
+            reasons.setdefault(_reason(solver, slot, best), []).append(slot[0])
     if not reasons:
         return "vaults hold no state at all"
     return "; ".join(
@@ -35,39 +38,33 @@ def lacking(solver: Solver, newest: int) -> str:
     )
 
 
-def _reaches(solver: Solver, slot: Slot) -> frozenset[int]:
-    return frozenset(
-        v for v in solver.candidates() if solver.base("", slot, v) is not None or solver.replayable(slot, v)
-    )
-
-
-def _portions(solver: Solver, slot: Slot, version: int) -> str:
-    """Which portions of a divided state are gone, where others are left."""
-    for number in solver.shelf.divisions.get(slot, ()):
-        gone = [i for i in range(number) if solver.line("", (*slot, i, number), version) is None]
+def _lost_portions(solver: Solver, slot: Slot, version: int) -> str:
+    """Say which portions of a divided state are gone, if others are left."""
+    for number in solver.index.divisions.get(slot, ()):
+        gone = [i for i in range(number) if solver.chain("", (*slot, i, number), version) is None]
         if len(gone) < number:
             return f"; portions {format_indices(gone)} of {number} of version {version} are gone"
     return ""
 
 
-def _why(solver: Solver, slot: Slot, version: int) -> str:
-    """Why no vault can bring `slot` to `version`."""
+def _reason(solver: Solver, slot: Slot, version: int) -> str:
+    """Say why no vault can bring `slot` to `version`."""
     before = version - 1
-    if solver.base("", slot, before) is None:
-        broken = gap(solver.shelf, slot, version)
-        if broken:
-            return broken
-        others = ", ".join(map(str, solver.shelf.versions(slot)))
+    if solver.without_gradients("", slot, before) is None:
+        missing_link = solver.index.missing_link(slot, version)
+        if missing_link:
+            return missing_link
+        others = ", ".join(map(str, solver.index.versions(slot)))
         wanted = f"{before} or {version}" if before >= 0 else f"{version}"
         text = f"no copy of state {wanted} is left" + (f" (only {others})" if others else "")
-        return text + _portions(solver, slot, version)
+        return text + _lost_portions(solver, slot, version)
     if before not in solver.records:
         return f"no copy of state {version} is left, nor the record of step {before}"
     for layer in (slot[0], *sorted(solver.tied.get(slot[0], ()))):
-        by_mask = solver.shelf.gradients.get(((layer, slot[1]), before), {})
+        by_mask = solver.index.gradients.get(((layer, slot[1]), before), {})
         held = union_of(best_packing(dict.fromkeys(by_mask, 0)))
         if held != solver.full:
-            absent = format_microbatches(from_mask(solver.full & ~held))
+            absent = format_indices(sorted(from_mask(solver.full & ~held)))
             which = "" if layer == slot[0] else f" of layer {layer}, which shares a tensor,"
             lack = f"gradients{which} of step {before} lack micro-batches {absent}"
             return f"no copy of state {version} is left, and {lack}"

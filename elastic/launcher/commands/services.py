@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from elastic.command_line import Parsed, flag
+from elastic.command_line import ParsedType, flag
 from elastic.core.protocol.fault_spec import node_id
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags.flags import RunCommand
@@ -54,7 +54,7 @@ COORDINATOR = flag(
 )
 NODE = flag(
     "--node",
-    type=Parsed("NAME", _node),
+    type=ParsedType("NAME", _node),
     allow_from_autoenv=False,
     help="name of this node (default: from the host's name)",
 )

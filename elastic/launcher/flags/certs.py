@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic.command_line import Command, Parsed
+from elastic.command_line import Command, ParsedType
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags.values import FOLDER
 from elastic.rpc.security.tls import CA, CERT, KEY
@@ -50,7 +50,7 @@ DAYS = click.IntRange(1, 36_500)
 @click.option("--out", type=FOLDER, required=True, help="directory of the authority and of a folder per host")
 @click.option(
     "--hosts",
-    type=Parsed("HOST,...", _hosts),
+    type=ParsedType("HOST,...", _hosts),
     default="localhost",
     help="machines, comma-separated; several names of one are joined by /, as node1/10.0.0.1",
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from elastic.command_line import Parsed
+from elastic.command_line import ParsedType
 from elastic.domain.errors import FieldError
 from elastic.rpc.security import tls
 from elastic.rpc.security.tls import TOKEN_FILE, SecuritySettings
@@ -44,7 +44,7 @@ def _certs(flag: str, text: str) -> str:
     return str(path)
 
 
-CERTS = Parsed("DIR", _certs)
+CERTS = ParsedType("DIR", _certs)
 
 
 def certificates(flags: SimpleNamespace, secured: Guard, run_dir: Path) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from elastic.command_line import Parsed
+from elastic.command_line import ParsedType
 from elastic.core.protocol.fault_spec import FaultKind
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags.values import address
@@ -86,4 +86,4 @@ def _resources(flag: str, text: str) -> tuple[tuple[str, float], ...]:
     return tuple((name, float(amount)) for name, amount in sorted(given.items()))
 
 
-ADDRESS, RESOURCES = Parsed("HOST:PORT", _address), Parsed("JSON", _resources)
+ADDRESS, RESOURCES = ParsedType("HOST:PORT", _address), ParsedType("JSON", _resources)

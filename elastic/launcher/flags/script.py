@@ -10,15 +10,15 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
-from elastic.config import Command
+from elastic.config import WorkerCommand
 from elastic.domain.errors import FieldError, UsageError
 
 
-def check_command(flags: SimpleNamespace) -> Command:
+def check_command(flags: SimpleNamespace) -> WorkerCommand:
     """Raises FieldError; UsageError where no script is given."""
     if not flags.script:
         raise UsageError("SCRIPT is missing: give a script, or -m and a module")
-    command = Command(
+    command = WorkerCommand(
         script=flags.script,
         args=tuple(flags.script_args),
         module=flags.module,

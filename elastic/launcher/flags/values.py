@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from click import Choice
 
-from elastic.command_line import Parsed, time_of
+from elastic.command_line import ParsedType, time_of
 from elastic.core.protocol.fault_spec import parse_fault
 from elastic.core.protocol.notice_source import parse_sources
 from elastic.domain.errors import FieldError
@@ -168,16 +168,16 @@ def _several(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any,
     return lambda flag, text: tuple(read(flag, part.strip()) for part in text.split(","))
 
 
-ENDPOINT = Parsed("HOST:PORT", lambda flag, text: address(flag, text, DYNAMIC_PORT))
-ENDPOINTS = Parsed("HOST:PORT,...", lambda flag, text: addresses(flag, text, DYNAMIC_PORT))
-BINDING = Parsed("BINDING", _binding)
-SIGNALS, RANKS, NODES = Parsed("NAME,...", _signals), Parsed("RANK,...", _ranks), Parsed("MIN:MAX", _nodes)
-HOST, NAME = Parsed("HOST", _host), Parsed("NAME", _name)
-LOCAL_ADDR = Parsed("HOST", lambda flag, text: _host(flag, text) and text)
+ENDPOINT = ParsedType("HOST:PORT", lambda flag, text: address(flag, text, DYNAMIC_PORT))
+ENDPOINTS = ParsedType("HOST:PORT,...", lambda flag, text: addresses(flag, text, DYNAMIC_PORT))
+BINDING = ParsedType("BINDING", _binding)
+SIGNALS, RANKS, NODES = ParsedType("NAME,...", _signals), ParsedType("RANK,...", _ranks), ParsedType("MIN:MAX", _nodes)
+HOST, NAME = ParsedType("HOST", _host), ParsedType("NAME", _name)
+LOCAL_ADDR = ParsedType("HOST", lambda flag, text: _host(flag, text) and text)
 ACCUMULATE = Choice(tuple(mode.value for mode in Accumulate))
-SIZE, SIZES = Parsed("SIZE", size_of), Parsed("SIZE,...", _several(size_of))
-NAMES, TIMES = Parsed("NAME,...", _several(_name)), Parsed("TIME,...", _several(time_of))
-FILE, FOLDER, PROFILE = Parsed("FILE", _file), Parsed("DIR", folder), Parsed("FILE", read_profile)
-CONF, LINK = Parsed("KEY=VALUE,...", _conf), Parsed("LINK", _link)
-FAULT = Parsed("SPEC", lambda _, text: parse_fault(text))
-SOURCES = Parsed("SOURCE,...", lambda _, text: parse_sources(text))
+SIZE, SIZES = ParsedType("SIZE", size_of), ParsedType("SIZE,...", _several(size_of))
+NAMES, TIMES = ParsedType("NAME,...", _several(_name)), ParsedType("TIME,...", _several(time_of))
+FILE, FOLDER, PROFILE = ParsedType("FILE", _file), ParsedType("DIR", folder), ParsedType("FILE", read_profile)
+CONF, LINK = ParsedType("KEY=VALUE,...", _conf), ParsedType("LINK", _link)
+FAULT = ParsedType("SPEC", lambda _, text: parse_fault(text))
+SOURCES = ParsedType("SOURCE,...", lambda _, text: parse_sources(text))

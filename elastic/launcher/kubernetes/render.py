@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click import IntRange
 
-from elastic.command_line import CommandLine, Parsed
+from elastic.command_line import CommandLine, ParsedType
 from elastic.domain.errors import EXIT_OK, FieldError, UsageError, needs_extra
 from elastic.launcher.flags.flags import OURS, TORCHRUN
 from elastic.launcher.flags.values import NODES
@@ -135,7 +135,7 @@ def _overlay(flag: str, text: str) -> Path:
     raise FieldError(flag, text, f"one of {', '.join(names)}, or a folder that holds {FILE}")
 
 
-LABEL = Parsed("NAME", _label)
+LABEL = ParsedType("NAME", _label)
 
 
 @kubernetes.command(context_settings={"allow_interspersed_args": False}, options_metavar="[flags]")
@@ -144,7 +144,7 @@ LABEL = Parsed("NAME", _label)
 )
 @click.option(
     "--image",
-    type=Parsed("IMAGE", _image),
+    type=ParsedType("IMAGE", _image),
     required=True,
     help="image with elastic and your script (deploy/Dockerfile makes one)",
 )
@@ -155,19 +155,19 @@ LABEL = Parsed("NAME", _label)
 @click.option("--cpus", type=IntRange(1, 4096), help="processors of each agent (default: as deploy/ says)")
 @click.option(
     "--memory",
-    type=Parsed("SIZE", _memory),
+    type=ParsedType("SIZE", _memory),
     help="memory of each agent, half of it for copies in shared memory, as 64GiB",
 )
 @click.option(
     "--overlay",
-    type=Parsed("DIR", _overlay),
+    type=ParsedType("DIR", _overlay),
     default="local",
     help="local, spot-pool, shared-inference, or a folder of your own",
 )
 @click.option("--kind", type=click.Choice(KINDS), default="job", help="objects that start the pods")
 @click.option(
     "--env",
-    type=Parsed("NAME=VALUE", _variable),
+    type=ParsedType("NAME=VALUE", _variable),
     multiple=True,
     help="a variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; repeatable",
 )

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastic.core.protocol.compression import SMALL_BYTES, Sample, compresses
+from elastic.core.protocol.compression import SMALL_BYTES, CompressionSample, should_compress
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.blocks import BLOCK_BYTES, BLOSC, pack
 
@@ -39,7 +39,7 @@ class CompressionPolicy:
         """`mode`: auto | off | on."""
         self._mode, self._clock = mode, clock
         self._rates: deque[float] = deque(maxlen=SENDS)
-        self._samples: dict[str, Sample] = {}
+        self._samples: dict[str, CompressionSample] = {}
         self._asked: dict[str, int] = {}
         self._logged: dict[str, bool] = {}
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class CompressionPolicy:
         kind, rate = copy.kind, self.link_bytes_per_s
         if self._mode == "auto" and rate and copy.nbytes >= SMALL_BYTES:
             self._sample(kind, data)
-        pays, reason = compresses(self._mode, copy.nbytes, rate, self._samples.get(kind))
+        pays, reason = should_compress(self._mode, copy.nbytes, rate, self._samples.get(kind))
         if copy.nbytes >= SMALL_BYTES:
             self._log(kind, pays, reason)
         return BLOSC if pays else ""
@@ -79,7 +79,7 @@ class CompressionPolicy:
         packed = sum(len(pack(block)) for block in blocks)
         seconds, taken = self._clock() - began, sum(map(len, blocks))
         with self._lock:
-            self._samples[kind] = Sample(taken / seconds if seconds > 0 else 0.0, packed / taken)
+            self._samples[kind] = CompressionSample(taken / seconds if seconds > 0 else 0.0, packed / taken)
 
     def _log(self, kind: str, pays: bool, reason: str) -> None:
         with self._lock:

@@ -28,7 +28,7 @@ from typing import Any
 
 import xxhash
 
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain import codec
 from elastic.domain.errors import (
     ChannelClosed,
@@ -132,7 +132,7 @@ class VaultClient:
         address: str,
         *,
         node: str = "",
-        timeout_s: float = DEFAULT.bulk_s,
+        timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
         pace: Callable[[int], None] | None = None,
         compressing: CompressionPolicy | None = None,
         secure: tls.SecuritySettings | None = None,

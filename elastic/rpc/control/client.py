@@ -22,8 +22,8 @@ from typing import Any
 import grpc
 from msgspec.structs import replace
 
-from elastic.core.protocol.election import accepts
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.election import accepts_term
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc.control.channel_options import (
     CONNECT_TIMEOUT_S,
@@ -85,7 +85,7 @@ class Session:
         on_up: Callable[[], object],
         on_down: Callable[[str], object],
         sender: str,
-        keepalive_s: float = DEFAULT.keepalive_s,
+        keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         secure: tls.SecuritySettings | None = None,
     ) -> None:
         """`secure`: certificates and token of this side; None: those of this process."""
@@ -230,7 +230,7 @@ class Session:
 
     def _follow(self, call: Any, term: int) -> bool:
         """Whether to use this stream from now on. If so, the stream in use is cancelled."""
-        if not accepts(term, self.term, self._active_term if self._active is not None else None):
+        if not accepts_term(term, self.term, self._active_term if self._active is not None else None):
             return False
         if self._active is not None:
             self._left.add(self._active)
@@ -296,7 +296,7 @@ class Unreachable(UsageError):
 def _call(
     address: str, kind: str, body: dict[str, Any], timeout_s: float, secure: tls.SecuritySettings
 ) -> dict[str, Any]:
-    with _channel(grpc, address, client_options(keepalive_s=DEFAULT.keepalive_s), secure) as channel:
+    with _channel(grpc, address, client_options(keepalive_s=DEFAULT_TIMEOUTS.keepalive_s), secure) as channel:
         stub = CoordinatorStub(channel)
         question = pack_call(kind, body)
         metadata: tuple[tuple[str, str], ...] = ()

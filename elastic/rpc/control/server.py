@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 from msgspec.structs import replace
 
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageError
 from elastic.rpc.control.broadcast import BroadcastEncoder
 from elastic.rpc.control.channel_options import TERM, check_address, server_options
@@ -125,7 +125,7 @@ class Server:
         on_close: Callable[[Session], object],
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
-        keepalive_s: float = DEFAULT.keepalive_s,
+        keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         prompt: bool = False,
         secure: tls.SecuritySettings | None = None,
     ) -> None:

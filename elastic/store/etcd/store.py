@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.core.protocol.election import Sighting, left, sighted
+from elastic.core.protocol.election import LeaseObservation, observe_lease, seconds_to_expiry
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.store.etcd.connection import (
     CALL_S,
@@ -85,7 +85,7 @@ class EtcdStore:
         self._root = prefix.strip("/").encode() + b"/"
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
-        self._sightings: dict[str, Sighting] = {}
+        self._sightings: dict[str, LeaseObservation] = {}
         self._own: dict[str, tuple[int, Lease]] = {}
         self._writes = 0
         self._connection = EtcdConnection(spec, self._forget_sightings, call_s, patience_s)
@@ -249,9 +249,9 @@ class EtcdStore:
         mark, ttl_s = max(record.renewal, record.token), record.ttl_s
         with self._lock:
             before = self._sightings.get(name)
-            seen = sighted(before, mark, asked, time.monotonic(), ttl_s)
+            seen = observe_lease(before, mark, asked, time.monotonic(), ttl_s)
             self._sightings[name] = seen
-        return left(seen, ttl_s)
+        return seconds_to_expiry(seen, ttl_s)
 
     def _remember(self, lease: Lease, renewal: int) -> Lease:
         """Note that this store holds `lease`, and return it."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
-from elastic.core.protocol.messages import Traffic
+from elastic.core.protocol.messages import BackupTraffic
 
 
 class TrafficMeter:
@@ -65,9 +65,9 @@ class TrafficMeter:
         with self._lock:
             self._unacked.clear()
 
-    def take(self) -> Traffic:
+    def take(self) -> BackupTraffic:
         """Return the counts since the last call."""
         with self._lock:
-            found = Traffic(self._copied, self._copied_s, self._waited_s, self._sent, self._sent_s)
+            found = BackupTraffic(self._copied, self._copied_s, self._waited_s, self._sent, self._sent_s)
             self._reset()
             return found

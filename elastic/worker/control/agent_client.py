@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultSpec, load_faults
-from elastic.core.protocol.timeouts import DEFAULT, SILENCE_S, Timeouts, budget
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, UsageError
 from elastic.planning.cost.profile import LinkProfile
@@ -62,7 +62,7 @@ class WorkerSettings:
     """Emulated limits of the links to other nodes."""
     measure: str = ""
     """File with the request of `elastic profile`: layers are measured and nothing is trained."""
-    timeouts: Timeouts = DEFAULT
+    timeouts: Timeouts = DEFAULT_TIMEOUTS
     """Limits on waiting for others."""
 
     @staticmethod
@@ -101,7 +101,7 @@ class TrainingPosition:
 
     def __init__(self) -> None:
         self.counter, self.activity, self.step, self.microbatch = 0, "idle", 0, 0
-        self.measured: m.Measured | None = None
+        self.measured: m.MicrobatchTiming | None = None
         """Compute times of the newest step."""
 
     def update(self, activity: str, step: int | None = None, microbatch: int | None = None) -> None:
@@ -129,7 +129,7 @@ class AgentClient:
         self._closing = threading.Event()
         self.position = TrainingPosition()
 
-    def start(self, on_acked: Callable[[m.Acked], None]) -> None:
+    def start(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         """Start to receive messages and to send heartbeats. Send Attach first.
 
         The receiving thread calls `on_acked` for every acknowledgement.
@@ -173,11 +173,11 @@ class AgentClient:
             self._halt.wait_for(lambda: self._stopping or self._newest.epoch > epoch)
             return None if self._stopping else self._newest.epoch
 
-    def _listen(self, on_acked: Callable[[m.Acked], None]) -> None:
+    def _listen(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         try:
             while True:
                 message = self._channel.receive()
-                if isinstance(message, m.Acked):
+                if isinstance(message, m.BundleAcknowledged):
                     on_acked(message)
                 else:
                     self._receive(message)

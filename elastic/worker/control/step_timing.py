@@ -13,12 +13,12 @@ from statistics import median
 
 import torch
 
-from elastic.core.protocol.messages import Measured, Traffic
+from elastic.core.protocol.messages import BackupTraffic, MicrobatchTiming
 from elastic.planning.schedule.schedule import Action, Kind
 
 Mark = float | torch.cuda.Event
 """A point in time: seconds of time.perf_counter, or an event in the CUDA stream."""
-NO_TRAFFIC = Traffic()
+NO_TRAFFIC = BackupTraffic()
 Times = dict[tuple[Kind, int], list[float]]
 """(kind of action, stage) -> seconds of each action."""
 
@@ -48,8 +48,8 @@ class StepTimer:
             self._open = None
 
     def take(
-        self, epoch: int, step: int, local_rank: int, traffic: Traffic = NO_TRAFFIC
-    ) -> Measured | None:
+        self, epoch: int, step: int, local_rank: int, traffic: BackupTraffic = NO_TRAFFIC
+    ) -> MicrobatchTiming | None:
         """Return the measurements since the last call, or None without a forward pass."""
         spans, self._spans = self._spans, []
         times: Times = defaultdict(list)
@@ -68,7 +68,7 @@ class StepTimer:
         forward = sum(s for (kind, _), s in medians.items() if kind is Kind.F)
         backward = sum(s for (kind, _), s in medians.items() if kind is not Kind.F)
         slowdown = _slowdown(with_transfer, without_transfer)
-        return Measured(epoch, step, local_rank, forward, backward, slowdown, traffic)
+        return MicrobatchTiming(epoch, step, local_rank, forward, backward, slowdown, traffic)
 
     def _mark(self) -> Mark:
         if self._device.type != "cuda":

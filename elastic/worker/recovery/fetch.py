@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from elastic.core.protocol.timeouts import DEFAULT
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
@@ -36,7 +36,7 @@ class Fetcher:
         vaults: Mapping[str, str],
         abandon: AbandonSignal | None = None,
         *,
-        timeout_s: float = DEFAULT.bulk_s,
+        timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
     ) -> None:
         """`node`: this node; `vaults`: node -> host:port; `abandon` ends all transfers if set."""
         self._node, self._abandon = node, abandon

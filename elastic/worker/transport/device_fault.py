@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.device_errors import of_device, of_link, of_script
+from elastic.core.protocol.device_errors import is_device_error, is_link_error, is_script_error
 from elastic.domain.errors import EXIT_FAILURE
 
 CAUSE_CHARS = 300
@@ -27,14 +27,14 @@ _MEMORY: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ()
 
 def is_device_fault(error: BaseException) -> bool:
     """Whether a device, its driver or a link between devices caused `error`, not the script."""
-    if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or of_script(str(error)):
+    if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or is_script_error(str(error)):
         return False
-    return isinstance(error, _ACCELERATOR) or of_device(str(error))
+    return isinstance(error, _ACCELERATOR) or is_device_error(str(error))
 
 
 def is_local_device_fault(error: BaseException) -> bool:
     """Whether `error` is a device fault that the other end of a link cannot have caused."""
-    return is_device_fault(error) and not of_link(str(error))
+    return is_device_fault(error) and not is_link_error(str(error))
 
 
 @contextmanager

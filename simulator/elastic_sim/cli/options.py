@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from elastic.command_line import Parsed, time_of
+from elastic.command_line import ParsedType, time_of
 from elastic.domain.errors import FieldError
 
 
@@ -54,7 +54,7 @@ class Several(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(self._of.convert(word, param, ctx) for word in words if word))
 
 
-RATE = Parsed("TIME[/node]", _rate)
+RATE = ParsedType("TIME[/node]", _rate)
 FILE = click.Path(path_type=Path)
 
 

@@ -9,7 +9,7 @@ import pytest
 from elastic.agent.health import monitor as health
 from elastic.agent.health.devices import Devices
 from elastic.agent.health.monitor import LEAST_BYTES, QUIET_LOOKS, Monitor, disk_of
-from elastic.core.protocol.health_report import LONG, MANY, HealthReport
+from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, HealthReport
 from elastic.domain import codec
 from tests.agent.health.drivers import Driver
 
@@ -46,7 +46,7 @@ def test_the_first_look_tells_of_everything_and_later_ones_of_news(tmp_path: Pat
     (disk,) = first.disks
     assert disk.path == str(tmp_path) and disk.total_bytes >= disk.free_bytes > 0 and disk.volume
     assert [made.look() for _ in range(QUIET_LOOKS)] == [None] * QUIET_LOOKS
-    assert looked(made).mishaps == ()
+    assert looked(made).failed_operations == ()
 
 
 def test_what_could_not_be_written_is_told_at_once_and_counted(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_what_could_not_be_written_is_told_at_once_and_counted(tmp_path: Path) -
     looked(made)
     for _ in range(3):
         made.failed("checkpoint", str(tmp_path), "No space left on device")
-    (mishap,) = looked(made).mishaps
+    (mishap,) = looked(made).failed_operations
     assert (mishap.what, mishap.count) == ("checkpoint", 3) and made.look() is None
 
 
@@ -121,8 +121,8 @@ def test_a_report_is_small_whatever_happens(tmp_path: Path) -> None:
         for _ in range(3):
             made.sent(f"node{number}", MIB, 0.1)
     report = looked(made)
-    assert max(map(len, (report.links, report.mishaps, report.devices))) == MANY
-    assert max(len(mishap.path) for mishap in report.mishaps) == LONG
+    assert max(map(len, (report.links, report.failed_operations, report.devices))) == MAX_ENTRIES
+    assert max(len(mishap.path) for mishap in report.failed_operations) == MAX_TEXT_LENGTH
     assert len(codec.dumps(report)) < 16_000
 
 

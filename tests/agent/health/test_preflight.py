@@ -15,7 +15,7 @@ from elastic.agent.health.devices import Devices
 from elastic.agent.health.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
-from elastic.core.protocol.health_report import Check, Preflight
+from elastic.core.protocol.health_report import Preflight, PreflightCheck
 from elastic.domain.errors import UsageError
 from tests.agent.health.drivers import Driver
 from tests.patience import LONG_S
@@ -143,8 +143,8 @@ def test_standing_is_in_steps_of_a_quarter() -> None:
 # ---- the gate ----------------------------------------------------------------------------------
 
 
-def sound() -> tuple[list[Check], float]:
-    return [Check("compute", 1.0, "GFLOP/s", True)], 1.0
+def sound() -> tuple[list[PreflightCheck], float]:
+    return [PreflightCheck("compute", 1.0, "GFLOP/s", True)], 1.0
 
 
 def test_the_gate_holds_the_first_report_back_until_the_checks_are_made() -> None:
@@ -176,7 +176,7 @@ def test_checks_that_break_off_are_a_failure() -> None:
     flown = threading.Event()
     found: list[Preflight] = []
 
-    def broken() -> tuple[list[Check], float]:
+    def broken() -> tuple[list[PreflightCheck], float]:
         raise ZeroDivisionError("oops")
 
     gate = Gate("on", broken, lambda flight: (found.append(flight), flown.set()))

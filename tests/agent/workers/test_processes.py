@@ -27,7 +27,7 @@ from elastic.agent.workers.processes import (
     process_state,
     worker_environment,
 )
-from elastic.config import Command, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.core.protocol.fault_spec import load_faults, parse_fault
 from elastic.core.protocol.messages import Launch
 from tests.disks import fill, small_disk
@@ -130,7 +130,7 @@ def test_exit_codes(make_config: MakeConfig, source: str, code: int) -> None:
 
 
 def test_command_that_cannot_run(make_config: MakeConfig) -> None:
-    config = make_config(command=Command(script="/nonexistent/tool", python=False))
+    config = make_config(command=WorkerCommand(script="/nonexistent/tool", python=False))
     with running(config) as (_, exits):
         assert exits.get(timeout=LONG_S).returncode == 127
     assert "cannot start /nonexistent/tool" in log(config, 0, "stderr")
@@ -140,10 +140,10 @@ def test_kinds_of_commands(make_config: MakeConfig, tmp_path: Path) -> None:
     script = tmp_path / "other.py"
     script.write_text("import sys; print(__name__, sys.argv[1:])")
     commands = {
-        Command(script=str(script), args=("a",)): "__main__ ['a']",
-        Command(script=str(script), args=("a",), run_path=True): "__main__ ['a']",
-        Command(script="echo", args=("a", "b"), python=False): "a b",
-        Command(script="json.tool", args=("--help",), module=True): "usage",
+        WorkerCommand(script=str(script), args=("a",)): "__main__ ['a']",
+        WorkerCommand(script=str(script), args=("a",), run_path=True): "__main__ ['a']",
+        WorkerCommand(script="echo", args=("a", "b"), python=False): "a b",
+        WorkerCommand(script="json.tool", args=("--help",), module=True): "usage",
     }
     for i, (command, expected) in enumerate(commands.items()):
         config = make_config(command=command, log_dir=str(tmp_path / f"logs{i}"))

@@ -8,7 +8,7 @@ from elastic.coordinator.records.state_encoding import StateText
 from elastic.core.coordinator.transitions import learn, settle, transition
 from elastic.core.job.state import Beat, Beats, Closed, JobState, Policy, Reported, Send
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.messages import Measured, NodePhase, NodeReport
+from elastic.core.protocol.messages import MicrobatchTiming, NodePhase, NodeReport
 from elastic.domain import codec
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
 
@@ -44,7 +44,7 @@ def test_heartbeats_together_are_as_one_by_one() -> None:
     state = JobState(policy=Policy(min_nodes=2, max_nodes=2))
     for one in (report("a"), report("b"), attached("a"), attached("b")):
         state, _, _ = transition(state, Reported(one), 1.0)
-    measured = (Measured(0, 1, 3, 0.1, 0.2),)
+    measured = (MicrobatchTiming(0, 1, 3, 0.1, 0.2),)
     beats = (
         Beat("a", "a-1", 3, 1, measured),
         Beat("x", "x-1", 0, 0),

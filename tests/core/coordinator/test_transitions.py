@@ -15,7 +15,13 @@ from elastic.core.coordinator.transitions import KNOW, RULES, transition
 from elastic.core.job import state as job
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Reported, Send
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
+from elastic.core.protocol.health_report import (
+    DeviceHealth,
+    DiskSpace,
+    FailedOperation,
+    HealthReport,
+    LinkTraffic,
+)
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import NodeInfo, StepRecord
 from tests.core.world.world import Fault, World
@@ -94,10 +100,10 @@ def health_reports(node: str, incarnation: str, state: JobState) -> tuple[Health
         at=0.0,
         memory_free_bytes=1,
         memory_total_bytes=1 << 30,
-        disks=(Disk("checkpoints", "/c", 0, 1 << 30, "own"),),
-        devices=(DeviceSeen(0, "toy", 99.0, "too hot", 3, "XID 79"),),
-        links=(LinkSeen("node0", 4, 4 << 20, 4.0, 1e6),),
-        mishaps=(Mishap("checkpoint", "/c", "no space", 2),),
+        disks=(DiskSpace("checkpoints", "/c", 0, 1 << 30, "own"),),
+        devices=(DeviceHealth(0, "toy", 99.0, "too hot", 3, "XID 79"),),
+        links=(LinkTraffic("node0", 4, 4 << 20, 4.0, 1e6),),
+        failed_operations=(FailedOperation("checkpoint", "/c", "no space", 2),),
     )
     return well, wrong, replace(wrong, incarnation="former")
 

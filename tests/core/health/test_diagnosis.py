@@ -1,4 +1,4 @@
-"""What is wrong with a node: class, action, evidence; and above all, when nothing is."""
+"""Diagnosis: class, action and evidence of a node's problems, and cases without a problem."""
 
 from __future__ import annotations
 
@@ -11,36 +11,51 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import AWAY, Finding, Kind, Limits, Record, Remedy
+from elastic.core.health.diagnosis import (
+    EXCLUDING_ACTIONS,
+    FaultClass,
+    Finding,
+    HealthAction,
+    HealthLimits,
+    NodeHealth,
+)
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol import device_errors as devicewords
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
+from elastic.core.protocol.health_report import (
+    DeviceHealth,
+    DiskSpace,
+    FailedOperation,
+    HealthReport,
+    LinkTraffic,
+)
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
 from tests.core.world.world import World
 
-LIMITS = Limits()
+LIMITS = HealthLimits()
 
 
 def running(nodes: int = 3, most: int = 9) -> JobState:
-    """A job in the middle of its training; `most` nodes hold stages, the others are spares."""
+    """A job in training; `most` nodes hold stages, the others are spares."""
     made = World(5, nodes, steps=400, shape="1", max_nodes=most)
     made.run(limit=4.0)
     state = made.boss.state
-    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch and state.plan is not None
+    assert (
+        state.phase is JobPhase.RUNNING and state.trimmed == state.epoch and state.plan is not None
+    )
     return state.of(policy=replace(state.policy, lease_s=1e9))
 
 
-def told(actions: tuple[Any, ...], kind: str = "health") -> list[dict[str, Any]]:
+def health_notes(actions: tuple[Any, ...], kind: str = "health") -> list[dict[str, Any]]:
     return [action.data for action in actions if isinstance(action, Note) and action.kind == kind]
 
 
 def halts(actions: tuple[Any, ...]) -> list[bool]:
-    return [note["boundary"] for note in told(actions, "halt")]
+    return [note["boundary"] for note in health_notes(actions, "halt")]
 
 
 def report(state: JobState, node: str, **figures: Any) -> HealthReport:
@@ -48,15 +63,21 @@ def report(state: JobState, node: str, **figures: Any) -> HealthReport:
     return HealthReport(node, info.incarnation, state.ticked, state.epoch, **figures)
 
 
-def tell(state: JobState, given: HealthReport, later: float = 0.1) -> tuple[JobState, tuple[Any, ...]]:
+def send_report(
+    state: JobState, given: HealthReport, later: float = 0.1
+) -> tuple[JobState, tuple[Any, ...]]:
     state, actions, _ = transition(state, job.HealthSeen(given), state.ticked + later)
     return state, actions
 
 
-def fall(state: JobState, node: str, cause: str, times: int = 1) -> tuple[JobState, tuple[Any, ...]]:
-    """The workers of `node` go down."""
+def crash_workers(
+    state: JobState, node: str, cause: str, times: int = 1
+) -> tuple[JobState, tuple[Any, ...]]:
+    """Crash the workers of `node` `times` times."""
     was = state.members[node].report
-    now = replace(was, phase=NodePhase.STARTING, able=False, fallen=was.fallen + times, cause=cause)
+    now = replace(
+        was, phase=NodePhase.STARTING, able=False, crash_count=was.crash_count + times, cause=cause
+    )
     state, actions, _ = transition(state, Reported(now), state.ticked + 0.1)
     return state, actions
 
@@ -64,57 +85,69 @@ def fall(state: JobState, node: str, cause: str, times: int = 1) -> tuple[JobSta
 # ---- processes ---------------------------------------------------------------------------------
 
 
-def test_a_crash_is_a_process_that_is_restarted() -> None:
-    state, actions = fall(running(), "node1", "worker 0 ended with signal 9")
-    (note,) = told(actions)
+def test_a_crash_is_class_process_and_restarts() -> None:
+    state, actions = crash_workers(running(), "node1", "worker 0 ended with signal 9")
+    (note,) = health_notes(actions)
     assert (note["node"], note["class"], note["action"]) == ("node1", "process", "restart")
-    assert note["evidence"]["cause"] == "worker 0 ended with signal 9" and note["evidence"]["crashes"] == 1
+    assert (
+        note["evidence"]["cause"] == "worker 0 ended with signal 9"
+        and note["evidence"]["crashes"] == 1
+    )
     assert not quarantine.holds(state, "node1")
 
 
-def test_a_hang_is_a_process_that_is_restarted() -> None:
-    _, actions = fall(running(), "node1", "hang: the process is stopped and silent for 0.5 s")
-    (note,) = told(actions)
+def test_a_hang_is_class_process_and_restarts() -> None:
+    _, actions = crash_workers(
+        running(), "node1", "hang: the process is stopped and silent for 0.5 s"
+    )
+    (note,) = health_notes(actions)
     assert (note["class"], note["action"]) == ("process", "restart") and "stopped" in note["reason"]
 
 
-def test_a_crash_loop_is_the_host_which_is_put_aside() -> None:
+def test_a_crash_loop_is_class_host_and_leads_to_quarantine() -> None:
     state = running()
     for time in range(1, LIMITS.crashes):
-        state, actions = fall(state, "node1", "signal 11")
-        assert told(actions)[-1]["evidence"]["crashes"] == time
-    state, actions = fall(state, "node1", "signal 11")
-    note = told(actions)[-1]
+        state, actions = crash_workers(state, "node1", "signal 11")
+        assert health_notes(actions)[-1]["evidence"]["crashes"] == time
+    state, actions = crash_workers(state, "node1", "signal 11")
+    note = health_notes(actions)[-1]
     assert (note["class"], note["action"]) == ("host", "quarantine")
     assert note["evidence"]["crashes"] == LIMITS.crashes
     assert note["evidence"]["quarantine_s"] == LIMITS.quarantine_s
     assert quarantine.holds(state, "node1")
 
 
-def test_putting_a_node_aside_leaves_the_finding_as_it_was() -> None:
-    found = Finding(Kind.DEVICE, Remedy.QUARANTINE, "it is broken", {"errors": 3}, 5.0)
+def test_a_quarantine_does_not_change_the_finding_given() -> None:
+    found = Finding(FaultClass.DEVICE, HealthAction.QUARANTINE, "it is broken", {"errors": 3}, 5.0)
     state, actions = quarantine.tell(running(), "node1", found)
     assert found.evidence == {"errors": 3}
     wanted = {"errors": 3, "quarantine_s": LIMITS.quarantine_s, "quarantines": 1}
-    assert told(actions)[-1]["evidence"] == wanted
+    assert health_notes(actions)[-1]["evidence"] == wanted
     assert state.health["node1"].findings[0].evidence == wanted
 
 
 ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
-"""As a worker's last words are (tests/scenarios/test_health_device.py)."""
+"""An error of a worker as in tests/scenarios/test_health_device.py."""
 
 
-def test_a_device_is_told_by_the_cause_of_the_crash() -> None:
-    """It is restarted at first; if that does not help it is put aside, and not for what it did long ago."""
-    state, actions = fall(running(), "node1", ECC)
-    (note,) = told(actions)
-    assert (note["class"], note["action"]) == ("device", "restart") and note["evidence"]["cause"] == ECC
-    state, actions = tell(state, report(state, "node1", devices=(DeviceSeen(0, "H200", 61.0),)))
-    assert not told(actions), "the driver does not deny it"
-    _, actions = fall(state, "node1", "signal 11", LIMITS.crashes - 1)
-    assert told(actions)[-1]["class"] == "host", "that was another fault"
-    _, actions = fall(state, "node1", ECC, LIMITS.crashes - 1)
-    assert (told(actions)[-1]["class"], told(actions)[-1]["action"]) == ("device", "quarantine")
+def test_the_crash_cause_shows_a_device_fault() -> None:
+    """The first fault restarts the worker; repeated ones quarantine the node."""
+    state, actions = crash_workers(running(), "node1", ECC)
+    (note,) = health_notes(actions)
+    assert (note["class"], note["action"]) == ("device", "restart") and note["evidence"][
+        "cause"
+    ] == ECC
+    state, actions = send_report(
+        state, report(state, "node1", devices=(DeviceHealth(0, "H200", 61.0),))
+    )
+    assert not health_notes(actions), "the driver reports no fault"
+    _, actions = crash_workers(state, "node1", "signal 11", LIMITS.crashes - 1)
+    assert health_notes(actions)[-1]["class"] == "host", "that was another fault"
+    _, actions = crash_workers(state, "node1", ECC, LIMITS.crashes - 1)
+    assert (health_notes(actions)[-1]["class"], health_notes(actions)[-1]["action"]) == (
+        "device",
+        "quarantine",
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +158,7 @@ def test_a_device_is_told_by_the_cause_of_the_crash() -> None:
         ("CUDA error: unspecified launch failure", True, False),
         ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm", True, False),
         (
-            "NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or there was a network error",
+            "NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or network error",
             True,
             True,
         ),
@@ -137,11 +170,11 @@ def test_a_device_is_told_by_the_cause_of_the_crash() -> None:
         ("worker 0 ended with signal 9", False, False),
     ],
 )
-def test_words(text: str, device: bool, link: bool) -> None:
-    assert (devicewords.of_device(text), devicewords.of_link(text)) == (device, link)
+def test_error_texts_are_classified(text: str, device: bool, link: bool) -> None:
+    assert (devicewords.is_device_error(text), devicewords.is_link_error(text)) == (device, link)
 
 
-def ended(actions: tuple[Any, ...]) -> list[str]:
+def finish_reasons(actions: tuple[Any, ...]) -> list[str]:
     return [action.reason for action in actions if isinstance(action, job.Finish)]
 
 
@@ -150,62 +183,66 @@ def finish_step(state: JobState) -> JobState:
     return state.of(record=replace(state.record, step=state.record.step + 1))
 
 
-def test_who_crashes_in_one_step_for_ever_ends_the_job() -> None:
-    """Not before the fourth time, and not if steps are finished between."""
+def test_endless_crashes_in_one_step_end_the_job() -> None:
+    """The fourth crash ends it; finished steps between crashes prevent that."""
     state = running(1)
     for _ in range(3 * LIMITS.hopeless):
-        state, actions = fall(finish_step(state), "node0", ECC)
-        assert not ended(actions) and state.ending is None
+        state, actions = crash_workers(finish_step(state), "node0", ECC)
+        assert not finish_reasons(actions) and state.ending is None
     for _ in range(LIMITS.hopeless - 2):
-        state, actions = fall(state, "node0", ECC)
-        assert not ended(actions)
-    state, actions = fall(state, "node0", ECC)
-    (why,) = ended(actions)
+        state, actions = crash_workers(state, "node0", ECC)
+        assert not finish_reasons(actions)
+    state, actions = crash_workers(state, "node0", ECC)
+    (why,) = finish_reasons(actions)
     assert state.phase is JobPhase.FAILED and "4 times" in why and ECC in why
-    assert {a.node for a in actions if isinstance(a, Send) and isinstance(a.message, m.Stop)} == {"node0"}
+    assert {a.node for a in actions if isinstance(a, Send) and isinstance(a.message, m.Stop)} == {
+        "node0"
+    }
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
-def test_what_crashes_one_node_after_the_other_ends_the_job(nodes: int) -> None:
-    """Each is put aside in its turn, but three of them are not at fault for the same."""
+def test_crashes_of_one_node_after_another_end_the_job(nodes: int) -> None:
+    """Each node is quarantined in turn, but after three the nodes are not the cause."""
     state, crashes = running(nodes), 0
     while state.ending is None:
         node = next(n for n in state.members if not quarantine.holds(state, n))
-        state, _ = fall(state, node, ECC)
+        state, _ = crash_workers(state, node, ECC)
         crashes += 1
-        assert crashes <= LIMITS.crashes * LIMITS.hopeless_nodes
+        assert crashes <= LIMITS.crashes * LIMITS.fatal_nodes
     assert ECC in state.ending.reason and "no step" in state.ending.reason
 
 
-def test_falling_back_to_an_older_step_is_no_way_out() -> None:
-    record = Record()
+def test_a_fall_back_to_an_older_step_does_not_reset_the_count() -> None:
+    record = NodeHealth()
     for step in (5, 5, 3, 4, 5):
-        record = health.crashed(record, 0.0, LIMITS, step=step)
+        record = health.record_crash(record, 0.0, LIMITS, step=step)
     assert record.stuck == 5
-    assert health.crashed(record, 0.0, LIMITS, step=6).stuck == 1
+    assert health.record_crash(record, 0.0, LIMITS, step=6).stuck == 1
 
 
-def test_a_script_that_crashes_everywhere_puts_nobody_aside() -> None:
+def test_a_script_that_crashes_everywhere_quarantines_no_node() -> None:
     state = running()
     for _ in range(LIMITS.crashes + 1):
         for node in ("node0", "node1", "node2"):
-            state, actions = fall(state, node, "exit code 1")
-            assert {note["class"] for note in told(actions)} <= {"process"}, told(actions)
+            state, actions = crash_workers(state, node, "exit code 1")
+            assert {note["class"] for note in health_notes(actions)} <= {"process"}, health_notes(
+                actions
+            )
     assert not any(quarantine.holds(state, node) for node in state.members)
 
 
-def test_nobody_is_put_aside_without_whom_no_plan_fits() -> None:
-    state, actions = fall(running(1), "node0", "signal 11", LIMITS.crashes)
-    (note,) = told(actions)
+def test_a_node_that_every_plan_needs_is_not_quarantined() -> None:
+    state, actions = crash_workers(running(1), "node0", "signal 11", LIMITS.crashes)
+    (note,) = health_notes(actions)
     assert (note["class"], note["action"]) == ("process", "restart") and "no plan" in note["reason"]
     assert not quarantine.holds(state, "node0")
 
 
 def test_crashes_long_ago_do_not_count() -> None:
-    record = Record()
+    record = NodeHealth()
     for at in (0.0, 1.0, 2.0 + LIMITS.window_s):
-        record = health.crashed(record, at, LIMITS)
-    assert not health.crash_loops(record, LIMITS) and len(record.crashes) == 1
+        record = health.record_crash(record, at, LIMITS)
+    assert not health.is_crash_looping(record, LIMITS) and len(record.crashes) == 1
 
 
 # ---- devices, disks, memory, clock ---------------------------------------------------------------
@@ -215,148 +252,175 @@ def test_a_broken_device_is_replaced_by_a_spare() -> None:
     state = running(3, most=2)
     assert remedies.spares(state)
     held = state.plan.nodes()[0] if state.plan else ""
-    devices = (DeviceSeen(0, "H200", 61.0, fault="XID 79"),)
-    state, actions = tell(state, report(state, held, devices=devices))
-    (note,) = told(actions)
+    devices = (DeviceHealth(0, "H200", 61.0, fault="XID 79"),)
+    state, actions = send_report(state, report(state, held, devices=devices))
+    (note,) = health_notes(actions)
     assert (note["class"], note["action"]) == ("device", "replace") and "XID 79" in note["reason"]
-    assert note["evidence"]["temperature_c"] == 61.0 and halts(actions) == [True], "at the end of the step"
+    assert note["evidence"]["temperature_c"] == 61.0 and halts(actions) == [True], (
+        "at the end of the step"
+    )
 
 
 def test_memory_errors_count_once() -> None:
     state = running()
-    devices = (DeviceSeen(0, "H200", 61.0, errors=2),)
-    state, actions = tell(state, report(state, "node1", devices=devices))
-    assert [note["action"] for note in told(actions)] == ["quarantine"]
-    assert told(tell(state, report(state, "node1", devices=devices))[1]) == []
+    devices = (DeviceHealth(0, "H200", 61.0, errors=2),)
+    state, actions = send_report(state, report(state, "node1", devices=devices))
+    assert [note["action"] for note in health_notes(actions)] == ["quarantine"]
+    assert health_notes(send_report(state, report(state, "node1", devices=devices))[1]) == []
 
 
-def test_a_hot_device_is_told_of_and_left_alone() -> None:
+def test_a_throttled_device_leads_to_a_warning_only() -> None:
     state = running()
-    hot = (DeviceSeen(0, "H200", 95.0, throttled="too hot"),)
-    state, actions = tell(state, report(state, "node1", devices=hot))
-    (note,) = told(actions)
+    hot = (DeviceHealth(0, "H200", 95.0, throttled="too hot"),)
+    state, actions = send_report(state, report(state, "node1", devices=hot))
+    (note,) = health_notes(actions)
     assert (note["class"], note["action"]) == ("device", "none") and not halts(actions)
-    state, actions = tell(state, report(state, "node1", devices=(DeviceSeen(0, "H200", 60.0),)))
-    assert told(actions)[0]["evidence"] == {"well": True}
+    state, actions = send_report(
+        state, report(state, "node1", devices=(DeviceHealth(0, "H200", 60.0),))
+    )
+    assert health_notes(actions)[0]["evidence"] == {"well": True}
 
 
-def disk(free: int, volume: str = "own") -> tuple[Disk, ...]:
-    return (Disk("checkpoints", "/c", free, 1 << 40, volume),)
+def disk(free: int, volume: str = "own") -> tuple[DiskSpace, ...]:
+    return (DiskSpace("checkpoints", "/c", free, 1 << 40, volume),)
 
 
-FULL = (Mishap("checkpoint", "/c", "[Errno 28] No space left on device", 4),)
+FULL = (FailedOperation("checkpoint", "/c", "[Errno 28] No space left on device", 4),)
 
 
-def test_a_full_disk_is_storage_and_training_goes_on() -> None:
-    """It names the path and the free bytes; shared disks are nobody's own."""
+def test_a_full_disk_is_class_storage_and_training_goes_on() -> None:
+    """The finding names path and free bytes. A shared disk does not exclude a node."""
     state = running(3, most=2)
     held, other = state.plan.nodes() if state.plan else ("", "")
-    state, _ = tell(state, report(state, other, disks=disk(0, "nfs")))
-    state, actions = tell(state, report(state, held, disks=disk(0, "nfs"), mishaps=FULL))
-    note = told(actions)[-1]
-    assert (note["class"], note["action"]) == ("storage", "none") and "training goes on" in note["reason"]
+    state, _ = send_report(state, report(state, other, disks=disk(0, "nfs")))
+    state, actions = send_report(
+        state, report(state, held, disks=disk(0, "nfs"), failed_operations=FULL)
+    )
+    note = health_notes(actions)[-1]
+    assert (note["class"], note["action"]) == ("storage", "none") and "training goes on" in note[
+        "reason"
+    ]
     assert note["evidence"]["path"] == "/c" and note["evidence"]["free_bytes"] == 0
     assert not halts(actions)
-    state, actions = tell(state, report(state, held, disks=disk(0, "nfs"), mishaps=FULL))
-    assert not told(actions), "told once"
+    state, actions = send_report(
+        state, report(state, held, disks=disk(0, "nfs"), failed_operations=FULL)
+    )
+    assert not health_notes(actions), "reported once"
     state, actions, _ = transition(state, job.CheckpointCommitted("/c/step-9", 9), state.ticked)
-    assert {note["reason"] for note in told(actions)} == {"checkpoints are written again"}
+    assert {note["reason"] for note in health_notes(actions)} == {"checkpoints are written again"}
 
 
 def test_a_full_disk_of_its_own_is_replaced_by_a_spare() -> None:
     state = running(3, most=2)
     held = state.plan.nodes()[0] if state.plan else ""
-    state, actions = tell(state, report(state, held, disks=disk(0), mishaps=FULL))
-    assert told(actions)[-1]["action"] == "replace" and halts(actions) == [True]
+    state, actions = send_report(state, report(state, held, disks=disk(0), failed_operations=FULL))
+    assert health_notes(actions)[-1]["action"] == "replace" and halts(actions) == [True]
 
 
-def test_without_a_spare_a_full_disk_is_kept() -> None:
+def test_without_a_spare_a_node_with_a_full_disk_stays() -> None:
     state = running(3)
-    _, actions = tell(state, report(state, "node1", disks=disk(0), mishaps=FULL))
-    assert told(actions)[-1]["action"] == "none" and not halts(actions)
+    _, actions = send_report(state, report(state, "node1", disks=disk(0), failed_operations=FULL))
+    assert health_notes(actions)[-1]["action"] == "none" and not halts(actions)
 
 
-def test_little_room_is_told_of_before_something_fails() -> None:
+def test_low_disk_space_leads_to_a_warning() -> None:
     state = running()
-    state, actions = tell(state, report(state, "node1", disks=disk(1 << 20)))
-    (note,) = told(actions)
-    assert (note["class"], note["action"]) == ("storage", "none") and "nothing failed" in note["reason"]
+    state, actions = send_report(state, report(state, "node1", disks=disk(1 << 20)))
+    (note,) = health_notes(actions)
+    assert (note["class"], note["action"]) == ("storage", "none") and "nothing failed" in note[
+        "reason"
+    ]
     assert (
-        told(tell(state, report(state, "node1", disks=disk(1 << 36)))[1])[0]["reason"]
+        health_notes(send_report(state, report(state, "node1", disks=disk(1 << 36)))[1])[0][
+            "reason"
+        ]
         == "there is room again"
     )
 
 
-def test_little_memory_is_told_of() -> None:
+def test_low_memory_leads_to_a_warning() -> None:
     state = running()
-    _, actions = tell(state, report(state, "node1", memory_free_bytes=1 << 20, memory_total_bytes=1 << 34))
-    (note,) = told(actions)
-    assert (note["class"], note["action"]) == ("host", "none") and note["evidence"]["free_bytes"] == 1 << 20
+    _, actions = send_report(
+        state, report(state, "node1", memory_free_bytes=1 << 20, memory_total_bytes=1 << 34)
+    )
+    (note,) = health_notes(actions)
+    assert (note["class"], note["action"]) == ("host", "none") and note["evidence"][
+        "free_bytes"
+    ] == 1 << 20
 
 
 @pytest.mark.parametrize("jump_s", [-86400.0, -30.0, 30.0, 86400.0])
-def test_a_clock_that_jumps_is_told_of_and_changes_nothing(jump_s: float) -> None:
-    """Once, when it lasts; and told when it is right again."""
+def test_a_clock_jump_leads_to_a_warning_only(jump_s: float) -> None:
+    """A lasting jump warns once, and its end is reported."""
     state, notes = running(), []
     plan = state.plan
     for turn in range(20):
         off = jump_s if 3 <= turn < 13 else 0.0
         given = report(state, "node1")
-        state, actions = tell(state, replace(given, at=given.at + off))
-        notes += told(actions)
+        state, actions = send_report(state, replace(given, at=given.at + off))
+        notes += health_notes(actions)
         assert not halts(actions)
     assert [note["evidence"].get("well", False) for note in notes] == [False, True]
     assert notes[0]["evidence"]["clock_s"] == pytest.approx(-jump_s, abs=1.0)
     assert state.plan == plan and state.phase is JobPhase.RUNNING
 
 
-def test_one_late_message_is_no_clock() -> None:
+def test_single_late_messages_are_no_clock_jump() -> None:
     state = running()
     for late in (0.0, 60.0, 0.0, 0.1, 90.0, 0.0, 0.0):
         given = report(state, "node1")
-        state, actions = tell(state, replace(given, at=given.at - late))
-        assert not told(actions)
+        state, actions = send_report(state, replace(given, at=given.at - late))
+        assert not health_notes(actions)
 
 
-def test_former_members_and_strangers_are_not_heard() -> None:
+def test_reports_of_non_members_are_ignored() -> None:
     state = running()
-    bad = report(state, "node1", devices=(DeviceSeen(0, "H200", fault="XID 79"),))
+    bad = report(state, "node1", devices=(DeviceHealth(0, "H200", fault="XID 79"),))
     for stranger in (replace(bad, incarnation="former"), replace(bad, node="nobody")):
-        after, actions = tell(state, stranger, 0.0)
-        assert not told(actions) and after.health == state.health
+        after, actions = send_report(state, stranger, 0.0)
+        assert not health_notes(actions) and after.health == state.health
 
 
-figures = st.builds(
+figures: st.SearchStrategy[dict[str, Any]] = st.builds(
     dict,
     load=st.floats(0.0, 1000.0),
     memory_free_bytes=st.integers(1 << 30, 1 << 34),
     memory_total_bytes=st.just(1 << 34),
     disks=st.sampled_from([(), disk(1 << 39), disk(1 << 30)]),
-    devices=st.sampled_from([(), (DeviceSeen(0, "H200", 90.0),)]),
+    devices=st.sampled_from([(), (DeviceHealth(0, "H200", 90.0),)]),
     links=st.sampled_from(
-        [(), (LinkSeen("node2", 9, 9 << 20, 1.0, 9e6),), (LinkSeen("node2", 3, 3 << 20, 9.0, 3e5),)]
+        [
+            (),
+            (LinkTraffic("node2", 9, 9 << 20, 1.0, 9e6),),
+            (LinkTraffic("node2", 3, 3 << 20, 9.0, 3e5),),
+        ]
     ),
 )
 
 
 @given(st.lists(st.tuples(st.sampled_from(["node0", "node1", "node2"]), figures), max_size=20))
-def test_nothing_is_done_on_a_guess(seen: list[tuple[str, dict[str, Any]]]) -> None:
-    """Whatever load, copies and little room are told of: while steps take as long as they did, the plan stays."""
+def test_no_action_without_slower_steps(seen: list[tuple[str, dict[str, Any]]]) -> None:
+    """Load, slow copies and low space change no plan while steps take as long as before."""
     state = running()
     assert state.plan is not None
     state = state.of(durations=tuple((state.plan.epoch, 1.0) for _ in range(9)))
     for node, given_figures in seen:
-        state, actions = tell(state, report(state, node, **given_figures))
-        assert not halts(actions) and not [note for note in told(actions) if note["action"] != "none"]
+        state, actions = send_report(state, report(state, node, **given_figures))
+        assert not halts(actions) and not [
+            note for note in health_notes(actions) if note["action"] != "none"
+        ]
         assert not any(
-            isinstance(a, Send) and isinstance(a.message, m.Halt | m.Fenced | m.Stop) for a in actions
+            isinstance(a, Send) and isinstance(a.message, m.Halt | m.Fenced | m.Stop)
+            for a in actions
         )
 
 
 def test_the_state_survives_the_store() -> None:
     state = running(3, most=2)
     held = state.plan.nodes()[0] if state.plan else ""
-    devices = (DeviceSeen(0, "H200", 61.0, fault="XID 79"),)
-    state, _ = tell(state, report(state, held, devices=devices, disks=disk(0), mishaps=FULL))
-    assert any(one.action in AWAY for one in quarantine.of(state, held).findings)
+    devices = (DeviceHealth(0, "H200", 61.0, fault="XID 79"),)
+    state, _ = send_report(
+        state, report(state, held, devices=devices, disks=disk(0), failed_operations=FULL)
+    )
+    assert any(one.action in EXCLUDING_ACTIONS for one in quarantine.of(state, held).findings)
     assert codec.loads(JobState, codec.dumps(state)) == state

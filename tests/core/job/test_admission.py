@@ -9,9 +9,9 @@ from elastic.core.coordinator.transitions import learn, transition
 from elastic.core.job import quarantine
 from elastic.core.job.state import Adopted, Beat, Beats, Closed, JobState, Reported, Send
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.health_report import Check, Preflight, Refused
+from elastic.core.protocol.health_report import JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase
-from tests.core.health.test_diagnosis import running, told
+from tests.core.health.test_diagnosis import health_notes, running
 
 
 def asks(flight: Preflight, node: str = "new") -> Reported:
@@ -19,8 +19,8 @@ def asks(flight: Preflight, node: str = "new") -> Reported:
     return Reported(m.NodeReport(info, NodePhase.EMPTY, 0, preflight=flight), True)
 
 
-BAD = Check("disk:memory", 0.0, "bytes", False, True, "/dev/shm has 0 bytes left: make room")
-WARN = Check("disk:checkpoints", 0.0, "bytes", False, False, "/c has 0 bytes left: make room")
+BAD = PreflightCheck("disk:memory", 0.0, "bytes", False, True, "/dev/shm has 0 bytes left: make room")
+WARN = PreflightCheck("disk:checkpoints", 0.0, "bytes", False, False, "/c has 0 bytes left: make room")
 
 
 def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
@@ -29,23 +29,23 @@ def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
     for _ in range(3):
         state, actions, reason = transition(state, asks(Preflight("on", 0.1, (BAD,))), state.ticked + 0.01)
         assert "new" not in state.members and "refused" in reason
-        (note,) = told(actions, "preflight")
+        (note,) = health_notes(actions, "preflight")
         assert note["ok"] is False and "make room" in note["reason"]
         (answer,) = [a.message for a in actions if isinstance(a, Send) and a.node == "new"]
-        assert isinstance(answer, Refused) and answer.retry_s == note["retry_s"]
+        assert isinstance(answer, JoinRefused) and answer.retry_s == note["retry_s"]
         waits.append(answer.retry_s)
         state = state.of(ticked=state.ticked + answer.retry_s)
     assert waits == [5.0, 10.0, 20.0]
     state, actions, _ = transition(state, asks(Preflight("on", 0.1, (WARN,), 9.0)), state.ticked + 0.01)
-    assert "new" in state.members and told(actions, "preflight")[0]["warnings"] == [WARN.remedy]
+    assert "new" in state.members and health_notes(actions, "preflight")[0]["warnings"] == [WARN.remedy]
     assert quarantine.of(state, "new").refusals == 0
 
 
 def test_asking_before_the_pause_is_over_costs_nothing() -> None:
     state, _, _ = transition(running(), asks(Preflight("on", 0.1, (BAD,))), 10.0)
     again, actions, _ = transition(state, asks(Preflight("on", 0.1, (BAD,))), 10.5)
-    assert not told(actions, "preflight") and quarantine.of(again, "new").refusals == 1
-    assert any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions)
+    assert not health_notes(actions, "preflight") and quarantine.of(again, "new").refusals == 1
+    assert any(isinstance(a, Send) and isinstance(a.message, JoinRefused) for a in actions)
 
 
 def test_strict_preflight_takes_warnings_and_lame_nodes_for_failures() -> None:
@@ -87,9 +87,9 @@ def without_lease(state: JobState) -> JobState:
 def test_no_connected_member_is_put_out_by_a_second_agent_of_its_name() -> None:
     state = without_lease(running())
     after, actions, reason = transition(state, again(state, "other"), state.ticked)
-    assert after.members == state.members and after.epoch == state.epoch and not told(actions, "lost")
+    assert after.members == state.members and after.epoch == state.epoch and not health_notes(actions, "lost")
     (answer,) = [a.message for a in actions if isinstance(a, Send)]
-    assert isinstance(answer, Refused) and 0 < answer.retry_s <= 1 and "is connected" in reason
+    assert isinstance(answer, JoinRefused) and 0 < answer.retry_s <= 1 and "is connected" in reason
 
 
 def test_a_node_whose_connection_closed_comes_back_as_a_new_incarnation() -> None:
@@ -98,7 +98,7 @@ def test_a_node_whose_connection_closed_comes_back_as_a_new_incarnation() -> Non
     state, _, _ = transition(state, Closed("node1", former), state.ticked)
     state, actions, _ = transition(state, again(state, "other"), state.ticked)
     assert state.members["node1"].report.info.incarnation == "other"
-    assert told(actions, "lost") == [
+    assert health_notes(actions, "lost") == [
         {"node": "node1", "loss": "replaced", "why": "came back as a new incarnation"}
     ]
     assert state.retired == (("node1", former),)
@@ -119,7 +119,7 @@ def test_a_silent_members_name_is_free_after_the_lease() -> None:
         state, _, _ = transition(state, Beats(beats), now)
         newcomer = again(running(), "other")
         state, actions, _ = transition(state, newcomer, now)
-        waited += any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions)
+        waited += any(isinstance(a, Send) and isinstance(a.message, JoinRefused) for a in actions)
     assert 5 <= waited <= 7 and now - start <= 4.0
 
 
@@ -128,7 +128,7 @@ def test_after_a_failover_members_come_back_before_others_get_their_names() -> N
     state, _, _ = transition(state, Adopted(), state.ticked)
     after, actions, _ = transition(state, again(state, "other"), state.ticked + 0.5)
     assert after.members["node1"] == state.members["node1"]
-    assert any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions)
+    assert any(isinstance(a, Send) and isinstance(a.message, JoinRefused) for a in actions)
     newcomer, start = again(state, "other"), state.ticked
     while state.members.get("node1") is None or state.members["node1"].report.info.incarnation != "other":
         state, _, _ = transition(state, newcomer, state.ticked + 0.1)

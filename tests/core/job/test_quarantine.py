@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health import diagnosis as health
-from elastic.core.health.diagnosis import Record
+from elastic.core.health.diagnosis import NodeHealth
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Reported
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
-from tests.core.health.test_diagnosis import LIMITS, fall, running, told
+from tests.core.health.test_diagnosis import LIMITS, crash_workers, health_notes, running
 
 
 def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
-    record, lengths, now = Record(), [], 0.0
+    record, lengths, now = NodeHealth(), [], 0.0
     for _ in range(9):
         record, seconds = health.quarantine(record, now, LIMITS)
         lengths.append(seconds)
         now += seconds
-        record = health.released(record, now)
+        record = health.release(record, now)
     assert lengths == [min(30.0 * 2**i, LIMITS.quarantine_most_s) for i in range(9)]
     later, seconds = health.quarantine(record, now + 8 * LIMITS.good_s, LIMITS)
     assert seconds == 60.0 and later.quarantines == 2
@@ -34,25 +34,25 @@ def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
 
 @given(st.lists(st.floats(0.0, 5000.0), max_size=12))
 def test_a_quarantine_is_never_outside_its_bounds(waits: list[float]) -> None:
-    record, now = Record(), 0.0
+    record, now = NodeHealth(), 0.0
     for wait in waits:
         now += wait
         record, seconds = health.quarantine(record, now, LIMITS)
         assert LIMITS.quarantine_s <= seconds <= LIMITS.quarantine_most_s and record.until == now + seconds
-        record = health.released(record, record.until)
-        now = record.offended
-        assert codec.loads(Record, codec.dumps(record)) == record
+        record = health.release(record, record.until)
+        now = record.quarantine_changed_at
+        assert codec.loads(NodeHealth, codec.dumps(record)) == record
 
 
 def test_a_node_out_of_quarantine_is_considered_again() -> None:
-    state, _ = fall(running(), "node1", "signal 11", LIMITS.crashes)
+    state, _ = crash_workers(running(), "node1", "signal 11", LIMITS.crashes)
     record = quarantine.of(state, "node1")
     state = settled(state.of(considered=(state.members["node1"].report.info.incarnation,)), without="node1")
     state, _, _ = transition(state, job.Tick(), record.until - 0.1)
     assert quarantine.holds(state, "node1") and state.considered
     state, actions, _ = transition(state, job.Tick(), record.until + 0.1)
     assert not quarantine.holds(state, "node1") and state.joining == ("node1",)
-    (note,) = told(actions)
+    (note,) = health_notes(actions)
     assert note["action"] == "none" and "may be used again" in note["reason"]
 
 
@@ -72,7 +72,7 @@ def settled(state: JobState, without: str) -> JobState:
 
 def test_a_doubtful_node_is_better_than_none() -> None:
     """The others are lost while it is in quarantine: it is let out at once."""
-    state, _ = fall(running(2), "node1", "signal 11", LIMITS.crashes)
+    state, _ = crash_workers(running(2), "node1", "signal 11", LIMITS.crashes)
     state = settled(state, "node1")
     assert state.plan is not None and state.plan.nodes() == ("node0",)
     state, _, _ = transition(
@@ -83,14 +83,14 @@ def test_a_doubtful_node_is_better_than_none() -> None:
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
     state, actions, _ = transition(state, Reported(halted), state.ticked + 0.1)
     assert not quarantine.holds(state, "node1"), "it was let out"
-    assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in told(actions))
+    assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in health_notes(actions))
 
 
 def test_a_flapping_node_is_put_aside_when_it_comes_back() -> None:
     state, notes = running(), []
     for _ in range(LIMITS.departures):
         state, more = remedies.departed(state, "node1", "connection closed", state.ticked)
-        notes += told(more)
+        notes += health_notes(more)
     (note,) = notes
     assert (note["class"], note["action"]) == ("host", "quarantine") and note["evidence"]["departures"] == 3
     assert quarantine.holds(state, "node1")

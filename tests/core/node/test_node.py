@@ -69,7 +69,7 @@ EVENTS: list[Any] = [
         *(m.CommFailed(epoch, nodes, "x") for epoch in (1, 2) for nodes in ((), ("b",))),
         m.Finished(4, "sha"),
         m.Failed("bad"),
-        m.Acked(1),
+        m.BundleAcknowledged(1),
     ),
     *(core.Exited(rank, code) for rank in (0, 1) for code in (0, 1, -9)),
     core.Looked((core.Evidence(0, False, 1.0), core.Evidence(1, True, 1.0))),
@@ -160,7 +160,7 @@ def test_last_words_are_the_cause() -> None:
     state = play(*RUN, Said(1, m.Crashed("CUDA error: ECC", 1)))
     assert state.phase is Phase.RUNNING and core.report(state).failed is None, "its exit comes next"
     state, actions, reason = transition(state, core.Exited(1, 1), 11.0)
-    assert reason == core.report(state).cause == "CUDA error: ECC" and core.report(state).fallen == 1
+    assert reason == core.report(state).cause == "CUDA error: ECC" and core.report(state).crash_count == 1
     assert actions == (core.KillWorkers(reason), core.Spawn(LAUNCH), core.Report())
     assert not any(worker.error for worker in state.workers)
 

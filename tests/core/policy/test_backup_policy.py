@@ -6,15 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.core.health.backup_metrics import ENOUGH, NEWEST, Gauge, middle, note
-from elastic.core.health.compute_speed import Pace
+from elastic.core.health.backup_metrics import (
+    KEPT_SAMPLES,
+    MIN_SAMPLES,
+    BackupMetrics,
+    median_of_nodes,
+    record_measurements,
+)
+from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.job import measured_conditions as conditions
 from elastic.core.job import state as job
 from elastic.core.job.state import CauseKind, JobPhase, JobState, Note, Send
 from elastic.core.policy import backup_policy as backup
 from elastic.core.policy.backup_policy import LOOK_S, STEPS
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.messages import Measured, Traffic
+from elastic.core.protocol.messages import BackupTraffic, MicrobatchTiming
 from tests.core.policy.test_straggler_policy import running
 
 MB = 1_000_000
@@ -22,40 +28,40 @@ MB = 1_000_000
 
 def measured(
     step: int, *, epoch: int = 1, sent: int = 10 * MB, sent_s: float = 0.1, slowed: float = 0.0
-) -> Measured:
-    traffic = Traffic(copied_bytes=10 * MB, copied_s=0.01, sent_bytes=sent, sent_s=sent_s)
-    return Measured(epoch, step, 0, 1.0, 2.0, slowed, traffic)
+) -> MicrobatchTiming:
+    traffic = BackupTraffic(copied_bytes=10 * MB, copied_s=0.01, sent_bytes=sent, sent_s=sent_s)
+    return MicrobatchTiming(epoch, step, 0, 1.0, 2.0, slowed, traffic)
 
 
 def test_each_step_counts_once() -> None:
-    gauge = Gauge()
+    gauge = BackupMetrics()
     for step in (1, 2, 2, 1, 3):
-        gauge = note(gauge, 1, [measured(step)])
+        gauge = record_measurements(gauge, 1, [measured(step)])
     assert gauge.steps == 3 and gauge.sending == (100 * MB,) * 3 and gauge.copying == (1000 * MB,) * 3
-    assert note(gauge, 1, []) is gauge
+    assert record_measurements(gauge, 1, []) is gauge
 
 
 def test_figures_stay_over_changes_of_plan_and_steps_do_not() -> None:
-    gauge = note(note(Gauge(), 1, [measured(5, slowed=1.5)]), 2, [measured(6, epoch=2, sent=0, sent_s=0.0)])
+    gauge = record_measurements(record_measurements(BackupMetrics(), 1, [measured(5, slowed=1.5)]), 2, [measured(6, epoch=2, sent=0, sent_s=0.0)])
     assert gauge.steps == 1 and gauge.sending == (100 * MB,) and gauge.slowed == (1.5,)
 
 
 def test_few_bytes_tell_nothing_of_bandwidth_and_old_samples_go() -> None:
-    assert note(Gauge(), 1, [measured(1, sent=100)]).sending == ()
-    gauge = Gauge()
-    for step in range(NEWEST + 5):
-        gauge = note(gauge, 1, [measured(step, sent_s=1.0 if step < 5 else 0.1)])
-    assert gauge.sending == (100 * MB,) * NEWEST
+    assert record_measurements(BackupMetrics(), 1, [measured(1, sent=100)]).sending == ()
+    gauge = BackupMetrics()
+    for step in range(KEPT_SAMPLES + 5):
+        gauge = record_measurements(gauge, 1, [measured(step, sent_s=1.0 if step < 5 else 0.1)])
+    assert gauge.sending == (100 * MB,) * KEPT_SAMPLES
 
 
 def test_workers_of_a_node_share_its_link() -> None:
-    gauge = note(Gauge(), 1, [measured(1), replace(measured(1), local_rank=1)])
+    gauge = record_measurements(BackupMetrics(), 1, [measured(1), replace(measured(1), local_rank=1)])
     assert gauge.sending == (200 * MB,)
 
 
 def test_too_few_samples_are_not_believed() -> None:
-    assert middle([(1.0,) * (ENOUGH - 1)]) == 0.0
-    assert middle([(1.0,) * ENOUGH, (3.0,) * ENOUGH, (100.0,)]) == 2.0
+    assert median_of_nodes([(1.0,) * (MIN_SAMPLES - 1)]) == 0.0
+    assert median_of_nodes([(1.0,) * MIN_SAMPLES, (3.0,) * MIN_SAMPLES, (100.0,)]) == 2.0
 
 
 # ---- the job -----------------------------------------------------------------------------------
@@ -87,7 +93,7 @@ def test_what_was_measured_replaces_what_the_profile_says() -> None:
 def test_without_a_profile_times_are_scaled_to_seconds() -> None:
     state = beaten(auto(), STEPS)
     state = state.of(policy=replace(state.policy, profile=None))
-    paces = {mb.report.info.incarnation: Pace(profiled=False, unit=0.25) for mb in state.members.values()}
+    paces = {mb.report.info.incarnation: ComputeSpeed(profiled=False, unit=0.25) for mb in state.members.values()}
     before = conditions.measured_profile(state)
     after = conditions.measured_profile(state.of(paces=paces))
     assert after.devices[0].layers[0].forward_s == 0.25 * before.devices[0].layers[0].forward_s > 0
@@ -163,5 +169,5 @@ def test_contention_that_is_all_but_none_is_no_change() -> None:
 
 
 def test_what_left_nodes_measured_is_forgotten_in_time() -> None:
-    state = auto().of(gauges={f"gone{i}": Gauge() for i in range(30)})
+    state = auto().of(gauges={f"gone{i}": BackupMetrics() for i in range(30)})
     assert set(beaten(state, 1).gauges) == {mb.report.info.incarnation for mb in state.members.values()}

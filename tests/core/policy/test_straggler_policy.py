@@ -12,9 +12,9 @@ from elastic.core.coordinator.transitions import transition
 from elastic.core.health.compute_speed import (
     SAMPLES,
     SAMPLES_UNPROFILED,
-    Pace,
+    ComputeSpeed,
     calibrate,
-    found,
+    changed_factor,
     observe,
 )
 from elastic.core.job import state as job
@@ -30,15 +30,15 @@ from tests.core.world.world import World
 # ---- one node ----------------------------------------------------------------------------------
 
 
-def seen(*ratios: float, pace: Pace | None = None, profiled: bool = True) -> Pace:
+def seen(*ratios: float, pace: ComputeSpeed | None = None, profiled: bool = True) -> ComputeSpeed:
     """A node whose steps had these ratios; the first one warms up."""
-    pace = pace or observe(Pace(profiled=profiled), 1, 0, 9.0)
+    pace = pace or observe(ComputeSpeed(profiled=profiled), 1, 0, 9.0)
     for ratio in ratios:
         pace = calibrate(observe(pace, 1, pace.step + 1, ratio), ())
     return pace
 
 
-def unprofiled(*ratios: float, pace: Pace | None = None) -> Pace:
+def unprofiled(*ratios: float, pace: ComputeSpeed | None = None) -> ComputeSpeed:
     """The same without a profile, each ratio for as many steps as must agree."""
     return seen(*(r for r in ratios for _ in range(SAMPLES_UNPROFILED)), pace=pace, profiled=False)
 
@@ -57,17 +57,17 @@ def unprofiled(*ratios: float, pace: Pace | None = None) -> Pace:
     ],
 )
 def test_steps_in_a_row_must_agree(ratios: tuple[float, ...], factor: float | None) -> None:
-    assert found(seen(*ratios)) == factor
+    assert changed_factor(seen(*ratios)) == factor
 
 
 def test_what_plans_count_with_is_the_measure_of_a_change() -> None:
     """Slow as known is nothing new; as fast as it should be is."""
     pace = replace(seen(2.0, 2.0, 2.0), factor=2.0)
-    assert found(pace) is None
-    assert found(seen(2.3, 2.3, 2.3, pace=pace)) is None
-    assert found(seen(1.0, 1.05, 1.0, pace=pace)) == 1.0
-    assert found(seen(1.5, 1.5, 1.5, pace=pace)) == 1.5
-    assert found(seen(4.0, 4.0, 4.0, pace=pace)) == 4.0
+    assert changed_factor(pace) is None
+    assert changed_factor(seen(2.3, 2.3, 2.3, pace=pace)) is None
+    assert changed_factor(seen(1.0, 1.05, 1.0, pace=pace)) == 1.0
+    assert changed_factor(seen(1.5, 1.5, 1.5, pace=pace)) == 1.5
+    assert changed_factor(seen(4.0, 4.0, 4.0, pace=pace)) == 4.0
 
 
 def test_the_first_step_of_an_epoch_and_repetitions_do_not_count() -> None:
@@ -82,23 +82,23 @@ def test_the_first_step_of_an_epoch_and_repetitions_do_not_count() -> None:
 def test_without_a_profile_a_node_is_measured_by_its_own_first_steps() -> None:
     """The script's figures are only proportional: ratio 40 is this node's proper speed."""
     pace = unprofiled(40.0)
-    assert pace.unit == 40.0 and found(pace) is None
-    assert found(unprofiled(80.0, pace=pace)) == 2.0
-    assert found(seen(80.0, 80.0, 80.0, pace=pace)) is None
-    assert found(unprofiled(56.0, pace=pace)) is None
+    assert pace.unit == 40.0 and changed_factor(pace) is None
+    assert changed_factor(unprofiled(80.0, pace=pace)) == 2.0
+    assert changed_factor(seen(80.0, 80.0, 80.0, pace=pace)) is None
+    assert changed_factor(unprofiled(56.0, pace=pace)) is None
 
 
 def test_without_a_profile_a_node_measured_in_a_bad_moment_is_measured_anew() -> None:
     pace = unprofiled(80.0, 40.0)
-    assert pace.unit == 40.0 and found(pace) is None
-    assert found(unprofiled(80.0, pace=pace)) == 2.0
+    assert pace.unit == 40.0 and changed_factor(pace) is None
+    assert changed_factor(unprofiled(80.0, pace=pace)) == 2.0
 
 
 def test_without_a_profile_the_others_with_the_same_layers_are_the_measure() -> None:
     """A node that was slow from the beginning shows beside two that hold the same layers."""
     others = [unprofiled(40.0), unprofiled(40.0)]
-    assert found(calibrate(unprofiled(80.0), others)) == 2.0
-    assert found(calibrate(unprofiled(80.0), others[:1])) is None
+    assert changed_factor(calibrate(unprofiled(80.0), others)) == 2.0
+    assert changed_factor(calibrate(unprofiled(80.0), others[:1])) is None
 
 
 # ---- the job -----------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def running() -> JobState:
 
 def beat(state: JobState, node: str, step: int, seconds: float, rank: int = 0) -> JobState:
     """One heartbeat: `seconds` for a micro-batch, a third of it forward."""
-    measured = m.Measured(state.epoch, step, rank, seconds / 3, seconds * 2 / 3)
+    measured = m.MicrobatchTiming(state.epoch, step, rank, seconds / 3, seconds * 2 / 3)
     incarnation = state.members[node].report.info.incarnation
     event = job.Beat(node, incarnation, step, 0, (measured,))
     return stragglers.observe(state, event)
@@ -185,8 +185,8 @@ def test_nothing_is_found_twice(profiled: bool, before: float, ratio: float) -> 
     """Whatever is found and counted with from then on is no longer news."""
     pace = seen(ratio, ratio, ratio) if profiled else unprofiled(ratio)
     pace = replace(pace, unit=1.0, factor=before)
-    factor = found(pace)
-    assert factor is None or found(replace(pace, factor=factor)) is None
+    factor = changed_factor(pace)
+    assert factor is None or changed_factor(replace(pace, factor=factor)) is None
 
 
 def test_the_same_evidence_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_node_is_as_slow_as_its_slowest_worker() -> None:
     state = state.of(plan=replace(state.plan, pipelines=(Pipeline(stages, (0, 1, 2)),)))
     incarnation = state.members["node0"].report.info.incarnation
     for step in range(5):
-        both = tuple(m.Measured(state.epoch, step, rank, 2.0 + 2 * rank, 4.0 + 4 * rank) for rank in (0, 1))
+        both = tuple(m.MicrobatchTiming(state.epoch, step, rank, 2.0 + 2 * rank, 4.0 + 4 * rank) for rank in (0, 1))
         state = stragglers.observe(state, job.Beat("node0", incarnation, step, 0, both))
     assert stragglers.pace_of(state, "node0").ratio == pytest.approx(2.0)
 
@@ -254,7 +254,7 @@ def test_through_the_whole_transition(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(3, 8):
         for node, member in state.members.items():
             seconds = 12.0 if node == "node1" else 6.0
-            measured = m.Measured(state.epoch, step, 0, seconds / 3, seconds * 2 / 3)
+            measured = m.MicrobatchTiming(state.epoch, step, 0, seconds / 3, seconds * 2 / 3)
             event = job.Beat(node, member.report.info.incarnation, step, 0, (measured,))
             state, _actions, reason = transition(state, event, state.ticked + 0.1)
             reasons.append(reason)
@@ -322,4 +322,4 @@ def test_without_a_profile_a_few_short_steps_are_not_enough() -> None:
         slower = pace
         for number in range(SAMPLES_UNPROFILED):
             slower = observe(slower, 1, slower.step + 1, 80.0, 100.0 + number * apart)
-        assert found(slower) == factor
+        assert changed_factor(slower) == factor

@@ -1,4 +1,4 @@
-"""Elections as pure functions."""
+"""Leader election: lease expiry, accepted terms, saved state, retries."""
 
 from __future__ import annotations
 
@@ -9,53 +9,55 @@ from hypothesis import strategies as st
 from elastic.core.protocol.election import (
     RETRY_FIRST_S,
     RETRY_LAST_S,
-    Sighting,
-    accepts,
-    follows_up,
-    left,
+    LeaseObservation,
+    accepts_term,
+    observe_lease,
+    owns_saved_state,
     retry_s,
-    sighted,
+    seconds_to_expiry,
 )
 
 TTL = 2.0
 
 
-def watched(*answers: tuple[int, float]) -> Sighting:
-    """Look at (mark, time); every answer comes at once."""
+def observed(*answers: tuple[int, float]) -> LeaseObservation:
+    """Observe each (mark, time); the store answers immediately."""
     seen = None
     for mark, at in answers:
-        seen = sighted(seen, mark, at, at, TTL)
+        seen = observe_lease(seen, mark, at, at, TTL)
     assert seen is not None
     return seen
 
 
-def test_a_lease_that_is_not_renewed_runs_out() -> None:
-    seen = watched((1, 0.0), (1, 0.9), (1, 1.8))
-    assert left(seen, TTL) == pytest.approx(0.2)
-    assert left(sighted(seen, 1, 2.0, 2.0, TTL), TTL) == 0
+def test_a_lease_without_renewal_expires() -> None:
+    seen = observed((1, 0.0), (1, 0.9), (1, 1.8))
+    assert seconds_to_expiry(seen, TTL) == pytest.approx(0.2)
+    assert seconds_to_expiry(observe_lease(seen, 1, 2.0, 2.0, TTL), TTL) == 0
 
 
-def test_a_renewal_begins_anew() -> None:
-    assert left(watched((1, 0.0), (1, 1.0), (2, 1.9), (2, 2.0)), TTL) == pytest.approx(1.9)
+def test_a_renewal_restarts_the_lease() -> None:
+    assert seconds_to_expiry(
+        observed((1, 0.0), (1, 1.0), (2, 1.9), (2, 2.0)), TTL
+    ) == pytest.approx(1.9)
 
 
 @pytest.mark.parametrize(("asked", "answered"), [(2.9, 2.9), (1.0, 2.9)])
 def test_time_without_an_answer_does_not_count(asked: float, answered: float) -> None:
-    """The onlooker slept, or the store took long: the holder may have been held up just so."""
-    seen = sighted(watched((1, 0.0), (1, 0.9), (1, 1.8)), 1, asked, answered, TTL)
-    assert left(seen, TTL) == TTL
+    """The candidate slept or the store was slow, so the holder may have been delayed too."""
+    seen = observe_lease(observed((1, 0.0), (1, 0.9), (1, 1.8)), 1, asked, answered, TTL)
+    assert seconds_to_expiry(seen, TTL) == TTL
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 3.0)), min_size=1, max_size=30))
-def test_nobody_is_given_up_before_his_time(looks: list[tuple[int, float]]) -> None:
-    """Whatever is seen when, a lease runs out only after its whole time with one mark."""
+def test_no_lease_expires_early(answers: list[tuple[int, float]]) -> None:
+    """A lease expires only after its whole duration with one mark."""
     seen, now, since, mark = None, 0.0, 0.0, -1
-    for found, pause in looks:
+    for found, pause in answers:
         now += pause
         if found != mark:
             mark, since = found, now
-        seen = sighted(seen, found, now, now, TTL)
-        assert left(seen, TTL) > 0 or now - since >= TTL - 1e-9
+        seen = observe_lease(seen, found, now, now, TTL)
+        assert seconds_to_expiry(seen, TTL) > 0 or now - since >= TTL - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -70,12 +72,14 @@ def test_nobody_is_given_up_before_his_time(looks: list[tuple[int, float]]) -> N
         (0, 0, None, True),
     ],
 )
-def test_which_coordinator_a_node_follows(term: int, highest: int, active: int | None, follow: bool) -> None:
-    assert accepts(term, highest, active) is follow
+def test_which_coordinator_a_node_follows(
+    term: int, highest: int, active: int | None, follow: bool
+) -> None:
+    assert accepts_term(term, highest, active) is follow
 
 
 @pytest.mark.parametrize(
-    ("mine", "run", "over", "go_on"),
+    ("mine", "run", "over", "continues"),
     [
         ("", "", "", False),
         ("", "a", "", True),
@@ -86,11 +90,13 @@ def test_which_coordinator_a_node_follows(term: int, highest: int, active: int |
         ("a", "b", "b", False),
     ],
 )
-def test_whether_a_saved_state_is_gone_on_with(mine: str, run: str, over: str, go_on: bool) -> None:
-    assert follows_up(mine, run, over) is go_on
+def test_saved_state_is_continued_only_by_its_run(
+    mine: str, run: str, over: str, continues: bool
+) -> None:
+    assert owns_saved_state(mine, run, over) is continues
 
 
-def test_waits_grow_and_are_bounded() -> None:
+def test_pauses_grow_and_are_bounded() -> None:
     waits = [retry_s(failures) for failures in range(1, 100)]
     assert waits[0] == RETRY_FIRST_S and waits[-1] == RETRY_LAST_S
     assert waits == sorted(waits)

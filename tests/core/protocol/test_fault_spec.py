@@ -1,7 +1,8 @@
-"""Fault specs: every text reads back, every wrong one names its part, every point is due where it should
-be."""
+"""Injected faults: texts round-trip, wrong texts name their part, and faults are due on time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,9 @@ seconds = st.floats(0, 1e5, allow_nan=False).map(lambda v: v + 0.0)
 @st.composite
 def specs(draw: st.DrawFn) -> FaultSpec:
     kind = draw(st.sampled_from(list(FaultKind)))
-    phases = [Phase.RECOVERY] if kind in LAUNCHER_KINDS else [p for p in Phase if p is not Phase.START]
+    phases = (
+        [Phase.RECOVERY] if kind in LAUNCHER_KINDS else [p for p in Phase if p is not Phase.START]
+    )
     phase = draw(st.none() | st.sampled_from(phases))
     batched = phase in (None, Phase.FORWARD, Phase.BACKWARD)
     return FaultSpec(
@@ -44,7 +47,9 @@ def specs(draw: st.DrawFn) -> FaultSpec:
         microbatch=draw(st.none() | counts) if batched else None,
         phase=phase,
         after=draw(counts) if phase is Phase.RECOVERY else 0,
-        factor=draw(st.floats(1.001, 1000)) if kind in (FaultKind.SLOW, FaultKind.SLOW_LINK) else 3.0,
+        factor=draw(st.floats(1.001, 1000))
+        if kind in (FaultKind.SLOW, FaultKind.SLOW_LINK)
+        else 3.0,
         duration_s=draw(seconds) if kind is FaultKind.PARTITION else 5.0,
         down_s=draw(seconds) if kind is FaultKind.KILL_COORDINATOR else 5.0,
         deadline_s=draw(seconds) if kind is FaultKind.DRAIN else 30.0,
@@ -86,8 +91,8 @@ WRONG = [
     ("slow node=1 factor=inf", "a number"),
     ("partition node=1 duration=-3", "a number"),
     ("drain node=1 deadline=9h", "a number"),
-    ("kill-coordinator node=1", "concerns no node"),
-    ("join node=1", "concerns no node"),
+    ("kill-coordinator node=1", "has no node"),
+    ("join node=1", "has no node"),
     ("join phase=reduce", "knows recovery only"),
     ("kill node=1 phase=later", "one of forward"),
     ("kill node=1 phase=start", "one of forward"),
@@ -98,7 +103,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "part"), WRONG, ids=[text or "empty" for text, _ in WRONG])
-def test_wrong_texts_are_named(text: str, part: str) -> None:
+def test_errors_name_the_wrong_part(text: str, part: str) -> None:
     with pytest.raises(FieldError, match="--fault") as caught:
         parse_fault(text)
     assert part in str(caught.value)
@@ -114,7 +119,7 @@ def test_units_and_names() -> None:
 
 
 def fires(
-    text: str, points: list[tuple[int, Phase, int | None]], worker: int = 0, recoveries: int = 0
+    text: str, points: Sequence[tuple[int, Phase, int | None]], worker: int = 0, recoveries: int = 0
 ) -> int | None:
     """Index of the first point at which the fault is due on node2."""
     spec = parse_fault(text)
@@ -184,14 +189,22 @@ def test_workers() -> None:
 
 
 def test_launcher_points() -> None:
-    def at(text: str, step: int, microbatch: int = 0, recoveries: int = 0, recovering: bool = False) -> bool:
+    def at(
+        text: str, step: int, microbatch: int = 0, recoveries: int = 0, recovering: bool = False
+    ) -> bool:
         return launcher_due(
-            parse_fault(text), step=step, microbatch=microbatch, recoveries=recoveries, recovering=recovering
+            parse_fault(text),
+            step=step,
+            microbatch=microbatch,
+            recoveries=recoveries,
+            recovering=recovering,
         )
 
     assert at("join", 0)
     assert not at("join step=2", 1) and at("join step=2", 2)
-    assert not at("drain node=1 step=2 microbatch=3", 2, 2) and at("drain node=1 step=2 microbatch=3", 2, 3)
+    assert not at("drain node=1 step=2 microbatch=3", 2, 2) and at(
+        "drain node=1 step=2 microbatch=3", 2, 3
+    )
     assert at("drain node=1 step=2 microbatch=3", 3)
     assert not at("kill-coordinator phase=recovery", 4) and at(
         "kill-coordinator phase=recovery", 4, recovering=True

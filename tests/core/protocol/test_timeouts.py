@@ -1,4 +1,4 @@
-"""One number, and what follows from it: in this order, whatever it is and whatever was measured."""
+"""The time budget: order and monotony of all limits, and their use by coordinator and node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.agent.notices.source import SLOWEST_S
-from elastic.config import Command, JobConfig
+from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.queries import policy_of, status
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
@@ -18,26 +18,36 @@ from elastic.core.node.node import Said
 from elastic.core.node.node import transition as at_node
 from elastic.core.node.node_state import NodeState, Worker, hung
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.timeouts import BEATS, DEFAULT, NOTHING, Seen, Timeouts, budget, coarse
+from elastic.core.protocol.timeouts import (
+    DEFAULT_TIMEOUTS,
+    MAX_HEARTBEATS_PER_S,
+    NO_DURATIONS,
+    LongestDurations,
+    Timeouts,
+    budget,
+    round_up,
+)
 from elastic.domain.types import NodeInfo, StepRecord
 from elastic.rpc.control.channel_options import RETRY_MAX_S
 
 SILENCES = st.floats(0.06, 86400.0)
 TIMES = st.floats(0.0, 1e5)
-SEEN = st.builds(lambda a, b, c: Seen().grown(step_s=a, microbatch_s=b, pause_s=c), TIMES, TIMES, TIMES)
+SEEN = st.builds(
+    lambda a, b, c: NO_DURATIONS.grown(step_s=a, microbatch_s=b, pause_s=c), TIMES, TIMES, TIMES
+)
 
 
 @given(SILENCES, SEEN)
-def test_whoever_knows_more_decides_first(silence_s: float, seen: Seen) -> None:
+def test_limits_have_the_right_order(silence_s: float, seen: LongestDurations) -> None:
     t = budget(silence_s, seen=seen)
     assert t.lease_s == t.silence_s == silence_s
-    assert 2 * t.heartbeat_s < t.lease_s, "one lost heartbeat loses nobody"
-    assert t.closed_s < t.contact_s <= t.lease_s, "a closed connection tells before silence"
+    assert 2 * t.heartbeat_s < t.lease_s, "one lost heartbeat loses no node"
+    assert t.closed_s < t.contact_s <= t.lease_s, "a closed connection is noticed before silence"
     assert t.starved_s < t.lease_s
-    assert t.adopt_s >= 2 * min(RETRY_MAX_S, 0.5), "a restarted coordinator hears everybody who lives"
-    assert t.lease_s < 2 * t.keepalive_s, "the lease tells before the transport"
+    assert t.adopt_s >= 2 * min(RETRY_MAX_S, 0.5), "a restarted coordinator hears every living node"
+    assert t.lease_s < 2 * t.keepalive_s, "the lease ends before the transport gives up"
     assert t.lease_s < t.bulk_s < t.serve_s, "a lost node is known before its transfers fail"
-    assert t.lease_s < t.silent_s < t.stuck_s, "being slow is never enough"
+    assert t.lease_s < t.silent_s < t.stuck_s, "a slow worker is not hung"
     assert t.stuck_s >= 20 * seen.microbatch_s
     assert t.link_s >= max(budget(silence_s).stuck_s, t.serve_s)
     assert t.sibling_s > t.contact_s
@@ -48,11 +58,16 @@ def test_whoever_knows_more_decides_first(silence_s: float, seen: Seen) -> None:
 
 
 @given(SILENCES, st.integers(0, 100_000))
-def test_many_nodes_say_less_often_that_they_live(silence_s: float, nodes: int) -> None:
+def test_many_nodes_send_fewer_heartbeats(silence_s: float, nodes: int) -> None:
     few, many = budget(silence_s), budget(silence_s, nodes=nodes)
-    assert replace(many, heartbeat_s=few.heartbeat_s) == few, "nothing else depends on them"
+    assert replace(many, heartbeat_s=few.heartbeat_s) == few, (
+        "no other limit depends on the number of nodes"
+    )
     assert few.heartbeat_s <= many.heartbeat_s and 3 * many.heartbeat_s <= silence_s * (1 + 1e-9)
-    assert nodes / many.heartbeat_s <= BEATS * (1 + 1e-9) or many.heartbeat_s == silence_s / 3
+    assert (
+        nodes / many.heartbeat_s <= MAX_HEARTBEATS_PER_S * (1 + 1e-9)
+        or many.heartbeat_s == silence_s / 3
+    )
 
 
 def test_two_thousand_nodes() -> None:
@@ -60,42 +75,53 @@ def test_two_thousand_nodes() -> None:
 
 
 @given(SILENCES, SILENCES, SEEN)
-def test_more_tolerance_shortens_nothing(one: float, other: float, seen: Seen) -> None:
+def test_a_longer_silence_shortens_no_limit(
+    one: float, other: float, seen: LongestDurations
+) -> None:
     low, high = sorted((one, other))
     short, long = budget(low, seen=seen), budget(high, seen=seen)
-    assert all(getattr(short, field.name) <= getattr(long, field.name) for field in fields(Timeouts))
+    assert all(
+        getattr(short, field.name) <= getattr(long, field.name) for field in fields(Timeouts)
+    )
 
 
 @given(SILENCES, SEEN)
-def test_what_is_measured_only_lengthens(silence_s: float, seen: Seen) -> None:
+def test_measurements_only_lengthen_limits(silence_s: float, seen: LongestDurations) -> None:
     before, after = budget(silence_s), budget(silence_s, seen=seen)
-    assert all(getattr(before, field.name) <= getattr(after, field.name) for field in fields(Timeouts))
+    assert all(
+        getattr(before, field.name) <= getattr(after, field.name) for field in fields(Timeouts)
+    )
 
 
 def test_the_limits_of_three_seconds() -> None:
-    assert (DEFAULT.heartbeat_s, DEFAULT.lease_s, DEFAULT.closed_s, DEFAULT.adopt_s) == (0.5, 3.0, 0.15, 2.0)
-    assert (DEFAULT.silent_s, DEFAULT.stuck_s, DEFAULT.bulk_s, DEFAULT.keepalive_s) == (15.0, 60.0, 10.0, 5.0)
+    t = DEFAULT_TIMEOUTS
+    assert (t.heartbeat_s, t.lease_s, t.closed_s, t.adopt_s) == (0.5, 3.0, 0.15, 2.0)
+    assert (t.silent_s, t.stuck_s, t.bulk_s, t.keepalive_s) == (15.0, 60.0, 10.0, 5.0)
 
 
 @given(st.floats(1e-5, 1e11))
-def test_coarse_rounds_up_by_less_than_three(seconds: float) -> None:
-    assert seconds <= coarse(seconds) * (1 + 1e-9) and coarse(seconds) < 2.6 * seconds
-    assert coarse(coarse(seconds)) == pytest.approx(coarse(seconds))
+def test_round_up_grows_by_less_than_three(seconds: float) -> None:
+    assert seconds <= round_up(seconds) * (1 + 1e-9) and round_up(seconds) < 2.6 * seconds
+    assert round_up(round_up(seconds)) == pytest.approx(round_up(seconds))
 
 
-def test_what_is_no_news_makes_nothing_new() -> None:
-    seen = NOTHING.grown(step_s=0.7)
-    assert seen.step_s == 1.0 and seen.grown(step_s=0.9) is seen and coarse(0.0) == 0.0
+def test_shorter_measurements_keep_the_object() -> None:
+    seen = NO_DURATIONS.grown(step_s=0.7)
+    assert seen.step_s == 1.0 and seen.grown(step_s=0.9) is seen and round_up(0.0) == 0.0
 
 
 def config(**changes: object) -> JobConfig:
     made = JobConfig(
-        job_id="j", run_dir="/r", memory_dir="/m", checkpoint_dir="/c", command=Command(script="s.py")
+        job_id="j",
+        run_dir="/r",
+        memory_dir="/m",
+        checkpoint_dir="/c",
+        command=WorkerCommand(script="s.py"),
     )
     return made.of(**changes)
 
 
-def test_policy_and_configuration_tell_the_same() -> None:
+def test_policy_and_configuration_agree() -> None:
     for silence_s in (0.5, 3.0, 30.0):
         made = config(lease_s=silence_s, heartbeat_s=budget(silence_s).heartbeat_s)
         policy, limits = policy_of(made), made.timeouts
@@ -106,7 +132,7 @@ def test_policy_and_configuration_tell_the_same() -> None:
     assert config(lease_s=9.0, heartbeat_s=4.0).timeouts.heartbeat_s == 4.0
 
 
-def test_limits_are_told_at_the_start_and_whenever_they_change() -> None:
+def test_limits_are_logged_at_the_start_and_on_changes() -> None:
     state = JobState(policy=Policy(lease_s=3.0))
     state, actions, _ = transition(state, job.Tick(), 1.0)
     (note,) = [a for a in actions if isinstance(a, Note) and a.kind == "timeouts"]
@@ -125,10 +151,10 @@ def test_limits_are_told_at_the_start_and_whenever_they_change() -> None:
     assert actions == ()
 
 
-def test_a_worker_with_long_microbatches_is_given_longer() -> None:
-    """What was measured on this node stretches when a worker is taken for hung."""
+def test_long_microbatches_lengthen_the_limit_for_hangs() -> None:
+    """Measurements of this node lengthen the time until a worker counts as hung."""
     state = NodeState(NodeInfo("n", "i", "v:1"), workers=(Worker(alive=True),))
-    measured = m.Measured(1, 0, 0, 3.0, 6.0)
+    measured = m.MicrobatchTiming(1, 0, 0, 3.0, 6.0)
     state, _, _ = at_node(state, Said(0, m.Progress(1, "compute", 0, 0, measured)), 10.0)
     assert state.limits.stuck_s == 200.0
     worker = state.workers[0]
@@ -138,5 +164,5 @@ def test_a_worker_with_long_microbatches_is_given_longer() -> None:
     assert hung(beating, False, 201.0, state.limits)
 
 
-def test_a_source_in_trouble_is_read_again_before_its_notice_is_taken_for_false() -> None:
-    assert DEFAULT.overdue_s >= SLOWEST_S
+def test_a_failing_source_is_read_again_before_its_notice_counts_as_false() -> None:
+    assert DEFAULT_TIMEOUTS.overdue_s >= SLOWEST_S

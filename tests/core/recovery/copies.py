@@ -1,4 +1,4 @@
-"""Hand-made plans, copies and inventories for the tests of the recovery solver."""
+"""Plans, copies and inventories for the tests of recovery."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ def pipeline(*spans: tuple[str, int, int], microbatches: tuple[int, ...]) -> Pip
 
 def plan_of(*pipelines: Pipeline, tp: int = 1) -> Plan:
     n_layers = pipelines[0].stages[-1].last
-    return Plan(epoch=5, n_layers=n_layers, n_microbatches=M, tp=tp, pipelines=pipelines, reason="because")
+    return Plan(
+        epoch=5, n_layers=n_layers, n_microbatches=M, tp=tp, pipelines=pipelines, reason="because"
+    )
 
 
 ONE = plan_of(pipeline(("a", 0, 2), microbatches=(0, 1, 2, 3)))
-TWO = plan_of(pipeline(("a", 0, 2), microbatches=(0, 1)), pipeline(("b", 0, 2), microbatches=(2, 3)))
+TWO = plan_of(
+    pipeline(("a", 0, 2), microbatches=(0, 1)), pipeline(("b", 0, 2), microbatches=(2, 3))
+)
 sequences = itertools.count(1)
 
 
@@ -43,7 +47,9 @@ def state(layer: int, version: int, node: str = "a", owner: str = "", **more: in
     return _copy(STATE, layer, version, node, owner or node, frozenset(), **more)
 
 
-def gradient(layer: int, step: int, held: set[int], node: str = "a", owner: str = "", **more: int) -> Copy:
+def gradient(
+    layer: int, step: int, held: set[int], node: str = "a", owner: str = "", **more: int
+) -> Copy:
     return _copy(GRADIENT, layer, step, node, owner or node, frozenset(held), **more)
 
 
@@ -88,6 +94,7 @@ def run(
     initial: bool = False,
     live: dict[str, int] | None = None,
 ) -> Assignment:
+    """Solve a recovery on `nodes`, which have a vault each."""
     return solve(
         plan=plan,
         spec=spec or make_spec(plan.n_layers, M, 20, plan.tp),
@@ -101,4 +108,5 @@ def run(
 
 
 def recipes(assignment: Assignment) -> dict[tuple[str, int, int], Recipe]:
+    """(node, layer, TP rank): recipe."""
     return {(node, r.layer, r.shard): r for node, r in assignment.recipes}

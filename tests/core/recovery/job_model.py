@@ -1,7 +1,6 @@
-"""A whole job as a model: nodes, vaults, commits and kills, in any order that the rules allow.
+"""A model of a whole job: nodes, vaults, commits and kills in any order that the rules allow.
 
-The workers are those of `tests.core.worker_model`. Every choice is made by the
-`random.Random` that is given.
+The workers are those of `tests.core.worker_model`. A given `random.Random` makes every choice.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from elastic.core.protocol.messages import Halted
-from elastic.core.recovery.recovery import replayed, solve
+from elastic.core.recovery.recovery import replayed_microbatches, solve
 from elastic.domain.types import (
     GRADIENT,
     LOGS,
@@ -30,7 +29,9 @@ from tests.core.recovery.proof import Vault, check_assignment
 from tests.core.worker_model import Worker, check_ledgers, install, shares, todo_of
 
 
-def make_spec(n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tied: bool = False) -> JobSpec:
+def make_spec(
+    n_layers: int, n_microbatches: int, n_steps: int, tp: int = 1, tied: bool = False
+) -> JobSpec:
     layers = tuple(LayerSpec(8, 16, 8, 1.0 + i % 2, 2.0) for i in range(n_layers))
     pairs = ((0, n_layers - 1),) if tied and n_layers > 1 else ()
     return JobSpec(layers=layers, n_microbatches=n_microbatches, n_steps=n_steps, tp=tp, tied=pairs)
@@ -41,7 +42,7 @@ def make_info(i: int, *, workers: int = 1, domain: str = "") -> NodeInfo:
 
 
 class Job:
-    """The model. `act()` does one random thing; `fail(nodes)` halts everybody and recovers."""
+    """`act()` does one random action; `fail(nodes)` halts all workers and recovers."""
 
     def __init__(
         self,
@@ -66,19 +67,19 @@ class Job:
         self.known_record: StepRecord | None = None
         self.last: Assignment | None = None
         self.partial: dict[int, list[tuple[PartialRun, int]]] = {}
-        """Pipeline: (run, stage) that are left of what runs in part."""
+        """Pipeline: (run, stage) of the partial runs that are left."""
         self.began = 0
         """Step in which the epoch began."""
         self.recover(())
 
-    # ---- training ------------------------------------------------------------------------------------------
+    # ---- training ----
 
     @property
     def finished(self) -> bool:
         return all(w.step == self.spec.n_steps for w in self.workers)
 
     def act(self) -> bool:
-        """Do one thing that the rules allow now; False if nothing is left."""
+        """Do one action that the rules allow now; False if none is left."""
         actions: list[Callable[[], None]] = []
         for worker in self.workers:
             actions += self.actions_of(worker)
@@ -126,13 +127,13 @@ class Job:
             worker.backward_pass(index)
 
     def run_in_part(self, ranks: list[Worker]) -> None:
-        """The next stage's share of a run of some layers; the last stage is the first to add it."""
+        """Run the next stage's share of a partial run; the last stage adds it first."""
         run, _ = self.partial[ranks[0].pipeline].pop(0)
         for worker in ranks:
             worker.run_in_part(run)
 
     def actions_of(self, worker: Worker) -> list[Callable[[], None]]:
-        """What one worker's publishing, backup, commit and update could do now."""
+        """Possible actions of one worker: publish, back up, commit, update."""
         if worker.queue:
             return [lambda: self.deliver(worker)]
         if worker.step >= self.spec.n_steps:
@@ -145,7 +146,7 @@ class Job:
             return []
         if not worker.entered:
             return [worker.enter]
-        # A peer that is a step further has passed the same commit, so everybody had arrived.
+        # A worker that is a step further has passed the same commit, so all had arrived.
         if all(
             w.step > worker.step or ((w.passed or self.ready(w)) and w.step == worker.step)
             for w in self.workers
@@ -158,7 +159,7 @@ class Job:
         return not left and set(self.todo(worker.pipeline, worker.step)) <= worker.backward
 
     def ready(self, worker: Worker) -> bool:
-        """It may enter the commit: everything done, published and acknowledged."""
+        """Whether it may commit: everything is done, published and acknowledged."""
         return self.arrived(worker) and worker.ready
 
     def commit(self, worker: Worker) -> None:
@@ -169,13 +170,13 @@ class Job:
             self.known_record = worker.record
 
     def update(self, worker: Worker) -> None:
-        """Update one layer; after the step in which the epoch began, forget its messages."""
+        """Update one layer; after the epoch's first step, drop the logged messages."""
         worker.update()
         if not worker.passed and self.trimmed:
             self.vaults[worker.node].forget(self.epoch, LOGS)
 
     def deliver(self, worker: Worker) -> None:
-        """One more copy is whole at the peer."""
+        """Deliver one more copy to the peer."""
         bundle = worker.queue[0]
         assert worker.peer is not None
         copy, content = bundle.pop(self.rng.randrange(len(bundle)))
@@ -206,10 +207,10 @@ class Job:
         assert self.last is not None
         return todo_of(self.last, pipeline, step)
 
-    # ---- failures ------------------------------------------------------------------------------------------
+    # ---- failures ----
 
     def save_checkpoint(self) -> None:
-        """Some version that every layer has in some vault becomes durable."""
+        """Make the newest version that every layer has in some vault durable."""
         versions = [
             {
                 c.step
@@ -217,15 +218,16 @@ class Job:
                 for c, _ in v.held.values()
                 if (c.kind, c.layer, c.shard) == at
             }
-            for at in ((STATE, la, sh) for la in range(self.spec.n_layers) for sh in range(self.spec.tp))
+            for at in (
+                (STATE, la, sh) for la in range(self.spec.n_layers) for sh in range(self.spec.tp)
+            )
         ]
         common = set.intersection(*versions)
         if common:
             self.checkpoint = "/checkpoints/x", max(common)
 
     def fail(self, nodes: Iterable[str] = (), workers_only: Iterable[str] = ()) -> None:
-        """`nodes` vanish with their vaults, of `workers_only` only the workers; everybody else halts, then
-        recovers."""
+        """Lose `nodes` with their vaults, and the workers of `workers_only`; the others recover."""
         nodes, workers_only = tuple(nodes), tuple(workers_only)
         halted = self.halt({*nodes, *workers_only})
         for node in nodes:
@@ -234,7 +236,7 @@ class Job:
         self.recover((*nodes, *workers_only), halted)
 
     def halt(self, gone: set[str]) -> dict[str, Halted]:
-        """Survivors finish the update they are in, publish the rest locally, and stop sending."""
+        """Survivors finish their update, publish the rest locally, and stop sending."""
         halted: dict[str, Halted] = {}
         for worker in [w for w in self.workers if w.node not in gone]:
             while worker.passed:
@@ -243,7 +245,7 @@ class Job:
         return halted
 
     def recover(self, lost: tuple[str, ...], halted: dict[str, Halted] | None = None) -> None:
-        """Plan, solve, check and install; raises Unrecoverable like the real one."""
+        """Plan, solve, check and install. Raises Unrecoverable like the product."""
         halted = halted or {}
         self.epoch += 1
         old = self.plan
@@ -263,7 +265,9 @@ class Job:
         assignment = solve(
             plan=plan,
             spec=self.spec,
-            inventory=tuple(copy for vault in self.vaults.values() for copy, _ in vault.held.values()),
+            inventory=tuple(
+                copy for vault in self.vaults.values() for copy, _ in vault.held.values()
+            ),
             records=tuple(records),
             vaults=tuple((name, info.vault) for name, info in self.nodes.items()),
             checkpoint=self.checkpoint,
@@ -273,7 +277,7 @@ class Job:
         check_assignment(assignment, self.spec, self.vaults)
         if old is not None:
             todo = frozenset(i for share in assignment.todo for i in share)
-            assert replayed(old, frozenset(lost), todo, halted) <= todo
+            assert replayed_microbatches(old, frozenset(lost), todo, halted) <= todo
         self.plan, self.last = plan, assignment
         self.install(assignment)
 
@@ -282,4 +286,6 @@ class Job:
         self.partial = {p: shares(assignment, p) for p in range(len(assignment.plan.pipelines))}
         for p, s, _ in assignment.plan.stages():
             for shard in range(assignment.plan.tp):
-                self.workers.append(install(assignment, self.spec, (p, s), shard, self.vaults, self.number))
+                self.workers.append(
+                    install(assignment, self.spec, (p, s), shard, self.vaults, self.number)
+                )

@@ -1,4 +1,4 @@
-"""Carries an assignment out on what vaults really contain, and holds the result against what it promises."""
+"""Carries out an assignment on the real contents of the vaults and checks its promises."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ Vaults = dict[str, "Vault"]
 
 @dataclass
 class Vault:
-    """Copies with what they really contain: a version, or a multiset of micro-batches."""
+    """Copies with their real contents: a version, or a multiset of micro-batches."""
 
     node: str
     held: dict[str, tuple[Copy, Any]] = field(default_factory=dict)
 
     def add(self, copy: Copy, content: Any) -> None:
-        """Keep of (kind, layer, shard, owner, epoch) two steps, and of a step the newest copy; of updates those since
-        the older state; of logged messages each micro-batch's."""
+        """Add a copy and drop old ones of the same (kind, layer, shard, owner, epoch).
+
+        Two steps stay, with the newest copy of each. Updates stay from the older state on, and
+        logged messages for each micro-batch.
+        """
         copy = replace(copy, node=self.node)
         group = [c for c, _ in self.held.values() if _group(c) == _group(copy)]
         if any(c.step == copy.step and c.sequence > copy.sequence for c in group):
@@ -50,7 +53,7 @@ class Vault:
             self.held.pop(old.key)
 
     def forget(self, epoch: int, kinds: tuple[str, ...] = ()) -> None:
-        """Drop copies of epochs below `epoch`: all, or (`kinds`) those of some kinds."""
+        """Drop copies of epochs below `epoch`: all, or only those of `kinds`."""
         self.held = {
             key: (copy, inside)
             for key, (copy, inside) in self.held.items()
@@ -63,7 +66,7 @@ def _group(c: Copy) -> tuple[Any, ...]:
 
 
 def check_assignment(assignment: Assignment, spec: JobSpec, vaults: Vaults) -> None:
-    """Assert that the assignment leads to one version, doubles nothing, and that its promises are true."""
+    """Assert that the assignment gives one version, doubles nothing, and keeps its promises."""
     plan, version = assignment.plan, assignment.step
     recipes = {(node, r.layer, r.shard): r for node, r in assignment.recipes}
     assert len(recipes) == len(assignment.recipes), "two recipes for one holder"
@@ -82,17 +85,19 @@ def check_assignment(assignment: Assignment, spec: JobSpec, vaults: Vaults) -> N
                 ledgers.add(frozenset(total))
                 sums[layer, shard] = sums.get((layer, shard), Counter()) + total
             assert len(ledgers) == 1, "TP ranks disagree"
-    assert not recipes, "recipes for nobody"
+    assert not recipes, "recipes without a holder"
     covered = dict(assignment.covered)
     for (layer, _), total in sums.items():
-        assert total == Counter(covered[layer]), "covered is not what was summed, or something was doubled"
+        assert total == Counter(covered[layer]), (
+            "covered differs from the sums, or a micro-batch is doubled"
+        )
     _check_todo(assignment, spec)
     for run in assignment.partial:
         _check_messages(run, assignment, vaults)
 
 
 def content(copy: Copy, vaults: Vaults) -> Any:
-    """What the vault really has under this copy; KeyError if it is not there."""
+    """Real content of this copy in its vault; raises KeyError if it is not there."""
     held, inside = vaults[copy.node].held[copy.key]
     assert held == copy
     return inside
@@ -109,7 +114,9 @@ def _check_state(recipe: Recipe, assignment: Assignment, spec: JobSpec, vaults: 
     state = recipe.state
     assert (state.kind, state.layer, state.shard) == (STATE, recipe.layer, recipe.shard)
     assert content(state, vaults) == state.step
-    assert [copy.step for copy in recipe.updates] == list(range(state.step, base)), "an update is missing"
+    assert [copy.step for copy in recipe.updates] == list(range(state.step, base)), (
+        "an update is missing"
+    )
     for copy in recipe.updates:
         assert (copy.kind, copy.layer, copy.shard) == (UPDATE, recipe.layer, recipe.shard)
         assert (copy.owner, copy.epoch) == (state.owner, state.epoch), "two histories mixed"
@@ -122,7 +129,9 @@ def _check_state(recipe: Recipe, assignment: Assignment, spec: JobSpec, vaults: 
             sums[copy.layer] = sums.get(copy.layer, Counter()) + content(copy, vaults)
         tied = {b if a == recipe.layer else a for a, b in spec.tied if recipe.layer in (a, b)}
         everything = Counter(range(spec.n_microbatches))
-        assert sums == dict.fromkeys({recipe.layer, *tied}, everything), "replay is not exactly once"
+        assert sums == dict.fromkeys({recipe.layer, *tied}, everything), (
+            "replay is not exactly once"
+        )
 
 
 def _gradient(recipe: Recipe, vaults: Vaults) -> Counter[int]:
@@ -135,7 +144,7 @@ def _gradient(recipe: Recipe, vaults: Vaults) -> Counter[int]:
 
 
 def _check_todo(assignment: Assignment, spec: JobSpec) -> None:
-    """Every layer runs what it lacks, once; nothing runs that no layer lacks."""
+    """Every layer runs each micro-batch that it lacks once; no other micro-batch runs."""
     todo = Counter(index for share in assignment.todo for index in share)
     assert len(assignment.todo) == len(assignment.plan.pipelines)
     if assignment.step >= spec.n_steps:
@@ -152,7 +161,10 @@ def _check_todo(assignment: Assignment, spec: JobSpec) -> None:
 
 
 def _check_messages(run: PartialRun, assignment: Assignment, vaults: Vaults) -> None:
-    for kind, copies, boundary in ((ACTIVATION, run.inputs, run.first), (COTANGENT, run.gradients, run.last)):
+    for kind, copies, boundary in (
+        (ACTIVATION, run.inputs, run.first),
+        (COTANGENT, run.gradients, run.last),
+    ):
         inside = 0 < boundary < assignment.plan.n_layers
         assert len(copies) == (assignment.plan.tp if inside else 0)
         for shard, copy in enumerate(copies):

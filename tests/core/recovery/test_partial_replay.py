@@ -1,4 +1,4 @@
-"""Micro-batches that only some layers run again: which, through which layers, on which pipeline, from which copies."""
+"""Partial replay: the chosen micro-batches, layers, pipelines and copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.recovery import partial_replay as partial
-from elastic.core.recovery.recovery import explain
+from elastic.core.recovery.recovery import summarize
 from elastic.domain import codec
 from elastic.domain.types import ACTIVATION, COTANGENT, Assignment, Copy, Plan
 from tests.core.recovery.copies import M, gradient, pipeline, plan_of, run, sequences, state
@@ -19,7 +19,7 @@ from tests.core.recovery.job_model import make_spec
 N = 6
 FULL = set(range(M))
 AFTER = plan_of(pipeline(("a", 0, 3), ("c", 3, 5), ("d", 5, 6), microbatches=(0, 1, 2, 3)))
-"""What is left of a[0:2] b[2:4] c[4:5] d[5:6] when b is lost."""
+"""The plan after a[0:2] b[2:4] c[4:5] d[5:6] lost b."""
 
 
 def message(
@@ -30,7 +30,7 @@ def message(
 
 
 def messages(cuts: dict[int, tuple[str, str]], indices: set[int] = FULL) -> list[Copy]:
-    """`cuts`: boundary -> (node before it, node behind it; "": lost). What both sides sent across it."""
+    """Messages across boundaries; `cuts`: boundary: (node before it, node after it; "": lost)."""
     found = []
     for (layer, (before, behind)), index in itertools.product(cuts.items(), indices):
         found += [message(ACTIVATION, layer, index, before)] if before else []
@@ -42,9 +42,11 @@ B_LOST = messages({2: ("a", ""), 4: ("", "c"), 5: ("c", "d")})
 
 
 def held(layers: dict[int, set[int]], node: str = "a") -> list[Copy]:
-    """States of version 7 of all layers, and gradients of step 7 of those given."""
+    """States of version 7 of all layers, and gradients of step 7 of `layers`."""
     states = [state(layer, 7, node) for layer in range(N)]
-    return states + [gradient(layer, 7, indices, node) for layer, indices in layers.items() if indices]
+    return states + [
+        gradient(layer, 7, indices, node) for layer, indices in layers.items() if indices
+    ]
 
 
 def spans(result: Assignment) -> list[tuple[int, int, int]]:
@@ -60,11 +62,13 @@ def test_only_the_lost_layers_run_again() -> None:
     assert spans(result) == [(m, 2, 4) for m in range(M)]
     assert result.todo == ((),)
     for each in result.partial:
-        assert [(c.kind, c.layer, c.node, c.microbatches) for c in (*each.inputs, *each.gradients)] == [
-            (ACTIVATION, 2, "a", {each.microbatch}),
-            (COTANGENT, 4, "c", {each.microbatch}),
+        assert [
+            (c.kind, c.layer, c.node, c.microbatches) for c in (*each.inputs, *each.gradients)
+        ] == [
+            (ACTIVATION, 2, "a", frozenset({each.microbatch})),
+            (COTANGENT, 4, "c", frozenset({each.microbatch})),
         ]
-    told = explain(result)
+    told = summarize(result)
     assert told.partial == FULL and not told.todo
     assert "in part: 0-3 (layers 2-3)" in told.text
     assert codec.loads(Assignment, codec.dumps(result)) == result
@@ -75,13 +79,18 @@ def test_only_the_lost_layers_run_again() -> None:
     [
         pytest.param(has(2, 3, 4, 5), messages({2: ("", "b")}), [(0, 2)], id="first stage"),
         pytest.param(has(0, 1, 2, 3), messages({4: ("b", "")}), [(4, 6)], id="last stage"),
-        pytest.param(has(0, 5), messages({1: ("a", ""), 5: ("", "d")}), [(1, 5)], id="two adjacent"),
         pytest.param(
-            has(0, 3), messages({1: ("a", ""), 3: ("", "c"), 4: ("c", "")}), [(1, 3), (4, 6)], id="two apart"
+            has(0, 5), messages({1: ("a", ""), 5: ("", "d")}), [(1, 5)], id="two adjacent"
+        ),
+        pytest.param(
+            has(0, 3),
+            messages({1: ("a", ""), 3: ("", "c"), 4: ("c", "")}),
+            [(1, 3), (4, 6)],
+            id="two apart",
         ),
     ],
 )
-def test_which_layers(
+def test_each_micro_batch_runs_through_the_expected_layers(
     layers: dict[int, set[int]], copies: list[Copy], expected: list[tuple[int, int]]
 ) -> None:
     result = run(AFTER, *held(layers), *copies)
@@ -89,7 +98,7 @@ def test_which_layers(
     assert result.todo == ((),)
 
 
-def test_without_a_message_the_nearest_one_further_out_is_taken() -> None:
+def test_a_lost_message_extends_the_run_to_the_next_logged_one() -> None:
     b_and_c_vaults = messages({1: ("a", "")}) + messages({5: ("", "d")})
     result = run(AFTER, *held(has(0, 1, 4, 5)), *b_and_c_vaults)
     assert spans(result) == [(m, 1, 5) for m in range(M)]
@@ -111,17 +120,17 @@ def test_without_messages_all_layers_run(copies: list[Copy]) -> None:
 
 
 def test_ranges_that_grow_into_each_other_run_once() -> None:
-    """Between layers 1 and 4, which lack it, nothing was logged: what lies between runs with them, once."""
+    """No message between the ranges was logged, so the layers between them run too, once."""
     logged = messages({1: ("a", ""), 5: ("", "d")})
     assert spans(run(AFTER, *held(has(0, 2, 3, 5)), *logged)) == [(m, 1, 5) for m in range(M)]
 
 
-def test_what_is_in_flight_runs_where_it_is_missing() -> None:
-    """b is lost; 3 had come back to c only, and 2 to b: a lacks both."""
+def test_micro_batches_in_flight_run_in_the_layers_that_lack_them() -> None:
+    """b is lost. The backward pass of 3 had reached c and that of 2 had reached b: a lacks both."""
     layers = {**has(0, 1, indices={0, 1}), **has(4, 5)}
     result = run(AFTER, *held(layers), *B_LOST)
     assert sorted(spans(result)) == [(0, 2, 4), (1, 2, 4), (2, 0, 4), (3, 0, 4)]
-    assert partial.outside(result.partial, frozenset({2, 3})) == {2, 3}
+    assert partial.runs_beyond(result.partial, frozenset({2, 3})) == {2, 3}
 
 
 def test_some_run_whole_and_some_in_part() -> None:
@@ -133,7 +142,9 @@ def test_some_run_whole_and_some_in_part() -> None:
 
 def test_every_tp_rank_needs_its_message() -> None:
     plan = replace(AFTER, tp=2)
-    copies = [replace(c, shard=s, sequence=next(sequences)) for c in held(has(0, 1, 4, 5)) for s in (0, 1)]
+    copies = [
+        replace(c, shard=s, sequence=next(sequences)) for c in held(has(0, 1, 4, 5)) for s in (0, 1)
+    ]
     one_rank = [c for c in B_LOST if c.layer in (2, 4)]
     spec = make_spec(N, M, 20, 2)
     assert not run(plan, *copies, *one_rank, spec=spec).partial
@@ -157,7 +168,7 @@ def test_pipelines_share_the_work() -> None:
     assert [len(share) for share in shares] == [3, 1], "a and c run a layer each, b both"
 
 
-def test_whole_runs_go_where_less_runs_in_part() -> None:
+def test_whole_runs_go_to_the_pipeline_with_fewer_partial_runs() -> None:
     layers = has(0, 1, 4, 5, indices={0, 1, 2})
     copies = (*held(layers), *messages({2: ("a", ""), 4: ("", "c")}, {0, 1, 2}))
     result = run(two_pipelines(), *copies)
@@ -168,7 +179,9 @@ def test_a_copy_on_the_node_itself_is_preferred_then_the_newest() -> None:
     extra = [message(ACTIVATION, 2, 0, "c", epoch=5), message(COTANGENT, 4, 0, "d", epoch=5)]
     result = run(AFTER, *held(has(0, 1, 4, 5)), *B_LOST, *extra)
     first = next(r for r in result.partial if r.microbatch == 0)
-    assert (first.inputs[0].node, first.gradients[0].node) == ("a", "c"), "stages a and c hold layers 2 and 3"
+    assert (first.inputs[0].node, first.gradients[0].node) == ("a", "c"), (
+        "stages a and c hold layers 2 and 3"
+    )
     older = [c for c in B_LOST if c.microbatches != {0} or c.kind == ACTIVATION]
     spare = [message(COTANGENT, 4, 0, "b", epoch=3), message(COTANGENT, 4, 0, "d", epoch=5)]
     result = run(AFTER, *held(has(0, 1, 4, 5)), *older, *spare)
@@ -196,7 +209,7 @@ logged = st.lists(
 
 @given(ledgers, logged)
 @settings(max_examples=200, deadline=None)
-def test_whatever_is_missing_runs_once_and_starts_from_what_is_there(
+def test_missing_micro_batches_run_once_and_start_from_existing_copies(
     found: list[set[int]], copies: list[Copy]
 ) -> None:
     result = run(two_pipelines(), *held(dict(enumerate(found))), *copies)
@@ -209,5 +222,7 @@ def test_whatever_is_missing_runs_once_and_starts_from_what_is_there(
         assert each.last == N or (COTANGENT, each.last, each.microbatch) in living
         assert bool(each.inputs) == (each.first > 0) and bool(each.gradients) == (each.last < N)
     for m, layer in itertools.product(range(M), range(N)):
-        runs = sum(r.microbatch == m and r.first <= layer < r.last for r in result.partial) + (m in whole)
+        runs = sum(r.microbatch == m and r.first <= layer < r.last for r in result.partial) + (
+            m in whole
+        )
         assert runs == 1 if m not in found[layer] else runs <= 1

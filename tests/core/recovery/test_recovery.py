@@ -1,5 +1,4 @@
-"""The recovery solver: single decisions, random inventories against brute force, and whole jobs under
-fire."""
+"""Recovery: single decisions on hand-made inventories."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core.protocol.messages import Halted
-from elastic.core.recovery.recovery import explain, replayed
+from elastic.core.recovery.recovery import replayed_microbatches, summarize
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import Copy, StepRecord
 from tests.core.recovery.copies import (
@@ -25,7 +24,7 @@ from tests.core.recovery.copies import (
 )
 from tests.core.recovery.job_model import make_spec
 
-# ---- which version
+# ---- the target version
 
 
 def test_the_highest_common_version_wins_and_others_go_back() -> None:
@@ -42,7 +41,9 @@ def test_a_layer_behind_is_replayed_with_the_record() -> None:
     recipe = recipes(result)["a", 1, 0]
     assert recipe.state == copies[1]
     assert {c.key for c in recipe.replay} == {copies[2].key, copies[3].key}
-    assert run(ONE, *copies[:3], copies[0], state(0, 6), records=(RECORD,)).step == 6, "micro-batch 2 is gone"
+    assert run(ONE, *copies[:3], copies[0], state(0, 6), records=(RECORD,)).step == 6, (
+        "micro-batch 2 is gone"
+    )
 
 
 def test_without_its_record_a_complete_step_is_committed_again() -> None:
@@ -73,11 +74,11 @@ def test_replay_of_a_tied_layer_takes_the_other_owner_s_gradient_along() -> None
     assert [c.layer for c in recipes(result)["a", 1, 0].replay] == [1, 0]
 
 
-def test_copies_on_nodes_without_a_vault_do_not_count() -> None:
+def test_copies_on_nodes_without_a_vault_are_ignored() -> None:
     assert run(ONE, state(0, 7), state(1, 7, "z"), state(0, 6), state(1, 6)).step == 6
 
 
-# ---- checkpoint, initialisation, nothing
+# ---- checkpoint and initialisation
 
 
 def test_the_checkpoint_is_the_last_resort_and_says_what_is_lost() -> None:
@@ -90,12 +91,15 @@ def test_the_checkpoint_is_the_last_resort_and_says_what_is_lost() -> None:
         "because; fell back to the checkpoint of step 5: "
         "layers 1: no copy of state 6 or 7 is left; steps 5 to 6 are computed again"
     )
-    assert explain(result).state_source == "checkpoint"
+    assert summarize(result).state_source == "checkpoint"
 
 
 def test_a_checkpoint_of_the_running_version_fills_the_gaps_only() -> None:
     result = run(ONE, state(0, 5), gradient(0, 5, {0, 1}), checkpoint=("/c/5", 5))
-    assert recipes(result)["a", 0, 0].checkpoint == "" and recipes(result)["a", 1, 0].checkpoint == "/c/5"
+    assert (
+        recipes(result)["a", 0, 0].checkpoint == ""
+        and recipes(result)["a", 1, 0].checkpoint == "/c/5"
+    )
     assert dict(result.covered) == {0: {0, 1}, 1: frozenset()}
     assert "no step is lost" in result.plan.reason
 
@@ -110,7 +114,7 @@ def test_a_fresh_job_initialises() -> None:
     assert (result.step, result.recipes, result.record) == (0, (), None)
     assert result.todo == ((0, 1), (2, 3))
     assert dict(result.covered) == {0: frozenset(), 1: frozenset()}
-    assert explain(result).state_source == "initial"
+    assert summarize(result).state_source == "initial"
 
 
 def test_layers_lost_before_the_first_update_are_initialised_again() -> None:
@@ -135,7 +139,11 @@ def test_initialisation_is_refused_once_anything_was_trained() -> None:
     [
         ((state(0, 7),), (), "layers 1: no copy of state 6 or 7 is left;"),
         ((state(0, 7), state(1, 3)), (), r"layers 1: no copy of state 6 or 7 is left \(only 3\)"),
-        ((state(0, 7), state(1, 6)), (), "layers 1: no copy of state 7 is left, nor the record of step 6"),
+        (
+            (state(0, 7), state(1, 6)),
+            (),
+            "layers 1: no copy of state 7 is left, nor the record of step 6",
+        ),
         (
             (state(0, 7), state(1, 6), gradient(1, 6, {0, 3})),
             (RECORD,),
@@ -144,7 +152,7 @@ def test_initialisation_is_refused_once_anything_was_trained() -> None:
         ((), (), "layers 0-1: no copy of state 0 is left; there is no durable checkpoint"),
     ],
 )
-def test_unrecoverable_names_layers_and_what_they_lack(
+def test_unrecoverable_names_layers_and_the_missing_copies(
     copies: tuple[Copy, ...], records: tuple[StepRecord, ...], text: str
 ) -> None:
     with pytest.raises(Unrecoverable, match=text):
@@ -154,12 +162,17 @@ def test_unrecoverable_names_layers_and_what_they_lack(
 # ---- sources
 
 
-def test_the_own_node_s_copy_is_taken_its_own_before_a_peer_s() -> None:
-    copies = (state(0, 7, "b"), state(0, 7, "a", owner="b", epoch=9), state(0, 7, "a"), state(1, 7, "b"))
+def test_a_local_copy_is_preferred_and_among_them_the_own_one() -> None:
+    copies = (
+        state(0, 7, "b"),
+        state(0, 7, "a", owner="b", epoch=9),
+        state(0, 7, "a"),
+        state(1, 7, "b"),
+    )
     result = run(ONE, *copies)
     assert recipes(result)["a", 0, 0].state == copies[2]
     assert recipes(result)["a", 1, 0].state == copies[3]
-    told = explain(result)
+    told = summarize(result)
     assert (told.network_bytes, told.state_source) == (100, "peer")
 
 
@@ -170,20 +183,27 @@ def test_fetches_spread_over_vaults() -> None:
     assert sorted(sources) == ["a", "a", "b", "b", "c", "c"]
 
 
-def test_layers_with_fewer_sources_are_thought_of_first() -> None:
-    """Layer 2 lies on a alone: layer 0 is better taken from b, and so layer 1 from c."""
+def test_layers_with_fewer_sources_choose_their_sender_first() -> None:
+    """Layer 2 is only on a, so layer 0 comes from b and layer 1 from c."""
     plan = plan_of(pipeline(("x", 0, 3), microbatches=(0, 1, 2, 3)))
-    copies = [state(layer, 7, node) for layer, nodes in enumerate(("ab", "bc", "a")) for node in nodes]
+    copies = [
+        state(layer, 7, node) for layer, nodes in enumerate(("ab", "bc", "a")) for node in nodes
+    ]
     sources = [r.state.node for _, r in run(plan, *copies, nodes="abcx").recipes if r.state]
     assert sources == ["b", "c", "a"]
 
 
 def test_replay_replaces_a_large_fetch_when_it_moves_fewer_bytes() -> None:
-    copies = (state(0, 7, "b"), state(0, 6, "a"), gradient(0, 6, {0, 1}, "a"), gradient(0, 6, {2, 3}, "b"))
+    copies = (
+        state(0, 7, "b"),
+        state(0, 6, "a"),
+        gradient(0, 6, {0, 1}, "a"),
+        gradient(0, 6, {2, 3}, "b"),
+    )
     others = (state(1, 7),)
     result = run(ONE, *copies, *others, records=(RECORD,))
     assert recipes(result)["a", 0, 0].replay == copies[2:]
-    assert explain(result).network_bytes == 10
+    assert summarize(result).network_bytes == 10
     assert sum(bool(recipe.replay) for _, recipe in result.recipes) == 1
     cheap = (replace(copies[0], nbytes=5), *copies[1:])
     assert recipes(run(ONE, *cheap, *others, records=(RECORD,)))["a", 0, 0].state == cheap[0]
@@ -204,7 +224,7 @@ def test_finished_microbatches_are_kept_by_one_holder_each() -> None:
     assert recipes(result)["b", 0, 0].gradients == (other,)
     assert dict(result.covered) == {0: {0, 1, 2}, 1: {0, 1, 2}}
     assert sorted(i for share in result.todo for i in share) == [3]
-    assert explain(result).state_source == "memory"
+    assert summarize(result).state_source == "memory"
 
 
 def test_a_copy_in_two_vaults_is_added_once() -> None:
@@ -221,7 +241,7 @@ def test_merged_copies_of_a_later_epoch_are_not_added_to_their_parts() -> None:
 
 
 def test_common_sums_are_taken_once_with_what_fits_beside_them() -> None:
-    """c is lost. a has one round more in its common sum than b, which still has its own part of that round."""
+    """c is lost. The common sum on a has one round more than on b, which still has its own part."""
     three = plan_of(
         pipeline(("a", 0, 2), microbatches=(0,)),
         pipeline(("b", 0, 2), microbatches=(1, 2)),
@@ -237,12 +257,12 @@ def test_common_sums_are_taken_once_with_what_fits_beside_them() -> None:
     assert dict(both.covered) == {0: frozenset(range(4)), 1: frozenset(range(4))}
     alike = [gradient(n, 7, {0, 1}, node) for n in range(2) for node in "ab"]
     once = run(three, *states("a", "b"), *alike, *own)
-    taken = [c.microbatches for _, recipe in once.recipes for c in recipe.gradients]
-    assert sorted(map(sorted, taken)) == [[0, 1], [0, 1], [2], [2]]
+    ledgers = [sorted(c.microbatches) for _, recipe in once.recipes for c in recipe.gradients]
+    assert sorted(ledgers) == [[0, 1], [0, 1], [2], [2]]
 
 
-def test_what_other_layers_lack_anyway_is_worth_less() -> None:
-    # Layer 1 has only {0}: of two overlapping choices in layer 0 the one with micro-batch 0 saves a pass.
+def test_microbatches_that_other_layers_lack_are_worth_less() -> None:
+    # Layer 1 has only {0}, so in layer 0 the choice with micro-batch 0 saves a pass.
     wide, useful = gradient(0, 7, {1, 2, 3}), gradient(0, 7, {0, 1})
     result = run(ONE, *states("a"), wide, useful, gradient(1, 7, {0}))
     assert recipes(result)["a", 0, 0].gradients == (useful,)
@@ -251,7 +271,10 @@ def test_what_other_layers_lack_anyway_is_worth_less() -> None:
 
 def test_the_last_layer_counts_only_with_its_losses() -> None:
     silent = replace(gradient(1, 7, {0}), losses=())
-    assert dict(run(ONE, *states("a"), gradient(0, 7, {0}), silent).covered) == {0: {0}, 1: frozenset()}
+    assert dict(run(ONE, *states("a"), gradient(0, 7, {0}), silent).covered) == {
+        0: {0},
+        1: frozenset(),
+    }
 
 
 def test_tp_ranks_take_the_same_ledgers() -> None:
@@ -263,9 +286,10 @@ def test_tp_ranks_take_the_same_ledgers() -> None:
     assert [r.gradients for _, r in result.recipes] == [(older[0],), (older[1],)]
 
 
-def test_missing_microbatches_are_shared_as_the_pipelines_can() -> None:
+def test_missing_microbatches_are_distributed_by_pipeline_speed() -> None:
     slow = plan_of(
-        pipeline(("a", 0, 1), ("b", 1, 2), microbatches=(0, 1, 2)), pipeline(("c", 0, 2), microbatches=(3,))
+        pipeline(("a", 0, 1), ("b", 1, 2), microbatches=(0, 1, 2)),
+        pipeline(("c", 0, 2), microbatches=(3,)),
     )
     held = [state(layer, 7, node) for layer in (0, 1) for node in "abc"]
     full = [gradient(layer, 7, {0}, "ab"[layer]) for layer in (0, 1)]
@@ -279,18 +303,22 @@ def test_after_the_last_step_nothing_is_left_to_run() -> None:
 
 def test_moved_layers_are_counted_against_the_plan_before() -> None:
     before = plan_of(pipeline(("a", 0, 1), ("z", 1, 2), microbatches=(0, 1, 2, 3)))
-    told = explain(run(ONE, *states("a"), live={"a": 7}), before, ("z",))
+    told = summarize(run(ONE, *states("a"), live={"a": 7}), before, ("z",))
     assert told.text.startswith("layers 1 were on z; step 7, state from memory, 1 of 2 layers move")
 
 
-# ---- what was lost
+# ---- replayed micro-batches
 
 
-LINE = plan_of(pipeline(("a", 0, 1), ("b", 1, 2), ("c", 2, 3), ("d", 3, 4), microbatches=(0, 1, 2, 3)))
+LINE = plan_of(
+    pipeline(("a", 0, 1), ("b", 1, 2), ("c", 2, 3), ("d", 3, 4), microbatches=(0, 1, 2, 3))
+)
 ALL = frozenset(range(M))
 
 
-def told(step: int = 7, started: set[int] | None = None, sent: set[int] | None = None) -> Halted:
+def halted_at(
+    step: int = 7, started: set[int] | None = None, sent: set[int] | None = None
+) -> Halted:
     return Halted(5, step, frozenset(started or ()), frozenset(sent or ()))
 
 
@@ -307,13 +335,15 @@ def told(step: int = 7, started: set[int] | None = None, sent: set[int] | None =
         (set(), set()),
     ],
 )
-def test_replayed_asks_the_nearest_living_neighbour(lost: set[str], expected: set[int]) -> None:
+def test_replayed_microbatches_follow_the_nearest_living_neighbour(
+    lost: set[str], expected: set[int]
+) -> None:
     halted = {
-        "a": told(started={0, 1, 2, 3}, sent={0, 1, 2}),
-        "b": told(started={0, 1}, sent={0, 1}),
-        "c": told(started={0}, sent={0}),
-        "d": told(started={0}),
+        "a": halted_at(started={0, 1, 2, 3}, sent={0, 1, 2}),
+        "b": halted_at(started={0, 1}, sent={0, 1}),
+        "c": halted_at(started={0}, sent={0}),
+        "d": halted_at(started={0}),
     }
-    assert replayed(LINE, frozenset(lost), ALL, halted) == expected
-    assert replayed(LINE, frozenset(lost), frozenset({0}), halted) == expected & {0}
-    assert replayed(LINE, frozenset(lost), ALL, halted, step=8) == set()
+    assert replayed_microbatches(LINE, frozenset(lost), ALL, halted) == expected
+    assert replayed_microbatches(LINE, frozenset(lost), frozenset({0}), halted) == expected & {0}
+    assert replayed_microbatches(LINE, frozenset(lost), ALL, halted, step=8) == set()

@@ -1,4 +1,4 @@
-"""The recovery solver under fire: whole modelled jobs that lose nodes, again and again."""
+"""Recovery in whole modelled jobs that lose nodes repeatedly."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import GRADIENT
-from tests.core.recovery.job_model import Job, Vault, make_info, make_spec
+from tests.core.recovery.job_model import Job, make_info, make_spec
+from tests.core.recovery.proof import Vault
 
 
 def build(seed: int, backup: str = "") -> Job:
-    """A random job: layers, micro-batches, TP, nodes, domains, shape, scheme."""
+    """A job with random layers, micro-batches, TP, nodes, domains, shape and backup scheme."""
     rng = random.Random(seed)
     tp = rng.choice([1, 1, 2])
-    spec = make_spec(rng.randint(1, 6), rng.randint(1, 8), rng.randint(1, 6), tp, rng.random() < 0.3)
+    spec = make_spec(
+        rng.randint(1, 6), rng.randint(1, 8), rng.randint(1, 6), tp, rng.random() < 0.3
+    )
     workers = tp * rng.choice([1, 1, 2])
     infos = [
-        make_info(i, workers=workers, domain=rng.choice(["", "a", "b"])) for i in range(rng.randint(2, 5))
+        make_info(i, workers=workers, domain=rng.choice(["", "a", "b"]))
+        for i in range(rng.randint(2, 5))
     ]
     schemes = ["stream+snapshot", "stream+replica", "stream+replay:2", "recompute+replay:3"]
     backup = backup or rng.choice(schemes)
@@ -28,7 +32,7 @@ def build(seed: int, backup: str = "") -> Job:
 
 
 def train(job: Job, most: int) -> None:
-    """Do up to `most` random things."""
+    """Do up to `most` random actions."""
     for _ in range(most):
         if not job.act():
             return
@@ -45,7 +49,7 @@ def join(job: Job) -> None:
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=60, deadline=None)
 def test_single_losses_never_lose_a_step_nor_double_a_microbatch(seed: int) -> None:
-    """Every assignment is carried out by tests.core.recovery.proof, and every commit checks every layer's gradient."""
+    """tests.core.recovery.proof checks every assignment; every commit checks every gradient."""
     job = build(seed)
     rng = job.rng
     while not job.finished:
@@ -72,9 +76,8 @@ def test_single_losses_never_lose_a_step_nor_double_a_microbatch(seed: int) -> N
 
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=40, deadline=None)
-def test_whatever_is_lost_the_rest_is_right_or_refused(seed: int) -> None:
-    """Several nodes at once, faults before the last recovery is protected, checkpoints: right, or
-    Unrecoverable."""
+def test_any_losses_give_a_right_state_or_unrecoverable(seed: int) -> None:
+    """Covers several nodes at once, faults before the last recovery is protected, checkpoints."""
     job = build(seed)
     rng = job.rng
     for _ in range(12):
@@ -102,7 +105,7 @@ def test_whatever_is_lost_the_rest_is_right_or_refused(seed: int) -> None:
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=40, deadline=None)
 def test_a_loss_costs_no_acknowledged_microbatch(seed: int) -> None:
-    """With TP 1, whatever of the step lies in living vaults after a single loss is not computed again."""
+    """With TP 1, gradients in living vaults after a single loss are not computed again."""
     job = build(seed)
     if job.spec.tp > 1 or len(job.able) < 2:
         return
@@ -123,9 +126,8 @@ def test_a_loss_costs_no_acknowledged_microbatch(seed: int) -> None:
 
 @given(st.integers(0, 1 << 30), st.sampled_from(["log+snapshot", "log+replica"]))
 @settings(max_examples=60, deadline=None)
-def test_logged_messages_double_nothing_whatever_is_lost(seed: int, backup: str) -> None:
-    """Losses at any moment, also while micro-batches run in part: each assignment is carried out by tests.core.recovery.proof,
-    and every commit checks every layer's gradient."""
+def test_logged_messages_never_double_a_microbatch(seed: int, backup: str) -> None:
+    """Covers losses at any moment, also during partial runs."""
     job = build(seed, backup)
     rng = job.rng
     for _ in range(12):
@@ -146,11 +148,16 @@ def test_logged_messages_double_nothing_whatever_is_lost(seed: int, backup: str)
 
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=40, deadline=None)
-def test_a_loss_makes_nobody_else_run_a_finished_microbatch_again(seed: int) -> None:
-    """Of what all layers had, in one step and one epoch, only the lost node's layers run, between logged messages."""
+def test_after_a_loss_only_lost_layers_rerun_finished_microbatches(seed: int) -> None:
+    """This holds within one step and one epoch, between logged messages."""
     job = build(seed, "log+replica")
     train(job, job.rng.randint(0, 200))
-    if job.finished or not job.trimmed or len(job.able) < 2 or len({w.step for w in job.workers}) > 1:
+    if (
+        job.finished
+        or not job.trimmed
+        or len(job.able) < 2
+        or len({w.step for w in job.workers}) > 1
+    ):
         return
     finished = frozenset.intersection(
         *(
@@ -165,7 +172,7 @@ def test_a_loss_makes_nobody_else_run_a_finished_microbatch_again(seed: int) -> 
     gone = {layer for w in job.workers if w.node == victim for layer in w.version}
     for p, pipeline in enumerate(job.plan_of.pipelines):
         if all(stage.unit.node == victim for stage in pipeline.stages):
-            finished -= set(job.todo(p, job.workers[0].step))  # nobody sent anything that would be left
+            finished -= set(job.todo(p, job.workers[0].step))  # no message of it is left
     step = job.workers[0].step
     job.fail([victim])
     assert job.last is not None

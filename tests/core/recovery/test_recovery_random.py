@@ -1,4 +1,4 @@
-"""The recovery solver on random inventories, against brute force."""
+"""Recovery on random inventories, compared with brute force."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ microbatch_sets = st.sets(st.integers(0, 2), min_size=1)
 random_copies = st.lists(
     st.one_of(
         st.builds(
-            state, st.integers(0, 1), st.integers(1, 3), st.sampled_from("abz"), epoch=st.integers(1, 3)
+            state,
+            st.integers(0, 1),
+            st.integers(1, 3),
+            st.sampled_from("abz"),
+            epoch=st.integers(1, 3),
         ),
         st.builds(
             gradient,
@@ -46,12 +50,14 @@ def subsets(sets: list[frozenset[int]]) -> list[frozenset[int]]:
 
 @given(random_copies, st.sets(st.integers(1, 3)))
 @settings(max_examples=200, deadline=None)
-def test_version_and_coverage_are_the_best_there_are(copies: list[Copy], recorded: set[int]) -> None:
+def test_version_and_coverage_match_brute_force(copies: list[Copy], recorded: set[int]) -> None:
     shares = ((0, 1), (2,))
     plan = replace(
         TWO,
         n_microbatches=3,
-        pipelines=tuple(replace(p, microbatches=s) for p, s in zip(TWO.pipelines, shares, strict=True)),
+        pipelines=tuple(
+            replace(p, microbatches=s) for p, s in zip(TWO.pipelines, shares, strict=True)
+        ),
     )
     usable = [c for c in copies if c.node in "ab"]
 

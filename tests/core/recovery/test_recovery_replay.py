@@ -1,4 +1,4 @@
-"""Recovery from an older state and the updates since then."""
+"""Recovery from an older state and the updates after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.recovery.recovery import explain
+from elastic.core.recovery.recovery import summarize
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import STATE, UPDATE, Copy, StepRecord
 from tests.core.recovery.copies import ONE, RECORD, M, gradient, recipes, run, state, update
@@ -15,10 +15,15 @@ from tests.core.recovery.job_model import make_spec
 FULL = set(range(M))
 
 
-def chain(layer: int, base: int, last: int, node: str = "b", owner: str = "z", **more: int) -> list[Copy]:
+def chain(
+    layer: int, base: int, last: int, node: str = "b", owner: str = "z", **more: int
+) -> list[Copy]:
     """State `base` and the updates of steps `base` to `last`."""
     steps = range(base, last + 1)
-    return [state(layer, base, node, owner, **more), *(update(layer, s, node, owner, **more) for s in steps)]
+    return [
+        state(layer, base, node, owner, **more),
+        *(update(layer, s, node, owner, **more) for s in steps),
+    ]
 
 
 def test_an_older_state_and_all_updates_since_lead_to_the_newest_version() -> None:
@@ -27,15 +32,15 @@ def test_an_older_state_and_all_updates_since_lead_to_the_newest_version() -> No
     recipe = recipes(result)["a", 0, 0]
     assert (result.step, recipe.state, recipe.replay) == (7, copies[0], ())
     assert recipe.updates == tuple(copies[1:])
-    told = explain(result)
+    told = summarize(result)
     assert (told.state_source, told.network_bytes) == ("peer", 150)
     assert not any(recipe.replay for _, recipe in result.recipes)
     assert "state from peer and up to 5 updates" in told.text
 
 
 @pytest.mark.parametrize("missing", [2, 4, 6])
-def test_a_gap_is_never_stepped_over(missing: int) -> None:
-    """What was refused for want of room, or dropped as corrupt, is not in the inventory."""
+def test_a_gap_in_a_chain_is_never_skipped(missing: int) -> None:
+    """A copy that a vault refused or dropped is not in the inventory."""
     copies = [copy for copy in chain(0, 2, 6) if copy.kind == STATE or copy.step != missing]
     for version in range(2, missing + 1):
         assert run(ONE, *copies, state(1, version)).step == version
@@ -45,7 +50,7 @@ def test_a_gap_is_never_stepped_over(missing: int) -> None:
     assert run(ONE, *copies, state(0, missing + 1, "b", "z"), state(1, 7)).step == 7
 
 
-def test_a_gap_goes_back_to_what_the_others_can_reach_too() -> None:
+def test_a_gap_leads_back_to_a_version_that_all_can_reach() -> None:
     copies = [copy for copy in chain(0, 2, 6) if copy.kind == STATE or copy.step != 6]
     result = run(ONE, *copies, state(1, 6), state(1, 7))
     assert result.step == 6 and len(recipes(result)["a", 0, 0].updates) == 4
@@ -59,7 +64,7 @@ def test_the_last_step_may_come_from_gradients() -> None:
     assert run(ONE, *copies).step == 6, "without the record of step 6"
 
 
-def test_the_fewest_bytes_are_taken_and_of_these_the_fewest_updates() -> None:
+def test_the_fewest_bytes_win_and_then_the_fewest_updates() -> None:
     older, newer = chain(0, 1, 6), state(0, 5, "b", "z")
     recipe = recipes(run(ONE, *older, newer, state(1, 7)))["a", 0, 0]
     assert recipe.state == newer and [c.step for c in recipe.updates] == [5, 6]
@@ -68,11 +73,18 @@ def test_the_fewest_bytes_are_taken_and_of_these_the_fewest_updates() -> None:
     assert recipe.state == whole and recipe.updates == ()
     here = chain(0, 1, 6, "a")
     recipe = recipes(run(ONE, *older, newer, whole, *here, state(1, 7)))["a", 0, 0]
-    assert recipe.state == here[0] and len(recipe.updates) == 6, "its own vault keeps them for a peer"
+    assert recipe.state == here[0] and len(recipe.updates) == 6, (
+        "its own vault keeps them for a peer"
+    )
 
 
 def test_a_chain_is_one_owner_s_history_of_one_epoch() -> None:
-    mixed = [state(0, 4, "b", "z"), update(0, 4, "b", "y"), update(0, 5, "b", "z"), update(0, 6, "b", "z")]
+    mixed = [
+        state(0, 4, "b", "z"),
+        update(0, 4, "b", "y"),
+        update(0, 5, "b", "z"),
+        update(0, 6, "b", "z"),
+    ]
     with pytest.raises(Unrecoverable):
         run(ONE, *mixed, state(1, 7))
     epochs = [state(0, 4, "b", "z"), update(0, 4, "b", "z", epoch=3), *mixed[2:]]
@@ -82,7 +94,7 @@ def test_a_chain_is_one_owner_s_history_of_one_epoch() -> None:
 
 
 def test_senders_of_a_chain_are_chosen_within_it() -> None:
-    """Equal copies in two vaults share the load; another owner's state of the same version is no equal here."""
+    """Equal copies in two vaults share the load; another owner's state is not equal here."""
     copies = [*chain(0, 4, 6), *chain(0, 4, 5, "c"), state(0, 4, "d", "y")]
     recipe = recipes(run(ONE, *copies, state(1, 7)))["a", 0, 0]
     assert recipe.state is not None
@@ -116,8 +128,8 @@ pieces = st.lists(
 
 @given(pieces, st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_the_version_is_the_best_there_is(copies: list[Copy], recorded: bool) -> None:
-    """Against every chain tried by hand; x has no vault. Gradients of step 4 are complete in both layers."""
+def test_the_version_matches_brute_force(copies: list[Copy], recorded: bool) -> None:
+    """Compares with all chains; x has no vault. Both layers have all gradients of step 4."""
     usable = {(c.kind, c.layer, c.step, c.owner, c.epoch) for c in copies if c.node in "ab"}
     lines = [(owner, epoch) for owner in "yz" for epoch in (3, 4)]
 

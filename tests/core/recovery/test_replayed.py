@@ -1,11 +1,11 @@
-"""What a lost unit can have begun, by its list: under every schedule."""
+"""The micro-batches that a lost unit can have begun, in every schedule."""
 
 from __future__ import annotations
 
 import pytest
 
 from elastic.core.protocol.messages import Halted
-from elastic.core.recovery.recovery import replayed
+from elastic.core.recovery.recovery import replayed_microbatches
 from elastic.planning.plan.plan import parse_plan, validate_plan
 
 M = 12
@@ -20,7 +20,7 @@ PIPELINES = {
 
 
 def begun(schedule: str, lost: str, saved: int, gradients: str) -> frozenset[int]:
-    """Everything was handed to `lost`, whose layers had the first `saved` micro-batches in safety."""
+    """`lost` received every micro-batch, and the first `saved` of its layers are in vaults."""
     head = f"plan epoch=1 layers=8 microbatches={2 * M} tp=1 backup={gradients}+snapshot"
     other = f"pipeline 1 microbatches={M}-{2 * M - 1} schedule=1f1b: e[0:4] f[4:8]"
     plan = parse_plan(f"{head}\npipeline 0 microbatches=0-{M - 1} {PIPELINES[schedule]}\n{other}")
@@ -28,7 +28,9 @@ def begun(schedule: str, lost: str, saved: int, gradients: str) -> frozenset[int
     everything = {node: Halted(2, 0, ALL, ALL) for node in plan.nodes() if node != lost}
     covered = dict.fromkeys(range(8), frozenset((*range(saved), *range(M, 2 * M))))
     orders = [ORDER, range(M, 2 * M)]
-    return replayed(plan, frozenset({lost}), ALL, everything, 0, orders=orders, covered=covered)
+    return replayed_microbatches(
+        plan, frozenset({lost}), ALL, everything, 0, orders=orders, covered=covered
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,11 @@ def begun(schedule: str, lost: str, saved: int, gradients: str) -> frozenset[int
         ("interleaved", "d", 0, 8, "reduce"),
     ],
 )
-def test_a_lost_unit_was_no_further_than_its_list(
+def test_a_lost_unit_is_bounded_by_its_actions_and_saved_copies(
     schedule: str, lost: str, saved: int, expected: int, gradients: str
 ) -> None:
-    """The saved ones, three copies' worth that were not acknowledged or made, or as many rounds (of interleaved stages
-    one more), and those between forward and backward pass; without either everything."""
+    """Begun are the saved ones, up to three copies or rounds, and those before their backward pass.
+
+    Interleaved stages have one round more. Without copies and rounds there is no bound.
+    """
     assert begun(schedule, lost, saved, gradients) == frozenset(range(expected))

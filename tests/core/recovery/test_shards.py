@@ -1,4 +1,4 @@
-"""The recovery solver where holders share a layer's state: a version is there when all portions of it are."""
+"""Recovery with a sharded state: a version exists if all its portions do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.core.recovery.recovery import explain
+from elastic.core.recovery.recovery import summarize
 from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import STATE, UPDATE, Copy, whole_slots
 from tests.core.recovery.copies import (
@@ -37,9 +37,8 @@ def part(index: int, number: int, version: int, node: str, owner: str = "", **mo
 
 
 def test_slots_are_whole_with_all_portions_of_one_division() -> None:
-    assert whole_slots([(0, 0), (1, 0, 0, 2), (1, 0, 1, 2), (2, 0, 0, 2), (2, 0, 1, 3), (3, 1, 0, 1)]) == {
-        (0, 0), (1, 0), (3, 1),
-    }  # fmt: skip
+    slots = [(0, 0), (1, 0, 0, 2), (1, 0, 1, 2), (2, 0, 0, 2), (2, 0, 1, 3), (3, 1, 0, 1)]
+    assert whole_slots(slots) == {(0, 0), (1, 0), (3, 1)}
 
 
 def test_all_portions_make_a_version() -> None:
@@ -49,22 +48,24 @@ def test_all_portions_make_a_version() -> None:
     for node in "ab":
         recipe = recipes(result)[node, 0, 0]
         assert recipe.state is None and [r.state for r in recipe.portions] == [mine, theirs]
-    outcome = explain(result)
-    assert (outcome.state_source, outcome.network_bytes) == ("memory", 0), "both have the layer live"
+    outcome = summarize(result)
+    assert (outcome.state_source, outcome.network_bytes) == ("memory", 0), (
+        "both have the layer live"
+    )
 
 
 def test_the_loss_of_a_holder_takes_its_portion_from_its_peer() -> None:
     mine, kept = part(0, 2, 7, "a"), part(1, 2, 7, "c", "b")
     result = run(ONE, mine, kept, nodes="ac")
     assert [r.state for r in recipes(result)["a", 0, 0].portions] == [mine, kept]
-    outcome = explain(result, TWO, ("b",))
+    outcome = summarize(result, TWO, ("b",))
     assert (outcome.state_source, outcome.network_bytes) == ("peer", 100)
     assert [r.version for r in recipes(result)["a", 0, 0].portions] == [7, 7]
 
 
-def test_workers_that_are_gone_have_nothing_live() -> None:
+def test_lost_workers_have_no_live_state() -> None:
     result = run(TWO, part(0, 2, 7, "a"), part(1, 2, 7, "b"))
-    outcome = explain(result, TWO, ("a",))
+    outcome = summarize(result, TWO, ("a",))
     assert (outcome.state_source, outcome.network_bytes) == ("peer", 100)
 
 
@@ -72,24 +73,26 @@ def test_workers_that_are_gone_have_nothing_live() -> None:
     "copies",
     [
         pytest.param((part(0, 2, 7, "a"),), id="one-missing"),
-        pytest.param((part(0, 2, 7, "a"), part(1, 3, 7, "b"), part(2, 3, 7, "b")), id="of-two-divisions"),
+        pytest.param(
+            (part(0, 2, 7, "a"), part(1, 3, 7, "b"), part(2, 3, 7, "b")), id="of-two-divisions"
+        ),
         pytest.param((part(0, 2, 7, "a"), part(1, 2, 6, "b")), id="of-two-versions"),
         pytest.param((part(0, 2, 7, "a"), part(2, 2, 7, "b")), id="no-such-portion"),
     ],
 )
-def test_less_than_all_portions_is_nothing(copies: tuple[Copy, ...]) -> None:
+def test_an_incomplete_division_gives_no_version(copies: tuple[Copy, ...]) -> None:
     with pytest.raises(Unrecoverable, match="layers 0: no copy of state"):
         run(TWO, *copies)
     assert run(TWO, *copies, checkpoint=("/c/4", 4)).step == 4
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_portions_are_named() -> None:
     with pytest.raises(Unrecoverable, match=r"portions 1 of 2 of version 7 are gone"):
         run(TWO, part(0, 2, 7, "a"))
 
 
 def test_the_version_before_and_all_gradients_make_the_version() -> None:
-    """One holder was a version ahead when the other was lost, before its portion was whole at the peer."""
+    """One holder was a version ahead when the other was lost, before its peer had its portion."""
     older = part(0, 2, 6, "a"), part(1, 2, 6, "c", "b")
     finals = gradient(0, 6, {0, 1}), gradient(0, 6, {2, 3}, "c", "b")
     result = run(ONE, part(0, 2, 7, "a"), *older, *finals, records=(RECORD,), nodes="ac")
@@ -113,23 +116,29 @@ def test_a_portion_is_made_of_its_own_chain() -> None:
         run(TWO, part(0, 2, 7, "a"), base, *foreign, nodes="abc")
 
 
-def test_of_a_whole_state_and_portions_what_takes_fewer_bytes() -> None:
-    whole, mine, theirs = state(0, 7, "c"), part(0, 2, 7, "a", nbytes=50), part(1, 2, 7, "b", nbytes=50)
+def test_whole_state_or_portions_by_fewer_bytes() -> None:
+    whole, mine, theirs = (
+        state(0, 7, "c"),
+        part(0, 2, 7, "a", nbytes=50),
+        part(1, 2, 7, "b", nbytes=50),
+    )
     recipe = recipes(run(TWO, whole, mine, theirs))["a", 0, 0]
     assert [r.state for r in recipe.portions] == [mine, theirs]
     near = replace(whole, node="a")
     assert recipes(run(TWO, near, mine, theirs))["a", 0, 0].state == near
 
 
-def test_random_inventories_find_the_newest_version_that_all_portions_have() -> None:
-    """Against trying everything: versions 5 to 8 of one layer, whole or of two or three portions, with chains."""
+def test_random_inventories_match_brute_force() -> None:
+    """Compares with brute force: versions 5 to 8 in one to three portions, with chains."""
     seeded = random.Random(5)
     for _ in range(400):
         inventory: list[Copy] = []
         for version, number in itertools.product(range(5, 9), (1, 2, 3)):
             for index in range(number):
                 if seeded.random() < 0.45:
-                    inventory.append(part(index, number, version, seeded.choice("ab"), f"o{index}{number}"))
+                    inventory.append(
+                        part(index, number, version, seeded.choice("ab"), f"o{index}{number}")
+                    )
                 if seeded.random() < 0.3:
                     step = update(0, version, seeded.choice("ab"), f"o{index}{number}")
                     inventory.append(replace(step, portion=(index, number)))
@@ -142,7 +151,9 @@ def test_random_inventories_find_the_newest_version_that_all_portions_have() -> 
         assert result.step == best
         for _, recipe in result.recipes:
             lines = recipe.portions or (recipe,)
-            assert [r.state.portion for r in lines if r.state] == [(i, len(lines)) for i in range(len(lines))]
+            assert [r.state.portion for r in lines if r.state] == [
+                (i, len(lines)) for i in range(len(lines))
+            ]
             for line in lines:
                 assert line.state is not None
                 assert [u.step for u in line.updates] == list(range(line.state.step, best))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic import metrics
-from elastic.config import Command, JobConfig, load_config
+from elastic.config import JobConfig, WorkerCommand, load_config
 from elastic.domain import codec
 from elastic.domain.errors import UsageError
 from elastic.launcher.ray import remote_agent as hosted
@@ -48,7 +48,7 @@ def order(tmp_path: Path, coordinator: str, monkeypatch: pytest.MonkeyPatch) -> 
         run_dir=str(tmp_path / "elsewhere"),
         memory_dir="/nonexistent",
         checkpoint_dir=str(tmp_path / "checkpoints"),
-        command=Command(script="script.py"),
+        command=WorkerCommand(script="script.py"),
     )
     return Order(config=config, node="node1", coordinator=coordinator, host="127.0.0.1", domain="rack7")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.core.protocol.messages import Traffic
+from elastic.core.protocol.messages import BackupTraffic
 from elastic.worker.backup.metrics import TrafficMeter
 
 
@@ -26,12 +26,12 @@ def test_bundles_are_sent_one_after_the_other() -> None:
         clock.now = at
         meter.acked(bundle)
     assert not meter.busy
-    assert meter.take() == Traffic(sent_bytes=200, sent_s=6.0)
+    assert meter.take() == BackupTraffic(sent_bytes=200, sent_s=6.0)
     clock.now = 10.0
     meter.announced(3, 50)
     clock.now = 11.0
     meter.acked(3)
-    assert meter.take() == Traffic(sent_bytes=50, sent_s=1.0), "an idle link does not count"
+    assert meter.take() == BackupTraffic(sent_bytes=50, sent_s=1.0), "an idle link does not count"
 
 
 def test_one_acknowledgement_covers_earlier_bundles() -> None:
@@ -43,7 +43,7 @@ def test_one_acknowledgement_covers_earlier_bundles() -> None:
     meter.announced(9, 20)
     clock.now = 3.0
     meter.acked(9)
-    assert meter.take() == Traffic(sent_bytes=30, sent_s=3.0)
+    assert meter.take() == BackupTraffic(sent_bytes=30, sent_s=3.0)
 
 
 def test_bundles_of_an_abandoned_epoch_are_dropped() -> None:
@@ -53,8 +53,8 @@ def test_bundles_of_an_abandoned_epoch_are_dropped() -> None:
     meter.acked(1)
     meter.copied(5, 0.5)
     meter.waited(0.25)
-    assert not meter.busy and meter.take() == Traffic(5, 0.5, 0.25)
-    assert meter.take() == Traffic()
+    assert not meter.busy and meter.take() == BackupTraffic(5, 0.5, 0.25)
+    assert meter.take() == BackupTraffic()
 
 
 def test_a_refused_bundle_does_not_count() -> None:
@@ -63,4 +63,4 @@ def test_a_refused_bundle_does_not_count() -> None:
     meter.announced(1, 10**9)
     clock.now = 0.001
     meter.acked(1, kept=False)
-    assert meter.take() == Traffic() and not meter.busy
+    assert meter.take() == BackupTraffic() and not meter.busy

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from elastic.core.health.backup_metrics import ENOUGH, Gauge
-from elastic.core.health.compute_speed import SAMPLES, Pace
+from elastic.core.health.backup_metrics import MIN_SAMPLES, BackupMetrics
+from elastic.core.health.compute_speed import SAMPLES, ComputeSpeed
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import join_policy as stay
 from elastic.core.job.state import JobState, Member, Policy
@@ -267,7 +267,7 @@ class Ours(Base):
         for node in state.plan.nodes():
             info = state.members[node].report.info
             factor = job.slow.get(node, 1.0)
-            known = paces.get(info.incarnation, Pace())
+            known = paces.get(info.incarnation, ComputeSpeed())
             samples = tuple((job.steps - SAMPLES + i, factor) for i in range(SAMPLES))
             paces[info.incarnation] = replace(
                 known, epoch=state.plan.epoch, samples=samples, step=job.steps, unit=1.0
@@ -286,12 +286,12 @@ class Ours(Base):
         if plan is None or self.state.policy.backup != "auto" or not doubled:
             return False  # links and contention stay as they are, and the observed hazard changes by and by
         truth, infos = self._truth, self._infos()
-        gauge = Gauge(
+        gauge = BackupMetrics(
             epoch=plan.epoch,
             steps=STEPS,
-            sending=(truth.link.bytes_per_s,) * ENOUGH,
-            copying=(truth.copy_bytes_per_s,) * ENOUGH,
-            slowed=(1 / (1 - min(truth.contention, 0.99)),) * ENOUGH,
+            sending=(truth.link.bytes_per_s,) * MIN_SAMPLES,
+            copying=(truth.copy_bytes_per_s,) * MIN_SAMPLES,
+            slowed=(1 / (1 - min(truth.contention, 0.99)),) * MIN_SAMPLES,
         )
         gauges = {info.incarnation: gauge for info in infos}
         result = rechoose(self.state.of(gauges=gauges, ticked=job.now / 1000), job.now / 1000)
