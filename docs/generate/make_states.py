@@ -76,9 +76,9 @@ def job_part() -> str:
 
 def node_part() -> str:
     told = meanings(messages, messages.NodePhase)
-    arrows = [(p.value, why, after.value) for befores, why, after in node.MOVES for p in befores]
+    arrows = [(p.value, why, after.value) for befores, why, after in node.PHASE_CHANGES for p in befores]
     rows = ["| why | from | to |", "| --- | --- | --- |"]
-    for befores, why, after in node.MOVES:
+    for befores, why, after in node.PHASE_CHANGES:
         rows.append(f"| {why} | {', '.join(p.value for p in befores)} | {after.value} |")
     phases = [f"- `{name}`: {text}" for name, text in told.items() if text]
     return "\n".join((NODE, diagram("empty", arrows, ()), "", *rows, "", *phases))

@@ -22,14 +22,14 @@ from elastic.domain.errors import FieldError
 FORGED, STALE, MALFORMED = "forged", "stale", "malformed"
 MOST = 1 << 53
 """Counts and numbers beyond this are none of ours; JSON readers disagree about them, too."""
-NAME_CHARS = 256
-LONGEST_S = 30 * 86400.0
+MAX_NAME_CHARS = 256
+MAX_DEADLINE_S = 30 * 86400.0
 """No deadline is farther away than this."""
 WIDEST, HUGEST = 1 << 64, 1e30
 """Whole numbers (seeds have 64 bits) and others are smaller: sums and products of them stay finite."""
 MOST_CHARS, MOST_ITEMS = 256 << 10, 1 << 17
 """Of a text, as a script's last words, and of a list, as the copies in a vault: of all that is said, ..."""
-BOUNDS: dict[type, tuple[int, int]] = {HealthReport: (NAME_CHARS, MANY), m.Notice: (4096, MANY)}
+BOUNDS: dict[type, tuple[int, int]] = {HealthReport: (MAX_NAME_CHARS, MANY), m.Notice: (4096, MANY)}
 """... but for these."""
 FREE = frozenset({"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"})
 """What the training finds: where it diverges, no numbers."""
@@ -38,7 +38,7 @@ _fit: dict[type, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
+class Rejection:
     """Why a message is refused."""
 
     reason: str
@@ -48,9 +48,9 @@ class Objection:
     """The sender is told that it is no member (any more)."""
 
 
-def objection(
+def check_message(
     state: JobState, sender: str, message: Any, retired: Iterable[tuple[str, str]] = ()
-) -> Objection | None:
+) -> Rejection | None:
     """Why `message` on a session of node `sender` is refused; None: it is taken.
 
     `retired`: (node, incarnation) of members that came back as another incarnation.
@@ -58,15 +58,15 @@ def objection(
     try:
         node_id(sender)
     except FieldError:
-        return Objection(FORGED, f"a session of {sender!r}, which is no node's name")
+        return Rejection(FORGED, f"a session of {sender!r}, which is no node's name")
     found = _objection(state, sender, message, retired)
     if found is None:
-        problem = unfit(message)
-        found = Objection(MALFORMED, f"{sender} sent {problem}") if problem else None
+        problem = invalid_field(message)
+        found = Rejection(MALFORMED, f"{sender} sent {problem}") if problem else None
     return found
 
 
-def unfit(message: Any) -> str:
+def invalid_field(message: Any) -> str:
     """Which of its numbers, texts and lists is out of bounds, and why; "": none is."""
     problem = _unfit(message, *BOUNDS.get(type(message), (MOST_CHARS, MOST_ITEMS)))
     return f"{type(message).__name__}{problem}" if problem else ""
@@ -111,7 +111,7 @@ def _bound(kind: type) -> tuple[str, ...]:
 
 def _objection(
     state: JobState, sender: str, message: Any, retired: Iterable[tuple[str, str]]
-) -> Objection | None:
+) -> Rejection | None:
     match message:
         case m.NodeReport():
             return _report(state, sender, message, frozenset(retired))
@@ -129,100 +129,100 @@ def _objection(
             return _of_incarnation(state, sender, message.node, message.incarnation, "HealthReport")
         case m.RefusalNote():
             return _named(sender, message.node, "RefusalNote") or _member(state, sender, "RefusalNote")
-    return Objection(FORGED, f"{type(message).__name__} is not for nodes to say")
+    return Rejection(FORGED, f"{type(message).__name__} is not for nodes to say")
 
 
-def current(state: JobState, sender: str) -> bool:
+def is_member(state: JobState, sender: str) -> bool:
     """Whether `sender` is a member: what it says of finished steps counts, and is not just written down."""
     return sender in state.members
 
 
 def _report(
     state: JobState, sender: str, report: m.NodeReport, retired: frozenset[tuple[str, str]]
-) -> Objection | None:
+) -> Rejection | None:
     info = report.info
     problem = _named(sender, info.node, "NodeReport")
     if problem is not None:
         return problem
     lies = [copy for copy in report.inventory if copy.node not in ("", sender)]
     if lies:
-        return Objection(FORGED, f"{sender} lists a copy of {lies[0].node}'s vault")
+        return Rejection(FORGED, f"{sender} lists a copy of {lies[0].node}'s vault")
     texts = (info.incarnation, info.vault, info.domain, info.host, info.device, report.store)
-    if not info.incarnation or any(len(text) > NAME_CHARS for text in texts):
-        return Objection(MALFORMED, f"names and addresses of 1 to {NAME_CHARS} characters are needed")
+    if not info.incarnation or any(len(text) > MAX_NAME_CHARS for text in texts):
+        return Rejection(MALFORMED, f"names and addresses of 1 to {NAME_CHARS} characters are needed")
     numbers = (report.epoch, report.restart, report.step, report.microbatch, info.workers, info.memory_bytes)
     if not all(-1 <= number < MOST for number in numbers):
-        return Objection(MALFORMED, f"a number in the report of {sender} is out of range")
+        return Rejection(MALFORMED, f"a number in the report of {sender} is out of range")
     member = state.members.get(sender)
     if member is not None and member.report.info.incarnation == info.incarnation:
         return None
     new = report.phase is NodePhase.EMPTY and report.epoch <= 0 and report.restart < 0
     if not new or (sender, info.incarnation) in retired:
-        return Objection(STALE, f"{sender} ({info.incarnation}) is not a member (any more)", fence=True)
+        return Rejection(STALE, f"{sender} ({info.incarnation}) is not a member (any more)", fence=True)
     return None
 
 
-def _heartbeat(state: JobState, sender: str, beat: m.Heartbeat) -> Objection | None:
+def _heartbeat(state: JobState, sender: str, beat: m.Heartbeat) -> Rejection | None:
     problem = _named(sender, beat.node, "Heartbeat")
     if problem is not None:
         return problem
     member = state.members.get(sender)
     if member is None or member.report.info.incarnation != beat.incarnation:
-        return Objection(STALE, f"{sender} is not a member (any more)", fence=True)
+        return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
     if not (0 <= beat.step < MOST and -1 <= beat.microbatch < MOST):
-        return Objection(MALFORMED, f"step {beat.step} is out of range")
+        return Rejection(MALFORMED, f"step {beat.step} is out of range")
     return None
 
 
-def _step(state: JobState, sender: str, done: m.StepDone) -> Objection | None:
+def _step(state: JobState, sender: str, done: m.StepDone) -> Rejection | None:
     """A former member may tell of steps that are over, as after a partition: they are written down, no more."""
     step, steps = done.record.step, state.spec.n_steps if state.spec is not None else MOST
     if not 0 <= step < steps or not 0 <= done.epoch < MOST:
-        return Objection(MALFORMED, f"step {step} of {steps}, epoch {done.epoch}")
+        return Rejection(MALFORMED, f"step {step} of {steps}, epoch {done.epoch}")
     if done.epoch > state.epoch:
-        return Objection(FORGED, f"a step of epoch {done.epoch}, which has not begun: it is {state.epoch}")
+        return Rejection(FORGED, f"a step of epoch {done.epoch}, which has not begun: it is {state.epoch}")
     known = state.record.step if state.record is not None else -1
     if sender not in state.members and (step > known or done.epoch >= state.epoch):
-        return Objection(STALE, f"{sender} is no member, and tells of step {step}")
+        return Rejection(STALE, f"{sender} is no member, and tells of step {step}")
     return None
 
 
-def _note(state: JobState, sender: str, note: m.BackupNote) -> Objection | None:
+def _note(state: JobState, sender: str, note: m.BackupNote) -> Rejection | None:
     if note.kind not in m.BACKUP_NOTES:
-        return Objection(MALFORMED, f"a note of kind {note.kind!r}")
+        return Rejection(MALFORMED, f"a note of kind {note.kind!r}")
     who = note.owner if note.kind == m.BACKUP_SHORT else note.keeper
     return _named(sender, who, "BackupNote") or _member(state, sender, "BackupNote")
 
 
-def _part(state: JobState, sender: str, part: m.CheckpointPart) -> Objection | None:
+def _part(state: JobState, sender: str, part: m.CheckpointPart) -> Rejection | None:
     steps = state.spec.n_steps if state.spec is not None else MOST
     layers = state.spec.n_layers if state.spec is not None else MOST
     if not 0 <= part.step <= steps or any(not 0 <= slot[0] < layers for slot in part.layers):
-        return Objection(MALFORMED, f"a part of step {part.step} of {steps}")
+        return Rejection(MALFORMED, f"a part of step {part.step} of {steps}")
     return _member(state, sender, "CheckpointPart")
 
 
-def _notice(state: JobState, sender: str, notice: m.Notice) -> Objection | None:
+def _notice(state: JobState, sender: str, notice: m.Notice) -> Rejection | None:
     """A deadline that is over is one, too."""
-    if not -LONGEST_S <= notice.deadline_s <= LONGEST_S:
-        return Objection(MALFORMED, f"a notice of {sender} {notice.deadline_s} s ahead")
+    if not -MAX_DEADLINE_S <= notice.deadline_s <= MAX_DEADLINE_S:
+        return Rejection(MALFORMED, f"a notice of {sender} {notice.deadline_s} s ahead")
     return _of_incarnation(state, sender, notice.node, notice.incarnation, "Notice")
 
 
-def _of_incarnation(state: JobState, sender: str, node: str, incarnation: str, kind: str) -> Objection | None:
+def _of_incarnation(state: JobState, sender: str, node: str, incarnation: str, kind: str) -> Rejection | None:
     """Of a node that is no member nothing is known, and nothing comes of it; a former incarnation is over."""
     problem = _named(sender, node, kind)
     if problem is not None:
         return problem
     member = state.members.get(sender)
     if member is not None and member.report.info.incarnation != incarnation:
-        return Objection(STALE, f"{kind} of a former {sender}")
+        return Rejection(STALE, f"{kind} of a former {sender}")
     return None
 
 
-def _named(sender: str, node: str, kind: str) -> Objection | None:
-    return None if node == sender else Objection(FORGED, f"{sender} sent a {kind} in the name of {node}")
+def _named(sender: str, node: str, kind: str) -> Rejection | None:
+    return None if node == sender else Rejection(FORGED, f"{sender} sent a {kind} in the name of {node}")
 
 
-def _member(state: JobState, sender: str, kind: str) -> Objection | None:
-    return None if sender in state.members else Objection(STALE, f"{sender} is no member, and sent {kind}")
+def _member(state: JobState, sender: str, kind: str) -> Rejection | None:
+    return None if sender in state.members else Rejection(STALE, f"{sender} is no member, and sent {kind}")

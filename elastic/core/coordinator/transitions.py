@@ -1,6 +1,6 @@
 """What the coordinator decides, as one pure transition.
 
-Every event first updates what is known (`KNOW`), then the rule of the current phase (`RULES`) is applied until it has
+Every event first updates what is known (`EVENT_HANDLERS`), then the rule of the current phase (`RULES`) is applied until it has
 nothing more to say. Rules look at conditions, not at messages: an event that was lost, repeated or reordered, or
 a coordinator that took over in between, leads to the same decisions.
 
@@ -16,56 +16,56 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.coordinator.event_handlers import KNOW
+from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import quarantine
-from elastic.core.job.join_policy import count, paused
-from elastic.core.job.membership import launch
+from elastic.core.job.join_policy import count_node_seconds, record_pause
+from elastic.core.job.membership import launch_nodes
 from elastic.core.job.state import (
-    Action,
     Cause,
     CauseKind,
-    Finish,
+    ChangeCompleted,
+    JobAction,
+    JobFinished,
     JobPhase,
     JobState,
-    Loss,
+    JobTransition,
+    LogEntry,
+    LossKind,
     Member,
-    Note,
-    Recovered,
-    Result,
     Send,
 )
 from elastic.core.policy import drain as notices
 from elastic.core.policy import remediation as remedies
 from elastic.core.policy import restart_policy as returning
-from elastic.core.policy.backup_policy import rechoose
-from elastic.core.policy.straggler_policy import relieve
+from elastic.core.policy.backup_policy import change_backup
+from elastic.core.policy.straggler_policy import rebalance_stragglers
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
 """Workers that have not attached by then run a script that does not use elastic."""
-STRAGGLER_S = 90.0
+LATE_WORKERS_S = 90.0
 """With the minimum of nodes ready, the others' workers are waited for this long; then they join later."""
-Rule = Callable[[JobState, float], Result | None]
+Rule = Callable[[JobState, float], JobTransition | None]
 
 
-def transition(state: JobState, event: Any, now: float) -> Result:
-    """Return the job's next state, what to do, and why: `learn`, then `settle`."""
+def transition(state: JobState, event: Any, now: float) -> JobTransition:
+    """Return the job's next state, what to do, and why: `record_event`, then `apply_rules`."""
     state, actions, reason = _know(_held_up(state, now), event, now)
     return _settle(state, now, list(actions), [reason] if reason else [])
 
 
-def learn(state: JobState, event: Any, now: float) -> Result:
-    """Take note of an event alone. `settle` is to follow within the limit of a held-up coordinator."""
-    if now - state.ticked > state.limits.starved_s:
+def record_event(state: JobState, event: Any, now: float) -> JobTransition:
+    """Take note of an event alone. `apply_rules` is to follow within the limit of a held-up coordinator."""
+    if now - state.updated_at > state.limits.starved_s:
         state = _held_up(state, now)
     return _know(state, event, now)
 
 
-def _know(state: JobState, event: Any, now: float) -> Result:
-    know, seen = KNOW.get(type(event)), state.seen
+def _know(state: JobState, event: Any, now: float) -> JobTransition:
+    know, seen = EVENT_HANDLERS.get(type(event)), state.seen
     state, actions, reason = know(state, event, now) if know else (state, (), "")
     if state.timeouts is None or state.seen is not seen:
         state, told = notices.retimed(state)
@@ -73,24 +73,24 @@ def _know(state: JobState, event: Any, now: float) -> Result:
     return state, actions, reason
 
 
-def settle(state: JobState, now: float) -> Result:
+def apply_rules(state: JobState, now: float) -> JobTransition:
     """Apply the rules to what is known; many events may be learned before."""
     return _settle(_held_up(state, now), now, [], [])
 
 
 def _held_up(state: JobState, now: float) -> JobState:
     """A coordinator that was itself held up does not count that time against the members."""
-    late = now - state.ticked - state.limits.starved_s if state.ticked else 0.0
+    late = now - state.updated_at - state.limits.starved_s if state.updated_at else 0.0
     if late > 0:
         members = {
             n: replace(mb, seen=mb.seen + late, closed_at=mb.closed_at + late)
             for n, mb in state.members.items()
         }
         state = state.of(members=members)
-    return state.of(ticked=now)
+    return state.of(updated_at=now)
 
 
-def _settle(state: JobState, now: float, actions: list[Action], reasons: list[str]) -> Result:
+def _settle(state: JobState, now: float, actions: list[JobAction], reasons: list[str]) -> JobTransition:
     """Apply rules until none has anything to say."""
     for _ in range(16):
         result = None
@@ -106,7 +106,7 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
         reasons += [reason] if reason else []
         if state.phase is not before:
             actions.append(
-                Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
+                LogEntry("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
             )
     return state, tuple(actions), "; ".join(reasons)
 
@@ -114,7 +114,7 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
 # ---- rules of every phase ----
 
 
-def _losses(state: JobState, now: float) -> Result | None:
+def _losses(state: JobState, now: float) -> JobTransition | None:
     """Drop members that are gone: closed and not back in time, accused by their neighbours, or silent.
 
     Who leaves when the job is over is not lost. A coordinator that is behind waits so much longer, for a lease at
@@ -125,24 +125,24 @@ def _losses(state: JobState, now: float) -> Result | None:
     behind_s = min(state.late_s, state.policy.lease_s)
     suspects = {s for mb in state.members.values() for s in mb.report.suspects}
     for node, member in state.members.items():
-        why, loss = "", Loss.CLOSED
+        why, loss = "", LossKind.CLOSED
         if not member.connected and now >= member.closed_at:
             accused = node in suspects and member.closed_at <= now
             if now - member.closed_at >= state.policy.grace_s + behind_s or accused:
                 why = "connection closed" + (" and neighbours lost contact" if accused else "")
         if not why and now - member.seen > state.policy.lease_s + behind_s:
-            why, loss = f"silent for {now - member.seen:.1f} s", Loss.SILENT
+            why, loss = f"silent for {now - member.seen:.1f} s", LossKind.SILENT
         if why:
-            state = count(state, now, left=1)
+            state = count_node_seconds(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
-            note = Note("lost", {"node": node, "loss": loss.value, "why": why})
+            note = LogEntry("lost", {"node": node, "loss": loss.value, "why": why})
             actions = (note, Send(node, m.Fenced(f"lost: {why}")))
-            state, told = remedies.departed(state.of(members=members), node, why, now)
+            state, told = remedies.node_lost(state.of(members=members), node, why, now)
             return state, (*actions, *told), f"{node} lost: {why}"
     return None
 
 
-def _endings(state: JobState, now: float) -> Result | None:
+def _endings(state: JobState, now: float) -> JobTransition | None:
     if state.phase in (JobPhase.FINISHED, JobPhase.FAILED):
         return None
     broken = [mb.report for mb in state.members.values() if mb.report.elastic]
@@ -159,18 +159,18 @@ def _endings(state: JobState, now: float) -> Result | None:
     return None
 
 
-def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "") -> Result:
+def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "") -> JobTransition:
     over = _recovered(state)  # its figures belong to the summary, however soon the job ended after it
     state, told, _ = over if over is not None else (state, (), "")
-    stops: list[Action] = [Send(node, m.Stop(code, reason)) for node in state.members]
-    finish = Finish(code, reason, sha)
+    stops: list[JobAction] = [Send(node, m.Stop(code, reason)) for node in state.members]
+    finish = JobFinished(code, reason, sha)
     return state.of(phase=phase, ending=finish), (*told, *stops, finish), reason
 
 
 # ---- rules of single phases ----
 
 
-def _waiting(state: JobState, now: float) -> Result | None:
+def _waiting(state: JobState, now: float) -> JobTransition | None:
     here = [n for n, mb in state.members.items() if mb.connected]
     if len(here) < state.policy.min_nodes:
         return (state.of(enough_since=0.0), (), "nodes went away") if state.enough_since else None
@@ -179,7 +179,7 @@ def _waiting(state: JobState, now: float) -> Result | None:
     if len(here) < state.policy.max_nodes and now - state.enough_since < state.policy.last_call_s:
         return None
     nodes = tuple(sorted(here, key=natural))[: state.policy.max_nodes]
-    state, actions = launch(state, nodes)
+    state, actions = launch_nodes(state, nodes)
     return (
         state.of(phase=JobPhase.LAUNCHED, launched_at=now, enough_since=0.0),
         actions,
@@ -187,19 +187,19 @@ def _waiting(state: JobState, now: float) -> Result | None:
     )
 
 
-def _launched(state: JobState, now: float) -> Result | None:
+def _launched(state: JobState, now: float) -> JobTransition | None:
     launched = [mb for mb in state.members.values() if mb.rank >= 0]
     if not launched:
         return state.of(phase=JobPhase.WAITING, next_rank=0), (), "every launched node is gone"
     if state.spec is not None:
         late = tuple(n for n, mb in state.members.items() if mb.rank < 0)
         if late:
-            state, actions = launch(state, late)
+            state, actions = launch_nodes(state, late)
             return state, actions, "launch late nodes"
         settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
         enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
-        if settled or (enough and now - state.launched_at > STRAGGLER_S):
-            return epoch_change.begin(
+        if settled or (enough and now - state.launched_at > LATE_WORKERS_S):
+            return epoch_change.begin_change(
                 state.of(start_s=now - state.launched_at), Cause(CauseKind.START, "start"), now
             )
         return None
@@ -208,7 +208,7 @@ def _launched(state: JobState, now: float) -> Result | None:
     return _script(state, launched, now)
 
 
-def _script(state: JobState, launched: list[Member], now: float) -> Result | None:
+def _script(state: JobState, launched: list[Member], now: float) -> JobTransition | None:
     """A script that does not use elastic: torchrun's rules."""
     done = [mb for mb in launched if mb.report.restart == state.restart]
     failed = [mb for mb in done if mb.report.phase is NodePhase.FAILED]
@@ -224,26 +224,26 @@ def _script(state: JobState, launched: list[Member], now: float) -> Result | Non
         policy = state.policy if failed else replace(state.policy, max_restarts=state.policy.max_restarts + 1)
         members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
         state = state.of(members=members, next_rank=0, restart=state.restart + 1, policy=policy)
-        return state.of(phase=JobPhase.WAITING), (Note("restart", {"why": why}),), f"group restart: {why}"
+        return state.of(phase=JobPhase.WAITING), (LogEntry("restart", {"why": why}),), f"group restart: {why}"
     if done and len(done) == len(launched) and all(mb.report.phase is NodePhase.FINISHED for mb in done):
         return _end(state, JobPhase.FINISHED, 0, "all workers ended")
     return None
 
 
-def _halting(state: JobState, now: float) -> Result | None:
+def _halting(state: JobState, now: float) -> JobTransition | None:
     change = state.change
     assert change is not None
     if change.boundary:
         why = trouble(state, now) or _deadline(state, now)
         if why is not None:
-            return epoch_change.begin(state, why, now)
+            return epoch_change.begin_change(state, why, now)
     there = {
         n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted
     }
     waiting = [n for n in state.members if n not in there]
-    if waiting or returning.waiting(state, now):
+    if waiting or returning.is_waiting(state, now):
         return None
-    return returning.consider(state, now) or epoch_change.decide(state, now)
+    return returning.decide_wait(state, now) or epoch_change.decide_plan(state, now)
 
 
 def _deadline(state: JobState, now: float) -> Cause | None:
@@ -254,11 +254,11 @@ def _deadline(state: JobState, now: float) -> Cause | None:
     return None
 
 
-def _installing(state: JobState, now: float) -> Result | None:
+def _installing(state: JobState, now: float) -> JobTransition | None:
     why = trouble(state, now)
     if why is not None:
         over = _recovered(state.of(trained=True))
-        return over if over is not None else epoch_change.begin(state, why, now)
+        return over if over is not None else epoch_change.begin_change(state, why, now)
     assert state.plan is not None
     members = [state.members[n] for n in state.plan.nodes()]
     ready = (NodePhase.RUNNING, NodePhase.FINISHED)
@@ -267,29 +267,33 @@ def _installing(state: JobState, now: float) -> Result | None:
     return None
 
 
-def _running(state: JobState, now: float) -> Result | None:
+def _running(state: JobState, now: float) -> JobTransition | None:
     over = _recovered(state)
     if over is not None:  # told before what follows it; a coordinator that is behind learns of both at once
         return over
     why = trouble(state, now)
     if why is not None:
-        return epoch_change.begin(state, why, now)
+        return epoch_change.begin_change(state, why, now)
     assert state.plan is not None
     members = [state.members[n] for n in state.plan.nodes()]
     if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
         step = state.assignment.step if state.assignment is not None else -1
         sends = tuple(Send(n, m.Trim(state.epoch, step)) for n in state.members)
-        return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
+        return (
+            state.of(trimmed=state.epoch),
+            (*sends, LogEntry("protected", {"epoch": state.epoch})),
+            "protected",
+        )
     planned = (
         _leaving(state, now)
-        or notices.step_aside(state, now)
-        or remedies.remedy(state, now)
+        or notices.replace_hinted_nodes(state, now)
+        or remedies.apply_remedies(state, now)
         or _joining(state, now)
     )
-    return planned or _relieving(state, now) or rechoose(state, now)
+    return planned or _relieving(state, now) or change_backup(state, now)
 
 
-def _recovered(state: JobState) -> Result | None:
+def _recovered(state: JobState) -> JobTransition | None:
     """The first micro-batch of the epoch was computed: its change is complete."""
     if state.change is None or state.plan is None:
         return None
@@ -299,7 +303,7 @@ def _recovered(state: JobState) -> Result | None:
     if not resumed:
         return None
     ready = [told for r in reports for told in r.ready if told.epoch == state.epoch]
-    action = Recovered(
+    action = ChangeCompleted(
         change=state.change,
         nodes_after=len(nodes),
         transfer_s=max((told.transfer_s for told in ready), default=0.0),
@@ -307,27 +311,27 @@ def _recovered(state: JobState) -> Result | None:
         resumed_at=min(resumed),
         since=state.recovered_at,
     )
-    state = paused(state, state.change, min(resumed)).of(change=None, recovered_at=min(resumed))
+    state = record_pause(state, state.change, min(resumed)).of(change=None, recovered_at=min(resumed))
     return state, (action,), "training goes on"
 
 
-def _leaving(state: JobState, now: float) -> Result | None:
+def _leaving(state: JobState, now: float) -> JobTransition | None:
     assert state.plan is not None
     for node, member in state.members.items():
         if not member.draining:
             continue
         if node in state.plan.nodes() or any(node == peer for _, peer in state.plan.peers):
             in_time = now < member.drain_deadline - state.limits.leave_s
-            return epoch_change.begin(state, notices.cause(state), now, boundary=in_time)
+            return epoch_change.begin_change(state, notices.drain_cause(state), now, boundary=in_time)
         if state.trimmed >= state.epoch and member.connected:  # who does not hear it would come back
-            state = count(state, now, left=1)
+            state = count_node_seconds(state, now, left=1)
             members = {n: mb for n, mb in state.members.items() if n != node}
-            actions = (notices.farewell(member), Note("drained", {"node": node}))
+            actions = (notices.release_order(member), LogEntry("drained", {"node": node}))
             return state.of(members=members), actions, f"{node} holds nothing any more and may leave"
     return None
 
 
-def _joining(state: JobState, now: float) -> Result | None:
+def _joining(state: JobState, now: float) -> JobTransition | None:
     """Let idle nodes that the planner wants pull state first, then enter at the end of a step."""
     if state.change is not None or state.trimmed < state.epoch:
         return None
@@ -337,7 +341,7 @@ def _joining(state: JobState, now: float) -> Result | None:
         if waiting and now - state.joining_since < state.limits.prefetch_s:
             return None
         return (
-            epoch_change.begin(
+            epoch_change.begin_change(
                 state, Cause(CauseKind.JOIN, f"join {' '.join(here)}", tuple(here)), now, boundary=True
             )
             if here
@@ -346,15 +350,15 @@ def _joining(state: JobState, now: float) -> Result | None:
     return epoch_change.consider_joining(state, now)
 
 
-def _relieving(state: JobState, now: float) -> Result | None:
+def _relieving(state: JobState, now: float) -> JobTransition | None:
     """Nodes that turned slow get less to do."""
     if state.change is not None or state.trimmed < state.epoch or state.joining:
         return None
-    return relieve(state, now)
+    return rebalance_stragglers(state, now)
 
 
-def _paused(state: JobState, now: float) -> Result | None:
-    return quarantine.expire(state, now) or epoch_change.reconsider(state, now)
+def _paused(state: JobState, now: float) -> JobTransition | None:
+    return quarantine.release_expired(state, now) or epoch_change.resume_if_feasible(state, now)
 
 
 def trouble(state: JobState, now: float) -> Cause | None:
@@ -384,7 +388,7 @@ def _down(report: NodeReport, text: str) -> Cause:
     return Cause(kind, f"{report.info.node}: {report.cause or text}", (report.info.node,))
 
 
-def _nothing(state: JobState, now: float) -> Result | None:
+def _nothing(state: JobState, now: float) -> JobTransition | None:
     return None
 
 

@@ -10,7 +10,7 @@
 Here is what is known of one node (`Record`) and what a single observation means; `elastic.core.policy.remediation` puts it into
 the job's state and carries it out. A quarantined node stays a member and keeps its vault, but plans do without it: for
 `quarantine_s`, twice as long each time, up to `quarantine_most_s`; each `good_s` without an offence takes one doubling
-back. Nothing here kills a worker: that needs what the kernel says of the process (`elastic.core.node.node_state.hung`).
+back. Nothing here kills a worker: that needs what the kernel says of the process (`elastic.core.node.node.hung`).
 """
 
 from __future__ import annotations

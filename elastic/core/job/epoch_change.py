@@ -7,21 +7,21 @@ from math import inf
 
 from elastic.core.job import join_policy as stay
 from elastic.core.job import quarantine
-from elastic.core.job.measured_conditions import weighing
+from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.state import (
-    Action,
     Cause,
     CauseKind,
-    Change,
-    Finish,
+    EpochChange,
+    JobAction,
+    JobFinished,
     JobPhase,
     JobState,
+    JobTransition,
+    LogEntry,
     Member,
-    Note,
-    Result,
     Send,
 )
-from elastic.core.job.stragglers import slow
+from elastic.core.job.stragglers import slowdowns
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.recovery import partial_replay as partial
@@ -32,7 +32,7 @@ from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
 
-def begin(state: JobState, cause: Cause, now: float, *, boundary: bool = False) -> Result:
+def begin_change(state: JobState, cause: Cause, now: float, *, boundary: bool = False) -> JobTransition:
     """Raise the epoch and halt everybody: at once, or (boundary) after the running step."""
     epoch = state.epoch + 1
     old = state.change if state.change is not None and not state.change.boundary else None
@@ -42,7 +42,7 @@ def begin(state: JobState, cause: Cause, now: float, *, boundary: bool = False) 
         n for n in nodes if _workers_gone(state, n) or state.members[n].report.phase is NodePhase.IDLE
     )
     found = [state.members[n].report.detect_s for n in gone if n in state.members]
-    change = Change(
+    change = EpochChange(
         epoch=epoch,
         causes=(*(old.causes if old else ()), cause),
         boundary=boundary,
@@ -57,9 +57,9 @@ def begin(state: JobState, cause: Cause, now: float, *, boundary: bool = False) 
         rerun=old.rerun if old else 0,
     )
     state = state.of(epoch=epoch, phase=JobPhase.HALTING, change=change, suspected_since=0.0, joining=())
-    sends: list[Action] = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
+    sends: list[JobAction] = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
     told = {"cause": cause.text, "cause_kind": cause.kind.value, "cause_nodes": list(cause.nodes)}
-    note = Note("halt", {"epoch": epoch, **told, "boundary": boundary})
+    note = LogEntry("halt", {"epoch": epoch, **told, "boundary": boundary})
     return state, (*sends, note), f"epoch {epoch}: {cause.text}"
 
 
@@ -71,13 +71,13 @@ def _workers_gone(state: JobState, node: str) -> bool:
 def candidates(state: JobState) -> tuple[Member, ...]:
     """Members that could take a stage now: old holders first, then by rank."""
     able = [mb for mb in state.members.values() if mb.report.able and mb.connected and not mb.draining]
-    able = [mb for mb in able if not quarantine.holds(state, mb.node)]
+    able = [mb for mb in able if not quarantine.is_quarantined(state, mb.node)]
     held = set(state.plan.nodes()) if state.plan is not None else set()
     able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
     return tuple(able)
 
 
-def request(state: JobState, epoch: int) -> PlanRequest:
+def plan_request(state: JobState, epoch: int) -> PlanRequest:
     """What the planner is asked, for the members at hand."""
     assert state.spec is not None
     return PlanRequest(
@@ -91,17 +91,17 @@ def request(state: JobState, epoch: int) -> PlanRequest:
         current=state.plan,
         backup=state.policy.backup,
         profile=state.policy.profile,
-        slow=slow(state),
-        hazard_per_s=stay.outlook(state, state.ticked).hazard_per_s,
-        pause_s=stay.outlook(state, state.ticked).pause_in_s,
-        weighing=weighing(state),
+        slowdowns=slowdowns(state),
+        hazard_per_s=stay.outlook(state, state.updated_at).hazard_per_s,
+        pause_s=stay.outlook(state, state.updated_at).pause_in_s,
+        backup_conditions=backup_conditions(state),
     )
 
 
-def decide(state: JobState, now: float) -> Result:
+def decide_plan(state: JobState, now: float) -> JobTransition:
     """Everybody has halted: make the plan and tell everybody, or pause, or fall back."""
     assert state.spec is not None and state.change is not None
-    change = replace(state.change, halted=now, paused=state.stepped_at)
+    change = replace(state.change, halted=now, paused=state.step_finished_at)
     if change.old_plan is not None and not change.boundary:
         # Also whose loss became known while the others halted.
         gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
@@ -109,7 +109,7 @@ def decide(state: JobState, now: float) -> Result:
     try:
         if not candidates(state):
             raise InfeasiblePlan("no node can take a stage at present")
-        choice = stay.lasting(state, request(state, state.epoch), now)
+        choice = stay.plan_for_change(state, plan_request(state, state.epoch), now)
         assert choice.plan is not None
         plan = choice.plan
         assignment = recovery.solve(
@@ -123,16 +123,16 @@ def decide(state: JobState, now: float) -> Result:
             live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
         )
     except InfeasiblePlan as error:
-        freed = quarantine.free(state, now, f"no plan without it: {error}")
+        freed = quarantine.release_all(state, now, f"no plan without it: {error}")
         if freed is not None:
             state, notes, _ = freed
-            state, actions, reason = decide(state, now)
+            state, actions, reason = decide_plan(state, now)
             return state, (*notes, *actions), reason
-        note = Note("paused", {"epoch": state.epoch, "why": str(error)})
+        note = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
         return state.of(phase=JobPhase.PAUSED, change=change), (note,), f"paused: {error}"
     except (Unrecoverable, FieldError) as error:
-        stops: list[Action] = [Send(n, m.Stop(error.exit_code, str(error))) for n in state.members]
-        finish = Finish(error.exit_code, str(error))
+        stops: list[JobAction] = [Send(n, m.Stop(error.exit_code, str(error))) for n in state.members]
+        finish = JobFinished(error.exit_code, str(error))
         return (
             state.of(phase=JobPhase.FAILED, ending=finish),
             (*stops, finish),
@@ -144,7 +144,9 @@ def decide(state: JobState, now: float) -> Result:
     return state, (*actions, *_left_aside(choice)), reason
 
 
-def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
+def _install(
+    state: JobState, change: EpochChange, plan: Plan, assignment: recovery.Assignment
+) -> JobTransition:
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
     replayed = change.replayed
     told = recovery.explain(assignment, change.old_plan, change.lost)
@@ -182,15 +184,15 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
         change=change,
         suspected_since=0.0,
         record=None if any(recipe.checkpoint for _, recipe in assignment.recipes) else state.record,
-        considered=tuple(stay.key(mb) for mb in state.members.values() if mb.report.able),
+        considered=tuple(stay.member_key(mb) for mb in state.members.values() if mb.report.able),
         parts=tuple(part for part in state.parts if part[0] <= assignment.step),
-        look_again=0.0,
+        reconsider_at=0.0,
     )
-    sends: list[Action] = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
+    sends: list[JobAction] = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
     untold = _untold(state, assignment, change.decided)
     sends += untold
     state = state.of(told=assignment.step - 1 if untold else min(state.told, assignment.step - 1))
-    note = Note(
+    note = LogEntry(
         "plan",
         {"epoch": state.epoch, "step": assignment.step, "plan": plan.reason, "reason": told.text,
          "todo": [list(part) for part in assignment.todo],
@@ -199,11 +201,11 @@ def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.A
     fallback = [recipe for _, recipe in assignment.recipes if recipe.checkpoint]
     if fallback and state.trained:
         lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0].checkpoint}
-        return state, (*sends, note, Note("lost-steps", lost)), change.reason
+        return state, (*sends, note, LogEntry("lost-steps", lost)), change.reason
     return state, (*sends, note), change.reason
 
 
-def _untold(state: JobState, assignment: recovery.Assignment, now: float) -> list[Action]:
+def _untold(state: JobState, assignment: recovery.Assignment, now: float) -> list[JobAction]:
     """A step that was finished, but whose teller was lost before it told of it."""
     spec = state.spec
     record = next((r for r in _records(state) if r.step == assignment.step - 1), None)
@@ -218,12 +220,12 @@ def _untold(state: JobState, assignment: recovery.Assignment, now: float) -> lis
         "grad_norm": record.grad_norm,
         "clip": record.clip,
         "lr": 0.0,
-        "seconds": round(max(0.0, now - state.stepped_at), 5) if state.stepped_at else 0.0,
+        "seconds": round(max(0.0, now - state.step_finished_at), 5) if state.step_finished_at else 0.0,
         "tokens": spec.n_microbatches * spec.tokens_per_microbatch,
         "doubled": 0,
         "missing": 0,
     }
-    return [Note("step", entry)]
+    return [LogEntry("step", entry)]
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
@@ -247,37 +249,39 @@ def _records(state: JobState) -> tuple[StepRecord, ...]:
     return tuple(found[step] for step in sorted(found))
 
 
-def consider_joining(state: JobState, now: float) -> Result | None:
+def consider_joining(state: JobState, now: float) -> JobTransition | None:
     """If idle nodes came that the planner would use, let them pull state in the background."""
     assert state.plan is not None
     able, used = candidates(state), frozenset(state.plan.nodes())
-    if state.look_again and now >= state.look_again:
-        state = state.of(considered=(), look_again=0.0)
+    if state.reconsider_at and now >= state.reconsider_at:
+        state = state.of(considered=(), reconsider_at=0.0)
     considered = frozenset(state.considered)
-    new = [mb for mb in able if stay.key(mb) not in considered]
+    new = [mb for mb in able if stay.member_key(mb) not in considered]
     fresh = tuple(mb.node for mb in new if mb.node not in used)
     if not fresh:
         return None
-    state = state.of(considered=(*state.considered, *(stay.key(mb) for mb in new)))
+    state = state.of(considered=(*state.considered, *(stay.member_key(mb) for mb in new)))
     try:
-        choice = stay.joining(state, request(state, state.epoch + 1), fresh, now)
+        choice = stay.plan_for_joining(state, plan_request(state, state.epoch + 1), fresh, now)
     except InfeasiblePlan as error:
         return state, (), f"{' '.join(fresh)} stay spare: {error}"
     if choice.again_s < inf:
-        state = state.of(look_again=now + choice.again_s)
+        state = state.of(reconsider_at=now + choice.again_s)
     plan, notes = choice.plan, _left_aside(choice)
     if plan is None:
         return state, notes, choice.reason
     wanted = tuple(node for node in fresh if node in plan.nodes())
     sends = tuple(Send(node, _prefetch(state, plan, node)) for node in wanted)
     reason = "; ".join(text for text in (f"{' '.join(wanted)} pull state", choice.reason) if text)
-    note = Note("prefetch", {"nodes": list(wanted)})
+    note = LogEntry("prefetch", {"nodes": list(wanted)})
     return state.of(joining=wanted, joining_since=now), (*sends, note, *notes), reason
 
 
-def _left_aside(choice: stay.Choice) -> tuple[Note, ...]:
+def _left_aside(choice: stay.JoinChoice) -> tuple[LogEntry, ...]:
     """What the event log says of nodes that were left aside."""
-    return (Note("spare", {"nodes": list(choice.aside), "reason": choice.reason}),) if choice.aside else ()
+    return (
+        (LogEntry("spare", {"nodes": list(choice.aside), "reason": choice.reason}),) if choice.aside else ()
+    )
 
 
 def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
@@ -294,12 +298,12 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
     return m.Prefetch(state.epoch, sources, vaults)
 
 
-def reconsider(state: JobState, now: float) -> Result | None:
+def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
     """While paused: go on as soon as a plan fits the nodes at hand."""
     if not candidates(state):
-        return quarantine.free(state, now, "nobody else is left")
+        return quarantine.release_all(state, now, "nobody else is left")
     try:
-        make_plan(request(state, state.epoch + 1))
+        make_plan(plan_request(state, state.epoch + 1))
     except InfeasiblePlan as error:
-        return quarantine.free(state, now, f"no plan without it: {error}")
-    return begin(state, Cause(CauseKind.RESUME, "nodes came"), now)
+        return quarantine.release_all(state, now, f"no plan without it: {error}")
+    return begin_change(state, Cause(CauseKind.RESUME, "nodes came"), now)

@@ -30,7 +30,7 @@ MOST_FAILURES = 3
 """Ends in a row, on every machine at hand, after which the job cannot run."""
 
 
-class Standing(StrEnum):
+class AgentStatus(StrEnum):
     RUNNING = "running"
     FAILED = "failed"
     RELEASED = "released"
@@ -52,12 +52,12 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class AgentRecord:
     """The newest agent of a machine."""
 
     node: str
     machine: str
-    standing: Standing = Standing.RUNNING
+    standing: AgentStatus = AgentStatus.RUNNING
     since: float
     """When it started."""
     again: float = 0.0
@@ -73,7 +73,7 @@ class Fleet:
     """Nodes that the job uses at most."""
     spares: int = 0
     """Nodes beyond them that are kept ready if they are there."""
-    seats: tuple[Seat, ...] = ()
+    seats: tuple[AgentRecord, ...] = ()
     named: int = 0
     """Names given so far."""
     asked: int = 0
@@ -81,14 +81,14 @@ class Fleet:
 
     @property
     def running(self) -> int:
-        return sum(seat.standing is Standing.RUNNING for seat in self.seats)
+        return sum(seat.standing is AgentStatus.RUNNING for seat in self.seats)
 
 
 # ---- events ----
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class ClusterObserved:
     """The cluster at this moment."""
 
     machines: tuple[Machine, ...]
@@ -97,7 +97,7 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AgentEnded:
     """An agent ended."""
 
     node: str
@@ -109,7 +109,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartAgent:
     """Start an agent of this name, in the reserved place if there is one."""
 
     node: str
@@ -117,14 +117,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetAgent:
     """Its machine is gone."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestNodes:
     """Ask that the cluster have room for so many agents in all; 0 withdraws the request."""
 
     nodes: int
@@ -137,24 +137,24 @@ class GiveUp:
     reason: str
 
 
-Event = Looked | Ended
-Action = Start | Forget | Ask | GiveUp
+FleetEvent = ClusterObserved | AgentEnded
+FleetAction = StartAgent | ForgetAgent | RequestNodes | GiveUp
 
 
-def transition(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Action, ...], str]:
+def transition(fleet: Fleet, event: FleetEvent, now: float) -> tuple[Fleet, tuple[FleetAction, ...], str]:
     """What to do about an event; the reason is "" where nothing is done."""
     match event:
-        case Looked():
+        case ClusterObserved():
             return _looked(fleet, event, now)
-        case Ended():
+        case AgentEnded():
             return _ended(fleet, event, now)
 
 
-def _looked(fleet: Fleet, event: Looked, now: float) -> tuple[Fleet, tuple[Action, ...], str]:
+def _looked(fleet: Fleet, event: ClusterObserved, now: float) -> tuple[Fleet, tuple[FleetAction, ...], str]:
     alive = {machine.id for machine in event.machines}
     gone = tuple(seat for seat in fleet.seats if seat.machine not in alive)
     fleet = replace(fleet, seats=tuple(seat for seat in fleet.seats if seat.machine in alive))
-    actions: list[Action] = [Forget(seat.node) for seat in gone]
+    actions: list[FleetAction] = [ForgetAgent(seat.node) for seat in gone]
     reasons = [f"the machine of {seat.node} is gone" for seat in gone]
     for machine in sorted(event.machines, key=lambda machine: machine.reserved is None):
         if fleet.running >= fleet.wanted + fleet.spares or not _free(fleet, machine, event.unplaced, now):
@@ -163,10 +163,10 @@ def _looked(fleet: Fleet, event: Looked, now: float) -> tuple[Fleet, tuple[Actio
         actions.append(start)
         spare = " as a spare" if fleet.running > fleet.wanted else ""
         reasons.append(f"{start.node} starts on {machine.host}{spare}")
-    here = sum(seat.standing is not Standing.RELEASED for seat in fleet.seats)
+    here = sum(seat.standing is not AgentStatus.RELEASED for seat in fleet.seats)
     ask = fleet.wanted if here < fleet.wanted else 0
     if ask != fleet.asked:
-        actions.append(Ask(ask))
+        actions.append(RequestNodes(ask))
         missing = f"{fleet.wanted - here} of {fleet.wanted} nodes are missing"
         reasons.append(missing if ask else "no node is missing any more")
         fleet = replace(fleet, asked=ask)
@@ -176,40 +176,44 @@ def _looked(fleet: Fleet, event: Looked, now: float) -> tuple[Fleet, tuple[Actio
 def _free(fleet: Fleet, machine: Machine, unplaced: int, now: float) -> bool:
     """Whether the machine may get an agent now."""
     seat = next((seat for seat in fleet.seats if seat.machine == machine.id), None)
-    if seat is not None and (seat.standing is not Standing.FAILED or now < seat.again):
+    if seat is not None and (seat.standing is not AgentStatus.FAILED or now < seat.again):
         return False
     return machine.reserved is not None or (machine.room and unplaced == 0)
 
 
-def _start(fleet: Fleet, machine: Machine, now: float) -> tuple[Fleet, Start]:
+def _start(fleet: Fleet, machine: Machine, now: float) -> tuple[Fleet, StartAgent]:
     former = next((seat for seat in fleet.seats if seat.machine == machine.id), None)
-    seat = Seat(
+    seat = AgentRecord(
         node=f"node{fleet.named}",
         machine=machine.id,
         since=now,
         failures=former.failures if former is not None else 0,
     )
     seats = (*(other for other in fleet.seats if other.machine != machine.id), seat)
-    return replace(fleet, seats=seats, named=fleet.named + 1), Start(seat.node, machine)
+    return replace(fleet, seats=seats, named=fleet.named + 1), StartAgent(seat.node, machine)
 
 
-def _ended(fleet: Fleet, event: Ended, now: float) -> tuple[Fleet, tuple[Action, ...], str]:
+def _ended(fleet: Fleet, event: AgentEnded, now: float) -> tuple[Fleet, tuple[FleetAction, ...], str]:
     seat = next((seat for seat in fleet.seats if seat.node == event.node), None)
-    if seat is None or seat.standing is not Standing.RUNNING:
+    if seat is None or seat.standing is not AgentStatus.RUNNING:
         return fleet, (), ""
     if event.code in (EXIT_OK, EXIT_DRAINED, EXIT_JOB_FAILED):
-        return _with(fleet, replace(seat, standing=Standing.RELEASED)), (), f"{seat.node} has left in order"
+        return (
+            _with(fleet, replace(seat, standing=AgentStatus.RELEASED)),
+            (),
+            f"{seat.node} has left in order",
+        )
     failures = 1 if now - seat.since >= STEADY_S else seat.failures + 1
     wait_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (failures - 1))
     wait_s = max(wait_s, LOST_BACKOFF_S) if event.code is None else wait_s
-    fleet = _with(fleet, replace(seat, standing=Standing.FAILED, again=now + wait_s, failures=failures))
-    if all(seat.standing is Standing.FAILED and seat.failures >= MOST_FAILURES for seat in fleet.seats):
+    fleet = _with(fleet, replace(seat, standing=AgentStatus.FAILED, again=now + wait_s, failures=failures))
+    if all(seat.standing is AgentStatus.FAILED and seat.failures >= MOST_FAILURES for seat in fleet.seats):
         reason = f"on every machine at hand {MOST_FAILURES} agents in a row have ended"
         return fleet, (GiveUp(reason),), reason
     return fleet, (), f"{seat.node} has ended; its machine may get another agent in {wait_s:g} s"
 
 
-def _with(fleet: Fleet, seat: Seat) -> Fleet:
+def _with(fleet: Fleet, seat: AgentRecord) -> Fleet:
     return replace(
         fleet, seats=tuple(seat if other.machine == seat.machine else other for other in fleet.seats)
     )

@@ -11,17 +11,18 @@ decision, is `detect`, and of the rest the share of the micro-batches that have 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from elastic.core.job.state import Change, JobPhase, JobState
+from elastic.core.job.state import ChangeCompleted, EpochChange, JobPhase, JobState
 
-USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
+NODE_TIME_USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
 
 
 @dataclass(slots=True)
-class Usage:
+class NodeTimeAccount:
     """Adds up node-seconds. `step` and `fault` are told what happened, `advance` that time passes."""
 
-    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(USES, 0.0))
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NODE_TIME_USES, 0.0))
     """Node-seconds by use; they only grow."""
     pending: float = 0.0
     """Node-seconds of computing of which it is not known yet what they were good for."""
@@ -57,13 +58,13 @@ class Usage:
         self.newest = max(self.newest, number)
         self._settle(use)
 
-    def fault(self, change: Change, detect_s: float) -> None:
+    def fault(self, change: EpochChange, detect_s: float) -> None:
         """Training was ended by a fault, not at the end of a step, `detect_s` before it was known."""
         late = min(self.pending, detect_s * change.nodes_before)
         self.totals["detect"] += late
         self.pending -= late
 
-    def resumed(self, change: Change) -> None:
+    def resumed(self, change: EpochChange) -> None:
         """The change is complete: of the step's computing before it, what runs again was lost."""
         begun = max(change.microbatch + 1, change.rerun)
         lost = 0.0 if change.boundary else self.pending * change.rerun / begun
@@ -89,3 +90,42 @@ def _use(state: JobState) -> str:
             return "plan"
         case _:
             return "idle"
+
+
+def recovery_entry(event: ChangeCompleted, fault_at: float | None) -> dict[str, Any]:
+    """Figures of one epoch change. `fault_at`: when the fault was injected, if it was; seconds since 1970.
+
+    detect_s: fault to the coordinator's decision to halt, as of when the news came to it; decide_s: until the plan was
+    sent (halting included); transfer_s and rebuild_s: the slowest worker's; total_s: fault to the first micro-batch
+    computed. pause_s, of a planned change: from the end of the last step before it to the first micro-batch computed
+    after it.
+    """
+    change = event.change
+    planned = change.boundary
+    start = change.began - change.detect_s
+    if fault_at is not None and fault_at <= change.began and not planned:
+        start = fault_at
+    return {
+        "step": change.step,
+        "microbatch": change.microbatch,
+        "cause": change.cause,
+        "cause_kinds": [cause.kind.value for cause in change.causes],
+        "planned": planned,
+        "epoch": change.epoch,
+        "nodes_before": change.nodes_before,
+        "nodes_after": event.nodes_after,
+        "detect_s": round(change.began - start, 4),
+        "decide_s": round(change.decided - change.began, 4),
+        "halt_s": round(change.halted - change.began, 4),
+        "transfer_s": round(event.transfer_s, 4),
+        "rebuild_s": round(event.rebuild_s, 4),
+        "total_s": round(event.resumed_at - start, 4),
+        "pause_s": round(event.resumed_at - change.paused, 4) if planned and change.paused else 0.0,
+        "microbatches_lost": len(change.replayed),
+        "microbatches_replayed": len(change.replayed),
+        "microbatches_rerun": change.rerun,
+        "microbatches_partial": change.partial,
+        "state_source": change.state_source,
+        "network_bytes": change.network_bytes,
+        "reason": change.reason,
+    }

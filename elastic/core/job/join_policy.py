@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
-from elastic.core.job.state import Change, JobState, Member
-from elastic.core.job.stragglers import profile_for, slow
+from elastic.core.job.state import EpochChange, JobState, Member
+from elastic.core.job.stragglers import profile_for, slowdowns
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
 from elastic.planning.backup.amortization import DEFAULT_PAUSE_S, Outlook, Verdict, worth
@@ -27,41 +27,41 @@ from elastic.planning.cost.predict import predict
 from elastic.planning.placement.migration import links_of, transition
 from elastic.planning.search.search import PlanRequest, make_plan
 
-PAUSES = 9
+MAX_PAUSES = 9
 """Pauses that are remembered."""
 
 
-def count(state: JobState, now: float, left: int = 0) -> JobState:
+def count_node_seconds(state: JobState, now: float, left: int = 0) -> JobState:
     """Add up node-seconds; to be called before members come or (`left` of them) go."""
     since = len(state.members) * max(0.0, now - state.counted_at) if state.counted_at else 0.0
     return state.of(node_seconds=state.node_seconds + since, counted_at=now, losses=state.losses + left)
 
 
-def arrived(member: Member, now: float) -> Member:
+def with_expected_end(member: Member, now: float) -> Member:
     """Note until when a node is expected to stay."""
     lifetime_s = member.report.info.lifetime_s
     return replace(member, until=now + lifetime_s if lifetime_s > 0 else 0.0)
 
 
-def key(member: Member) -> str:
+def member_key(member: Member) -> str:
     """What was considered: a node with another expected stay is considered anew."""
     info = member.report.info
     return f"{info.incarnation}/{info.lifetime_s:g}" if info.lifetime_s > 0 else info.incarnation
 
 
-def paused(state: JobState, change: Change, resumed_at: float) -> JobState:
+def record_pause(state: JobState, change: EpochChange, resumed_at: float) -> JobState:
     """Remember how long training stood still; the start of the job is none, nor is a wait for workers that crashed."""
     if change.old_plan is None or change.wait_until > 0:
         return state
     since = change.paused if change.boundary and change.paused else change.began - change.detect_s
     pause_s = max(0.0, resumed_at - since)
-    return state.of(pauses=(*state.pauses, pause_s)[-PAUSES:], seen=state.seen.grown(pause_s=pause_s))
+    return state.of(pauses=(*state.pauses, pause_s)[-MAX_PAUSES:], seen=state.seen.grown(pause_s=pause_s))
 
 
 def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:
     """What to expect. `anyway`: training pauses in any case."""
     pause_s = median(state.pauses) if state.pauses else DEFAULT_PAUSE_S
-    counted = count(state, now)
+    counted = count_node_seconds(state, now)
     return Outlook(
         losses=state.losses,
         node_seconds=counted.node_seconds,
@@ -71,7 +71,7 @@ def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class JoinChoice:
     """A plan for some of the nodes at hand."""
 
     plan: Plan | None
@@ -83,7 +83,7 @@ class Choice:
     """When to look again."""
 
 
-def lasting(state: JobState, request: PlanRequest, now: float) -> Choice:
+def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinChoice:
     """The plan for a change that is made anyway: without nodes that will go before they are worth a second pause.
 
     Raises InfeasiblePlan if there is no plan with all nodes at hand.
@@ -110,13 +110,13 @@ def lasting(state: JobState, request: PlanRequest, now: float) -> Choice:
         aside += nodes
         told.append(f"{' '.join(nodes)} left aside: {verdict.reason}")
     if not aside:
-        return Choice(plan)
+        return JoinChoice(plan)
     why = "; ".join(told)
     plan = replace(plan, spares=(*plan.spares, *aside), reason=f"{plan.reason}; {why}")
-    return Choice(plan, tuple(aside), why)
+    return JoinChoice(plan, tuple(aside), why)
 
 
-def joining(state: JobState, request: PlanRequest, fresh: Sequence[str], now: float) -> Choice:
+def plan_for_joining(state: JobState, request: PlanRequest, fresh: Sequence[str], now: float) -> JoinChoice:
     """The plan with those of the `fresh` nodes that are worth a change of the running plan; None if none is.
 
     Raises InfeasiblePlan if no plan fits the nodes at hand.
@@ -132,10 +132,10 @@ def joining(state: JobState, request: PlanRequest, fresh: Sequence[str], now: fl
         if not wanted:
             rest = " ".join(node for node in fresh if node not in aside)
             why = [*told, *([f"{rest} stay spare: {plan.reason}"] if rest else [])]
-            return Choice(None, tuple(fresh), "; ".join(why), again_s)
+            return JoinChoice(None, tuple(fresh), "; ".join(why), again_s)
         verdict, left = _weigh(state, request, ahead, plan, wanted, now)
         if verdict.use:
-            return Choice(plan, tuple(aside), "; ".join(told), again_s)
+            return JoinChoice(plan, tuple(aside), "; ".join(told), again_s)
         again_s = min(again_s, verdict.again_s)
         told.append(f"{' '.join(left)} stay spare: {verdict.reason}")
         aside += left
@@ -176,7 +176,7 @@ def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[lis
 def _speedup(state: JobState, request: PlanRequest, without: Plan, plan: Plan) -> float:
     """Step time of `without` over that of `plan`."""
     infos: tuple[NodeInfo, ...] = tuple(mb.report.info for mb in state.members.values())
-    profile, factors = profile_for(state), slow(state)
+    profile, factors = profile_for(state), slowdowns(state)
     here, then = (predict(p, profile, infos, factors).step_s for p in (without, plan))
     return here / then if then > 0 else 1.0
 

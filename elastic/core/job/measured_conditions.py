@@ -8,13 +8,13 @@ from statistics import median
 from elastic.core.health import backup_metrics as gauges
 from elastic.core.health.backup_metrics import Gauge, middle
 from elastic.core.job import join_policy as stay
-from elastic.core.job.state import Beat, JobState
-from elastic.core.job.stragglers import of_members, pace_of, profile_for, slow
+from elastic.core.job.state import Heartbeat, JobState
+from elastic.core.job.stragglers import of_members, profile_for, slowdowns, speed_of
 from elastic.planning.backup.backup_cost import Weighing
 from elastic.planning.cost.profile import Device, LayerTimes, Profile
 
 
-def observe(state: JobState, event: Beat) -> JobState:
+def observe_backup(state: JobState, event: Heartbeat) -> JobState:
     """Take note of what a node measured."""
     member = state.members.get(event.node)
     if member is None or state.plan is None:
@@ -26,17 +26,17 @@ def observe(state: JobState, event: Beat) -> JobState:
     return state if gauge is known else state.of(gauges={**of_members(state, state.gauges), key: gauge})
 
 
-def weighing(state: JobState) -> Weighing | None:
+def backup_conditions(state: JobState) -> Weighing | None:
     """What the planner goes by when it chooses the schemes; None where links are unknown."""
     if state.policy.backup != "auto" or state.spec is None:
         return None
     profile = measured_profile(state)
     if not profile.link.bytes_per_s:
         return None
-    ahead = stay.outlook(state, state.ticked)
+    ahead = stay.outlook(state, state.updated_at)
     return Weighing(
         profile=profile,
-        slow=slow(state),
+        slowdowns=slowdowns(state),
         hazard_per_s=ahead.hazard_per_s,
         pause_s=ahead.pause_out_s,
         room_bytes=state.policy.room_bytes,
@@ -58,7 +58,7 @@ def measured_profile(state: JobState) -> Profile:
         profile = replace(profile, copy_bytes_per_s=copying)
     if slowed:
         profile = replace(profile, contention=max(0.0, 1 - 1 / slowed))
-    units = [unit for unit in (pace_of(state, node).unit for node in state.members) if unit]
+    units = [unit for unit in (speed_of(state, node).unit for node in state.members) if unit]
     return _scaled(profile, median(units)) if state.policy.profile is None and units else profile
 
 

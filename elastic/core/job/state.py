@@ -10,7 +10,8 @@ from elastic.core.health.backup_metrics import Gauge
 from elastic.core.health.compute_speed import Pace
 from elastic.core.health.diagnosis import Limits, Record
 from elastic.core.protocol.health_report import HealthReport
-from elastic.core.protocol.messages import Heartbeat, Launch, NodePhase, NodeReport, Notice
+from elastic.core.protocol.messages import Heartbeat as Heartbeat
+from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import Seen, Timeouts, budget
 from elastic.domain.types import Assignment, JobSpec, Plan, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
@@ -102,7 +103,7 @@ class Member:
         )
 
 
-class Loss(StrEnum):
+class LossKind(StrEnum):
     """How a member was lost."""
 
     CLOSED = "closed"
@@ -153,7 +154,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class EpochChange:
     """An epoch change under way, and the times of its phases (seconds on the coordinator's clock)."""
 
     epoch: int
@@ -200,7 +201,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class JobFinished:
     """The job is over (also an action: write the summary)."""
 
     code: int
@@ -221,10 +222,10 @@ class JobState:
     spec: JobSpec | None = None
     plan: Plan | None = None
     assignment: Assignment | None = None
-    change: Change | None = None
+    change: EpochChange | None = None
     record: StepRecord | None = None
     """Record of the last finished step that is known here."""
-    stepped_at: float = 0.0
+    step_finished_at: float = 0.0
     """When that was."""
     told: int = -1
     """The last step that a worker told of, and so is in the event log."""
@@ -251,11 +252,11 @@ class JobState:
     joining: tuple[str, ...] = ()
     """Nodes that pull state in the background before they enter."""
     joining_since: float = 0.0
-    ticked: float = 0.0
+    updated_at: float = 0.0
     """When time was last looked at."""
     late_s: float = 0.0
     """How late that was: what has come by now is heard so late."""
-    ending: Finish | None = None
+    ending: JobFinished | None = None
     """How the job ended."""
     suspected_since: float = 0.0
     """When workers first reported lost contact in this epoch; 0: none."""
@@ -275,7 +276,7 @@ class JobState:
     counted_at: float = 0.0
     pauses: tuple[float, ...] = ()
     """Seconds without training of the last epoch changes."""
-    look_again: float = 0.0
+    reconsider_at: float = 0.0
     """When nodes that were left aside are to be considered again; 0: never."""
     health: dict[str, Record] = field(default_factory=dict)
     """What is known of nodes' health, by name."""
@@ -300,7 +301,7 @@ class JobState:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class NodeReported:
     """A node's condition, at joining, after every change of it, and after reconnecting."""
 
     report: NodeReport
@@ -308,19 +309,18 @@ class Reported:
     """First report over a new connection."""
 
 
-Beat = Heartbeat
 """A node's sign of life is an event as it comes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beats:
+class Heartbeats:
     """Heartbeats that came together. In a job of thousands of nodes most of what comes is this."""
 
-    beats: tuple[Beat, ...]
+    beats: tuple[Heartbeat, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ConnectionClosed:
     """A node's connection ended."""
 
     node: str
@@ -336,13 +336,13 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     node: str
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class StepFinished:
     """A step was finished."""
 
     record: StepRecord
@@ -351,7 +351,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class BackupNoted:
+class BackupReported:
     """See `elastic.core.protocol.messages.BackupNote`."""
 
     kind: str
@@ -361,14 +361,14 @@ class BackupNoted:
 
 
 @dataclass(frozen=True, slots=True)
-class HealthSeen:
+class HealthReported:
     """An agent told how its node is."""
 
     report: HealthReport
 
 
 @dataclass(frozen=True, slots=True)
-class PartWritten:
+class CheckpointPartWritten:
     step: int
     layers: tuple[Slot, ...]
 
@@ -380,7 +380,7 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
+class CoordinatorFailover:
     """A coordinator took the job over from the store."""
 
 
@@ -394,7 +394,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogEntry:
     """An entry for the event log."""
 
     kind: str
@@ -402,10 +402,10 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class ChangeCompleted:
     """An epoch change is complete: its figures for the summary."""
 
-    change: Change
+    change: EpochChange
     nodes_after: int
     transfer_s: float
     rebuild_s: float
@@ -421,5 +421,5 @@ class CommitCheckpoint:
     step: int
 
 
-Action = Send | Note | Finish | Recovered | CommitCheckpoint
-Result = tuple[JobState, tuple[Action, ...], str]
+JobAction = Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint
+JobTransition = tuple[JobState, tuple[JobAction, ...], str]

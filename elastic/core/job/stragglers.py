@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import ClassVar, TypeVar
 
 from elastic.core.health.compute_speed import Pace, calibrate
-from elastic.core.health.compute_speed import observe as note
-from elastic.core.job.state import Beat, JobState
+from elastic.core.health.compute_speed import observe_speed as note
+from elastic.core.job.state import Heartbeat, JobState
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Plan, Stage, Unit
 from elastic.planning.cost.profile import Profile, profile_of
@@ -52,7 +52,7 @@ class _Places:
         return found
 
 
-def observe(state: JobState, event: Beat) -> JobState:
+def observe_speed(state: JobState, event: Heartbeat) -> JobState:
     """Take note of a node's measurements. A node is as slow as its slowest worker."""
     member = state.members.get(event.node)
     if member is None or state.plan is None or state.spec is None or not event.measured:
@@ -63,7 +63,7 @@ def observe(state: JobState, event: Beat) -> JobState:
         return state
     key = member.report.info.incarnation
     known = state.paces.get(key, Pace(profiled=state.policy.profile is not None))
-    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()), state.ticked)
+    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()), state.updated_at)
     pace = calibrate(pace, _same(state, event.node))
     return state.of(paces={**of_members(state, state.paces), key: pace})
 
@@ -76,14 +76,14 @@ def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
     return {key: value for key, value in known.items() if key in here}
 
 
-def pace_of(state: JobState, node: str) -> Pace:
+def speed_of(state: JobState, node: str) -> Pace:
     member = state.members.get(node)
     return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
 
 
-def factor(state: JobState, node: str) -> float:
+def compute_slowdown(state: JobState, node: str) -> float:
     """How much slower than it should be the plans take `node`."""
-    return pace_of(state, node).factor
+    return speed_of(state, node).factor
 
 
 def loaded(state: JobState, node: str) -> float:
@@ -92,9 +92,9 @@ def loaded(state: JobState, node: str) -> float:
     return 1.0 if record is None else record.loaded
 
 
-def slow(state: JobState) -> tuple[tuple[str, float], ...]:
+def slowdowns(state: JobState) -> tuple[tuple[str, float], ...]:
     """What the planner is told: (node, factor) of those that are not as their profile says."""
-    factors = [(node, factor(state, node) * loaded(state, node)) for node in state.members]
+    factors = [(node, compute_slowdown(state, node) * loaded(state, node)) for node in state.members]
     return tuple((node, f) for node, f in factors if f != 1.0)
 
 
@@ -133,5 +133,5 @@ def _same(state: JobState, node: str) -> list[Pace]:
     places = _Places.of(state.plan)
     alike = places.alike[places.held[node]] if node in places.held else []
     others = [other for other in alike if other != node][:MOST_ALIKE]
-    found = [pace_of(state, other) for other in others]
+    found = [speed_of(state, other) for other in others]
     return [pace for pace in found if pace.epoch == state.plan.epoch]

@@ -24,7 +24,7 @@ MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ProviderNotice:
     """One notice, as a provider tells it."""
 
     provider: str
@@ -39,24 +39,24 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class NoticeTracker:
     """All that stands."""
 
-    heard: dict[str, tuple[Heard, ...]] = field(default_factory=dict)
+    source_read: dict[str, tuple[ProviderNotice, ...]] = field(default_factory=dict)
     """By source."""
     spent: tuple[str, ...] = ()
     """Identities of false notices."""
-    told: Heard | None = None
+    told: ProviderNotice | None = None
     """What the coordinator was told last."""
     parked: bool = False
 
     @property
-    def standing(self) -> tuple[Heard, ...]:
+    def standing(self) -> tuple[ProviderNotice, ...]:
         """Everything that was not found false."""
         return tuple(one for many in self.heard.values() for one in many if one.identity not in self.spent)
 
     @property
-    def strongest(self) -> Heard | None:
+    def strongest(self) -> ProviderNotice | None:
         """What counts of it."""
         leave = [one for one in self.standing if one.kind is NoticeKind.LEAVE]
         hints = [one for one in self.standing if one.kind is NoticeKind.HINT]
@@ -68,29 +68,29 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendNotice:
     """Say to the coordinator what counts now; None: nothing stands."""
 
-    heard: Heard | None
+    source_read: ProviderNotice | None
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
     """The provider may go ahead: nothing is lost with this node any more."""
 
-    heard: Heard
+    source_read: ProviderNotice
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class RejoinJob:
     """The node stays: join again, as a new member."""
 
 
-Action = Tell | Acknowledge | Return
-Result = tuple[Desk, tuple[Action, ...]]
+TrackerAction = SendNotice | Acknowledge | RejoinJob
+TrackerTransition = tuple[NoticeTracker, tuple[TrackerAction, ...]]
 
 
-def heard(desk: Desk, source: str, found: Sequence[Heard]) -> Result:
+def source_read(desk: NoticeTracker, source: str, found: Sequence[ProviderNotice]) -> TrackerTransition:
     """A source was read. A deadline that it tells again only counts if it is sooner."""
     known = {one.identity: one for one in desk.heard.get(source, ())}
     kept = []
@@ -102,7 +102,7 @@ def heard(desk: Desk, source: str, found: Sequence[Heard]) -> Result:
     return _settle(replace(desk, heard={**desk.heard, source: tuple(kept)}, spent=spent))
 
 
-def looked(desk: Desk, now: float, overdue_s: float) -> Result:
+def expire_overdue(desk: NoticeTracker, now: float, overdue_s: float) -> TrackerTransition:
     """Time passed: notices that are overdue were false. A final one never is: its node ends."""
     late = [one.identity for one in desk.standing if now > one.deadline + overdue_s and not one.final]
     if not late:
@@ -110,40 +110,48 @@ def looked(desk: Desk, now: float, overdue_s: float) -> Result:
     return _settle(replace(desk, spent=(*desk.spent, *late)[-MOST:]))
 
 
-def released(desk: Desk) -> Result:
+def node_released(desk: NoticeTracker) -> TrackerTransition:
     """The coordinator let the drained node go."""
     leave = tuple(Acknowledge(one) for one in desk.standing if one.kind is NoticeKind.LEAVE)
     desk, more = _settle(replace(desk, parked=True))
     return desk, (*leave, *more)
 
 
-def again(desk: Desk) -> tuple[Action, ...]:
+def resend(desk: NoticeTracker) -> tuple[TrackerAction, ...]:
     """What a coordinator that may not know it has to be told."""
-    return (Tell(desk.told),) if desk.told is not None else ()
+    return (SendNotice(desk.told),) if desk.told is not None else ()
 
 
-def message(node: str, incarnation: str, heard: Heard | None, now: float) -> m.Notice:
+def notice_message(node: str, incarnation: str, source_read: ProviderNotice | None, now: float) -> m.Notice:
     """What counts, for the coordinator: seconds from now instead of a time."""
-    if heard is None:
+    if source_read is None:
         return m.Notice(node, incarnation, NoticeKind.NONE)
-    left_s = max(0.0, heard.deadline - now)
-    return m.Notice(node, incarnation, heard.kind, heard.provider, left_s, heard.detail, heard.final)
+    left_s = max(0.0, source_read.deadline - now)
+    return m.Notice(
+        node,
+        incarnation,
+        source_read.kind,
+        source_read.provider,
+        left_s,
+        source_read.detail,
+        source_read.final,
+    )
 
 
-def _settle(desk: Desk) -> Result:
+def _settle(desk: NoticeTracker) -> TrackerTransition:
     """Say what counts now if that is news; return if nothing keeps a parked node away."""
     old, new = desk.told, desk.strongest
     if desk.parked and (new is None or new.kind is not NoticeKind.LEAVE):
-        told = (Tell(new),) if new is not None else ()
-        return replace(desk, parked=False, told=new), (Return(), *told)
+        told = (SendNotice(new),) if new is not None else ()
+        return replace(desk, parked=False, told=new), (RejoinJob(), *told)
     if desk.parked or not _news(old, new):
         return desk, ()
     softer = old is not None and new is not None and new.kind is not old.kind and new.kind is NoticeKind.HINT
-    actions = (Tell(None), Tell(new)) if softer else (Tell(new),)
+    actions = (SendNotice(None), SendNotice(new)) if softer else (SendNotice(new),)
     return replace(desk, told=new), actions
 
 
-def _news(old: Heard | None, new: Heard | None) -> bool:
+def _news(old: ProviderNotice | None, new: ProviderNotice | None) -> bool:
     if old is None or new is None:
         return old is not new
     return new.kind is not old.kind or new.final > old.final or new.deadline < old.deadline - SAME_S

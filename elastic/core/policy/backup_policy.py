@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from elastic.core.health.backup_metrics import Gauge
 from elastic.core.job import epoch_change as epoch_change
-from elastic.core.job.measured_conditions import weighing
-from elastic.core.job.state import Cause, CauseKind, JobState, Note, Result
+from elastic.core.job.measured_conditions import backup_conditions
+from elastic.core.job.state import Cause, CauseKind, JobState, JobTransition, LogEntry
 from elastic.planning.backup.amortization import horizon_s
 from elastic.planning.backup.backup_cost import Estimate, Weighing, choose, estimate, estimates
 
-STEPS = 16
+MIN_STEPS = 16
 """Steps of an epoch that every node of the plan must have measured."""
-LOOK_S = 10.0
+CHECK_INTERVAL_S = 10.0
 """Between two looks."""
 CHANGED = 1.5
 """Factor by which a figure must have changed to be worth another look."""
@@ -25,12 +25,12 @@ GAIN = 0.01
 """Share of the expected time that another pair must save."""
 
 
-def rechoose(state: JobState, now: float) -> Result | None:
+def change_backup(state: JobState, now: float) -> JobTransition | None:
     """Change the schemes at the end of a step, if others are expected to save enough."""
     if not _due(state, now):
         return None
     state = state.of(weighed_at=now)
-    by = weighing(state)
+    by = backup_conditions(state)
     if by is None or not _changed(state.weighed, by.figures):
         return state, (), ""
     state, plan = state.of(weighed=by.figures), state.plan
@@ -48,7 +48,7 @@ def rechoose(state: JobState, now: float) -> Result | None:
     if not worth:
         return state, (note,), f"backup stays: {why}"
     state, cause = state.of(wanted=best.pair), Cause(CauseKind.BACKUP, f"backup {best.pair}")
-    state, actions, reason = epoch_change.begin(state, cause, now, boundary=True)
+    state, actions, reason = epoch_change.begin_change(state, cause, now, boundary=True)
     return state, (note, *actions), f"{reason}; {why}"
 
 
@@ -57,11 +57,11 @@ def _due(state: JobState, now: float) -> bool:
     plan = state.plan
     if state.policy.backup != "auto" or plan is None or not plan.peers or state.change is not None:
         return False
-    if state.trimmed < state.epoch or state.joining or now - state.weighed_at < LOOK_S:
+    if state.trimmed < state.epoch or state.joining or now - state.weighed_at < CHECK_INTERVAL_S:
         return False
     members = [state.members[node] for node in plan.nodes() if node in state.members]
     known = [state.gauges.get(mb.report.info.incarnation, Gauge()) for mb in members]
-    return all(gauge.epoch == plan.epoch and gauge.steps >= STEPS for gauge in known)
+    return all(gauge.epoch == plan.epoch and gauge.steps >= MIN_STEPS for gauge in known)
 
 
 def _changed(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
@@ -72,7 +72,7 @@ def _changed(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
 
 def _note(
     here: Estimate, best: Estimate, worth: bool, why: str, by: Weighing, found: Sequence[Estimate]
-) -> Note:
+) -> LogEntry:
     """The evidence: all pairs, and the figures that they were weighed by."""
     profile = by.profile
     data = {
@@ -86,4 +86,4 @@ def _note(
         "contention": round(profile.contention, 3),
         "losses_per_node_hour": round(by.hazard_per_s * 3600, 4),
     }
-    return Note("backup", data)
+    return LogEntry("backup", data)

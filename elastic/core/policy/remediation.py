@@ -18,28 +18,28 @@ from elastic.core.health.compute_speed import NORMAL
 from elastic.core.health.diagnosis import AWAY, Finding, Kind, Record, Remedy
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import quarantine
-from elastic.core.job.quarantine import clear, of, put, tell
+from elastic.core.job.quarantine import add_finding, clear_finding, record_of, with_record
 from elastic.core.job.state import (
-    Action,
     Cause,
     CauseKind,
-    Finish,
-    HealthSeen,
+    HealthReported,
+    JobAction,
+    JobFinished,
     JobPhase,
     JobState,
-    Note,
-    Result,
+    JobTransition,
+    LogEntry,
     Send,
 )
-from elastic.core.job.stragglers import factor
-from elastic.core.policy.slow_link import Verdict, weigh
+from elastic.core.job.stragglers import compute_slowdown
+from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
 from elastic.core.protocol.device_errors import of_device
 from elastic.core.protocol.health_report import Check, HealthReport, Refused
 from elastic.core.protocol.messages import NodePhase, NodeReport, Stop
 from elastic.domain.errors import EXIT_FAILURE, InfeasiblePlan
 from elastic.planning.search.search import make_plan
 
-Told = tuple[JobState, tuple[Action, ...]]
+Told = tuple[JobState, tuple[JobAction, ...]]
 DURATIONS = 32
 """Steps whose durations are kept."""
 WELL = 2.0
@@ -51,13 +51,13 @@ KEPT_MORE = 64
 # ---- crashes, hangs, losses ----
 
 
-def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Told:
+def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Told:
     """A node's workers crashed or hung, if its report says so: restart them; if that does not help, put it aside."""
     if report.fallen <= was.fallen or state.spec is None or state.ending is not None:
         return state, ()
     node, limits = report.info.node, state.policy.health
-    record = health.crashed(of(state, node), now, limits, report.fallen - was.fallen, _reached(state))
-    state = put(state, node, record)
+    record = health.crashed(record_of(state, node), now, limits, report.fallen - was.fallen, _reached(state))
+    state = with_record(state, node, record)
     hopeless = _hopeless(state, node)
     if hopeless:
         return _give_up(state, f"{hopeless}; {node}: {report.cause}")
@@ -73,15 +73,15 @@ def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> To
     if not loops or record.quarantined:
         why = f"{report.cause}: its workers are started again"
         kind = Kind.DEVICE if device and not record.quarantined else Kind.PROCESS
-        return tell(state, node, Finding(kind, Remedy.RESTART, why, evidence, now))
+        return add_finding(state, node, Finding(kind, Remedy.RESTART, why, evidence, now))
     excuse = _excuse(state, node, lambda one: len(one.crashes) >= 2)
     if excuse:
-        return tell(state, node, Finding(Kind.PROCESS, Remedy.RESTART, excuse, evidence, now))
+        return add_finding(state, node, Finding(Kind.PROCESS, Remedy.RESTART, excuse, evidence, now))
     known = record.finding(Kind.DEVICE)
     device = device or (known is not None and known.action is not Remedy.RESTART)
     why = f"its workers went down {len(record.crashes)} times: starting them again does not help"
     kind = Kind.DEVICE if device else Kind.HOST
-    return tell(state, node, Finding(kind, _away(state, node), why, evidence, now))
+    return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
 
 def _reached(state: JobState) -> int:
@@ -102,16 +102,16 @@ def _hopeless(state: JobState, node: str) -> str:
 
 
 def _give_up(state: JobState, why: str) -> Told:
-    finish = Finish(EXIT_FAILURE, why)
-    stops: list[Action] = [Send(name, Stop(EXIT_FAILURE, why)) for name in state.members]
+    finish = JobFinished(EXIT_FAILURE, why)
+    stops: list[JobAction] = [Send(name, Stop(EXIT_FAILURE, why)) for name in state.members]
     return state.of(phase=JobPhase.FAILED, ending=finish), (*stops, finish)
 
 
-def departed(state: JobState, node: str, why: str, now: float) -> Told:
+def node_lost(state: JobState, node: str, why: str, now: float) -> Told:
     """A node was lost. One that comes back only to be lost again is put aside when it comes back."""
     limits = state.policy.health
-    record = health.departed(of(state, node), now, limits)
-    state = _forget(put(state, node, record), now)
+    record = health.departed(record_of(state, node), now, limits)
+    state = _forget(with_record(state, node, record), now)
     if not state.trained or record.quarantined or not health.flaps(record, limits):
         return state, ()
     if _excuse(state, node, lambda one: len(one.departures) >= 2):
@@ -119,13 +119,13 @@ def departed(state: JobState, node: str, why: str, now: float) -> Told:
     times = len(record.departures)
     evidence = {"departures": times, "window_s": limits.window_s, "last": why}
     reason = f"it was lost {times} times in {limits.window_s:g} s"
-    return tell(state, node, Finding(Kind.HOST, _away(state, node), reason, evidence, now))
+    return add_finding(state, node, Finding(Kind.HOST, _away(state, node), reason, evidence, now))
 
 
 def _excuse(state: JobState, node: str, too: Callable[[Record], bool]) -> str:
     """Why `node` is not put aside for what happened to it, or ""."""
     others = [other for other in state.members if other != node]
-    same = [other for other in others if too(of(state, other))]
+    same = [other for other in others if too(record_of(state, other))]
     if same and 2 * len(same) >= len(others):
         return f"the same happens on {' '.join(same)}: it is not this node"
     return "" if _feasible(state, node) else "no plan fits without it"
@@ -136,13 +136,13 @@ def _feasible(state: JobState, *nodes: str) -> bool:
     if state.spec is None:
         return False
     try:
-        make_plan(replace(epoch_change.request(state, state.epoch + 1), dead=frozenset(nodes)))
+        make_plan(replace(epoch_change.plan_request(state, state.epoch + 1), dead=frozenset(nodes)))
     except InfeasiblePlan:
         return False
     return True
 
 
-def spares(state: JobState) -> tuple[str, ...]:
+def spare_nodes(state: JobState) -> tuple[str, ...]:
     """Nodes that could take a stage, and hold none."""
     held = state.plan.nodes() if state.plan is not None else ()
     return tuple(mb.node for mb in epoch_change.candidates(state) if mb.node not in held)
@@ -150,7 +150,7 @@ def spares(state: JobState) -> tuple[str, ...]:
 
 def _away(state: JobState, node: str) -> Remedy:
     held = state.plan.nodes() if state.plan is not None else ()
-    there = [spare for spare in spares(state) if spare != node]
+    there = [spare for spare in spare_nodes(state) if spare != node]
     return Remedy.REPLACE if there and node in held else Remedy.QUARANTINE
 
 
@@ -170,53 +170,57 @@ def _forget(state: JobState, now: float) -> JobState:
 # ---- health reports ----
 
 
-def seen(state: JobState, event: HealthSeen, now: float) -> Result:
+def health_reported(state: JobState, event: HealthReported, now: float) -> JobTransition:
     """Take note of how a node is."""
     report = event.report
     member = state.members.get(report.node)
     if member is None or member.report.info.incarnation != report.incarnation or state.ending is not None:
         return state, (), ""
-    node, record = report.node, of(state, report.node)
+    node, record = report.node, record_of(state, report.node)
     clock = (*record.clock, round(now - report.at, 4))[-health.CLOCKS :]
-    state = put(state, node, replace(record, report=report, clock=clock))
-    actions: list[Action] = []
+    state = with_record(state, node, replace(record, report=report, clock=clock))
+    actions: list[JobAction] = []
     for look in (_device, _storage, _host, _link):
         state, more = look(state, node, report, now)
         actions += more
-    reasons = [f"{note.data['node']}: {note.data['reason']}" for note in actions if isinstance(note, Note)]
+    reasons = [
+        f"{note.data['node']}: {note.data['reason']}" for note in actions if isinstance(note, LogEntry)
+    ]
     return state, tuple(actions), "; ".join(reasons)
 
 
 def _device(state: JobState, node: str, report: HealthReport, now: float) -> Told:
-    record = of(state, node)
+    record = record_of(state, node)
     sick, hot = health.sick_device(record, report.devices), health.hot_device(report.devices)
     known = record.finding(Kind.DEVICE)
     if sick is not None:
         reason, evidence = sick
         errors = max(record.errors, sum(device.errors for device in report.devices))
-        state = put(state, node, replace(record, errors=errors))
+        state = with_record(state, node, replace(record, errors=errors))
         excuse = "" if _feasible(state, node) else "no plan fits without it"
         action = Remedy.NONE if excuse else _away(state, node)
         why = f"{reason}; {excuse}" if excuse else reason
-        return tell(state, node, Finding(Kind.DEVICE, action, why, evidence, now))
+        return add_finding(state, node, Finding(Kind.DEVICE, action, why, evidence, now))
     if known is not None and known.action in AWAY:
         return state, ()
     if hot is not None:
         reason, evidence = hot
-        slower = factor(state, node)
+        slower = compute_slowdown(state, node)
         action = Remedy.REBALANCE if slower >= NORMAL else Remedy.NONE
-        return tell(state, node, Finding(Kind.DEVICE, action, reason, {**evidence, "slow": slower}, now))
+        return add_finding(
+            state, node, Finding(Kind.DEVICE, action, reason, {**evidence, "slow": slower}, now)
+        )
     if known is not None and known.action is Remedy.RESTART:
         return state, ()  # it was told of by a crash, not by the driver
-    return clear(state, node, Kind.DEVICE, "its devices are well again", now)
+    return clear_finding(state, node, Kind.DEVICE, "its devices are well again", now)
 
 
 def _storage(state: JobState, node: str, report: HealthReport, now: float) -> Told:
-    found, known = health.full_disk(report, state.policy.health), of(state, node).finding(Kind.STORAGE)
+    found, known = health.full_disk(report, state.policy.health), record_of(state, node).finding(Kind.STORAGE)
     if found is None:
         if known is None or known.action in AWAY or "error" in known.evidence:
             return state, ()
-        return clear(state, node, Kind.STORAGE, "there is room again", now)
+        return clear_finding(state, node, Kind.STORAGE, "there is room again", now)
     reason, evidence, failed = found
     if known is not None and not failed:
         return state, ()
@@ -229,31 +233,31 @@ def _storage(state: JobState, node: str, report: HealthReport, now: float) -> To
     action, why = Remedy.NONE, "training goes on, without new checkpoints" if failed else "nothing failed yet"
     if failed and not health.own_disk(path, report, others):
         why += "; the disk is not this node's alone"
-    elif failed and spares(state) and _feasible(state, node):
+    elif failed and spare_nodes(state) and _feasible(state, node):
         action, why = _away(state, node), "the disk is its own, and a spare is at hand"
-    return tell(state, node, Finding(Kind.STORAGE, action, f"{reason}; {why}", evidence, now))
+    return add_finding(state, node, Finding(Kind.STORAGE, action, f"{reason}; {why}", evidence, now))
 
 
-def stored(state: JobState, now: float) -> Told:
+def checkpoint_written(state: JobState, now: float) -> Told:
     """A checkpoint is whole: whatever was refused before is written now."""
-    actions: list[Action] = []
+    actions: list[JobAction] = []
     for node, record in state.health.items():
         known = record.finding(Kind.STORAGE)
         if known is not None and known.action not in AWAY:
-            state, more = clear(state, node, Kind.STORAGE, "checkpoints are written again", now)
+            state, more = clear_finding(state, node, Kind.STORAGE, "checkpoints are written again", now)
             actions += more
     return state, tuple(actions)
 
 
 def _host(state: JobState, node: str, report: HealthReport, now: float) -> Told:
-    record, limits = of(state, node), state.policy.health
+    record, limits = record_of(state, node), state.policy.health
     known = record.finding(Kind.HOST)
     if known is not None and known.action is not Remedy.NONE:
         return state, ()
     found = health.short_of_memory(report, limits) or health.clock_off(record, limits)
     if found is None:
-        return clear(state, node, Kind.HOST, "memory and clock are well again", now)
-    return tell(state, node, Finding(Kind.HOST, Remedy.NONE, found[0], found[1], now))
+        return clear_finding(state, node, Kind.HOST, "memory and clock are well again", now)
+    return add_finding(state, node, Finding(Kind.HOST, Remedy.NONE, found[0], found[1], now))
 
 
 def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
@@ -262,18 +266,18 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
     busiest, limits, record = (
         max(report.links, key=lambda link: link.nbytes),
         state.policy.health,
-        of(state, node),
+        record_of(state, node),
     )
     size = busiest.nbytes / max(busiest.sends, 1)
     rate, by, windows = busiest.best_bytes_per_s, limits.link_factor, limits.link_windows
     pace = linkpace.observe(record.link, busiest.peer, rate, size, by, windows)
-    state = put(state, node, replace(record, link=pace))
-    others = {name: of(state, name).link for name in state.members if name != node}
+    state = with_record(state, node, replace(record, link=pace))
+    others = {name: record_of(state, name).link for name in state.members if name != node}
     slower = linkpace.slowness(pace, tuple(others.values()), by, windows, limits.link_least_s)
     if not slower:
         return _link_well(state, node, now) if len(pace.recent) == windows else (state, ())
-    known = of(state, node).finding(Kind.LINK)
-    spare = any(one != node for one in spares(state))
+    known = record_of(state, node).finding(Kind.LINK)
+    spare = any(one != node for one in spare_nodes(state))
     relieved = known is not None and known.action is Remedy.REBALANCE and spare
     if not _stable(state) or (known is not None and known.action is not Remedy.NONE and not relieved):
         return state, ()
@@ -287,21 +291,21 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
         "load": round(report.load, 2),
         "others_bytes_per_s": round(max((other.now for other in others.values()), default=0.0)),
     }
-    verdict = weigh(state, node, spare=spare)
+    verdict = choose_link_remedy(state, node, spare=spare)
     if relieved:
-        verdict = Verdict(Remedy.REPLACE, "a spare came", of(state, node).loaded)
+        verdict = LinkDecision(Remedy.REPLACE, "a spare came", record_of(state, node).loaded)
     if verdict is None:
         return state, ()  # too few steps since to tell what it costs
     evidence["steps_slower"] = round(verdict.slowdown, 2)
     if verdict.action is Remedy.REBALANCE:
-        state = put(state, node, replace(of(state, node), loaded=verdict.slowdown))
+        state = with_record(state, node, replace(record_of(state, node), loaded=verdict.slowdown))
         state = state.of(rebalance=f"link of {node} to {busiest.peer} is {slower:.1f}x slower")
     reason = f"copies to {busiest.peer} go {slower:.1f}x slower than usual; {verdict.reason}"
-    return tell(state, node, Finding(Kind.LINK, verdict.action, reason, evidence, now))
+    return add_finding(state, node, Finding(Kind.LINK, verdict.action, reason, evidence, now))
 
 
 def _link_well(state: JobState, node: str, now: float) -> Told:
-    record = of(state, node)
+    record = record_of(state, node)
     known = record.finding(Kind.LINK)
     if known is None or known.action in AWAY:
         return state, ()
@@ -309,9 +313,9 @@ def _link_well(state: JobState, node: str, now: float) -> Told:
     if record.link.now * WELL < float(before):
         return state, ()  # with other copies the link is measured anew, but it is still the same link
     if record.loaded != 1.0:
-        state = put(state, node, replace(record, loaded=1.0))
+        state = with_record(state, node, replace(record, loaded=1.0))
         state = state.of(rebalance=f"link of {node} is well again")
-    return clear(state, node, Kind.LINK, "its link is as fast as before", now)
+    return clear_finding(state, node, Kind.LINK, "its link is as fast as before", now)
 
 
 # ---- the rule of a running job ----
@@ -326,28 +330,28 @@ def _stable(state: JobState) -> bool:
     )
 
 
-def remedy(state: JobState, now: float) -> Result | None:
+def apply_remedies(state: JobState, now: float) -> JobTransition | None:
     """Change the plan for what was found, at the end of the step; let out whose quarantine is over."""
-    over = quarantine.expire(state, now)
+    over = quarantine.release_expired(state, now)
     if over is not None:
         return over
     if not _stable(state) or state.plan is None:
         return None
     used = (*state.plan.nodes(), *(peer for _, peer in state.plan.peers))
-    out = [node for node in dict.fromkeys(used) if quarantine.holds(state, node)]
+    out = [node for node in dict.fromkeys(used) if quarantine.is_quarantined(state, node)]
     if out:
         node = out[0]
-        found = next((one for one in of(state, node).findings if one.action in AWAY), None)
+        found = next((one for one in record_of(state, node).findings if one.action in AWAY), None)
         text = f"{node} is put aside: {found.reason}" if found else f"{node} is put aside"
         cause = Cause(CauseKind.OTHER, text, (node,))
-        return epoch_change.begin(state.of(rebalance=""), cause, now, boundary=True)
+        return epoch_change.begin_change(state.of(rebalance=""), cause, now, boundary=True)
     if state.rebalance:
         cause = Cause(CauseKind.OTHER, state.rebalance)
-        return epoch_change.begin(state.of(rebalance=""), cause, now, boundary=True)
-    return quarantine.revive(state, now)
+        return epoch_change.begin_change(state.of(rebalance=""), cause, now, boundary=True)
+    return quarantine.restart_failed_node(state, now)
 
 
-def timed(state: JobState, seconds: float) -> JobState:
+def record_step_time(state: JobState, seconds: float) -> JobState:
     """Note how long a step took, as who computed it tells: many may be heard of at once."""
     if state.plan is None:
         return state
@@ -358,7 +362,7 @@ def timed(state: JobState, seconds: float) -> JobState:
 # ---- pre-flight ----
 
 
-def admit(state: JobState, report: NodeReport, now: float) -> tuple[JobState, tuple[Action, ...], bool]:
+def admit(state: JobState, report: NodeReport, now: float) -> tuple[JobState, tuple[JobAction, ...], bool]:
     """What the pre-flight of a node that asks to join tells: (state, news, whether it is taken)."""
     flight, node, limits = report.preflight, report.info.node, state.policy.health
     if flight is None:
@@ -371,17 +375,17 @@ def admit(state: JobState, report: NodeReport, now: float) -> tuple[JobState, tu
         "score": round(flight.score, 2),
         "figures": {c.name: round(c.value, 6) for c in flight.checks},
     }
-    record = of(state, node)
+    record = record_of(state, node)
     if not failed:
         warnings = [c.remedy for c in flight.checks if not c.ok]
-        state = put(state, node, replace(record, refusals=0, refused_until=0.0, preflight=flight))
-        return state, (Note("preflight", {**told, "warnings": warnings}),), True
+        state = with_record(state, node, replace(record, refusals=0, refused_until=0.0, preflight=flight))
+        return state, (LogEntry("preflight", {**told, "warnings": warnings}),), True
     reason = "; ".join(f"{c.name}: {c.remedy}" for c in failed)
     again = now < record.refused_until
     record, retry_s = health.refused(record, now, limits)
     refused = Send(node, Refused(reason, round(retry_s, 3)))
-    news = Note("preflight", {**told, "reason": reason, "retry_s": round(retry_s, 3)})
-    return put(state, node, record), (refused,) if again else (news, refused), False
+    news = LogEntry("preflight", {**told, "reason": reason, "retry_s": round(retry_s, 3)})
+    return with_record(state, node, record), (refused,) if again else (news, refused), False
 
 
 def _lame(state: JobState, node: str, score: float) -> tuple[Check, ...]:
@@ -397,5 +401,5 @@ def _lame(state: JobState, node: str, score: float) -> tuple[Check, ...]:
 
 def standing_score(state: JobState, node: str) -> float:
     """Score of a node's newest pre-flight; 0: there was none."""
-    flight = of(state, node).preflight
+    flight = record_of(state, node).preflight
     return flight.score if flight is not None else 0.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from elastic.core.health.diagnosis import Record, Remedy
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job.state import JobState
-from elastic.core.job.stragglers import profile_for, slow
+from elastic.core.job.stragglers import profile_for, slowdowns
 from elastic.domain.errors import InfeasiblePlan
 from elastic.planning.cost.predict import predict
 from elastic.planning.search.search import PlanRequest, make_plan
@@ -25,7 +25,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LinkDecision:
     action: Remedy
     reason: str
     slowdown: float
@@ -40,26 +40,26 @@ def slowdown(state: JobState) -> float:
     return min(now) / min(before) if before and len(now) == STEPS and min(before) > 0 else 0.0
 
 
-def weigh(state: JobState, node: str, *, spare: bool) -> Verdict | None:
+def choose_link_remedy(state: JobState, node: str, *, spare: bool) -> LinkDecision | None:
     """What is best for a job whose node has a slow link; None: what it costs is not known yet."""
     cost = slowdown(state)
     if not cost:
         return None
     if cost < state.policy.health.slowed:
-        return Verdict(Remedy.NONE, f"steps take {cost:.2f} of the time before: the plan stays", cost)
-    request = epoch_change.request(state, state.epoch + 1)
+        return LinkDecision(Remedy.NONE, f"steps take {cost:.2f} of the time before: the plan stays", cost)
+    request = epoch_change.plan_request(state, state.epoch + 1)
     without = _relative(state, replace(request, dead=frozenset({node})), state)
     if spare and without is not None:
         text = f"steps take {cost:.2f} times as long, and a spare is at hand"
-        return Verdict(Remedy.REPLACE, text, cost)
+        return LinkDecision(Remedy.REPLACE, text, cost)
     loaded = _as_slower(state, node, cost)
-    lighter = _relative(loaded, epoch_change.request(loaded, state.epoch + 1), state)
+    lighter = _relative(loaded, epoch_change.plan_request(loaded, state.epoch + 1), state)
     options = [(lighter, Remedy.REBALANCE), (without, Remedy.QUARANTINE)]
     known = [(after, action) for after, action in options if after is not None]
     best, action = min(known, default=(cost, Remedy.NONE))
     if action is Remedy.NONE or best > cost * (1 - GAIN):
-        return Verdict(Remedy.NONE, f"steps take {cost:.2f} times as long, and no plan is better", cost)
-    return Verdict(action, f"steps take {cost:.2f} times as long; {best:.2f} after the change", cost)
+        return LinkDecision(Remedy.NONE, f"steps take {cost:.2f} times as long, and no plan is better", cost)
+    return LinkDecision(action, f"steps take {cost:.2f} times as long; {best:.2f} after the change", cost)
 
 
 def _relative(state: JobState, request: PlanRequest, now: JobState) -> float | None:
@@ -70,7 +70,10 @@ def _relative(state: JobState, request: PlanRequest, now: JobState) -> float | N
     except InfeasiblePlan:
         return None
     profile, nodes = profile_for(now), tuple(mb.report.info for mb in now.members.values())
-    here, then = predict(now.plan, profile, nodes, slow(now)), predict(plan, profile, nodes, slow(state))
+    here, then = (
+        predict(now.plan, profile, nodes, slowdowns(now)),
+        predict(plan, profile, nodes, slowdowns(state)),
+    )
     return then.step_s / here.step_s if here.step_s > 0 else None
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import KNOW, RULES, transition
 from elastic.core.job import state as job
-from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Reported, Send
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, NodeReported, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import DeviceSeen, Disk, HealthReport, LinkSeen, Mishap
 from elastic.core.protocol.messages import NodePhase
@@ -46,32 +46,35 @@ def events(state: JobState) -> list[tuple[Any, float]]:
     made: list[tuple[Any, float]] = [
         (job.Tick(), 0.05),
         (job.Tick(), 60.0),
-        (job.Adopted(), 5.0),
-        (job.DrainAsked("nobody", 1.0), 0.1),
+        (job.CoordinatorFailover(), 5.0),
+        (job.DrainRequested("nobody", 1.0), 0.1),
         (m.Notice("nobody", "x", m.NoticeKind.LEAVE, "aws", 1.0), 0.1),
-        (job.Beat("nobody", "x", 0, 0), 0.1),
-        (job.Beats((job.Beat("nobody", "x", 0, 0),)), 0.1),
-        (job.Closed("nobody", "x"), 0.1),
-        (job.Stepped(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
-        (job.PartWritten(2, ((0, 0), (1, 0))), 0.1),
-        (job.PartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
+        (job.Heartbeat("nobody", "x", 0, 0), 0.1),
+        (job.Heartbeats((job.Heartbeat("nobody", "x", 0, 0),)), 0.1),
+        (job.ConnectionClosed("nobody", "x"), 0.1),
+        (job.StepFinished(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
+        (job.CheckpointPartWritten(2, ((0, 0), (1, 0))), 0.1),
+        (job.CheckpointPartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
         (job.CheckpointCommitted("/c/step-2", 2), 0.1),
-        (job.BackupNoted("backup-short", "node0", "node1", "full"), 0.1),
-        (job.HealthSeen(HealthReport("nobody", "x", 0.0)), 0.1),
-        (Reported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True), 0.1),
-        (Reported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True), 0.1),
+        (job.BackupReported("backup-short", "node0", "node1", "full"), 0.1),
+        (job.HealthReported(HealthReport("nobody", "x", 0.0)), 0.1),
+        (NodeReported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True), 0.1),
+        (NodeReported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True), 0.1),
     ]
     for node, member in state.members.items():
         incarnation = member.report.info.incarnation
         made += [
-            (job.Beat(node, incarnation, 3, 1), 0.1),
-            (job.Beat(node, "former", 3, 1), 0.1),
-            (job.Beats((job.Beat(node, incarnation, 3, 2), job.Beat("nobody", "x", 0, 0))), 0.1),
-            (job.Closed(node, incarnation), 0.1),
-            (job.Closed(node, "former"), 0.1),
-            (job.DrainAsked(node, 0.5), 0.1),
-            (job.DrainAsked(node, 60.0), 0.1),
-            *((job.HealthSeen(report), 0.1) for report in health_reports(node, incarnation, state)),
+            (job.Heartbeat(node, incarnation, 3, 1), 0.1),
+            (job.Heartbeat(node, "former", 3, 1), 0.1),
+            (
+                job.Heartbeats((job.Heartbeat(node, incarnation, 3, 2), job.Heartbeat("nobody", "x", 0, 0))),
+                0.1,
+            ),
+            (job.ConnectionClosed(node, incarnation), 0.1),
+            (job.ConnectionClosed(node, "former"), 0.1),
+            (job.DrainRequested(node, 0.5), 0.1),
+            (job.DrainRequested(node, 60.0), 0.1),
+            *((job.HealthReported(report), 0.1) for report in health_reports(node, incarnation, state)),
             (m.Notice(node, "former", m.NoticeKind.LEAVE, "aws", 60.0), 0.1),
         ]
         made += [(m.Notice(node, incarnation, kind, "aws", 60.0), 0.1) for kind in m.NoticeKind]
@@ -79,16 +82,16 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         for phase in NodePhase:
             for epoch in sorted({0, max(state.epoch - 1, 0), state.epoch}):
                 report = replace(member.report, phase=phase, epoch=epoch, able=phase not in NOT_ABLE)
-                made += [(Reported(report, connected), 0.1) for connected in (False, True)]
-                made.append((Reported(replace(report, suspects=("?",))), 0.1))
-        made.append((Reported(replace(member.report, failed=m.Failed("bad", 7))), 0.1))
-        made.append((Reported(replace(member.report, finished=m.Finished(5, "sha"))), 0.1))
+                made += [(NodeReported(report, connected), 0.1) for connected in (False, True)]
+                made.append((NodeReported(replace(report, suspects=("?",))), 0.1))
+        made.append((NodeReported(replace(member.report, failed=m.Failed("bad", 7))), 0.1))
+        made.append((NodeReported(replace(member.report, finished=m.Finished(5, "sha"))), 0.1))
     return made
 
 
 def health_reports(node: str, incarnation: str, state: JobState) -> tuple[HealthReport, ...]:
     """A node that is well, one of which everything is wrong, and a former one."""
-    well = HealthReport(node, incarnation, state.ticked, state.epoch)
+    well = HealthReport(node, incarnation, state.updated_at, state.epoch)
     wrong = replace(
         well,
         at=0.0,
@@ -105,11 +108,11 @@ def health_reports(node: str, incarnation: str, state: JobState) -> tuple[Health
 NOT_ABLE = (NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
 
 
-def declared(before: JobState, actions: tuple[job.Action, ...]) -> JobPhase:
+def declared(before: JobState, actions: tuple[job.JobAction, ...]) -> JobPhase:
     """Follow the changes of phase that were noted; each must be in the table."""
     phase = before.phase
     for action in actions:
-        if isinstance(action, Note) and action.kind == "phase":
+        if isinstance(action, LogEntry) and action.kind == "phase":
             following = JobPhase(action.data["phase"])
             assert following in RULES[phase][1], f"{phase} -> {following}"
             phase = following
@@ -124,7 +127,7 @@ def test_every_event_in_every_phase(phase: JobPhase) -> None:
     seen = set()
     for state in states[:4]:
         for event, later in events(state):
-            after, actions, reason = transition(state, event, state.ticked + later)
+            after, actions, reason = transition(state, event, state.updated_at + later)
             seen.add(type(event))
             assert declared(state, actions) is after.phase
             assert after.epoch in (state.epoch, state.epoch + 1)
@@ -146,8 +149,8 @@ def test_a_former_incarnation_changes_nothing(phase: JobPhase) -> None:
                 if about is NodePhase.EMPTY:
                     continue  # has nothing yet, and joins
                 report = replace(member.report, info=info, phase=about, suspects=("x",), epoch=state.epoch)
-                after, actions, _ = transition(state, Reported(report, True), state.ticked + 0.01)
-                settled, plain, _ = transition(state, job.Tick(), state.ticked + 0.01)
+                after, actions, _ = transition(state, NodeReported(report, True), state.updated_at + 0.01)
+                settled, plain, _ = transition(state, job.Tick(), state.updated_at + 0.01)
                 assert after == settled
                 told = [a for a in actions if a not in plain]
                 assert [a.node for a in told if isinstance(a, Send)] == [node]
@@ -174,17 +177,17 @@ def running() -> JobState:
     )  # workers that crash are not waited for (tests/core/policy/test_restart_policy.py)
 
 
-def told(actions: tuple[job.Action, ...], kind: type) -> list[Any]:
+def told(actions: tuple[job.JobAction, ...], kind: type) -> list[Any]:
     return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
-def notes(actions: tuple[job.Action, ...], kind: str) -> list[dict[str, Any]]:
-    return [a.data for a in actions if isinstance(a, Note) and a.kind == kind]
+def notes(actions: tuple[job.JobAction, ...], kind: str) -> list[dict[str, Any]]:
+    return [a.data for a in actions if isinstance(a, LogEntry) and a.kind == kind]
 
 
-def say(state: JobState, node: str, **changes: Any) -> tuple[JobState, tuple[job.Action, ...], str]:
+def say(state: JobState, node: str, **changes: Any) -> tuple[JobState, tuple[job.JobAction, ...], str]:
     report = replace(state.members[node].report, **changes)
-    return transition(state, Reported(report), state.ticked + 0.01)
+    return transition(state, NodeReported(report), state.updated_at + 0.01)
 
 
 def halt(state: JobState, node: str, phase: NodePhase = NodePhase.HALTED) -> JobState:
@@ -198,10 +201,10 @@ def halt(state: JobState, node: str, phase: NodePhase = NodePhase.HALTED) -> Job
 def test_closed_and_not_back_in_time() -> None:
     state = running()
     state, actions, _ = transition(
-        state, job.Closed("node1", state.members["node1"].report.info.incarnation), state.ticked
+        state, job.ConnectionClosed("node1", state.members["node1"].report.info.incarnation), state.updated_at
     )
     assert not told(actions, m.Fenced)
-    after, actions, reason = transition(state, job.Tick(), state.ticked + state.policy.grace_s + 0.01)
+    after, actions, reason = transition(state, job.Tick(), state.updated_at + state.policy.grace_s + 0.01)
     assert reason == "node1 lost: connection closed; epoch 2: node1 lost"
     assert after.phase is JobPhase.HALTING and not after.change.boundary
     assert told(actions, m.Halt) == [m.Halt(2)] * 2
@@ -215,7 +218,7 @@ def test_closed_and_not_back_in_time() -> None:
 def test_closed_and_accused_needs_no_grace() -> None:
     state = running()
     state, _, _ = transition(
-        state, job.Closed("node1", state.members["node1"].report.info.incarnation), state.ticked
+        state, job.ConnectionClosed("node1", state.members["node1"].report.info.incarnation), state.updated_at
     )
     _after, _, reason = say(state, "node0", suspects=("node1",))
     assert "node1 lost: connection closed and neighbours lost contact" in reason
@@ -225,24 +228,24 @@ def test_accused_alone_is_not_lost_but_ends_the_epoch() -> None:
     """Neighbours may be wrong: the node stays a member, and everybody meets anew."""
     state, _, reason = say(running(), "node0", suspects=("node1",))
     assert state.phase is JobPhase.RUNNING
-    after, _, reason = transition(state, job.Tick(), state.ticked + 0.3)
+    after, _, reason = transition(state, job.Tick(), state.updated_at + 0.3)
     assert after.phase is JobPhase.RUNNING
-    after, _, reason = transition(after, job.Tick(), after.ticked + 0.3)
+    after, _, reason = transition(after, job.Tick(), after.updated_at + 0.3)
     assert reason == "epoch 2: contact lost with node1" and "node1" in after.members
 
 
 def test_silence_and_a_coordinator_that_was_held_up() -> None:
     """A silent member is lost after its lease, but not for time in which nobody listened."""
     state = running()
-    late, _, _ = transition(state, job.Tick(), state.ticked + 30.0)
+    late, _, _ = transition(state, job.Tick(), state.updated_at + 30.0)
     assert late.phase is JobPhase.RUNNING
     lost = list[str]()
     for _ in range(10):
-        late, actions, _ = transition(late, job.Tick(), late.ticked + 0.4)
+        late, actions, _ = transition(late, job.Tick(), late.updated_at + 0.4)
         lost += [note["loss"] for note in notes(actions, "lost")]
     assert late.phase is JobPhase.PAUSED and lost == ["silent"] * 3
     first, *_ = say(state, "node0")
-    held_up, _, _ = transition(state, Reported(first.members["node0"].report), state.ticked + 30.0)
+    held_up, _, _ = transition(state, NodeReported(first.members["node0"].report), state.updated_at + 30.0)
     assert held_up.members.keys() == state.members.keys(), "the first event after the pause accuses nobody"
 
 
@@ -269,7 +272,7 @@ def test_install_waits_for_every_member() -> None:
     state, *_ = say(state, "node1", phase=NodePhase.HALTING, epoch=2)
     assert state.phase is JobPhase.HALTING, "halting is not halted"
     away, *_ = transition(
-        state, job.Closed("node0", state.members["node0"].report.info.incarnation), state.ticked
+        state, job.ConnectionClosed("node0", state.members["node0"].report.info.incarnation), state.updated_at
     )
     away = halt(away, "node1")
     assert away.phase is JobPhase.HALTING, "who is just away may be back at once"
@@ -281,16 +284,16 @@ def test_install_waits_for_every_member() -> None:
 
 def test_planned_changes_wait_for_the_boundary() -> None:
     state = running()
-    after, actions, reason = transition(state, job.DrainAsked("node1", 60.0), state.ticked)
+    after, actions, reason = transition(state, job.DrainRequested("node1", 60.0), state.updated_at)
     assert after.change.causes == (Cause(CauseKind.DRAIN, "drain node1", ("node1",)),)
     assert reason == "drain of node1 asked; epoch 2: drain node1"
     assert told(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
-    _hasty, actions, reason = transition(state, job.DrainAsked("node1", 1.0), state.ticked)
+    _hasty, actions, reason = transition(state, job.DrainRequested("node1", 1.0), state.updated_at)
     assert told(actions, m.Halt) == [m.Halt(2)] * 3, "too little notice for the end of a step"
 
 
 def test_a_boundary_turns_into_a_halt_when_something_breaks() -> None:
-    state, *_ = transition(running(), job.DrainAsked("node1", 60.0), 4.0)
+    state, *_ = transition(running(), job.DrainRequested("node1", 60.0), 4.0)
     after, actions, reason = say(state, "node0", phase=NodePhase.STARTING, cause="oops")
     assert (
         after.epoch == 3
@@ -301,10 +304,10 @@ def test_a_boundary_turns_into_a_halt_when_something_breaks() -> None:
 
 def test_a_boundary_is_not_waited_for_beyond_the_notice() -> None:
     state = running()
-    state, *_ = transition(state, job.DrainAsked("node1", 2.6), state.ticked)
+    state, *_ = transition(state, job.DrainRequested("node1", 2.6), state.updated_at)
     assert state.change.boundary
     for _ in range(2):
-        state, _actions, reason = transition(state, job.Tick(), state.ticked + 0.35)
+        state, _actions, reason = transition(state, job.Tick(), state.updated_at + 0.35)
     assert state.epoch == 3 and not state.change.boundary and "notice of node1 runs out" in reason
     assert state.change.causes == (Cause(CauseKind.NOTICE, "notice of node1 runs out", ("node1",)),)
 
@@ -318,7 +321,7 @@ def test_a_spare_that_keeps_backups_is_replaced_before_it_leaves() -> None:
         for s in state.plan.pipelines[0].stages))  # fmt: skip
     rest = tuple(p for p in state.plan.pipelines[1:] if all(s.unit.node != "node2" for s in p.stages))
     state = state.of(plan=replace(spare, pipelines=(first, *rest), spares=("node2",)))
-    after, actions, reason = transition(state, job.DrainAsked("node2", 60.0), state.ticked)
+    after, actions, reason = transition(state, job.DrainRequested("node2", 60.0), state.updated_at)
     assert "node2" in after.members and "epoch 2: drain node2" in reason
     assert told(actions, m.Halt)[0].boundary and not told(actions, m.Stop)
 
@@ -350,24 +353,24 @@ def test_who_joins_while_everybody_halts_is_told_to_halt() -> None:
     """It is waited for, too: without the order nobody would ever go on."""
     state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
-    _after, actions, _ = transition(state, Reported(fresh, True), state.ticked)
+    _after, actions, _ = transition(state, NodeReported(fresh, True), state.updated_at)
     assert [type(a.message) for a in actions if isinstance(a, Send)] == [m.Launch, m.Halt]
 
 
 def test_who_comes_after_the_end_is_sent_home() -> None:
     state = samples()[JobPhase.FINISHED][0]
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
-    _, actions, _ = transition(state, Reported(fresh, True), state.ticked)
+    _, actions, _ = transition(state, NodeReported(fresh, True), state.updated_at)
     assert told(actions, m.Stop) and not told(actions, m.Launch)
-    after, actions, _ = transition(state, job.Tick(), state.ticked + 99.0)
-    assert after.members == transition(state, job.Adopted(), state.ticked)[0].members or not told(
-        actions, m.Fenced
-    )
+    after, actions, _ = transition(state, job.Tick(), state.updated_at + 99.0)
+    assert after.members == transition(state, job.CoordinatorFailover(), state.updated_at)[
+        0
+    ].members or not told(actions, m.Fenced)
 
 
 def test_the_end_is_told_again_by_a_coordinator_that_took_over() -> None:
     state = samples()[JobPhase.FINISHED][0]
-    _, actions, _ = transition(state, job.Adopted(), state.ticked + 1.0)
+    _, actions, _ = transition(state, job.CoordinatorFailover(), state.updated_at + 1.0)
     assert state.ending in actions
     node = next(iter(state.members))
     _, actions, _ = say(state, node)
@@ -376,9 +379,9 @@ def test_the_end_is_told_again_by_a_coordinator_that_took_over() -> None:
 
 def test_checkpoint_of_all_parts() -> None:
     state = running()
-    state, actions, _ = transition(state, job.PartWritten(2, ((0, 0), (1, 0))), state.ticked)
+    state, actions, _ = transition(state, job.CheckpointPartWritten(2, ((0, 0), (1, 0))), state.updated_at)
     assert not actions
-    state, actions, _ = transition(state, job.PartWritten(2, ((2, 0), (3, 0))), state.ticked)
+    state, actions, _ = transition(state, job.CheckpointPartWritten(2, ((2, 0), (3, 0))), state.updated_at)
     assert actions == (job.CommitCheckpoint(2),)
-    state, actions, reason = transition(state, job.CheckpointCommitted("/c/step-2", 2), state.ticked)
+    state, actions, reason = transition(state, job.CheckpointCommitted("/c/step-2", 2), state.updated_at)
     assert state.checkpoint == ("/c/step-2", 2) and reason == "checkpoint of step 2"

@@ -14,7 +14,7 @@ from elastic.core.health import diagnosis as health
 from elastic.core.health.diagnosis import AWAY, Finding, Kind, Limits, Record, Remedy
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
+from elastic.core.job.state import JobPhase, JobState, LogEntry, NodeReported, Send
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol import device_errors as devicewords
 from elastic.core.protocol import messages as m
@@ -36,7 +36,7 @@ def running(nodes: int = 3, most: int = 9) -> JobState:
 
 
 def told(actions: tuple[Any, ...], kind: str = "health") -> list[dict[str, Any]]:
-    return [action.data for action in actions if isinstance(action, Note) and action.kind == kind]
+    return [action.data for action in actions if isinstance(action, LogEntry) and action.kind == kind]
 
 
 def halts(actions: tuple[Any, ...]) -> list[bool]:
@@ -45,11 +45,11 @@ def halts(actions: tuple[Any, ...]) -> list[bool]:
 
 def report(state: JobState, node: str, **figures: Any) -> HealthReport:
     info = state.members[node].report.info
-    return HealthReport(node, info.incarnation, state.ticked, state.epoch, **figures)
+    return HealthReport(node, info.incarnation, state.updated_at, state.epoch, **figures)
 
 
 def tell(state: JobState, given: HealthReport, later: float = 0.1) -> tuple[JobState, tuple[Any, ...]]:
-    state, actions, _ = transition(state, job.HealthSeen(given), state.ticked + later)
+    state, actions, _ = transition(state, job.HealthReported(given), state.updated_at + later)
     return state, actions
 
 
@@ -57,7 +57,7 @@ def fall(state: JobState, node: str, cause: str, times: int = 1) -> tuple[JobSta
     """The workers of `node` go down."""
     was = state.members[node].report
     now = replace(was, phase=NodePhase.STARTING, able=False, fallen=was.fallen + times, cause=cause)
-    state, actions, _ = transition(state, Reported(now), state.ticked + 0.1)
+    state, actions, _ = transition(state, NodeReported(now), state.updated_at + 0.1)
     return state, actions
 
 
@@ -69,7 +69,7 @@ def test_a_crash_is_a_process_that_is_restarted() -> None:
     (note,) = told(actions)
     assert (note["node"], note["class"], note["action"]) == ("node1", "process", "restart")
     assert note["evidence"]["cause"] == "worker 0 ended with signal 9" and note["evidence"]["crashes"] == 1
-    assert not quarantine.holds(state, "node1")
+    assert not quarantine.is_quarantined(state, "node1")
 
 
 def test_a_hang_is_a_process_that_is_restarted() -> None:
@@ -88,12 +88,12 @@ def test_a_crash_loop_is_the_host_which_is_put_aside() -> None:
     assert (note["class"], note["action"]) == ("host", "quarantine")
     assert note["evidence"]["crashes"] == LIMITS.crashes
     assert note["evidence"]["quarantine_s"] == LIMITS.quarantine_s
-    assert quarantine.holds(state, "node1")
+    assert quarantine.is_quarantined(state, "node1")
 
 
 def test_putting_a_node_aside_leaves_the_finding_as_it_was() -> None:
     found = Finding(Kind.DEVICE, Remedy.QUARANTINE, "it is broken", {"errors": 3}, 5.0)
-    state, actions = quarantine.tell(running(), "node1", found)
+    state, actions = quarantine.add_finding(running(), "node1", found)
     assert found.evidence == {"errors": 3}
     wanted = {"errors": 3, "quarantine_s": LIMITS.quarantine_s, "quarantines": 1}
     assert told(actions)[-1]["evidence"] == wanted
@@ -142,7 +142,7 @@ def test_words(text: str, device: bool, link: bool) -> None:
 
 
 def ended(actions: tuple[Any, ...]) -> list[str]:
-    return [action.reason for action in actions if isinstance(action, job.Finish)]
+    return [action.reason for action in actions if isinstance(action, job.JobFinished)]
 
 
 def finish_step(state: JobState) -> JobState:
@@ -170,7 +170,7 @@ def test_what_crashes_one_node_after_the_other_ends_the_job(nodes: int) -> None:
     """Each is put aside in its turn, but three of them are not at fault for the same."""
     state, crashes = running(nodes), 0
     while state.ending is None:
-        node = next(n for n in state.members if not quarantine.holds(state, n))
+        node = next(n for n in state.members if not quarantine.is_quarantined(state, n))
         state, _ = fall(state, node, ECC)
         crashes += 1
         assert crashes <= LIMITS.crashes * LIMITS.hopeless_nodes
@@ -191,14 +191,14 @@ def test_a_script_that_crashes_everywhere_puts_nobody_aside() -> None:
         for node in ("node0", "node1", "node2"):
             state, actions = fall(state, node, "exit code 1")
             assert {note["class"] for note in told(actions)} <= {"process"}, told(actions)
-    assert not any(quarantine.holds(state, node) for node in state.members)
+    assert not any(quarantine.is_quarantined(state, node) for node in state.members)
 
 
 def test_nobody_is_put_aside_without_whom_no_plan_fits() -> None:
     state, actions = fall(running(1), "node0", "signal 11", LIMITS.crashes)
     (note,) = told(actions)
     assert (note["class"], note["action"]) == ("process", "restart") and "no plan" in note["reason"]
-    assert not quarantine.holds(state, "node0")
+    assert not quarantine.is_quarantined(state, "node0")
 
 
 def test_crashes_long_ago_do_not_count() -> None:
@@ -213,7 +213,7 @@ def test_crashes_long_ago_do_not_count() -> None:
 
 def test_a_broken_device_is_replaced_by_a_spare() -> None:
     state = running(3, most=2)
-    assert remedies.spares(state)
+    assert remedies.spare_nodes(state)
     held = state.plan.nodes()[0] if state.plan else ""
     devices = (DeviceSeen(0, "H200", 61.0, fault="XID 79"),)
     state, actions = tell(state, report(state, held, devices=devices))
@@ -259,7 +259,7 @@ def test_a_full_disk_is_storage_and_training_goes_on() -> None:
     assert not halts(actions)
     state, actions = tell(state, report(state, held, disks=disk(0, "nfs"), mishaps=FULL))
     assert not told(actions), "told once"
-    state, actions, _ = transition(state, job.CheckpointCommitted("/c/step-9", 9), state.ticked)
+    state, actions, _ = transition(state, job.CheckpointCommitted("/c/step-9", 9), state.updated_at)
     assert {note["reason"] for note in told(actions)} == {"checkpoints are written again"}
 
 
@@ -358,5 +358,5 @@ def test_the_state_survives_the_store() -> None:
     held = state.plan.nodes()[0] if state.plan else ""
     devices = (DeviceSeen(0, "H200", 61.0, fault="XID 79"),)
     state, _ = tell(state, report(state, held, devices=devices, disks=disk(0), mishaps=FULL))
-    assert any(one.action in AWAY for one in quarantine.of(state, held).findings)
+    assert any(one.action in AWAY for one in quarantine.record_of(state, held).findings)
     assert codec.loads(JobState, codec.dumps(state)) == state

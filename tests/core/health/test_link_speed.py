@@ -113,8 +113,8 @@ def play(
             seen = rate if name == node else 100.0
             info = state.members[name].report.info
             links = (LinkSeen("p", 4, 4 << 20, 1.0, seen),)
-            given = HealthReport(name, info.incarnation, state.ticked, state.plan.epoch, links=links)
-            state, actions, _ = transition(state, job.HealthSeen(given), state.ticked + 0.1)
+            given = HealthReport(name, info.incarnation, state.updated_at, state.plan.epoch, links=links)
+            state, actions, _ = transition(state, job.HealthReported(given), state.updated_at + 0.1)
             notes += actions
     return state, tuple(notes)
 
@@ -138,7 +138,7 @@ def test_a_slow_link_that_costs_time_takes_a_spare() -> None:
     state, actions = play(state, PROPER + BROKEN, LONGER, node)
     (note,) = told(actions)
     assert (note["class"], note["action"]) == ("link", "replace") and halts(actions) == [True]
-    assert note["evidence"]["steps_slower"] == 3.0 and quarantine.holds(state, node)
+    assert note["evidence"]["steps_slower"] == 3.0 and quarantine.is_quarantined(state, node)
 
 
 def test_without_a_spare_the_plan_changes_if_that_is_better() -> None:
@@ -166,23 +166,25 @@ def relieved(state: JobState, node: str) -> JobState:
     """The plan was changed for its slow link; copies are half as large since."""
     evidence = {"usual_bytes_per_s": 100}
     finding = Finding(Kind.LINK, Remedy.REBALANCE, "copies go slower", evidence, 1.0)
-    return quarantine.put(state, node, replace(Record(loaded=2.0), findings=(finding,)))
+    return quarantine.with_record(state, node, replace(Record(loaded=2.0), findings=(finding,)))
 
 
 def test_a_link_that_was_relieved_is_not_taken_for_well_by_smaller_copies() -> None:
     """Fewer layers, smaller copies, another measure; but what it carried before is not forgotten."""
     state, actions = play(relieved(running(3), "node1"), BROKEN * 2, ALIKE)
-    assert not told(actions) and quarantine.of(state, "node1").loaded == 2.0
+    assert not told(actions) and quarantine.record_of(state, "node1").loaded == 2.0
     state, actions = play(state, PROPER, ALIKE)
     assert [note["evidence"] for note in told(actions)] == [{"well": True}]
-    assert quarantine.of(state, "node1").loaded == 1.0 and halts(actions) == [True]
+    assert quarantine.record_of(state, "node1").loaded == 1.0 and halts(actions) == [True]
 
 
 def test_a_spare_that_comes_takes_the_place_of_a_node_that_was_relieved() -> None:
     state = running(3, most=2)
     node = state.plan.nodes()[0] if state.plan else ""
     state = relieved(state, node)
-    state = quarantine.put(state, node, replace(quarantine.of(state, node), link=link(*BROKEN, pace=WELL)))
+    state = quarantine.with_record(
+        state, node, replace(quarantine.record_of(state, node), link=link(*BROKEN, pace=WELL))
+    )
     state, actions = play(state, BROKEN, ALIKE, node)
     (note,) = told(actions)
     assert note["action"] == "replace" and "a spare came" in note["reason"] and halts(actions) == [True]
@@ -198,5 +200,5 @@ def test_the_cost_is_what_the_newest_steps_take() -> None:
     assert cost(9.0, 1.0, 1.2, 2.0, 2.5) == 2.0
     assert cost(9.0, 1.0, 1.2) == 0.0, "too few"
     assert cost(9.0, 1.0, 1.2, 2.0, 2.5, epoch=0) == 0.0, "of another plan"
-    assert slowlink.weigh(replace(state, durations=()), "node1", spare=False) is None
+    assert slowlink.choose_link_remedy(replace(state, durations=()), "node1", spare=False) is None
     assert Remedy.REBALANCE.value == "rebalance"

@@ -5,18 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.coordinator.event_handlers import RETIRED
-from elastic.core.coordinator.transitions import learn, transition
+from elastic.core.coordinator.transitions import record_event, transition
 from elastic.core.job import quarantine
-from elastic.core.job.state import Adopted, Beat, Beats, Closed, JobState, Reported, Send
+from elastic.core.job.state import (
+    ConnectionClosed,
+    CoordinatorFailover,
+    Heartbeat,
+    Heartbeats,
+    JobState,
+    NodeReported,
+    Send,
+)
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import Check, Preflight, Refused
 from elastic.core.protocol.messages import NodePhase
 from tests.core.health.test_diagnosis import running, told
 
 
-def asks(flight: Preflight, node: str = "new") -> Reported:
+def asks(flight: Preflight, node: str = "new") -> NodeReported:
     info = replace(running().members["node0"].report.info, node=node, incarnation=f"{node}.1")
-    return Reported(m.NodeReport(info, NodePhase.EMPTY, 0, preflight=flight), True)
+    return NodeReported(m.NodeReport(info, NodePhase.EMPTY, 0, preflight=flight), True)
 
 
 BAD = Check("disk:memory", 0.0, "bytes", False, True, "/dev/shm has 0 bytes left: make room")
@@ -27,24 +35,26 @@ def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
     state = running()
     waits = []
     for _ in range(3):
-        state, actions, reason = transition(state, asks(Preflight("on", 0.1, (BAD,))), state.ticked + 0.01)
+        state, actions, reason = transition(
+            state, asks(Preflight("on", 0.1, (BAD,))), state.updated_at + 0.01
+        )
         assert "new" not in state.members and "refused" in reason
         (note,) = told(actions, "preflight")
         assert note["ok"] is False and "make room" in note["reason"]
         (answer,) = [a.message for a in actions if isinstance(a, Send) and a.node == "new"]
         assert isinstance(answer, Refused) and answer.retry_s == note["retry_s"]
         waits.append(answer.retry_s)
-        state = state.of(ticked=state.ticked + answer.retry_s)
+        state = state.of(updated_at=state.updated_at + answer.retry_s)
     assert waits == [5.0, 10.0, 20.0]
-    state, actions, _ = transition(state, asks(Preflight("on", 0.1, (WARN,), 9.0)), state.ticked + 0.01)
+    state, actions, _ = transition(state, asks(Preflight("on", 0.1, (WARN,), 9.0)), state.updated_at + 0.01)
     assert "new" in state.members and told(actions, "preflight")[0]["warnings"] == [WARN.remedy]
-    assert quarantine.of(state, "new").refusals == 0
+    assert quarantine.record_of(state, "new").refusals == 0
 
 
 def test_asking_before_the_pause_is_over_costs_nothing() -> None:
     state, _, _ = transition(running(), asks(Preflight("on", 0.1, (BAD,))), 10.0)
     again, actions, _ = transition(state, asks(Preflight("on", 0.1, (BAD,))), 10.5)
-    assert not told(actions, "preflight") and quarantine.of(again, "new").refusals == 1
+    assert not told(actions, "preflight") and quarantine.record_of(again, "new").refusals == 1
     assert any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions)
 
 
@@ -52,12 +62,12 @@ def test_strict_preflight_takes_warnings_and_lame_nodes_for_failures() -> None:
     state = running()
     assert Preflight("strict", 0.1, (WARN,)).failed and not Preflight("on", 0.1, (WARN,)).failed
     for node in state.members:
-        record = replace(quarantine.of(state, node), preflight=Preflight("strict", 0.1, (), 100.0))
-        state = quarantine.put(state, node, record)
+        record = replace(quarantine.record_of(state, node), preflight=Preflight("strict", 0.1, (), 100.0))
+        state = quarantine.with_record(state, node, record)
     for score, taken in ((49.0, False), (51.0, True)):
-        after, _, _ = transition(state, asks(Preflight("strict", 0.1, (), score)), state.ticked)
+        after, _, _ = transition(state, asks(Preflight("strict", 0.1, (), score)), state.updated_at)
         assert ("new" in after.members) is taken
-    after, _, _ = transition(state, asks(Preflight("on", 0.1, (), 49.0)), state.ticked)
+    after, _, _ = transition(state, asks(Preflight("on", 0.1, (), 49.0)), state.updated_at)
     assert "new" in after.members
 
 
@@ -75,9 +85,9 @@ def test_spares_are_taken_by_their_standing() -> None:
 # ---- names ----
 
 
-def again(state: JobState, incarnation: str, node: str = "node1") -> Reported:
+def again(state: JobState, incarnation: str, node: str = "node1") -> NodeReported:
     info = replace(state.members[node].report.info, incarnation=incarnation)
-    return Reported(m.NodeReport(info, NodePhase.EMPTY, 0), True)
+    return NodeReported(m.NodeReport(info, NodePhase.EMPTY, 0), True)
 
 
 def without_lease(state: JobState) -> JobState:
@@ -86,7 +96,7 @@ def without_lease(state: JobState) -> JobState:
 
 def test_no_connected_member_is_put_out_by_a_second_agent_of_its_name() -> None:
     state = without_lease(running())
-    after, actions, reason = transition(state, again(state, "other"), state.ticked)
+    after, actions, reason = transition(state, again(state, "other"), state.updated_at)
     assert after.members == state.members and after.epoch == state.epoch and not told(actions, "lost")
     (answer,) = [a.message for a in actions if isinstance(a, Send)]
     assert isinstance(answer, Refused) and 0 < answer.retry_s <= 1 and "is connected" in reason
@@ -95,8 +105,8 @@ def test_no_connected_member_is_put_out_by_a_second_agent_of_its_name() -> None:
 def test_a_node_whose_connection_closed_comes_back_as_a_new_incarnation() -> None:
     state = without_lease(running())
     former = state.members["node1"].report.info.incarnation
-    state, _, _ = transition(state, Closed("node1", former), state.ticked)
-    state, actions, _ = transition(state, again(state, "other"), state.ticked)
+    state, _, _ = transition(state, ConnectionClosed("node1", former), state.updated_at)
+    state, actions, _ = transition(state, again(state, "other"), state.updated_at)
     assert state.members["node1"].report.info.incarnation == "other"
     assert told(actions, "lost") == [
         {"node": "node1", "loss": "replaced", "why": "came back as a new incarnation"}
@@ -112,11 +122,11 @@ def test_a_silent_members_name_is_free_after_the_lease() -> None:
     while state.members.get("node1") is None or state.members["node1"].report.info.incarnation != "other":
         now += 0.5
         beats = tuple(
-            Beat(n, mb.report.info.incarnation, mb.report.step, 0)
+            Heartbeat(n, mb.report.info.incarnation, mb.report.step, 0)
             for n, mb in state.members.items()
             if n != "node1"
         )
-        state, _, _ = transition(state, Beats(beats), now)
+        state, _, _ = transition(state, Heartbeats(beats), now)
         newcomer = again(running(), "other")
         state, actions, _ = transition(state, newcomer, now)
         waited += any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions)
@@ -125,20 +135,20 @@ def test_a_silent_members_name_is_free_after_the_lease() -> None:
 
 def test_after_a_failover_members_come_back_before_others_get_their_names() -> None:
     state = without_lease(running())
-    state, _, _ = transition(state, Adopted(), state.ticked)
-    after, actions, _ = transition(state, again(state, "other"), state.ticked + 0.5)
+    state, _, _ = transition(state, CoordinatorFailover(), state.updated_at)
+    after, actions, _ = transition(state, again(state, "other"), state.updated_at + 0.5)
     assert after.members["node1"] == state.members["node1"]
     assert any(isinstance(a, Send) and isinstance(a.message, Refused) for a in actions)
-    newcomer, start = again(state, "other"), state.ticked
+    newcomer, start = again(state, "other"), state.updated_at
     while state.members.get("node1") is None or state.members["node1"].report.info.incarnation != "other":
-        state, _, _ = transition(state, newcomer, state.ticked + 0.1)
-    assert 2.0 <= state.ticked - start <= 2.5, "it did not come back"
+        state, _, _ = transition(state, newcomer, state.updated_at + 0.1)
+    assert 2.0 <= state.updated_at - start <= 2.5, "it did not come back"
 
 
 def test_of_replaced_incarnations_the_newest_are_remembered() -> None:
     state = without_lease(running())
     for number in range(RETIRED + 3):
         former = state.members["node1"].report.info.incarnation
-        state, _, _ = learn(state, Closed("node1", former), state.ticked)
-        state, _, _ = learn(state, again(state, f"i{number}"), state.ticked)
+        state, _, _ = record_event(state, ConnectionClosed("node1", former), state.updated_at)
+        state, _, _ = record_event(state, again(state, f"i{number}"), state.updated_at)
     assert len(state.retired) == RETIRED and state.retired[-1] == ("node1", f"i{RETIRED + 1}")

@@ -21,12 +21,14 @@ def look(
     fleet: f.Fleet, found: tuple[f.Machine, ...], now: float, unplaced: int = 0
 ) -> tuple[f.Fleet, list[str], str]:
     """(fleet, started nodes at their machines, reason)."""
-    fleet, actions, reason = f.transition(fleet, f.Looked(found, unplaced), now)
-    return fleet, [f"{a.node}@{a.machine.id}" for a in actions if isinstance(a, f.Start)], reason
+    fleet, actions, reason = f.transition(fleet, f.ClusterObserved(found, unplaced), now)
+    return fleet, [f"{a.node}@{a.machine.id}" for a in actions if isinstance(a, f.StartAgent)], reason
 
 
-def end(fleet: f.Fleet, node: str, code: int | None, now: float) -> tuple[f.Fleet, tuple[f.Action, ...], str]:
-    return f.transition(fleet, f.Ended(node, code), now)
+def end(
+    fleet: f.Fleet, node: str, code: int | None, now: float
+) -> tuple[f.Fleet, tuple[f.FleetAction, ...], str]:
+    return f.transition(fleet, f.AgentEnded(node, code), now)
 
 
 def test_nothing_starts_before_the_gang_has_its_places() -> None:
@@ -45,8 +47,8 @@ def test_machines_beyond_the_most_are_spares_and_only_so_many() -> None:
 
 def test_a_lost_machine_is_forgotten_asked_for_and_comes_back_as_a_new_node() -> None:
     fleet, _, _ = look(f.Fleet(wanted=2), machines("a", "b", reserved=2), 0.0)
-    fleet, actions, reason = f.transition(fleet, f.Looked(machines("a", reserved=1), 1), 1.0)
-    assert actions == (f.Forget("node1"), f.Ask(2))
+    fleet, actions, reason = f.transition(fleet, f.ClusterObserved(machines("a", reserved=1), 1), 1.0)
+    assert actions == (f.ForgetAgent("node1"), f.RequestNodes(2))
     assert reason == "the machine of node1 is gone; 1 of 2 nodes are missing"
     found = (*machines("a", reserved=1), f.Machine(id="b", host="b"))
     fleet, started, _ = look(fleet, found, 2.0, unplaced=1)
@@ -90,13 +92,13 @@ def test_a_machine_whose_agent_left_in_order_is_left_alone(code: int) -> None:
     fleet, _, _ = look(f.Fleet(wanted=2), found, 0.0)
     fleet, _, reason = end(fleet, "node1", code, 1.0)
     assert reason == "node1 has left in order"
-    fleet, actions, _ = f.transition(fleet, f.Looked(found), 1000.0)
-    assert actions == (f.Ask(2),), "another machine may take its place"
+    fleet, actions, _ = f.transition(fleet, f.ClusterObserved(found), 1000.0)
+    assert actions == (f.RequestNodes(2),), "another machine may take its place"
 
 
 def test_it_gives_up_when_no_machine_can_hold_an_agent() -> None:
     fleet, found, now = f.Fleet(wanted=2), machines("a", "b", reserved=2), 0.0
-    given_up: list[f.Action] = []
+    given_up: list[f.FleetAction] = []
     for _ in range(f.MOST_FAILURES):
         fleet, started, _ = look(fleet, found, now)
         for node in [text.partition("@")[0] for text in started]:
@@ -117,15 +119,17 @@ _machine = st.builds(
     f.Machine, id=st.sampled_from("abcdef"), reserved=st.none() | st.integers(0, 3), room=st.booleans()
 )
 _looks = st.builds(
-    f.Looked, st.lists(_machine, max_size=6, unique_by=lambda m: m.id).map(tuple), st.integers(0, 2)
+    f.ClusterObserved, st.lists(_machine, max_size=6, unique_by=lambda m: m.id).map(tuple), st.integers(0, 2)
 )
 _ends = st.builds(
-    f.Ended, st.integers(0, 12).map("node{}".format), st.sampled_from((EXIT_OK, 1, EXIT_DRAINED, -9, None))
+    f.AgentEnded,
+    st.integers(0, 12).map("node{}".format),
+    st.sampled_from((EXIT_OK, 1, EXIT_DRAINED, -9, None)),
 )
 
 
 @given(st.integers(1, 4), st.integers(0, 2), st.lists(_looks | _ends, max_size=40))
-def test_whatever_happens(wanted: int, spares: int, events: list[f.Event]) -> None:
+def test_whatever_happens(wanted: int, spares: int, events: list[f.FleetEvent]) -> None:
     """One agent a machine, never too many, names never given twice, a request only while nodes are missing."""
     fleet, names, asked = f.Fleet(wanted=wanted, spares=spares), set[str](), 0
     for now, event in enumerate(events):
@@ -133,14 +137,14 @@ def test_whatever_happens(wanted: int, spares: int, events: list[f.Event]) -> No
         assert not actions or reason
         for action in actions:
             match action:
-                case f.Start(node, machine):
+                case f.StartAgent(node, machine):
                     assert node not in names and (machine.reserved is not None or machine.room)
-                    assert isinstance(event, f.Looked) and machine in event.machines
+                    assert isinstance(event, f.ClusterObserved) and machine in event.machines
                     names.add(node)
-                case f.Ask(nodes):
+                case f.RequestNodes(nodes):
                     assert nodes != asked and nodes in (0, wanted)
                     asked = nodes
         assert fleet.running <= wanted + spares and fleet.asked == asked
         assert len({seat.machine for seat in fleet.seats}) == len(fleet.seats)
-        if isinstance(event, f.Looked):
+        if isinstance(event, f.ClusterObserved):
             assert {seat.machine for seat in fleet.seats} <= {machine.id for machine in event.machines}

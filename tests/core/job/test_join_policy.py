@@ -11,7 +11,7 @@ from elastic.core.coordinator.transitions import transition
 from elastic.core.job import epoch_change as change
 from elastic.core.job import join_policy as stay
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
+from elastic.core.job.state import JobPhase, JobState, LogEntry, NodeReported, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
@@ -31,17 +31,17 @@ def running(nodes: int = 2) -> JobState:
     return state
 
 
-def join(state: JobState, name: str, **info: Any) -> tuple[JobState, tuple[job.Action, ...], str]:
+def join(state: JobState, name: str, **info: Any) -> tuple[JobState, tuple[job.JobAction, ...], str]:
     """A node comes and its workers attach; what is decided then."""
     new = NodeInfo(name, f"{name}.1", f"{name}:1", **info)
-    now = state.ticked + 0.01
-    state, _, _ = transition(state, Reported(NodeReport(new, NodePhase.EMPTY, 0), True), now)
+    now = state.updated_at + 0.01
+    state, _, _ = transition(state, NodeReported(NodeReport(new, NodePhase.EMPTY, 0), True), now)
     ready = NodeReport(new, NodePhase.IDLE, 0, restart=0, able=True, elastic=True)
-    return transition(state, Reported(ready), now + 0.01)
+    return transition(state, NodeReported(ready), now + 0.01)
 
 
-def notes(actions: tuple[job.Action, ...]) -> list[Note]:
-    return [action for action in actions if isinstance(action, Note) and action.kind == "spare"]
+def notes(actions: tuple[job.JobAction, ...]) -> list[LogEntry]:
+    return [action for action in actions if isinstance(action, LogEntry) and action.kind == "spare"]
 
 
 def test_a_node_expected_to_live_two_minutes_is_left_as_a_spare() -> None:
@@ -53,7 +53,7 @@ def test_a_node_expected_to_live_two_minutes_is_left_as_a_spare() -> None:
     assert "node9 stay spare: expected to stay 120 s" in note.data["reason"]
     assert "pauses of 50 s in and 50 s out need 150 s to pay" in note.data["reason"]
     assert note.data["reason"] in reason
-    again, actions, _ = transition(after, job.Tick(), after.ticked + 30.0)
+    again, actions, _ = transition(after, job.Tick(), after.updated_at + 30.0)
     assert not again.joining and not notes(actions), "the same evidence is weighed once"
 
 
@@ -91,7 +91,7 @@ def test_of_several_newcomers_only_those_that_stay_are_used() -> None:
     state = running().of(pauses=LONG_PAUSES, node_seconds=1e7)
     state, _, _ = join(state, "node8", lifetime_s=120.0)
     state, _, _ = join(state, "node9")
-    after, actions, _ = transition(state.of(considered=(), joining=()), job.Tick(), state.ticked + 0.01)
+    after, actions, _ = transition(state.of(considered=(), joining=()), job.Tick(), state.updated_at + 0.01)
     assert after.joining == ("node9",)
     (note,) = notes(actions)
     assert note.data["nodes"] == ["node8"]
@@ -101,7 +101,7 @@ def test_a_longer_stay_than_expected_is_considered_anew() -> None:
     state, _, _ = join(running().of(pauses=LONG_PAUSES, node_seconds=1e7), "node9", lifetime_s=120.0)
     report = state.members["node9"].report
     info = replace(report.info, lifetime_s=36000.0)
-    after, _, _ = transition(state, Reported(replace(report, info=info)), state.ticked + 0.01)
+    after, _, _ = transition(state, NodeReported(replace(report, info=info)), state.updated_at + 0.01)
     assert after.joining == ("node9",)
 
 
@@ -110,12 +110,12 @@ def test_where_nodes_go_often_a_newcomer_waits_until_it_is_calm() -> None:
     state, actions, _ = join(rough, "node9")
     assert not state.joining
     assert "to the next change expected" in notes(actions)[0].data["reason"]
-    assert state.look_again > state.ticked
-    early, _, _ = transition(state.of(ticked=0.0), job.Tick(), state.look_again - 1.0)
-    assert not early.joining and early.look_again == state.look_again
-    members = {name: replace(mb, seen=state.look_again) for name, mb in state.members.items()}
-    state = state.of(ticked=0.0, members=members)
-    after, _, _ = transition(state, job.Tick(), state.look_again + 1.0)
+    assert state.reconsider_at > state.updated_at
+    early, _, _ = transition(state.of(updated_at=0.0), job.Tick(), state.reconsider_at - 1.0)
+    assert not early.joining and early.reconsider_at == state.reconsider_at
+    members = {name: replace(mb, seen=state.reconsider_at) for name, mb in state.members.items()}
+    state = state.of(updated_at=0.0, members=members)
+    after, _, _ = transition(state, job.Tick(), state.reconsider_at + 1.0)
     assert after.joining == ("node9",)
 
 
@@ -162,9 +162,9 @@ def test_a_spare_is_used_however_short_its_stay_if_nothing_fits_without_it() -> 
     state, _, _ = join(state, "node9", lifetime_s=5.0)
     assert not state.joining
     gone = {name: mb for name, mb in state.members.items() if name == "node9"}
-    choice = stay.lasting(
+    choice = stay.plan_for_change(
         state,
-        replace(change.request(state, state.epoch + 1), nodes=(gone["node9"].report.info,)),
-        state.ticked,
+        replace(change.plan_request(state, state.epoch + 1), nodes=(gone["node9"].report.info,)),
+        state.updated_at,
     )
     assert choice.plan is not None and choice.plan.nodes() == ("node9",) and not choice.aside

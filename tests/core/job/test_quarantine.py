@@ -12,7 +12,7 @@ from elastic.core.health import diagnosis as health
 from elastic.core.health.diagnosis import Record
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Reported
+from elastic.core.job.state import JobPhase, JobState, NodeReported
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
@@ -46,19 +46,19 @@ def test_a_quarantine_is_never_outside_its_bounds(waits: list[float]) -> None:
 
 def test_a_node_out_of_quarantine_is_considered_again() -> None:
     state, _ = fall(running(), "node1", "signal 11", LIMITS.crashes)
-    record = quarantine.of(state, "node1")
+    record = quarantine.record_of(state, "node1")
     state = settled(state.of(considered=(state.members["node1"].report.info.incarnation,)), without="node1")
     state, _, _ = transition(state, job.Tick(), record.until - 0.1)
-    assert quarantine.holds(state, "node1") and state.considered
+    assert quarantine.is_quarantined(state, "node1") and state.considered
     state, actions, _ = transition(state, job.Tick(), record.until + 0.1)
-    assert not quarantine.holds(state, "node1") and state.joining == ("node1",)
+    assert not quarantine.is_quarantined(state, "node1") and state.joining == ("node1",)
     (note,) = told(actions)
     assert note["action"] == "none" and "may be used again" in note["reason"]
 
 
 def settled(state: JobState, without: str) -> JobState:
     """As after the change that took `without` out: its workers are there again, and idle."""
-    from elastic.core.job.epoch_change import request
+    from elastic.core.job.epoch_change import plan_request
     from elastic.planning.search.search import make_plan
 
     members = {}
@@ -67,7 +67,7 @@ def settled(state: JobState, without: str) -> JobState:
         mine = replace(mb.report, epoch=state.epoch, phase=phase, able=True, protected=state.epoch)
         members[node] = replace(mb, report=mine, seen=1e9)
     state = state.of(members=members, phase=JobPhase.RUNNING, change=None, trimmed=state.epoch)
-    return state.of(plan=make_plan(request(state, state.epoch)))
+    return state.of(plan=make_plan(plan_request(state, state.epoch)))
 
 
 def test_a_doubtful_node_is_better_than_none() -> None:
@@ -76,31 +76,31 @@ def test_a_doubtful_node_is_better_than_none() -> None:
     state = settled(state, "node1")
     assert state.plan is not None and state.plan.nodes() == ("node0",)
     state, _, _ = transition(
-        state, job.Closed("node0", state.members["node0"].report.info.incarnation), state.ticked
+        state, job.ConnectionClosed("node0", state.members["node0"].report.info.incarnation), state.updated_at
     )
-    state, _, _ = transition(state, job.Tick(), state.ticked + 0.3)
+    state, _, _ = transition(state, job.Tick(), state.updated_at + 0.3)
     assert state.phase is JobPhase.HALTING and "node0" not in state.members
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
-    state, actions, _ = transition(state, Reported(halted), state.ticked + 0.1)
-    assert not quarantine.holds(state, "node1"), "it was let out"
+    state, actions, _ = transition(state, NodeReported(halted), state.updated_at + 0.1)
+    assert not quarantine.is_quarantined(state, "node1"), "it was let out"
     assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in told(actions))
 
 
 def test_a_flapping_node_is_put_aside_when_it_comes_back() -> None:
     state, notes = running(), []
     for _ in range(LIMITS.departures):
-        state, more = remedies.departed(state, "node1", "connection closed", state.ticked)
+        state, more = remedies.node_lost(state, "node1", "connection closed", state.updated_at)
         notes += told(more)
     (note,) = notes
     assert (note["class"], note["action"]) == ("host", "quarantine") and note["evidence"]["departures"] == 3
-    assert quarantine.holds(state, "node1")
+    assert quarantine.is_quarantined(state, "node1")
 
 
 def test_a_network_that_loses_everybody_puts_nobody_aside() -> None:
     state = running()
     for _ in range(LIMITS.departures + 1):
         for node in ("node0", "node1", "node2"):
-            state, actions = remedies.departed(state, node, "silent", state.ticked)
+            state, actions = remedies.node_lost(state, node, "silent", state.updated_at)
             assert not actions
     assert not any(record.quarantined for record in state.health.values())
 
@@ -108,5 +108,5 @@ def test_a_network_that_loses_everybody_puts_nobody_aside() -> None:
 def test_records_of_nodes_that_went_are_forgotten() -> None:
     state = running()
     for number in range(500):
-        state, _ = remedies.departed(state, f"spot-{number}", "gone", state.ticked + 100.0 * number)
+        state, _ = remedies.node_lost(state, f"spot-{number}", "gone", state.updated_at + 100.0 * number)
     assert len(state.health) <= len(state.members) + remedies.KEPT_MORE + 1

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from elastic.core.node import node as core
-from elastic.core.node.node import MOVES, NodeState, Said, Worker, hung, transition
+from elastic.core.node.node import (
+    PHASE_CHANGES,
+    NodeState,
+    WorkerMessage,
+    WorkerState,
+    hang_reason,
+    transition,
+)
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase as Phase
 from elastic.domain.types import Assignment, NodeInfo, Pipeline, Plan, Stage, Unit
@@ -33,13 +40,13 @@ def play(*events: Any, state: NodeState | None = None, now: float = 10.0) -> Nod
     return state
 
 
-def both(*messages: Any) -> list[Said]:
-    return [Said(rank, message) for message in messages for rank in range(2)]
+def both(*messages: Any) -> list[WorkerMessage]:
+    return [WorkerMessage(rank, message) for message in messages for rank in range(2)]
 
 
-START = [LAUNCH, Said(0, ATTACH[0]), Said(1, ATTACH[1])]
+START = [LAUNCH, WorkerMessage(0, ATTACH[0]), WorkerMessage(1, ATTACH[1])]
 RUN = [*START, m.Halt(1), m.Install(1, plan("a", 1)), *both(m.Ready(1, 0.0, 0.0))]
-CRASH = [core.Exited(0, -9), *START[1:]]
+CRASH = [core.WorkerExited(0, -9), *START[1:]]
 STATES = {
     Phase.EMPTY: [],
     Phase.STARTING: START[:1],
@@ -48,8 +55,8 @@ STATES = {
     Phase.RUNNING: RUN,
     Phase.HALTING: [*RUN, m.Halt(2)],
     Phase.HALTED: [*RUN, m.Halt(2), *both(HALTED)],
-    Phase.FINISHED: [*RUN, Said(0, m.Finished(4, "sha")), Said(1, m.Finished(4))],
-    Phase.FAILED: [*START, *CRASH * 3, core.Exited(1, 1)],
+    Phase.FINISHED: [*RUN, WorkerMessage(0, m.Finished(4, "sha")), WorkerMessage(1, m.Finished(4))],
+    Phase.FAILED: [*START, *CRASH * 3, core.WorkerExited(1, 1)],
 }
 EVENTS: list[Any] = [
     LAUNCH,
@@ -71,8 +78,8 @@ EVENTS: list[Any] = [
         m.Failed("bad"),
         m.Acked(1),
     ),
-    *(core.Exited(rank, code) for rank in (0, 1) for code in (0, 1, -9)),
-    core.Looked((core.Evidence(0, False, 1.0), core.Evidence(1, True, 1.0))),
+    *(core.WorkerExited(rank, code) for rank in (0, 1) for code in (0, 1, -9)),
+    core.WorkersPolled((core.ProcessSample(0, False, 1.0), core.ProcessSample(1, True, 1.0))),
     core.PrefetchDone(1),
     object(),
 ]
@@ -83,13 +90,13 @@ EVENTS: list[Any] = [
 )
 def test_the_end_of_a_failed_job_is_no_crash_of_the_agent(told: int, code: int) -> None:
     """A job runner starts what crashed again, and not what was told that all is over, whatever the script's code."""
-    assert core.Leave(code) in transition(play(LAUNCH), m.Stop(told), 10.0)[1]
+    assert core.EndAgent(code) in transition(play(LAUNCH), m.Stop(told), 10.0)[1]
 
 
 @pytest.mark.parametrize("phase", STATES)
 def test_every_event_in_every_phase(phase: Phase) -> None:
-    """A reason and no exception; phases move only as `MOVES` says; the epoch never falls."""
-    moves = {(before, after) for sources, _, after in MOVES for before in sources}
+    """A reason and no exception; phases move only as `PHASE_CHANGES` says; the epoch never falls."""
+    moves = {(before, after) for sources, _, after in PHASE_CHANGES for before in sources}
     state = play(*STATES[phase])
     assert state.phase is phase
     for event in EVENTS:
@@ -97,8 +104,8 @@ def test_every_event_in_every_phase(phase: Phase) -> None:
         assert reason, event
         assert after.epoch >= state.epoch
         assert after.phase is phase or (phase, after.phase) in moves, f"{phase} -> {after.phase} on {event}"
-        if after.phase is not phase and not any(isinstance(a, core.Tell) for a in actions):
-            assert core.Report() in actions, f"{phase} -> {after.phase} is not reported"
+        if after.phase is not phase and not any(isinstance(a, core.SendToWorkers) for a in actions):
+            assert core.SendReport() in actions, f"{phase} -> {after.phase} is not reported"
         core.report(after)
 
 
@@ -113,15 +120,15 @@ def test_old_and_repeated_orders_change_nothing() -> None:
     state = play(*RUN)
     for event in (LAUNCH, m.Halt(1), m.Halt(0), m.Install(1, plan("a", 1)), m.Install(2, plan("a", 2))):
         after, actions, reason = transition(state, event, 11.0)
-        assert after == state and actions == (core.Report(),), reason
+        assert after == state and actions == (core.SendReport(),), reason
 
 
 def test_a_second_halt_needs_no_second_answer() -> None:
     """A worker answers once an epoch: after that it waits for an assignment and hears no halt."""
-    state = play(*RUN, m.Halt(2), Said(0, HALTED), m.Halt(3))
+    state = play(*RUN, m.Halt(2), WorkerMessage(0, HALTED), m.Halt(3))
     assert state.phase is Phase.HALTING
-    state, actions, _ = transition(state, Said(1, HALTED), 11.0)
-    assert state.phase is Phase.HALTED and actions == (core.Fence(3), core.Report())
+    state, actions, _ = transition(state, WorkerMessage(1, HALTED), 11.0)
+    assert state.phase is Phase.HALTED and actions == (core.FenceVault(3), core.SendReport())
     assert len(core.report(state).halted) == 2
 
 
@@ -142,26 +149,26 @@ def test_a_crash_before_and_after_the_assignment() -> None:
 
 
 def test_a_crash_takes_the_other_workers_along_and_keeps_the_vault() -> None:
-    state, actions, reason = transition(play(*RUN), core.Exited(1, -11), 11.0)
+    state, actions, reason = transition(play(*RUN), core.WorkerExited(1, -11), 11.0)
     assert reason == "worker 1 ended with signal 11"
-    assert actions == (core.KillWorkers(reason), core.Spawn(LAUNCH), core.Report())
+    assert actions == (core.KillWorkers(reason), core.SpawnWorkers(LAUNCH), core.SendReport())
     assert state.phase is Phase.STARTING and state.epoch == 1
 
 
 def test_a_node_gives_up_after_too_many_crashes_in_a_row() -> None:
-    state, _actions, reason = transition(play(*START, *CRASH * 3), core.Exited(0, 1), 11.0)
+    state, _actions, reason = transition(play(*START, *CRASH * 3), core.WorkerExited(0, 1), 11.0)
     assert state.phase is Phase.FAILED and "4 crashes without" in reason
     enter = [m.Halt(2), m.Install(2, plan("a", 2)), *both(m.Ready(2, 0.0, 0.0))]
-    assert play(*START, *CRASH * 3, *enter, core.Exited(0, 1)).phase is Phase.STARTING
+    assert play(*START, *CRASH * 3, *enter, core.WorkerExited(0, 1)).phase is Phase.STARTING
 
 
 def test_last_words_are_the_cause() -> None:
     """The worker's own, and those of the first to go; they end with its process."""
-    state = play(*RUN, Said(1, m.Crashed("CUDA error: ECC", 1)))
+    state = play(*RUN, WorkerMessage(1, m.Crashed("CUDA error: ECC", 1)))
     assert state.phase is Phase.RUNNING and core.report(state).failed is None, "its exit comes next"
-    state, actions, reason = transition(state, core.Exited(1, 1), 11.0)
+    state, actions, reason = transition(state, core.WorkerExited(1, 1), 11.0)
     assert reason == core.report(state).cause == "CUDA error: ECC" and core.report(state).fallen == 1
-    assert actions == (core.KillWorkers(reason), core.Spawn(LAUNCH), core.Report())
+    assert actions == (core.KillWorkers(reason), core.SpawnWorkers(LAUNCH), core.SendReport())
     assert not any(worker.error for worker in state.workers)
 
 
@@ -170,43 +177,49 @@ def test_fenced() -> None:
     _, actions, _ = transition(play(*RUN), m.Fenced("silent"), 11.0)
     assert actions == (core.KillWorkers("silent"), core.Rejoin())
     _, actions, _ = transition(play(), m.Fenced("who?"), 11.0)
-    assert actions == (core.Report(),)
+    assert actions == (core.SendReport(),)
 
 
 def test_spares_and_boundaries() -> None:
     """A spare enters without its workers; until a planned change its vault goes on taking copies."""
     state, actions, _ = transition(play(*START, m.Halt(1)), m.Install(1, plan("b", 1)), 11.0)
-    assert state.phase is Phase.IDLE and [type(a) for a in actions] == [core.Enter, core.Report]
+    assert state.phase is Phase.IDLE and [type(a) for a in actions] == [core.EnterEpoch, core.SendReport]
     _, actions, _ = transition(state, m.Halt(2, boundary=True), 11.0)
-    assert actions == (core.Report(),)
+    assert actions == (core.SendReport(),)
     _, actions, _ = transition(state, m.Halt(2), 11.0)
-    assert actions == (core.Fence(2), core.Report())
+    assert actions == (core.FenceVault(2), core.SendReport())
 
 
 def test_words_of_unknown_workers() -> None:
     empty = play()
-    for event in (Said(0, m.Protected(1)), core.Exited(1, 0), core.Looked((core.Evidence(0, True, 0.0),))):
+    for event in (
+        WorkerMessage(0, m.Protected(1)),
+        core.WorkerExited(1, 0),
+        core.WorkersPolled((core.ProcessSample(0, True, 0.0),)),
+    ):
         assert replace(transition(empty, event, 11.0)[0], looked=0.0) == empty
 
 
 def test_suspicions_end_with_the_epoch() -> None:
     state = play(
-        *RUN, Said(0, m.CommFailed(1, ("b",), "reset")), Said(1, m.CommFailed(1, ("b", "c"), "reset"))
+        *RUN,
+        WorkerMessage(0, m.CommFailed(1, ("b",), "reset")),
+        WorkerMessage(1, m.CommFailed(1, ("b", "c"), "reset")),
     )
     assert state.suspects == ("b", "c")
     assert play(m.Halt(2), state=state).suspects == ()
-    assert play(m.Halt(2), Said(0, m.CommFailed(1, ("b",), "late")), state=state).suspects == ()
+    assert play(m.Halt(2), WorkerMessage(0, m.CommFailed(1, ("b",), "late")), state=state).suspects == ()
 
 
 def test_script_without_elastic() -> None:
     """torchrun's rules: one bad exit ends the group; the node reports, the coordinator decides."""
     launched = play(LAUNCH)
-    assert play(core.Exited(0, 0), state=launched).phase is Phase.STARTING
-    assert play(core.Exited(0, 0), core.Exited(1, 0), state=launched).phase is Phase.FINISHED
-    state, actions, _ = transition(launched, core.Exited(1, 3), 11.0)
+    assert play(core.WorkerExited(0, 0), state=launched).phase is Phase.STARTING
+    assert play(core.WorkerExited(0, 0), core.WorkerExited(1, 0), state=launched).phase is Phase.FINISHED
+    state, actions, _ = transition(launched, core.WorkerExited(1, 3), 11.0)
     assert state.phase is Phase.FAILED and core.KillWorkers("a worker failed") in actions
     again, actions, _ = transition(state, replace(LAUNCH, restart=1), 11.0)
-    assert again.phase is Phase.STARTING and core.Spawn(replace(LAUNCH, restart=1)) in actions
+    assert again.phase is Phase.STARTING and core.SpawnWorkers(replace(LAUNCH, restart=1)) in actions
 
 
 # ---- hung --------------------------------------------------------------------------------------
@@ -240,36 +253,38 @@ def test_script_without_elastic() -> None:
 def test_hung(what: str, stopped: bool, silent: float, idle: float, activity: str, expected: str) -> None:
     now = 10_000.0
     progress = m.Progress(1, activity, 0, 0)
-    worker = Worker(True, ATTACH[0], progress=progress, seen=now - silent, moved=now - idle)
-    found = hung(worker, stopped, now)
+    worker = WorkerState(True, ATTACH[0], progress=progress, seen=now - silent, moved=now - idle)
+    found = hang_reason(worker, stopped, now)
     assert bool(found) is bool(expected) and expected in found, what
 
 
 def test_a_hung_worker_is_killed_with_its_cause() -> None:
     """CPU time counts as movement; a worker that has not attached yet is left alone."""
     state = play(*RUN)
-    stopped = core.Looked((core.Evidence(1, True, 0.0),))
+    stopped = core.WorkersPolled((core.ProcessSample(1, True, 0.0),))
     state, actions, reason = transition(state, stopped, 11.0)
     assert actions == (core.KillWorkers(f"hang: {reason}"),) and state.detect_s == 1.0
-    hung = core.report(play(core.Exited(1, -9), state=state))
-    assert hung.cause == f"hang: {reason}" and hung.hung
-    broke = core.report(play(Said(1, m.Crashed("CUDA error: ECC", 1)), core.Exited(1, 1), state=state))
+    hang_reason = core.report(play(core.WorkerExited(1, -9), state=state))
+    assert hang_reason.cause == f"hang: {reason}" and hang_reason.hung
+    broke = core.report(
+        play(WorkerMessage(1, m.Crashed("CUDA error: ECC", 1)), core.WorkerExited(1, 1), state=state)
+    )
     assert broke.cause == "CUDA error: ECC" and not broke.hung, "the worker's last words"
     installed = [m.Halt(2), m.Install(2, plan("a", 2))]
-    assert not core.report(play(core.Exited(1, -9), *START[1:], *installed, state=state)).hung
+    assert not core.report(play(core.WorkerExited(1, -9), *START[1:], *installed, state=state)).hung
     assert transition(play(LAUNCH), stopped, 99.0)[1] == ()
 
 
 def test_a_worker_that_does_not_halt_is_hung() -> None:
     """It waits for nobody then; how long it had waited before does not count. A planned halt it reaches when all do."""
-    waiting = core.Said(0, m.Progress(1, "wait", 0, 0))
+    waiting = core.WorkerMessage(0, m.Progress(1, "wait", 0, 0))
     for boundary, after, why in [(False, 59.0, ""), (False, 61.0, "told to halt"), (True, 3600.0, "")]:
-        state, _, _ = transition(play(*RUN, waiting), core.Looked(()), 1000.0)
+        state, _, _ = transition(play(*RUN, waiting), core.WorkersPolled(()), 1000.0)
         state, _, _ = transition(state, m.Halt(state.epoch + 1, boundary), 1000.0)
         now = 1000.0 + after
-        state, _, _ = transition(state, core.Said(0, m.Progress(1, "wait", 0, 0)), now)
+        state, _, _ = transition(state, core.WorkerMessage(0, m.Progress(1, "wait", 0, 0)), now)
         state = replace(state, looked=now)
-        _, actions, reason = transition(state, core.Looked((core.Evidence(0, False, 0.0),)), now)
+        _, actions, reason = transition(state, core.WorkersPolled((core.ProcessSample(0, False, 0.0),)), now)
         assert bool(actions) is bool(why) and why in reason, (boundary, after, reason)
 
 
@@ -295,13 +310,15 @@ def watched(
             continue
         at = now - 10.0
         sleeps = disk[0] <= at < disk[1]
-        look = core.Looked(tuple(core.Evidence(rank, False, cpu(at), sleeps, family(at)) for rank in (0, 1)))
+        look = core.WorkersPolled(
+            tuple(core.ProcessSample(rank, False, cpu(at), sleeps, family(at)) for rank in (0, 1))
+        )
         state, actions, _ = transition(state, look, now)
         done += [action.reason for action in actions if isinstance(action, core.KillWorkers)]
         if now - heard >= 0.2 and not sleeps:
             heard = now
             for rank in (0, 1):
-                state, _, _ = transition(state, Said(rank, m.Progress(1, activity, 3, 1)), now)
+                state, _, _ = transition(state, WorkerMessage(rank, m.Progress(1, activity, 3, 1)), now)
     return done
 
 

@@ -10,9 +10,9 @@ from elastic.core.health.backup_metrics import ENOUGH, NEWEST, Gauge, middle, no
 from elastic.core.health.compute_speed import Pace
 from elastic.core.job import measured_conditions as conditions
 from elastic.core.job import state as job
-from elastic.core.job.state import CauseKind, JobPhase, JobState, Note, Send
+from elastic.core.job.state import CauseKind, JobPhase, JobState, LogEntry, Send
 from elastic.core.policy import backup_policy as backup
-from elastic.core.policy.backup_policy import LOOK_S, STEPS
+from elastic.core.policy.backup_policy import CHECK_INTERVAL_S, MIN_STEPS
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import Measured, Traffic
 from tests.core.policy.test_straggler_policy import running
@@ -67,7 +67,7 @@ def beaten(state: JobState, steps: int, **figures: float) -> JobState:
         for node in state.members:
             incarnation = state.members[node].report.info.incarnation
             one = measured(step, epoch=state.epoch, **figures)  # type: ignore[arg-type]
-            state = conditions.observe(state, job.Beat(node, incarnation, step, 0, (one,)))
+            state = conditions.observe_backup(state, job.Heartbeat(node, incarnation, step, 0, (one,)))
     return state
 
 
@@ -77,7 +77,7 @@ def auto() -> JobState:
 
 
 def test_what_was_measured_replaces_what_the_profile_says() -> None:
-    state = beaten(auto(), STEPS, slowed=1.25)
+    state = beaten(auto(), MIN_STEPS, slowed=1.25)
     found = conditions.measured_profile(state)
     assert found.link.bytes_per_s == 100 * MB and found.copy_bytes_per_s == 1000 * MB
     assert found.contention == pytest.approx(0.2), "a second of transfer, in which 0.8 s of work are done"
@@ -85,7 +85,7 @@ def test_what_was_measured_replaces_what_the_profile_says() -> None:
 
 
 def test_without_a_profile_times_are_scaled_to_seconds() -> None:
-    state = beaten(auto(), STEPS)
+    state = beaten(auto(), MIN_STEPS)
     state = state.of(policy=replace(state.policy, profile=None))
     paces = {mb.report.info.incarnation: Pace(profiled=False, unit=0.25) for mb in state.members.values()}
     before = conditions.measured_profile(state)
@@ -94,72 +94,74 @@ def test_without_a_profile_times_are_scaled_to_seconds() -> None:
 
 
 def test_unknown_links_are_not_weighed() -> None:
-    assert conditions.weighing(auto()) is None
-    fixed = beaten(auto(), STEPS)
-    assert conditions.weighing(fixed) is not None
-    assert conditions.weighing(fixed.of(policy=replace(fixed.policy, backup="stream+snapshot"))) is None
+    assert conditions.backup_conditions(auto()) is None
+    fixed = beaten(auto(), MIN_STEPS)
+    assert conditions.backup_conditions(fixed) is not None
+    assert (
+        conditions.backup_conditions(fixed.of(policy=replace(fixed.policy, backup="stream+snapshot"))) is None
+    )
 
 
 def test_another_pair_is_taken_at_the_end_of_a_step_if_it_saves_enough() -> None:
     """A link of 10 kB/s: eight bytes a layer take longer than computing beside losses that never come."""
-    state = beaten(auto(), STEPS, sent_s=1e6)
-    result = backup.rechoose(state, LOOK_S)
+    state = beaten(auto(), MIN_STEPS, sent_s=1e6)
+    result = backup.change_backup(state, CHECK_INTERVAL_S)
     assert result is not None
     state, actions, reason = result
     assert state.phase is JobPhase.HALTING and state.change is not None and state.change.boundary
     assert state.change.cause.startswith("backup recompute+")
     assert state.change.causes[0].kind is CauseKind.BACKUP
     assert [a.message for a in actions if isinstance(a, Send)] == [m.Halt(state.epoch, True)] * 2
-    told = next(a for a in actions if isinstance(a, Note) and a.kind == "backup")
+    told = next(a for a in actions if isinstance(a, LogEntry) and a.kind == "backup")
     assert told.data["changed"] is True and told.data["now"].startswith("stream+")
     assert len(told.data["weighed"]) > 1 and "expected time" in reason
 
 
 def test_a_pair_that_saves_little_stays_and_is_not_weighed_again_until_something_changes() -> None:
-    state = beaten(auto(), STEPS)
-    result = backup.rechoose(state, LOOK_S)
+    state = beaten(auto(), MIN_STEPS)
+    result = backup.change_backup(state, CHECK_INTERVAL_S)
     assert result is not None
     state, actions, reason = result
     assert state.phase is JobPhase.RUNNING and "stays" in reason
-    assert [a.data["changed"] for a in actions if isinstance(a, Note)] == [False]
-    assert backup.rechoose(state, LOOK_S + 1) is None, "too soon"
-    again = backup.rechoose(state, 3 * LOOK_S)
+    assert [a.data["changed"] for a in actions if isinstance(a, LogEntry)] == [False]
+    assert backup.change_backup(state, CHECK_INTERVAL_S + 1) is None, "too soon"
+    again = backup.change_backup(state, 3 * CHECK_INTERVAL_S)
     assert again is not None and again[1] == () and again[2] == "", "nothing has changed"
 
 
-@pytest.mark.parametrize("short", [0, STEPS - 1])
+@pytest.mark.parametrize("short", [0, MIN_STEPS - 1])
 def test_nothing_is_weighed_before_enough_was_measured(short: int) -> None:
-    assert backup.rechoose(beaten(auto(), short, sent_s=1e6), LOOK_S) is None
+    assert backup.change_backup(beaten(auto(), short, sent_s=1e6), CHECK_INTERVAL_S) is None
 
 
 def test_schemes_that_the_user_fixed_are_never_weighed() -> None:
     state = auto()
     state = state.of(policy=replace(state.policy, backup="stream+snapshot"))
-    after = beaten(state, STEPS, sent_s=1e6)
-    assert backup.rechoose(after, LOOK_S) is None
+    after = beaten(state, MIN_STEPS, sent_s=1e6)
+    assert backup.change_backup(after, CHECK_INTERVAL_S) is None
 
 
 def test_a_change_that_its_pause_outweighs_is_left() -> None:
     """Losses every few seconds and a pause of an hour: nothing is worth another one."""
-    state = beaten(auto().of(losses=10**6, node_seconds=1e6, pauses=(3600.0,)), STEPS, sent_s=1e6)
-    result = backup.rechoose(state, LOOK_S)
+    state = beaten(auto().of(losses=10**6, node_seconds=1e6, pauses=(3600.0,)), MIN_STEPS, sent_s=1e6)
+    result = backup.change_backup(state, CHECK_INTERVAL_S)
     assert result is not None and result[0].phase is JobPhase.RUNNING
 
 
 def test_a_change_that_did_not_bring_the_pair_is_not_made_again() -> None:
-    state = beaten(auto(), STEPS, sent_s=1e6)
-    first = backup.rechoose(state, LOOK_S)
+    state = beaten(auto(), MIN_STEPS, sent_s=1e6)
+    first = backup.change_backup(state, CHECK_INTERVAL_S)
     assert first is not None and first[0].wanted == first[0].change.cause.removeprefix("backup ")  # type: ignore[union-attr]
-    again = backup.rechoose(state.of(wanted=first[0].wanted), LOOK_S)
+    again = backup.change_backup(state.of(wanted=first[0].wanted), CHECK_INTERVAL_S)
     assert again is not None and again[0].phase is JobPhase.RUNNING
 
 
 def test_contention_that_is_all_but_none_is_no_change() -> None:
-    state = beaten(auto(), STEPS, slowed=1.001)
-    result = backup.rechoose(state, LOOK_S)
+    state = beaten(auto(), MIN_STEPS, slowed=1.001)
+    result = backup.change_backup(state, CHECK_INTERVAL_S)
     assert result is not None
     noisy = result[0].of(gauges={key: replace(g, slowed=(1.1,) * 9) for key, g in result[0].gauges.items()})
-    assert (found := backup.rechoose(noisy, 3 * LOOK_S)) is not None and found[1] == ()
+    assert (found := backup.change_backup(noisy, 3 * CHECK_INTERVAL_S)) is not None and found[1] == ()
 
 
 def test_what_left_nodes_measured_is_forgotten_in_time() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Send
+from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NoticeKind
 from tests.core.coordinator.test_transitions import halt, running, say, told
@@ -23,13 +23,13 @@ def notice(
     return m.Notice(node, incarnation, kind, "aws", deadline_s, **more)  # type: ignore[arg-type]
 
 
-def notes(actions: tuple[job.Action, ...], kind: str) -> list[dict[str, object]]:
-    return [a.data for a in actions if isinstance(a, Note) and a.kind == kind]
+def notes(actions: tuple[job.JobAction, ...], kind: str) -> list[dict[str, object]]:
+    return [a.data for a in actions if isinstance(a, LogEntry) and a.kind == kind]
 
 
 def test_a_noticed_node_is_drained_at_the_end_of_the_step() -> None:
     state = running()
-    after, actions, reason = transition(state, notice(state, "node1"), state.ticked)
+    after, actions, reason = transition(state, notice(state, "node1"), state.updated_at)
     assert reason == "node1 leaves within 60 s (aws); epoch 2: drain node1 (aws)"
     assert told(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
     (note,) = notes(actions, "notice")
@@ -45,36 +45,36 @@ def test_a_noticed_node_is_drained_at_the_end_of_the_step() -> None:
 
 def test_short_notice_does_not_wait_for_the_end_of_the_step() -> None:
     state = running()
-    _, actions, _ = transition(state, notice(state, "node1", deadline_s=1.0), state.ticked)
+    _, actions, _ = transition(state, notice(state, "node1", deadline_s=1.0), state.updated_at)
     assert told(actions, m.Halt) == [m.Halt(2)] * 3
 
 
 def test_the_margin_grows_with_the_pauses_that_were_seen() -> None:
     state = running()
     state = state.of(seen=state.seen.grown(pause_s=4.0), timeouts=None)
-    state, *_ = transition(state, job.Tick(), state.ticked)
+    state, *_ = transition(state, job.Tick(), state.updated_at)
     assert state.limits.leave_s == 10.0
-    _, actions, _ = transition(state, notice(state, "node1", deadline_s=9.0), state.ticked)
+    _, actions, _ = transition(state, notice(state, "node1", deadline_s=9.0), state.updated_at)
     assert told(actions, m.Halt) == [m.Halt(2)] * 3
 
 
 def test_a_repeated_notice_changes_nothing_and_a_sooner_one_moves_the_deadline() -> None:
     state = running()
-    state, *_ = transition(state, notice(state, "node1"), state.ticked)
+    state, *_ = transition(state, notice(state, "node1"), state.updated_at)
     for deadline_s in (60.0, 59.9, 300.0):
         after, actions, reason = transition(
-            state, notice(state, "node1", deadline_s=deadline_s), state.ticked
+            state, notice(state, "node1", deadline_s=deadline_s), state.updated_at
         )
         assert after == state and actions == () and "known" in reason
-    after, actions, _ = transition(state, notice(state, "node1", deadline_s=20.0), state.ticked)
-    assert after.members["node1"].drain_deadline == pytest.approx(state.ticked + 20.0)
+    after, actions, _ = transition(state, notice(state, "node1", deadline_s=20.0), state.updated_at)
+    assert after.members["node1"].drain_deadline == pytest.approx(state.updated_at + 20.0)
     assert len(notes(actions, "notice")) == 1 and after.epoch == state.epoch
 
 
 def test_many_notices_are_one_change() -> None:
     state = running()
-    state, *_ = transition(state, notice(state, "node1"), state.ticked)
-    state, _, reason = transition(state, notice(state, "node2"), state.ticked)
+    state, *_ = transition(state, notice(state, "node1"), state.updated_at)
+    state, _, reason = transition(state, notice(state, "node2"), state.updated_at)
     assert state.epoch == 2 and "epoch" not in reason
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
@@ -82,7 +82,7 @@ def test_many_notices_are_one_change() -> None:
     assert state.plan.nodes() == ("node0",)
 
 
-def drained(state: JobState, node: str) -> tuple[JobState, tuple[job.Action, ...]]:
+def drained(state: JobState, node: str) -> tuple[JobState, tuple[job.JobAction, ...]]:
     """`node` was noticed and holds nothing any more: the running plan is one without it."""
     assert state.plan is not None
     first = state.plan.pipelines[0]
@@ -91,14 +91,14 @@ def drained(state: JobState, node: str) -> tuple[JobState, tuple[job.Action, ...
     )
     rest = tuple(p for p in state.plan.pipelines[1:] if all(s.unit.node != node for s in p.stages))
     plan = replace(state.plan, pipelines=(replace(first, stages=stages), *rest), peers=())
-    state, actions, _ = transition(state.of(plan=plan), job.Tick(), state.ticked)
+    state, actions, _ = transition(state.of(plan=plan), job.Tick(), state.updated_at)
     return state, actions
 
 
 @pytest.mark.parametrize(("final", "word"), [(False, m.Released), (True, m.Stop)])
 def test_a_drained_node_waits_or_ends(final: bool, word: type) -> None:
     state = running()
-    noticed, *_ = transition(state, notice(state, "node2", final=final), state.ticked)
+    noticed, *_ = transition(state, notice(state, "node2", final=final), state.updated_at)
     after, actions = drained(state.of(members=noticed.members), "node2")
     assert "node2" not in after.members
     assert [type(a.message) for a in actions if isinstance(a, Send) and a.node == "node2"] == [word]
@@ -107,48 +107,48 @@ def test_a_drained_node_waits_or_ends(final: bool, word: type) -> None:
 
 def test_a_notice_that_is_taken_back_ends_the_drain() -> None:
     state = running()
-    state, *_ = transition(state, notice(state, "node2"), state.ticked)
-    state, actions, reason = transition(state, notice(state, "node2", NONE), state.ticked)
+    state, *_ = transition(state, notice(state, "node2"), state.updated_at)
+    state, actions, reason = transition(state, notice(state, "node2", NONE), state.updated_at)
     assert "node2 stays after all" in reason and notes(actions, "notice")[0]["notice"] == "none"
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
     assert state.plan is not None and set(state.plan.nodes()) == {"node0", "node1", "node2"}
-    _, actions, reason = transition(state, notice(state, "node2", NONE), state.ticked)
+    _, actions, reason = transition(state, notice(state, "node2", NONE), state.updated_at)
     assert notes(actions, "notice") == [] and "none to take back" in reason
 
 
 def test_a_paused_job_goes_on_when_the_notices_were_false() -> None:
     state = running()
     for node in ("node0", "node1", "node2"):
-        state, *_ = transition(state, notice(state, node), state.ticked)
+        state, *_ = transition(state, notice(state, node), state.updated_at)
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
     assert state.phase is JobPhase.PAUSED
-    state, _, _ = transition(state, notice(state, "node1", NONE), state.ticked)
+    state, _, _ = transition(state, notice(state, "node1", NONE), state.updated_at)
     assert state.phase is JobPhase.HALTING
 
 
 def test_the_users_drain_stands_whatever_the_provider_says() -> None:
     state = running()
-    asked, *_ = transition(state, job.DrainAsked("node2", 60.0), state.ticked)
+    asked, *_ = transition(state, job.DrainRequested("node2", 60.0), state.updated_at)
     for kind in NoticeKind:
-        after, *_ = transition(asked, notice(asked, "node2", kind, 90.0), asked.ticked)
+        after, *_ = transition(asked, notice(asked, "node2", kind, 90.0), asked.updated_at)
         assert after.members["node2"].draining and after.members["node2"].notice is None
-    noticed, *_ = transition(state, notice(state, "node2"), state.ticked)
-    asked, actions, _ = transition(noticed, job.DrainAsked("node2", 600.0), noticed.ticked)
+    noticed, *_ = transition(state, notice(state, "node2"), state.updated_at)
+    asked, actions, _ = transition(noticed, job.DrainRequested("node2", 600.0), noticed.updated_at)
     assert asked.members["node2"].notice is None and notes(actions, "drain")
-    assert asked.members["node2"].drain_deadline == pytest.approx(state.ticked + 60.0)
+    assert asked.members["node2"].drain_deadline == pytest.approx(state.updated_at + 60.0)
 
 
 def test_a_hint_without_a_spare_only_tells_how_long_the_node_stays() -> None:
     state = running()
-    state, actions, reason = transition(state, notice(state, "node1", HINT, 600.0), state.ticked)
+    state, actions, reason = transition(state, notice(state, "node1", HINT, 600.0), state.updated_at)
     assert state.epoch == 1 and "node1 is expected to go within 600 s" in reason
-    assert state.members["node1"].until == pytest.approx(state.ticked + 600.0)
+    assert state.members["node1"].until == pytest.approx(state.updated_at + 600.0)
     assert notes(actions, "notice")[0]["notice"] == "hint"
-    state, actions, _ = transition(state, notice(state, "node1", HINT, 600.0), state.ticked)
+    state, actions, _ = transition(state, notice(state, "node1", HINT, 600.0), state.updated_at)
     assert actions == ()
-    state, *_ = transition(state, notice(state, "node1", NONE), state.ticked)
+    state, *_ = transition(state, notice(state, "node1", NONE), state.updated_at)
     assert state.members["node1"].until == 0.0
 
 
@@ -165,7 +165,7 @@ def with_spare() -> JobState:
 
 def test_a_hinted_node_makes_place_for_a_spare() -> None:
     state = with_spare()
-    state, actions, reason = transition(state, notice(state, "node1", HINT, 600.0), state.ticked)
+    state, actions, reason = transition(state, notice(state, "node1", HINT, 600.0), state.updated_at)
     assert "node1 may go, node3 can step in" in reason
     assert told(actions, m.Halt)[0] == m.Halt(2, boundary=True)
     for node in ("node0", "node1", "node2"):
@@ -179,8 +179,8 @@ def test_a_hinted_node_makes_place_for_a_spare() -> None:
 def test_a_notice_of_nobody_and_of_a_former_member_changes_nothing() -> None:
     state = running()
     for event in (m.Notice("nobody", "x", LEAVE), m.Notice("node1", "former", LEAVE)):
-        after, actions, _ = transition(state, event, state.ticked)
+        after, actions, _ = transition(state, event, state.updated_at)
         assert after == state and actions == ()
-    over = state.of(ending=job.Finish(0, "done"), phase=JobPhase.FINISHED)
-    _, actions, _ = transition(over, m.Notice("node9", "x", LEAVE), state.ticked)
+    over = state.of(ending=job.JobFinished(0, "done"), phase=JobPhase.FINISHED)
+    _, actions, _ = transition(over, m.Notice("node9", "x", LEAVE), state.updated_at)
     assert actions == (Send("node9", m.Stop(0, "done")),)

@@ -12,7 +12,7 @@ from elastic.core.coordinator.transitions import transition
 from elastic.core.health.compute_speed import SAMPLES, SAMPLES_UNPROFILED, Pace, calibrate, found, observe
 from elastic.core.job import state as job
 from elastic.core.job import stragglers
-from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Send
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, Send
 from elastic.core.policy import straggler_policy as relief
 from elastic.core.protocol import messages as m
 from elastic.domain.types import LayerSpec, Pipeline, Plan, Stage, Unit
@@ -127,8 +127,8 @@ def beat(state: JobState, node: str, step: int, seconds: float, rank: int = 0) -
     """One heartbeat: `seconds` for a micro-batch, a third of it forward."""
     measured = m.Measured(state.epoch, step, rank, seconds / 3, seconds * 2 / 3)
     incarnation = state.members[node].report.info.incarnation
-    event = job.Beat(node, incarnation, step, 0, (measured,))
-    return stragglers.observe(state, event)
+    event = job.Heartbeat(node, incarnation, step, 0, (measured,))
+    return stragglers.observe_speed(state, event)
 
 
 def slowed(state: JobState, factor: float, node: str = "node1") -> JobState:
@@ -156,7 +156,7 @@ RELIEVED = (Stage(Unit("node0"), 0, 3), Stage(Unit("node1"), 3, 4))
 
 def test_a_slow_node_gets_less_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = better(monkeypatch, RELIEVED)
-    result = relief.relieve(slowed(running(), 2.0), 10.0)
+    result = relief.rebalance_stragglers(slowed(running(), 2.0), 10.0)
     assert result is not None
     state, actions, reason = result
     assert asked[0].slow == (("node1", 2.0),) and asked[0].profile == profile()
@@ -166,7 +166,7 @@ def test_a_slow_node_gets_less_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPa
     assert set(state.members) == {"node0", "node1"} and state.change.lost == ()
     halts = [a.message for a in actions if isinstance(a, Send)]
     assert halts == [m.Halt(state.epoch, True)] * 2
-    note = next(a for a in actions if isinstance(a, Note) and a.kind == "pace")
+    note = next(a for a in actions if isinstance(a, LogEntry) and a.kind == "pace")
     assert note.data == {"node": "node1", "slow": 2.0, "before": 1.0, "steps": {"5": 2.0, "6": 2.0, "7": 2.0}}
     assert "s a step instead of" in reason
 
@@ -186,24 +186,24 @@ def test_the_same_evidence_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> N
     state = running()
     assert state.plan is not None
     asked = better(monkeypatch, state.plan.pipelines[0].stages)
-    result = relief.relieve(slowed(state, 2.0), 10.0)
+    result = relief.rebalance_stragglers(slowed(state, 2.0), 10.0)
     assert result is not None
     state, actions, reason = result
     assert state.phase is JobPhase.RUNNING and not any(isinstance(a, Send) for a in actions)
     assert "the plan stays" in reason
-    assert relief.relieve(state, 10.1) is None
-    assert relief.relieve(beat(state, "node1", 8, 12.0), 10.2) is None and len(asked) == 1
+    assert relief.rebalance_stragglers(state, 10.1) is None
+    assert relief.rebalance_stragglers(beat(state, "node1", 8, 12.0), 10.2) is None and len(asked) == 1
     for step in range(8, 11):
         state = beat(state, "node1", step, 6.0)
-    result = relief.relieve(state, 11.0)
+    result = relief.rebalance_stragglers(state, 11.0)
     assert result is not None and "node1 is as fast as profiled" in result[2]
-    assert stragglers.slow(result[0]) == () and stragglers.slow(state) == (("node1", 2.0),)
+    assert stragglers.slowdowns(result[0]) == () and stragglers.slowdowns(state) == (("node1", 2.0),)
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.1])
 def test_nothing_slow_nothing_asked(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     asked = better(monkeypatch, RELIEVED)
-    assert relief.relieve(slowed(running(), factor), 10.0) is None
+    assert relief.rebalance_stragglers(slowed(running(), factor), 10.0) is None
     assert asked == []
 
 
@@ -218,7 +218,7 @@ def test_expected_by_device_type_schedule_and_recomputation() -> None:
     state = state.of(members={**state.members, "node1": member}, plan=replace(state.plan, pipelines=(pipe,)))
     for step in range(5):
         state = beat(beat(state, "node0", step, 2 * (1.0 + 1.0 + 2.0)), "node1", step, 2 * 1.5)
-    assert [stragglers.pace_of(state, n).ratio for n in ("node0", "node1")] == pytest.approx([1.0, 1.0])
+    assert [stragglers.speed_of(state, n).ratio for n in ("node0", "node1")] == pytest.approx([1.0, 1.0])
 
 
 def test_other_epochs_and_idle_workers_tell_nothing() -> None:
@@ -236,8 +236,8 @@ def test_a_node_is_as_slow_as_its_slowest_worker() -> None:
     incarnation = state.members["node0"].report.info.incarnation
     for step in range(5):
         both = tuple(m.Measured(state.epoch, step, rank, 2.0 + 2 * rank, 4.0 + 4 * rank) for rank in (0, 1))
-        state = stragglers.observe(state, job.Beat("node0", incarnation, step, 0, both))
-    assert stragglers.pace_of(state, "node0").ratio == pytest.approx(2.0)
+        state = stragglers.observe_speed(state, job.Heartbeat("node0", incarnation, step, 0, both))
+    assert stragglers.speed_of(state, "node0").ratio == pytest.approx(2.0)
 
 
 def test_through_the_whole_transition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +248,8 @@ def test_through_the_whole_transition(monkeypatch: pytest.MonkeyPatch) -> None:
         for node, member in state.members.items():
             seconds = 12.0 if node == "node1" else 6.0
             measured = m.Measured(state.epoch, step, 0, seconds / 3, seconds * 2 / 3)
-            event = job.Beat(node, member.report.info.incarnation, step, 0, (measured,))
-            state, _actions, reason = transition(state, event, state.ticked + 0.1)
+            event = job.Heartbeat(node, member.report.info.incarnation, step, 0, (measured,))
+            state, _actions, reason = transition(state, event, state.updated_at + 0.1)
             reasons.append(reason)
         if state.phase is not JobPhase.RUNNING:
             break
@@ -262,12 +262,12 @@ def test_through_the_whole_transition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def health_notes(result: Any) -> list[dict[str, Any]]:
-    return [a.data for a in result[1] if isinstance(a, Note) and a.kind == "health"]
+    return [a.data for a in result[1] if isinstance(a, LogEntry) and a.kind == "health"]
 
 
 def test_a_slow_node_is_the_host_that_is_relieved(monkeypatch: pytest.MonkeyPatch) -> None:
     better(monkeypatch, RELIEVED)
-    (note,) = health_notes(relief.relieve(slowed(running(), 2.0), 10.0))
+    (note,) = health_notes(relief.rebalance_stragglers(slowed(running(), 2.0), 10.0))
     assert (note["node"], note["class"], note["action"]) == ("node1", "host", "rebalance")
     assert note["evidence"] == {"slow": 2.0, "before": 1.0, "step_5": 2.0, "step_6": 2.0, "step_7": 2.0}
 
@@ -287,7 +287,7 @@ def test_a_spare_takes_the_place_of_a_slow_node_where_that_is_better(monkeypatch
     info = replace(member.report.info, node="node9", incarnation="node9.1")
     spare = replace(member, report=replace(member.report, info=info))
     state = state.of(members={**state.members, "node9": spare})
-    result = relief.relieve(state, 10.0)
+    result = relief.rebalance_stragglers(state, 10.0)
     assert result is not None and any(request.dead == {"node1"} for request in asked)
     (note,) = health_notes(result)
     assert (note["node"], note["class"], note["action"]) == ("node1", "host", "replace")
@@ -302,10 +302,12 @@ def test_what_slows_everybody_is_no_node(monkeypatch: pytest.MonkeyPatch) -> Non
     state = running()
     for step in range(3, 8):
         state = beat(beat(state, "node0", step, 6.0 * 1.9), "node1", step, 6.0 * 2.0)
-    assert relief.relieve(state, 10.0) is None and asked == []
+    assert relief.rebalance_stragglers(state, 10.0) is None and asked == []
     for step in range(8, 11):
         state = beat(beat(state, "node0", step, 6.0), "node1", step, 6.0 * 2.0)
-    assert relief.relieve(state, 11.0) is not None, "it is still slow when the others are quick again"
+    assert relief.rebalance_stragglers(state, 11.0) is not None, (
+        "it is still slow when the others are quick again"
+    )
 
 
 def test_without_a_profile_a_few_short_steps_are_not_enough() -> None:

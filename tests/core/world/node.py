@@ -160,16 +160,16 @@ class Agent:
             case m.StepDone():
                 self.steps.append(message)
                 self._send(message)
-            case core.Exited():
+            case core.WorkerExited():
                 self.apply(message)
             case _:
-                self.apply(core.Said(rank, message))
+                self.apply(core.WorkerMessage(rank, message))
 
     def held(self, peer: str) -> None:
         """The peer's vault cannot be reached: told in the name of worker 0, as the replicator does."""
         failed = m.CommFailed(self.state.epoch, (peer,), "backup")
         if self.workers:
-            self.apply(core.Said(0, failed))
+            self.apply(core.WorkerMessage(0, failed))
 
     def _look(self) -> None:
         if not self.alive:
@@ -177,10 +177,10 @@ class Agent:
         self.world.at(LOOK_S, self._look)
         for worker in self.workers:
             if worker.alive and worker.attached and not worker.stopped:
-                self.apply(core.Said(worker.rank, worker.progress()))
-        seen = tuple(core.Evidence(w.rank, w.stopped, w.cpu_s()) for w in self.workers if w.alive)
+                self.apply(core.WorkerMessage(worker.rank, worker.progress()))
+        seen = tuple(core.ProcessSample(w.rank, w.stopped, w.cpu_s()) for w in self.workers if w.alive)
         if seen:
-            self.apply(core.Looked(seen))
+            self.apply(core.WorkersPolled(seen))
 
     def _beat(self) -> None:
         if self.alive:
@@ -202,26 +202,26 @@ class Agent:
         for action in actions:
             self._act(action)
 
-    def _act(self, action: core.Action) -> None:
+    def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.Tell(message, rank):
+            case core.SendToWorkers(message, rank):
                 for worker in self.workers:
                     if rank is None or rank == worker.rank:
                         worker.order(message)
-            case core.Spawn():
+            case core.SpawnWorkers():
                 self._generation += 1
                 self.workers = [Worker(self, rank, self._generation) for rank in range(self.world.tp)]
             case core.KillWorkers(reason):
                 self._check_kill(reason)
                 for worker in self.workers:
                     worker.die(-9)
-            case core.Enter(install):
+            case core.EnterEpoch(install):
                 self.fence = max(self.fence, install.epoch)
-            case core.Fence(epoch):
+            case core.FenceVault(epoch):
                 self.fence = max(self.fence, epoch)
-            case core.Report():
+            case core.SendReport():
                 self.report()
-            case core.Leave():
+            case core.EndAgent():
                 self.alive = False
                 self.disconnect()
             case core.Rejoin():

@@ -73,7 +73,7 @@ class Worker:
 
     def die(self, code: int, silent: bool = False) -> None:
         if self.alive:
-            self.agent.hear_worker(self, core.Exited(self.rank, code))
+            self.agent.hear_worker(self, core.WorkerExited(self.rank, code))
             self.alive = False
             if not silent:
                 self._break()

@@ -164,7 +164,7 @@ class World:
             case "blip":
                 agent.blip()
             case "drain":
-                self.boss.hear(None, job.DrainAsked(agent.name, fault.seconds))
+                self.boss.hear(None, job.DrainRequested(agent.name, fault.seconds))
             case kind:
                 agent.hurt_worker(kind, self.rng)
 
@@ -188,8 +188,8 @@ class Boss:
         self.assignments: dict[int, Assignment] = {}
         self.dropped: dict[str, str] = {}
         """Incarnations that were dropped, and why."""
-        self.finish: job.Finish | None = None
-        self.recovered: list[job.Recovered] = []
+        self.finish: job.JobFinished | None = None
+        self.recovered: list[job.ChangeCompleted] = []
         self.protected: Plan | None = None
         """The newest plan whose state is whole at the peers."""
         self.halts: list[tuple[int, bool, str]] = []
@@ -226,18 +226,22 @@ class Boss:
                 node = message.info.node
                 connected = self.sessions.get(node) is not link
                 self.sessions[node] = link
-                self._apply(job.Reported(message, connected))
+                self._apply(job.NodeReported(message, connected))
             case m.Heartbeat():
                 assert link is not None
                 self.sessions.setdefault(message.node, link)
-                self._apply(job.Beat(message.node, message.incarnation, message.step, message.microbatch))
+                self._apply(
+                    job.Heartbeat(message.node, message.incarnation, message.step, message.microbatch)
+                )
             case m.StepDone():
-                self._apply(job.Stepped(message.record))
+                self._apply(job.StepFinished(message.record))
             case "closed":
                 for node in [n for n, s in self.sessions.items() if s is link]:
                     del self.sessions[node]
                     if node in self.state.members:
-                        self._apply(job.Closed(node, self.state.members[node].report.info.incarnation))
+                        self._apply(
+                            job.ConnectionClosed(node, self.state.members[node].report.info.incarnation)
+                        )
             case _:
                 self._apply(message)
 
@@ -247,7 +251,7 @@ class Boss:
         if self.world.rng.random() < self.world.checks:
             self._same_from_store(before, event)
         self._check(before, event, actions)
-        if not isinstance(event, (job.Beat, job.Tick)) or actions:
+        if not isinstance(event, (job.Heartbeat, job.Tick)) or actions:
             self.saved = self.state
         if actions and reason:
             self.world.say(f"coordinator {type(event).__name__}: {reason}")
@@ -257,7 +261,7 @@ class Boss:
         for action in actions:
             self._act(action)
 
-    def _act(self, action: job.Action) -> None:
+    def _act(self, action: job.JobAction) -> None:
         match action:
             case job.Send(node, message):
                 link = self.sessions.get(node)
@@ -265,9 +269,9 @@ class Boss:
                     link.down(message)
                 if isinstance(message, m.Fenced) and link is not None:
                     del self.sessions[node]
-            case job.Finish():
+            case job.JobFinished():
                 self.finish = action
-            case job.Recovered():
+            case job.ChangeCompleted():
                 self.recovered.append(action)
 
     # ---- faults ---------------------------------------------------------------------------------
@@ -295,7 +299,7 @@ class Boss:
         self.up = True
         self.state = codec.loads(JobState, codec.dumps(self.saved))
         assert self.state == self.saved
-        self._apply(job.Adopted())
+        self._apply(job.CoordinatorFailover())
 
     # ---- what must always be true ---------------------------------------------------------------
 
@@ -304,7 +308,7 @@ class Boss:
         assert again == before
         assert transition(again, event, self.world.now)[0] == self.state
 
-    def _check(self, before: JobState, event: Any, actions: tuple[job.Action, ...]) -> None:
+    def _check(self, before: JobState, event: Any, actions: tuple[job.JobAction, ...]) -> None:
         state = self.state
         assert state.epoch >= before.epoch, "epochs only grow"
         if state.phase is not before.phase or state.epoch != before.epoch:
@@ -312,10 +316,10 @@ class Boss:
         phase = before.phase
         for action in actions:
             match action:
-                case job.Note("phase", {"phase": name}):
+                case job.LogEntry("phase", {"phase": name}):
                     assert JobPhase(name) in RULES[phase][1], f"{phase} -> {name} is not declared"
                     phase = JobPhase(name)
-                case job.Note("halt", data):
+                case job.LogEntry("halt", data):
                     self.halts.append((data["epoch"], data["boundary"], data["cause_kind"]))
                 case job.Send(node, m.Install(epoch, assignment)):
                     self._check_install(epoch, assignment)
