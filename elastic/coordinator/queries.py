@@ -69,7 +69,7 @@ def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], j
         raise FieldError("node", str(node)[:MAX_NAME_CHARS], f"one of the members ({known})")
     number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
     if not number or not 0 <= deadline <= MAX_DEADLINE_S:
-        raise FieldError("deadline_s", str(deadline)[:40], f"seconds from 0 to {LONGEST_S:g}")
+        raise FieldError("deadline_s", str(deadline)[:40], f"seconds from 0 to {MAX_DEADLINE_S:g}")
     return {"node": node, "deadline_s": deadline}, job.DrainRequested(node, float(deadline))
 
 

@@ -122,5 +122,5 @@ def test_summary_page_names_every_field_and_kind() -> None:
     assert fields - named == set()
     folders = (ROOT / "elastic" / "core", ROOT / "elastic" / "coordinator")
     source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    kinds = set(re.findall(r'\b(?:Note|event)\(\s*"([\w-]+)"', source))
+    kinds = set(re.findall(r'\b(?:LogEntry|event)\(\s*"([\w-]+)"', source))
     assert len(kinds) > 10 and kinds - named == set()

@@ -166,7 +166,7 @@ def test_only_the_member_itself_changes_its_report(
     said = report(node, incarnation, epoch=epoch, phase=phase)
     if check_message(STATE, sender, said) is None:
         assert sender == node
-        assert epoch < speech.MOST
+        assert epoch < speech.MAX_COUNT
         assert incarnation == "i1" or node == "node2" or phase is NodePhase.EMPTY
 
 
@@ -196,10 +196,10 @@ MEASURED = m.Measured(4, 2, 0, 0.1, 0.2, traffic=m.Traffic(1, 0.1, 0.1, 1, 0.1))
         replace(BEAT, measured=(replace(MEASURED, traffic=m.Traffic(sent_s=-math.inf)),)),
         replace(DONE, seconds=math.nan),
         report("node0", resumed_at=math.inf),
-        report("node0", cause="x" * (speech.MOST_CHARS + 1)),
+        report("node0", cause="x" * (speech.MAX_CHARS + 1)),
         report("node0", preflight=Preflight("on", 1.0, (Check("clock", math.nan, "s", True),))),
-        report("node0", suspects=("node1",) * (speech.MOST_ITEMS + 1)),
-        replace(SHORT, detail="x" * (speech.MOST_CHARS + 1)),
+        report("node0", suspects=("node1",) * (speech.MAX_ITEMS + 1)),
+        replace(SHORT, detail="x" * (speech.MAX_CHARS + 1)),
     ],
     ids=lambda g: type(g).__name__,
 )
@@ -253,6 +253,6 @@ def floats(value: Any) -> list[tuple[Any, str]]:
 @pytest.mark.parametrize("message", [HEALTH, TAKEN_BACK, DONE, MEASURED], ids=lambda g: type(g).__name__)
 def test_every_number_is_looked_at(message: Any) -> None:
     for part, name in floats(message):
-        if f"{type(part).__name__}.{name}" not in speech.FREE:
+        if f"{type(part).__name__}.{name}" not in speech.UNBOUNDED:
             assert speech.invalid_field(replace(part, **{name: math.nan})), name
             assert speech.invalid_field(replace(part, **{name: 1e308})), name

@@ -84,9 +84,9 @@ class Leaving:
             known = {watcher.source.name for watcher in self._watchers}
             self._watch(tuple(source for source in event.sources if source.name not in known))
             return
-        before = {one.identity for one in self._desk.standing}
+        before = {one.identity for one in self._desk.active}
         self._follow(core.source_read(self._desk, event.source, event.found))
-        for one in self._desk.standing:
+        for one in self._desk.active:
             if one.identity not in before:
                 log.info("notice of %s: %s, %s", one.provider, one.kind, one.detail)
 
@@ -104,7 +104,7 @@ class Leaving:
 
     def look(self) -> None:
         """Time passed."""
-        if self._desk.heard:
+        if self._desk.by_source:
             self._follow(core.expire_overdue(self._desk, time.monotonic(), self._overdue_s))
 
     def again(self) -> None:

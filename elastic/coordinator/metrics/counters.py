@@ -165,7 +165,7 @@ class CoordinatorMetrics:
             case "step":
                 self._count_step(int(data["step"]), float(data["seconds"]), int(data["tokens"]))
             case "lost-steps":
-                self._lost_steps.inc(max(0, before.told + 1 - int(data["from_step"])))
+                self._lost_steps.inc(max(0, before.logged_step + 1 - int(data["from_step"])))
             case "copy-corrupt":
                 self._bad_copies.inc()
             case "backup-short":
@@ -183,7 +183,7 @@ class CoordinatorMetrics:
 
     def stepped(self, done: m.StepDone, state: JobState) -> None:
         """A step was told of; what is told again is passed over."""
-        if done.record.step > state.told:
+        if done.record.step > state.logged_step:
             self._count_step(done.record.step, done.seconds, done.tokens)
 
     def _count_step(self, step: int, seconds: float, tokens: int) -> None:

@@ -68,7 +68,7 @@ def stepped(step: int, seconds: float = 0.5) -> StepFinished:
 
 def test_steps_that_are_told_of_at_once_took_as_long_as_they_took() -> None:
     state = running()
-    first = state.told + 1
+    first = state.logged_step + 1
     state, _, _ = together(state, *(stepped(first + n, 0.5 + n) for n in range(3)))
     assert [seconds for _, seconds in state.durations[-3:]] == [0.5, 1.5, 2.5]
     later, _, _ = record_event(state, stepped(first + 2), state.updated_at + 9.0)

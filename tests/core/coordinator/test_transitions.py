@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic.core.coordinator.transitions import KNOW, RULES, transition
+from elastic.core.coordinator.transitions import EVENT_HANDLERS, RULES, transition
 from elastic.core.job import state as job
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, NodeReported, Send
 from elastic.core.protocol import messages as m
@@ -136,7 +136,7 @@ def test_every_event_in_every_phase(phase: JobPhase) -> None:
             for action in actions:
                 if isinstance(action, Send) and isinstance(action.message, m.Install):
                     assert action.message.epoch == after.epoch
-    assert seen == {*KNOW, job.Tick}
+    assert seen == {*EVENT_HANDLERS, job.Tick}
 
 
 @pytest.mark.parametrize("phase", [p for p in JobPhase if p is not JobPhase.WAITING])
@@ -286,7 +286,7 @@ def test_planned_changes_wait_for_the_boundary() -> None:
     state = running()
     after, actions, reason = transition(state, job.DrainRequested("node1", 60.0), state.updated_at)
     assert after.change.causes == (Cause(CauseKind.DRAIN, "drain node1", ("node1",)),)
-    assert reason == "drain of node1 asked; epoch 2: drain node1"
+    assert reason == "drain of node1 requested; epoch 2: drain node1"
     assert told(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
     _hasty, actions, reason = transition(state, job.DrainRequested("node1", 1.0), state.updated_at)
     assert told(actions, m.Halt) == [m.Halt(2)] * 3, "too little notice for the end of a step"

@@ -195,7 +195,7 @@ def test_the_cost_is_what_the_newest_steps_take() -> None:
     assert state.plan is not None
 
     def cost(*seconds: float, epoch: int = state.plan.epoch) -> float:
-        return slowlink.slowdown(state.of(durations=tuple((epoch, s) for s in seconds)))
+        return slowlink.step_slowdown(state.of(durations=tuple((epoch, s) for s in seconds)))
 
     assert cost(9.0, 1.0, 1.2, 2.0, 2.5) == 2.0
     assert cost(9.0, 1.0, 1.2) == 0.0, "too few"

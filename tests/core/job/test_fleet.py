@@ -105,7 +105,7 @@ def test_it_gives_up_when_no_machine_can_hold_an_agent() -> None:
             fleet, actions, _ = end(fleet, node, 2, now)
             given_up += actions
         now += f.LONGEST_BACKOFF_S
-    assert given_up == [f.GiveUp("on every machine at hand 3 agents in a row have ended")]
+    assert given_up == [f.GiveUp("on every available machine 3 agents in a row have ended")]
 
 
 def test_news_of_a_forgotten_agent_changes_nothing() -> None:
@@ -144,7 +144,7 @@ def test_whatever_happens(wanted: int, spares: int, events: list[f.FleetEvent]) 
                 case f.RequestNodes(nodes):
                     assert nodes != asked and nodes in (0, wanted)
                     asked = nodes
-        assert fleet.running <= wanted + spares and fleet.asked == asked
-        assert len({seat.machine for seat in fleet.seats}) == len(fleet.seats)
+        assert fleet.running <= wanted + spares and fleet.requested == asked
+        assert len({agent.machine for agent in fleet.agents}) == len(fleet.agents)
         if isinstance(event, f.ClusterObserved):
-            assert {seat.machine for seat in fleet.seats} <= {machine.id for machine in event.machines}
+            assert {agent.machine for agent in fleet.agents} <= {machine.id for machine in event.machines}

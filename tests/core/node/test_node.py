@@ -197,7 +197,7 @@ def test_words_of_unknown_workers() -> None:
         core.WorkerExited(1, 0),
         core.WorkersPolled((core.ProcessSample(0, True, 0.0),)),
     ):
-        assert replace(transition(empty, event, 11.0)[0], looked=0.0) == empty
+        assert replace(transition(empty, event, 11.0)[0], polled_at=0.0) == empty
 
 
 def test_suspicions_end_with_the_epoch() -> None:
@@ -253,7 +253,7 @@ def test_script_without_elastic() -> None:
 def test_hung(what: str, stopped: bool, silent: float, idle: float, activity: str, expected: str) -> None:
     now = 10_000.0
     progress = m.Progress(1, activity, 0, 0)
-    worker = WorkerState(True, ATTACH[0], progress=progress, seen=now - silent, moved=now - idle)
+    worker = WorkerState(True, ATTACH[0], progress=progress, seen=now - silent, active_at=now - idle)
     found = hang_reason(worker, stopped, now)
     assert bool(found) is bool(expected) and expected in found, what
 
@@ -278,12 +278,12 @@ def test_a_hung_worker_is_killed_with_its_cause() -> None:
 def test_a_worker_that_does_not_halt_is_hung() -> None:
     """It waits for nobody then; how long it had waited before does not count. A planned halt it reaches when all do."""
     waiting = core.WorkerMessage(0, m.Progress(1, "wait", 0, 0))
-    for boundary, after, why in [(False, 59.0, ""), (False, 61.0, "told to halt"), (True, 3600.0, "")]:
+    for boundary, after, why in [(False, 59.0, ""), (False, 61.0, "order to halt"), (True, 3600.0, "")]:
         state, _, _ = transition(play(*RUN, waiting), core.WorkersPolled(()), 1000.0)
         state, _, _ = transition(state, m.Halt(state.epoch + 1, boundary), 1000.0)
         now = 1000.0 + after
         state, _, _ = transition(state, core.WorkerMessage(0, m.Progress(1, "wait", 0, 0)), now)
-        state = replace(state, looked=now)
+        state = replace(state, polled_at=now)
         _, actions, reason = transition(state, core.WorkersPolled((core.ProcessSample(0, False, 0.0),)), now)
         assert bool(actions) is bool(why) and why in reason, (boundary, after, reason)
 

@@ -1,4 +1,4 @@
-"""The agent's desk: what stands, what the coordinator is told of it, and when a node that was let go returns."""
+"""The agent's tracker: what stands, what the coordinator is told of it, and when a node that was let go returns."""
 
 from __future__ import annotations
 
@@ -17,83 +17,83 @@ def one(identity: str, deadline: float, kind: NoticeKind = LEAVE, *, final: bool
 
 
 def test_a_notice_is_told_once() -> None:
-    desk, actions = core.source_read(NoticeTracker(), "aws", [one("aws:1", 100.0)])
+    tracker, actions = core.source_read(NoticeTracker(), "aws", [one("aws:1", 100.0)])
     assert actions == (SendNotice(one("aws:1", 100.0)),)
     for deadline in (100.0, 99.5, 130.0):
-        desk, actions = core.source_read(desk, "aws", [one("aws:1", deadline)])
+        tracker, actions = core.source_read(tracker, "aws", [one("aws:1", deadline)])
         assert actions == ()
-    assert core.resend(desk) == (SendNotice(one("aws:1", 100.0)),)
+    assert core.resend(tracker) == (SendNotice(one("aws:1", 100.0)),)
 
 
 def test_the_soonest_deadline_counts_and_a_hint_only_alone() -> None:
-    desk, actions = core.source_read(NoticeTracker(), "aws", [one("aws:r", 600.0, HINT)])
+    tracker, actions = core.source_read(NoticeTracker(), "aws", [one("aws:r", 600.0, HINT)])
     assert actions == (SendNotice(one("aws:r", 600.0, HINT)),)
-    desk, actions = core.source_read(desk, "file", [one("file:1", 700.0)])
+    tracker, actions = core.source_read(tracker, "file", [one("file:1", 700.0)])
     assert actions == (SendNotice(one("file:1", 700.0)),)
-    desk, actions = core.source_read(desk, "http", [one("http:1", 50.0)])
+    tracker, actions = core.source_read(tracker, "http", [one("http:1", 50.0)])
     assert actions == (SendNotice(one("http:1", 50.0)),)
-    desk, actions = core.source_read(desk, "http", [])
+    tracker, actions = core.source_read(tracker, "http", [])
     assert actions == ()  # it leaves all the same; later is no news
-    desk, actions = core.source_read(desk, "file", [])
+    tracker, actions = core.source_read(tracker, "file", [])
     assert actions == (SendNotice(None), SendNotice(one("aws:r", 600.0, HINT)))
-    _, actions = core.source_read(desk, "aws", [])
+    _, actions = core.source_read(tracker, "aws", [])
     assert actions == (SendNotice(None),)
 
 
 def test_a_final_notice_makes_all_final() -> None:
-    desk, _ = core.source_read(NoticeTracker(), "aws", [one("aws:1", 50.0)])
-    _, (told,) = core.source_read(desk, "signal", [one("signal", 90.0, final=True)])
-    assert isinstance(told, SendNotice) and told.heard == one("aws:1", 50.0, final=True)
+    tracker, _ = core.source_read(NoticeTracker(), "aws", [one("aws:1", 50.0)])
+    _, (told,) = core.source_read(tracker, "signal", [one("signal", 90.0, final=True)])
+    assert isinstance(told, SendNotice) and told.notice == one("aws:1", 50.0, final=True)
 
 
 def test_a_notice_whose_deadline_is_long_past_was_false_and_is_not_heard_again() -> None:
-    desk, _ = core.source_read(NoticeTracker(), "gcp", [one("gcp:preempted", 30.0)])
-    assert core.expire_overdue(desk, 59.0, 30.0) == (desk, ())
-    desk, actions = core.expire_overdue(desk, 61.0, 30.0)
+    tracker, _ = core.source_read(NoticeTracker(), "gcp", [one("gcp:preempted", 30.0)])
+    assert core.expire_overdue(tracker, 59.0, 30.0) == (tracker, ())
+    tracker, actions = core.expire_overdue(tracker, 61.0, 30.0)
     assert actions == (SendNotice(None),)
     for deadline in (30.0, 91.0):
-        desk, actions = core.source_read(desk, "gcp", [one("gcp:preempted", deadline)])
+        tracker, actions = core.source_read(tracker, "gcp", [one("gcp:preempted", deadline)])
         assert actions == ()
-    _, actions = core.source_read(desk, "gcp", [one("gcp:preempted", 30.0), one("gcp:maintenance", 200.0)])
+    _, actions = core.source_read(tracker, "gcp", [one("gcp:preempted", 30.0), one("gcp:maintenance", 200.0)])
     assert actions == (SendNotice(one("gcp:maintenance", 200.0)),)
-    desk, actions = core.source_read(desk, "gcp", [])
+    tracker, actions = core.source_read(tracker, "gcp", [])
     assert actions == ()
-    _, actions = core.source_read(desk, "gcp", [one("gcp:preempted", 300.0)])
+    _, actions = core.source_read(tracker, "gcp", [one("gcp:preempted", 300.0)])
     assert actions == (SendNotice(one("gcp:preempted", 300.0)),)
 
 
 def test_a_node_that_was_let_go_returns_when_nothing_stands() -> None:
-    desk, _ = core.source_read(NoticeTracker(), "azure", [one("azure:e", 30.0)])
-    desk, actions = core.node_released(desk)
-    assert desk.parked and actions == (Acknowledge(one("azure:e", 30.0)),)
-    desk, actions = core.source_read(desk, "aws", [one("aws:1", 40.0)])
+    tracker, _ = core.source_read(NoticeTracker(), "azure", [one("azure:e", 30.0)])
+    tracker, actions = core.node_released(tracker)
+    assert tracker.parked and actions == (Acknowledge(one("azure:e", 30.0)),)
+    tracker, actions = core.source_read(tracker, "aws", [one("aws:1", 40.0)])
     assert actions == ()
-    desk, actions = core.source_read(desk, "azure", [])
-    assert desk.parked and actions == ()
-    desk, actions = core.source_read(desk, "aws", [])
-    assert not desk.parked and actions == (RejoinJob(),) and desk.told is None
-    _, actions = core.source_read(desk, "aws", [one("aws:2", 90.0)])
+    tracker, actions = core.source_read(tracker, "azure", [])
+    assert tracker.parked and actions == ()
+    tracker, actions = core.source_read(tracker, "aws", [])
+    assert not tracker.parked and actions == (RejoinJob(),) and tracker.sent is None
+    _, actions = core.source_read(tracker, "aws", [one("aws:2", 90.0)])
     assert actions == (SendNotice(one("aws:2", 90.0)),)
 
 
 def test_a_node_that_was_let_go_returns_when_the_notice_was_false() -> None:
-    desk, _ = core.source_read(NoticeTracker(), "gcp", [one("gcp:preempted", 30.0)])
-    desk, _ = core.node_released(desk)
-    assert core.expire_overdue(desk, 45.0, 30.0)[1] == ()
-    desk, actions = core.expire_overdue(desk, 61.0, 30.0)
-    assert actions == (RejoinJob(),) and not desk.parked
+    tracker, _ = core.source_read(NoticeTracker(), "gcp", [one("gcp:preempted", 30.0)])
+    tracker, _ = core.node_released(tracker)
+    assert core.expire_overdue(tracker, 45.0, 30.0)[1] == ()
+    tracker, actions = core.expire_overdue(tracker, 61.0, 30.0)
+    assert actions == (RejoinJob(),) and not tracker.parked
 
 
 def test_a_notice_taken_back_while_the_node_is_let_go() -> None:
-    desk, _ = core.source_read(NoticeTracker(), "file", [one("file:1", 30.0)])
-    desk, _ = core.source_read(desk, "file", [])
-    desk, actions = core.node_released(desk)
-    assert actions == (RejoinJob(),) and not desk.parked
+    tracker, _ = core.source_read(NoticeTracker(), "file", [one("file:1", 30.0)])
+    tracker, _ = core.source_read(tracker, "file", [])
+    tracker, actions = core.node_released(tracker)
+    assert actions == (RejoinJob(),) and not tracker.parked
 
 
 def test_a_final_notice_is_never_false() -> None:
-    desk, _ = core.source_read(NoticeTracker(), "signal", [one("signal", 30.0, final=True)])
-    assert core.expire_overdue(desk, 1e9, 30.0) == (desk, ())
+    tracker, _ = core.source_read(NoticeTracker(), "signal", [one("signal", 30.0, final=True)])
+    assert core.expire_overdue(tracker, 1e9, 30.0) == (tracker, ())
 
 
 def test_seconds_from_now_go_to_the_coordinator() -> None:
@@ -120,24 +120,24 @@ EVENT = st.one_of(
 @given(st.lists(EVENT, max_size=20))
 def test_whatever_comes_the_coordinator_knows_what_counts(events: list[object]) -> None:
     """A parked node says nothing and returns once nothing keeps it away; a member's last word is what counts."""
-    desk, told = NoticeTracker(), None
+    tracker, told = NoticeTracker(), None
     for event in events:
-        was = desk
+        was = tracker
         if isinstance(event, tuple):
-            desk, actions = core.source_read(desk, event[0], event[1])
+            tracker, actions = core.source_read(tracker, event[0], event[1])
         elif isinstance(event, float):
-            desk, actions = core.expire_overdue(desk, event, 30.0)
+            tracker, actions = core.expire_overdue(tracker, event, 30.0)
         else:
-            desk, actions = core.node_released(desk)
+            tracker, actions = core.node_released(tracker)
         for action in actions:
-            assert not (isinstance(action, SendNotice) and desk.parked)
+            assert not (isinstance(action, SendNotice) and tracker.parked)
             if isinstance(action, RejoinJob):
                 told = None
             elif isinstance(action, SendNotice):
-                told = action.heard
-        strongest = desk.strongest
-        assert desk.parked is False or (strongest is not None and strongest.kind is LEAVE)
-        if not desk.parked:
+                told = action.notice
+        strongest = tracker.effective
+        assert tracker.parked is False or (strongest is not None and strongest.kind is LEAVE)
+        if not tracker.parked:
             assert (told is None) == (strongest is None)
             assert told is None or strongest is None or told.kind is strongest.kind
-        assert was.parked or desk.parked or desk.told == told
+        assert was.parked or tracker.parked or tracker.sent == told

@@ -151,8 +151,8 @@ def test_a_change_that_its_pause_outweighs_is_left() -> None:
 def test_a_change_that_did_not_bring_the_pair_is_not_made_again() -> None:
     state = beaten(auto(), MIN_STEPS, sent_s=1e6)
     first = backup.change_backup(state, CHECK_INTERVAL_S)
-    assert first is not None and first[0].wanted == first[0].change.cause.removeprefix("backup ")  # type: ignore[union-attr]
-    again = backup.change_backup(state.of(wanted=first[0].wanted), CHECK_INTERVAL_S)
+    assert first is not None and first[0].requested_backup == first[0].change.cause.removeprefix("backup ")  # type: ignore[union-attr]
+    again = backup.change_backup(state.of(requested_backup=first[0].requested_backup), CHECK_INTERVAL_S)
     assert again is not None and again[0].phase is JobPhase.RUNNING
 
 

@@ -144,12 +144,12 @@ def test_a_hint_without_a_spare_only_tells_how_long_the_node_stays() -> None:
     state = running()
     state, actions, reason = transition(state, notice(state, "node1", HINT, 600.0), state.updated_at)
     assert state.epoch == 1 and "node1 is expected to go within 600 s" in reason
-    assert state.members["node1"].until == pytest.approx(state.updated_at + 600.0)
+    assert state.members["node1"].expected_end == pytest.approx(state.updated_at + 600.0)
     assert notes(actions, "notice")[0]["notice"] == "hint"
     state, actions, _ = transition(state, notice(state, "node1", HINT, 600.0), state.updated_at)
     assert actions == ()
     state, *_ = transition(state, notice(state, "node1", NONE), state.updated_at)
-    assert state.members["node1"].until == 0.0
+    assert state.members["node1"].expected_end == 0.0
 
 
 def with_spare() -> JobState:

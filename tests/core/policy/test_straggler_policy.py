@@ -168,7 +168,7 @@ def test_a_slow_node_gets_less_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPa
     assert halts == [m.Halt(state.epoch, True)] * 2
     note = next(a for a in actions if isinstance(a, LogEntry) and a.kind == "pace")
     assert note.data == {"node": "node1", "slow": 2.0, "before": 1.0, "steps": {"5": 2.0, "6": 2.0, "7": 2.0}}
-    assert "s a step instead of" in reason
+    assert "s per step instead of" in reason
 
 
 @pytest.mark.parametrize("profiled", [True, False])

@@ -131,9 +131,9 @@ def test_a_worker_with_long_microbatches_is_given_longer() -> None:
     state, _, _ = at_node(state, WorkerMessage(0, m.Progress(1, "compute", 0, 0, measured)), 10.0)
     assert state.limits.stuck_s == 200.0
     worker = state.workers[0]
-    beating = WorkerState(alive=True, progress=worker.progress, seen=99.0, moved=0.0)
+    beating = WorkerState(alive=True, progress=worker.progress, seen=99.0, active_at=0.0)
     assert hang_reason(beating, False, 100.0) and not hang_reason(beating, False, 100.0, state.limits)
-    beating = WorkerState(alive=True, progress=worker.progress, seen=200.5, moved=0.0)
+    beating = WorkerState(alive=True, progress=worker.progress, seen=200.5, active_at=0.0)
     assert hang_reason(beating, False, 201.0, state.limits)
 
 
