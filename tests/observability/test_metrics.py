@@ -242,8 +242,8 @@ def test_a_loss_and_its_recovery_are_counted() -> None:
 def test_steps_that_are_told_again_count_once() -> None:
     metrics = coordinator(RUNNING)
     done = m.StepDone(1, StepRecord(4, 1.0, 1.0, 2.0), 0.5, 0.1, tokens=100)
-    metrics.stepped(done, RUNNING.of(told=3))
-    metrics.stepped(done, RUNNING.of(told=4))
+    metrics.stepped(done, RUNNING.of(logged_step=3))
+    metrics.stepped(done, RUNNING.of(logged_step=4))
     found = values(metrics.registry)
     assert (found["elastic_steps_total"], found["elastic_tokens_total"]) == (1, 100)
     assert metrics.tokens_per_s == 200

@@ -1,4 +1,4 @@
-"""The coordinator's decisions as one pure transition: (state, event, now) -> (state, actions, reason).
+"""The coordinator's pure transition: (state, event, now) -> (state, actions, reason).
 
 Each event first updates the state (`event_handlers.EVENT_HANDLERS`). Then the rules of the present
 phase (`RULES`) are applied until no rule has a result. Rules look at conditions in the state, not
@@ -375,9 +375,7 @@ def _join(state: JobState, now: float) -> JobTransition | None:
 
 
 def _rebalance(state: JobState, now: float) -> JobTransition | None:
-    if state.change is not None or state.trimmed < state.epoch or state.joining:
-        return None
-    return rebalance_stragglers(state, now)
+    return rebalance_stragglers(state, now) if state.stable else None
 
 
 def _paused(state: JobState, now: float) -> JobTransition | None:

@@ -223,7 +223,7 @@ def _install(
 def _with_figures(
     state: JobState, change: EpochChange, assignment: recovery.Assignment, summary: recovery.Outcome
 ) -> EpochChange:
-    """The change with the figures of its assignment: replayed micro-batches, moved bytes, reason."""
+    """The change with the figures of its assignment."""
     plan, step = assignment.plan, assignment.step
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
     replayed = change.replayed

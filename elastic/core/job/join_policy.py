@@ -20,11 +20,10 @@ from math import inf
 from statistics import median
 
 from elastic.core.job.state import EpochChange, JobState, Member
-from elastic.core.job.stragglers import profile_for, slowdowns
+from elastic.core.job.stragglers import predicted_step_s
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import Plan
 from elastic.planning.backup.amortization import DEFAULT_PAUSE_S, Outlook, Verdict, worth
-from elastic.planning.cost.predict import predict
 from elastic.planning.placement.migration import links_of, transition
 from elastic.planning.search.search import PlanRequest, make_plan
 
@@ -182,9 +181,7 @@ def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[lis
 
 def _speedup(state: JobState, without: Plan, plan: Plan) -> float:
     """Predicted step time of `without` over that of `plan`."""
-    infos = tuple(mb.report.info for mb in state.members.values())
-    profile, slower = profile_for(state), slowdowns(state)
-    here, then = (predict(p, profile, infos, slower).step_s for p in (without, plan))
+    here, then = (predicted_step_s(state, one) for one in (without, plan))
     return here / then if then > 0 else 1.0
 
 

@@ -17,7 +17,7 @@ from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import Seen, Timeouts, budget
-from elastic.domain.types import Assignment, JobSpec, Plan, Slot, StepRecord
+from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
 
@@ -294,6 +294,16 @@ class JobState:
     @property
     def limits(self) -> Timeouts:
         return self.timeouts or budget(self.policy.lease_s, heartbeat_s=self.policy.heartbeat_s)
+
+    @property
+    def stable(self) -> bool:
+        """No change is under way, all copies are whole, and no node fetches state to join."""
+        return self.change is None and self.trimmed >= self.epoch and not self.joining
+
+    @property
+    def infos(self) -> tuple[NodeInfo, ...]:
+        """Descriptions of all members."""
+        return tuple(member.report.info for member in self.members.values())
 
     def of(self, **changes: Any) -> JobState:
         """Copy of the state with some fields replaced."""

@@ -13,6 +13,7 @@ from elastic.core.health.compute_speed import Pace
 from elastic.core.job.state import Heartbeat, JobState
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Plan, Stage, Unit
+from elastic.planning.cost.predict import predict
 from elastic.planning.cost.profile import Profile, profile_of
 
 T = TypeVar("T")
@@ -106,6 +107,11 @@ def profile_for(state: JobState) -> Profile:
     assert state.spec is not None
     spec = state.spec
     return state.policy.profile or profile_of(spec.layers, spec.tp, spec.tokens_per_microbatch)
+
+
+def predicted_step_s(state: JobState, plan: Plan) -> float:
+    """Predicted seconds per step of `plan` on the present members."""
+    return predict(plan, profile_for(state), state.infos, slowdowns(state)).step_s
 
 
 def _ratio(state: JobState, node: str, measured: m.Measured) -> float:

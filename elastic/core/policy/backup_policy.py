@@ -36,9 +36,8 @@ def change_backup(state: JobState, now: float) -> JobTransition | None:
         return state, (), ""
     state, plan = state.of(backup_figures=conditions.figures), state.plan
     assert plan is not None
-    nodes = tuple(mb.report.info for mb in state.members.values())
-    found = estimates(plan, conditions, nodes)
-    here = estimate(plan, f"{plan.gradients}+{plan.state}", conditions, nodes)
+    found = estimates(plan, conditions, state.infos)
+    here = estimate(plan, f"{plan.gradients}+{plan.state}", conditions, state.infos)
     best, _ = choose(found, conditions.room_bytes)
     saved = 1 - best.expected_s / here.expected_s if here.expected_s > 0 else 0.0
     saved_s = saved * horizon_s(conditions.hazard_per_s, len(plan.nodes()))
@@ -58,10 +57,9 @@ def change_backup(state: JobState, now: float) -> JobTransition | None:
 def _due(state: JobState, now: float) -> bool:
     """Whether the plan is protected, the interval is over and every node has measured enough."""
     plan = state.plan
-    if state.policy.backup != "auto" or plan is None or not plan.peers or state.change is not None:
+    if state.policy.backup != "auto" or plan is None or not plan.peers or not state.stable:
         return False
-    early = now - state.backup_checked_at < CHECK_INTERVAL_S
-    if state.trimmed < state.epoch or state.joining or early:
+    if now - state.backup_checked_at < CHECK_INTERVAL_S:
         return False
     members = [state.members[node] for node in plan.nodes() if node in state.members]
     known = [state.gauges.get(mb.report.info.incarnation, Gauge()) for mb in members]

@@ -125,7 +125,7 @@ def release_order(member: Member) -> JobAction:
 def replace_hinted_nodes(state: JobState, now: float) -> JobTransition | None:
     """Let spares replace nodes with a hint, at the end of a step."""
     assert state.plan is not None
-    if state.change is not None or state.trimmed < state.epoch or state.joining:
+    if not state.stable:
         return None
     held = set(state.plan.nodes())
     members = state.members.values()

@@ -306,7 +306,7 @@ def _link_slow(
     spare = any(one != node for one in spare_nodes(state))
     relieved = known is not None and known.action is Remedy.REBALANCE and spare
     handled = known is not None and known.action is not Remedy.NONE and not relieved
-    if not _stable(state) or handled:
+    if state.phase is not JobPhase.RUNNING or not state.stable or handled:
         return state, ()
     decision = choose_link_remedy(state, node, spare=spare)
     if relieved:
@@ -341,17 +341,12 @@ def _link_well(state: JobState, node: str, now: float) -> Findings:
 # ---- the rule of a running job ----
 
 
-def _stable(state: JobState) -> bool:
-    running = state.phase is JobPhase.RUNNING and state.change is None
-    return running and state.trimmed >= state.epoch and not state.joining
-
-
 def apply_remedies(state: JobState, now: float) -> JobTransition | None:
     """Change the plan for the findings at the end of the step; end expired quarantines."""
     over = quarantine.release_expired(state, now)
     if over is not None:
         return over
-    if not _stable(state) or state.plan is None:
+    if not state.stable or state.plan is None:
         return None
     used = (*state.plan.nodes(), *(peer for _, peer in state.plan.peers))
     node = next((node for node in used if quarantine.is_quarantined(state, node)), None)

@@ -80,7 +80,7 @@ def _cost_of_continuing(state: JobState, start_s: float) -> tuple[float, str]:
         plan = make_plan(plan_request(state, state.epoch))
     except InfeasiblePlan as error:
         return inf, str(error)
-    profile, infos = measured_profile(state), tuple(mb.report.info for mb in state.members.values())
+    profile, infos = measured_profile(state), state.infos
     links = links_of(profile, infos)
     moving_s = transition(old, plan, state.spec.layers, links=links, gradients=True).seconds
     with_s, without_s = (predict(p, profile, infos, slowdowns(state)).step_s for p in (old, plan))

@@ -14,9 +14,8 @@ from elastic.core.health.diagnosis import Remedy
 from elastic.core.job.epoch_change import plan_request
 from elastic.core.job.quarantine import record_of, with_record
 from elastic.core.job.state import JobState
-from elastic.core.job.stragglers import profile_for, slowdowns
+from elastic.core.job.stragglers import predicted_step_s
 from elastic.domain.errors import InfeasiblePlan
-from elastic.planning.cost.predict import predict
 from elastic.planning.search.search import PlanRequest, make_plan
 
 GAIN = 0.05
@@ -76,7 +75,5 @@ def _relative_step(state: JobState, request: PlanRequest, now: JobState) -> floa
         plan = make_plan(request)
     except InfeasiblePlan:
         return None
-    profile, nodes = profile_for(now), tuple(mb.report.info for mb in now.members.values())
-    here = predict(now.plan, profile, nodes, slowdowns(now))
-    then = predict(plan, profile, nodes, slowdowns(state))
-    return then.step_s / here.step_s if here.step_s > 0 else None
+    here_s, then_s = predicted_step_s(now, now.plan), predicted_step_s(state, plan)
+    return then_s / here_s if here_s > 0 else None

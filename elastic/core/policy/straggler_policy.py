@@ -15,11 +15,9 @@ from elastic.core.health.diagnosis import AWAY, Finding, Kind, Remedy
 from elastic.core.job.epoch_change import begin_change, plan_request
 from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of
 from elastic.core.job.state import Cause, CauseKind, JobAction, JobState, JobTransition, LogEntry
-from elastic.core.job.stragglers import profile_for, slowdowns, speed_of
+from elastic.core.job.stragglers import predicted_step_s, speed_of
 from elastic.core.policy.remediation import spare_nodes
 from elastic.domain.errors import InfeasiblePlan
-from elastic.domain.types import Plan
-from elastic.planning.cost.predict import predict
 from elastic.planning.search.search import make_plan
 
 GAIN = 0.05
@@ -119,7 +117,7 @@ def _replaceable(state: JobState, nodes: tuple[str, ...]) -> tuple[tuple[str, ..
         plans = make_plan(request), make_plan(replace(request, dead=frozenset(nodes)))
     except InfeasiblePlan:
         return (), ""
-    lighter, other = (_step_s(state, plan) for plan in plans)
+    lighter, other = (predicted_step_s(state, plan) for plan in plans)
     if other > lighter * (1 - GAIN):
         return (), ""
     return nodes, f"; with spares in place of {' '.join(nodes)} {other:.4g} s"
@@ -132,15 +130,10 @@ def _gain(state: JobState) -> tuple[float, str]:
         plan = make_plan(plan_request(state, state.epoch + 1))
     except InfeasiblePlan as error:
         return 0.0, str(error)
-    here, then = _step_s(state, state.plan), _step_s(state, plan)
+    here, then = predicted_step_s(state, state.plan), predicted_step_s(state, plan)
     gain = 1 - then / here if here > 0 else 0.0
     text = f"the best plan takes {then:.4g} s per step instead of {here:.4g} s ({gain:+.1%})"
     return gain, text
-
-
-def _step_s(state: JobState, plan: Plan) -> float:
-    nodes = tuple(mb.report.info for mb in state.members.values())
-    return predict(plan, profile_for(state), nodes, slowdowns(state)).step_s
 
 
 def _text(state: JobState, node: str, factor: float) -> str:

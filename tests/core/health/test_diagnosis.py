@@ -30,7 +30,7 @@ def running(nodes: int = 3, most: int = 9) -> JobState:
     """A job in the middle of its training; `most` nodes hold stages, the others are spares."""
     made = World(5, nodes, steps=400, shape="1", max_nodes=most)
     made.run(limit=4.0)
-    state = made.boss.state
+    state = made.coordinator.state
     assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch and state.plan is not None
     return state.of(policy=replace(state.policy, lease_s=1e9))
 

@@ -1,8 +1,9 @@
-"""Learning and deciding apart is the same as both at once; heartbeats cost the same in a job of any size."""
+"""Recording and deciding separately gives the same result as `transition`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from elastic.coordinator.records.state_encoding import StateText
 from elastic.core.coordinator.transitions import apply_rules, record_event, transition
@@ -31,11 +32,17 @@ def attached(node: str) -> NodeReport:
     return report(node, NodePhase.IDLE, able=True, elastic=True, spec=SPEC, restart=0)
 
 
-def test_many_events_are_decided_on_together_as_one_by_one() -> None:
+def test_one_decision_for_many_events_equals_single_decisions() -> None:
     policy = Policy(min_nodes=3, max_nodes=3)
     nodes = ("a", "b", "c")
-    rounds = [[NodeReported(report(n)) for n in nodes], [NodeReported(attached(n)) for n in nodes]]
-    rounds += [[ConnectionClosed("b", "b-1"), Heartbeat("a", "a-1", 0, 0)], [Heartbeat("c", "c-1", 0, 0)]]
+    rounds: list[list[Any]] = [
+        [NodeReported(report(n)) for n in nodes],
+        [NodeReported(attached(n)) for n in nodes],
+    ]
+    rounds += [
+        [ConnectionClosed("b", "b-1"), Heartbeat("a", "a-1", 0, 0)],
+        [Heartbeat("c", "c-1", 0, 0)],
+    ]
     apart = single = JobState(policy=policy)
     for number, events in enumerate(rounds):
         now = 10.0 + number
@@ -48,7 +55,7 @@ def test_many_events_are_decided_on_together_as_one_by_one() -> None:
     assert set(apart.members) == {"a", "c"} and apart.epoch == 1 and apart.losses == 1
 
 
-def test_heartbeats_together_are_as_one_by_one() -> None:
+def test_heartbeats_together_equal_single_heartbeats() -> None:
     state = JobState(policy=Policy(min_nodes=2, max_nodes=2))
     for one in (report("a"), report("b"), attached("a"), attached("b")):
         state, _, _ = transition(state, NodeReported(one), 1.0)
@@ -68,13 +75,13 @@ def test_heartbeats_together_are_as_one_by_one() -> None:
     assert together.members["a"].report.microbatch == 2 and together.seen.microbatch_s > 0.29
 
 
-def test_what_is_learned_is_answered_at_once() -> None:
+def test_an_event_is_answered_when_it_is_recorded() -> None:
     state = JobState(policy=Policy())
     same, (action, *_), _ = record_event(state, Heartbeat("x", "x-1", 0, 0), 1.0)
     assert isinstance(action, Send) and isinstance(action.message, m.Fenced) and same.members == {}
 
 
-def test_a_stall_is_noticed_by_what_is_learned_first() -> None:
+def test_the_first_event_after_a_stall_excuses_it() -> None:
     state, _, _ = apply_rules(
         record_event(JobState(policy=Policy(min_nodes=9)), NodeReported(report("a")), 1.0)[0], 1.0
     )
@@ -85,7 +92,7 @@ def test_a_stall_is_noticed_by_what_is_learned_first() -> None:
     assert "a" in state.members and not actions
 
 
-def test_the_model_is_kept_once() -> None:
+def test_the_model_is_stored_once() -> None:
     state = JobState(policy=Policy(min_nodes=2, max_nodes=2))
     for one in (report("a"), report("b"), attached("a"), attached("b")):
         state, _, _ = record_event(state, NodeReported(one), 1.0)
@@ -96,14 +103,19 @@ def test_the_model_is_kept_once() -> None:
     assert state.members["b"].report.failed is not None
 
 
-def test_saved_text_is_the_codecs_own() -> None:
-    """Also when only some of it changed, and when members went."""
+def test_the_saved_text_equals_the_codec_output() -> None:
+    """This includes partial changes and departed members."""
     text, state = StateText(), JobState(policy=Policy(min_nodes=2, max_nodes=2))
     events = [NodeReported(report('a"'))] + [
         NodeReported(f(n)) for f in (report, attached) for n in ("b", "c")
     ]
     for number, event in enumerate(
-        [*events, Heartbeat("b", "b-1", 1, 2), Heartbeat("b", "b-1", 1, 2), ConnectionClosed("c", "c-1")]
+        [
+            *events,
+            Heartbeat("b", "b-1", 1, 2),
+            Heartbeat("b", "b-1", 1, 2),
+            ConnectionClosed("c", "c-1"),
+        ]
     ):
         state, _, _ = transition(state, event, 10.0 + number / 10)
         assert text.dumps(state) == codec.dumps(state)
