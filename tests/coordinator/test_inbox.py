@@ -14,7 +14,6 @@ from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job.state import (
     ConnectionClosed,
     CoordinatorFailover,
-    Heartbeat,
     JobPhase,
     JobState,
     LogEntry,
