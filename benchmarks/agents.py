@@ -147,19 +147,19 @@ class Agent:
         self.state, actions, _ = core.transition(self.state, event, time.monotonic())
         for action in actions:
             match action:
-                case core.Spawn():
-                    await self._take(core.Said(0, m.Attach(0, 1, self.crowd.spec, "127.0.0.1:9")))
-                case core.Tell(m.Halt(epoch)):
+                case core.SpawnWorkers():
+                    await self._take(core.WorkerMessage(0, m.Attach(0, 1, self.crowd.spec, "127.0.0.1:9")))
+                case core.SendToWorkers(m.Halt(epoch)):
                     self.crowd.halted(epoch)
-                    await self._take(core.Said(0, m.Halted(epoch, 0)))
-                case core.Enter(install):
+                    await self._take(core.WorkerMessage(0, m.Halted(epoch, 0)))
+                case core.EnterEpoch(install):
                     self.assignment = install.assignment
-                case core.Tell(m.Install(epoch)):
-                    await self._take(core.Said(0, m.Ready(epoch, 0.0, 0.0)))
-                    await self._take(core.Said(0, m.Resumed(epoch, time.time())))
-                    await self._take(core.Said(0, m.Protected(epoch)))
+                case core.SendToWorkers(m.Install(epoch)):
+                    await self._take(core.WorkerMessage(0, m.Ready(epoch, 0.0, 0.0)))
+                    await self._take(core.WorkerMessage(0, m.Resumed(epoch, time.time())))
+                    await self._take(core.WorkerMessage(0, m.Protected(epoch)))
                     self.crowd.installed(self, epoch)
-                case core.Report():
+                case core.SendReport():
                     await self._report()
 
     async def _report(self) -> None:

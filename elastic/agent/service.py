@@ -161,7 +161,7 @@ class Agent:
             case ("acked", int() as worker, m.BundleAcknowledged() as acked):
                 self._tell_acked(worker, acked)
             case m.CommFailed():  # copies do not get to the peer
-                self._apply(core.Said(0, item))
+                self._apply(core.WorkerMessage(0, item))
             case m.BackupNote() | m.CheckpointPart():
                 self._news.add(item)
                 self._say(item)
@@ -195,15 +195,15 @@ class Agent:
                 self._meter.worker_ended()
                 self._workers.gone(rank)
                 self._vault.worker_gone(message.pid, self._directory)
-                self._apply(core.Exited(rank, message.returncode))
+                self._apply(core.WorkerExited(rank, message.returncode))
             case m.Attach() | m.Halted() | m.Failed() | m.Finished():
                 log.info("worker %d: %s", rank, type(message).__name__)
                 if isinstance(message, m.Attach):
                     self._checkpoints.every = message.spec.checkpoint_every
                     self._checkpoints.steps = message.spec.n_steps
-                self._apply(core.Said(rank, message))
+                self._apply(core.WorkerMessage(rank, message))
             case _:
-                self._apply(core.Said(rank, message))
+                self._apply(core.WorkerMessage(rank, message))
 
     def _from_former_worker(self, message: Any) -> None:
         """Last words of workers that have been replaced: their copies still count."""
@@ -229,8 +229,8 @@ class Agent:
         if self._group is None:
             return
         found = self._group.states().items()
-        seen = (core.Evidence(r, s.stopped, s.main_cpu_s, s.on_disk, s.family_cpu_s) for r, s in found)
-        self._apply(core.Looked(tuple(seen)))
+        seen = (core.ProcessSample(r, s.stopped, s.main_cpu_s, s.on_disk, s.family_cpu_s) for r, s in found)
+        self._apply(core.WorkersPolled(tuple(seen)))
 
     def _beat(self) -> None:
         self._meter.beat()
@@ -247,27 +247,27 @@ class Agent:
 
     # ---- actions out ----
 
-    def _act(self, action: core.Action) -> None:
+    def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.Tell(message, rank):
+            case core.SendToWorkers(message, rank):
                 self._workers.tell(message, rank)
-            case core.Spawn(launch):
+            case core.SpawnWorkers(launch):
                 self._spawn(launch)
             case core.KillWorkers(reason):
                 log.warning("workers are killed: %s", reason)
                 self._kill()
-            case core.Fence(epoch):
+            case core.FenceVault(epoch):
                 self._replicator.reset(epoch)
                 self._vault.fence(epoch)
-            case core.Enter(install):
+            case core.EnterEpoch(install):
                 self._news.enter(install)
                 self._vault.enter(install.epoch, install.assignment.step)
                 self._replicator.enter(install.epoch, install.assignment)
                 self._checkpoints.enter(self._node, install.assignment.plan)
                 self._fitness.enter(self._state.info.incarnation, install.epoch)
-            case core.Report():
+            case core.SendReport():
                 self._report()
-            case core.Leave(code):
+            case core.EndAgent(code):
                 self._exit_code = code
             case core.Rejoin():
                 self._rejoin()

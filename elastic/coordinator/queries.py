@@ -11,11 +11,11 @@ from zlib import crc32
 
 from elastic.config import JobConfig
 from elastic.coordinator.metrics.counters import CoordinatorMetrics
-from elastic.core.coordinator.authorization import LONGEST_S, NAME_CHARS
+from elastic.core.coordinator.authorization import MAX_DEADLINE_S, MAX_NAME_CHARS
 from elastic.core.health.diagnosis import HealthLimits
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.stragglers import factor
+from elastic.core.job.stragglers import compute_slowdown
 from elastic.domain import codec
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.planning.plan.plan import format_plan
@@ -49,9 +49,9 @@ def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[st
         case "status":
             return status(state), None
         case "nodes":
-            return {"nodes": nodes(state), "now": state.ticked}, None
+            return {"nodes": nodes(state), "now": state.updated_at}, None
         case "peers":
-            return {"peers": peers(state, str(body.get("node", ""))), "now": state.ticked}, None
+            return {"peers": peers(state, str(body.get("node", ""))), "now": state.updated_at}, None
         case "plan":
             plan = state.plan
             text = format_plan(plan) if plan else ""
@@ -59,18 +59,18 @@ def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[st
         case "drain":
             return _drain(state, body)
         case _:
-            raise FieldError("kind", kind[:NAME_CHARS], "one of status, nodes, peers, plan, drain")
+            raise FieldError("kind", kind[:MAX_NAME_CHARS], "one of status, nodes, peers, plan, drain")
 
 
-def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], job.DrainAsked]:
+def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], job.DrainRequested]:
     node, deadline = body.get("node"), body.get("deadline_s", 30.0)
     if not isinstance(node, str) or node not in state.members:
         known = ", ".join(sorted(state.members)) or "none"
-        raise FieldError("node", str(node)[:NAME_CHARS], f"one of the members ({known})")
+        raise FieldError("node", str(node)[:MAX_NAME_CHARS], f"one of the members ({known})")
     number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-    if not number or not 0 <= deadline <= LONGEST_S:
-        raise FieldError("deadline_s", str(deadline)[:40], f"seconds from 0 to {LONGEST_S:g}")
-    return {"node": node, "deadline_s": deadline}, job.DrainAsked(node, float(deadline))
+    if not number or not 0 <= deadline <= MAX_DEADLINE_S:
+        raise FieldError("deadline_s", str(deadline)[:40], f"seconds from 0 to {MAX_DEADLINE_S:g}")
+    return {"node": node, "deadline_s": deadline}, job.DrainRequested(node, float(deadline))
 
 
 def policy_of(config: JobConfig) -> job.Policy:
@@ -135,7 +135,7 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "notice": "" if mb.notice is None else f"{mb.notice.kind} ({mb.notice.provider})",
             "domain": mb.report.info.domain,
             "device": mb.report.info.device,
-            "slow": factor(state, node),
+            "slow": compute_slowdown(state, node),
             "vault": mb.report.info.vault,
             **_health(state, node),
         }
@@ -155,8 +155,8 @@ def peers(state: job.JobState, node: str) -> list[dict[str, Any]]:
 
 def _health(state: job.JobState, node: str) -> dict[str, Any]:
     """In a word for people, and with its evidence for programs."""
-    record = quarantine.of(state, node)
-    left_s = max(0.0, record.until - state.ticked) if record.quarantined else 0.0
+    record = quarantine.record_of(state, node)
+    left_s = max(0.0, record.until - state.updated_at) if record.quarantined else 0.0
     words = [f"{one.kind.value}: {one.action.value}" for one in record.findings]
     words += [f"quarantined {left_s:.0f} s"] if record.quarantined else []
     return {

@@ -53,7 +53,7 @@ from elastic.coordinator.records.run_records import Records
 from elastic.coordinator.records.state_saver import Saver
 from elastic.coordinator.session_filter import Speakers
 from elastic.core.coordinator import authorization as speech
-from elastic.core.coordinator.transitions import learn, settle
+from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import state as job
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
@@ -72,7 +72,7 @@ TICK_S, SLOWEST_TICK_S = 0.05, 0.25
 """Rules are applied so often, but in a large job not so often that they take more than a tenth of a core."""
 ANSWER_S = 10.0
 """After this long a question of the command line is given up; it waits less itself."""
-PASSING, SAID_AGAIN = ("Beats", "Tick", "HealthSeen", "rules"), "Reported"
+PASSING, SAID_AGAIN = ("Heartbeats", "Tick", "HealthReported", "rules"), "NodeReported"
 """After these alone nothing needs to be saved, or not at once, unless something follows."""
 TOGETHER = 512
 """Events that are taken at once at most."""
@@ -152,7 +152,7 @@ class Coordinator:
     def _serve(self) -> int:
         if self._adopted:
             self._now = self._clock.now()  # from now on they can come back
-            self._apply(job.Adopted())
+            self._apply(job.CoordinatorFailover())
         while True:
             self._turn()
             if self._ending and (not self._sessions or self._clock.now() > self._ending):
@@ -207,24 +207,24 @@ class Coordinator:
                 node = message.info.node
                 self._speakers.note(self._state, message)
                 connected, self._sessions[node] = self._sessions.get(node) is not session, session
-                self._apply(job.Reported(message, connected))
+                self._apply(job.NodeReported(message, connected))
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
                 self._beats.append(message)
             case m.StepDone():
                 self._saver.hold(None, partial(self._records.step, message, self._state))
                 self._saver.hold(None, partial(self._meter.stepped, message, self._state))
-                if speech.current(self._state, session.sender):
-                    self._apply(job.Stepped(message.record, message.seconds))
+                if speech.is_member(self._state, session.sender):
+                    self._apply(job.StepFinished(message.record, message.seconds))
             case m.Notice():
                 self._sessions.setdefault(message.node, session)
                 self._apply(message)
             case m.BackupNote() if message.kind in m.BACKUP_NOTES:
-                self._apply(job.BackupNoted(message.kind, message.owner, message.keeper, message.detail))
+                self._apply(job.BackupReported(message.kind, message.owner, message.keeper, message.detail))
             case HealthReport():
-                self._apply(job.HealthSeen(message))
+                self._apply(job.HealthReported(message))
             case m.CheckpointPart():
-                self._apply(job.PartWritten(message.step, message.layers))
+                self._apply(job.CheckpointPartWritten(message.step, message.layers))
             case m.RefusalNote():
                 self._refused(*astuple(message))
 
@@ -236,13 +236,13 @@ class Coordinator:
             del self._sessions[node]
             member = self._state.members.get(node)
             if member is not None:
-                self._apply(job.Closed(node, member.report.info.incarnation))
+                self._apply(job.ConnectionClosed(node, member.report.info.incarnation))
 
     def _hear(self) -> None:
         """Learn of all heartbeats that have come since the last event."""
         if self._beats:
             beats, self._beats = tuple(self._beats), []
-            self._apply(job.Beats(beats))
+            self._apply(job.Heartbeats(beats))
             if self._keeper.sure:
                 self._records.beat(max((beat.step, beat.microbatch) for beat in beats), self._state)
 
@@ -250,9 +250,9 @@ class Coordinator:
         """Learn of an event; `_decide` follows."""
         self._hear()
         before, began, now = self._state, time.perf_counter(), self._now
-        result = learn(before, event, now)
+        result = record_event(before, event, now)
         self._meter.took(event, time.perf_counter() - began)
-        self._unsettled = self._unsettled or not isinstance(event, job.Beats)
+        self._unsettled = self._unsettled or not isinstance(event, job.Heartbeats)
         self._follow(type(event).__name__, before, result, now)
 
     def _decide(self) -> None:
@@ -262,7 +262,7 @@ class Coordinator:
             if self._unsettled:
                 self._unsettled = False
                 before, began, now = self._state, time.perf_counter(), self._now
-                result = settle(before, now)
+                result = apply_rules(before, now)
                 self._settle_s = self._meter.took(None, time.perf_counter() - began)
                 self._follow("rules", before, result, now)
             if self._to_save:
@@ -270,7 +270,7 @@ class Coordinator:
                 self._saver.save(self._state)
         self._saver.flush()
 
-    def _follow(self, what: str, before: job.JobState, result: job.Result, now: float) -> None:
+    def _follow(self, what: str, before: job.JobState, result: job.JobTransition, now: float) -> None:
         """Take over what was decided; all that follows from it is held back until it is saved."""
         self._state, actions, reason = result
         hold = self._saver.hold
@@ -292,25 +292,25 @@ class Coordinator:
 
     # ---- actions out ----
 
-    def _act(self, action: job.Action, state: job.JobState) -> None:
+    def _act(self, action: job.JobAction, state: job.JobState) -> None:
         """`state`: the one that the action was decided with."""
         match action:
             case job.Send(node, message):
                 self._send(node, message, state.epoch)
-            case job.Note("plan", data):
+            case job.LogEntry("plan", data):
                 if state.plan is not None:
                     self._records.plan(state.plan, data)
-            case job.Note(kind, data):
+            case job.LogEntry(kind, data):
                 self._records.event(kind, data)
                 if kind == "phase":
                     self._records.progress(state)
-            case job.Recovered():
+            case job.ChangeCompleted():
                 if not action.change.starts_job:
                     self._meter.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
                 self._commits.begin(step, self._state.spec)
-            case job.Finish():
+            case job.JobFinished():
                 self._finish(action)
 
     def _send(self, node: str, message: Any, epoch: int) -> None:
@@ -326,7 +326,7 @@ class Coordinator:
         if event is not None:
             self._apply(event)
 
-    def _finish(self, action: job.Finish) -> None:
+    def _finish(self, action: job.JobFinished) -> None:
         for future in self._commits.left():
             self._committed(future)
         self._decide()

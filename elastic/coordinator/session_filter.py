@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.core.coordinator.authorization import objection
-from elastic.core.job.membership import occupied
+from elastic.core.coordinator.authorization import check_message
+from elastic.core.job.membership import name_conflict
 from elastic.core.job.state import JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
@@ -28,7 +28,7 @@ class Speakers:
         """Whether the message is taken; who is no member (any more), or not yet, is told so, on its own session."""
         if state.retired is not self._known:
             self._known, self._retired = state.retired, frozenset(state.retired)
-        problem = objection(state, session.sender, message, self._retired)
+        problem = check_message(state, session.sender, message, self._retired)
         if problem is not None:
             REJECTIONS.count(PORT, Reason(problem.reason), session, problem.text)
             if problem.fence:
@@ -51,7 +51,7 @@ class Speakers:
         node, incarnation = report.info.node, report.info.incarnation
         former, asked = self._asked.get(node, ("", 0))
         asked = asked if former == incarnation else 0
-        waits = occupied(state, report, state.ticked, asked)
+        waits = name_conflict(state, report, state.updated_at, asked)
         if waits is not None:
             self._asked[node] = incarnation, asked + 1
         return waits

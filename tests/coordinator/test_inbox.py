@@ -10,16 +10,15 @@ import pytest
 
 from elastic.coordinator import inbox as module
 from elastic.coordinator.inbox import Inbox
-from elastic.core.coordinator.transitions import learn, settle
+from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job.state import (
-    Adopted,
-    Beat,
-    Closed,
+    ConnectionClosed,
+    CoordinatorFailover,
     JobPhase,
     JobState,
-    Note,
+    LogEntry,
+    NodeReported,
     Policy,
-    Reported,
     Tick,
 )
 from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
@@ -108,8 +107,8 @@ def job_of(*nodes: str) -> JobState:
     state = JobState(policy=Policy(min_nodes=len(nodes) + 1))
     for node in nodes:
         report = NodeReport(NodeInfo(node, f"{node}-1", "h:1"), NodePhase.EMPTY, 0)
-        state, _, _ = learn(state, Reported(report), START)
-    state, _, _ = settle(state, START)
+        state, _, _ = record_event(state, NodeReported(report), START)
+    state, _, _ = apply_rules(state, START)
     assert state.phase is JobPhase.WAITING and set(state.members) == set(nodes)
     return state
 
@@ -117,13 +116,13 @@ def job_of(*nodes: str) -> JobState:
 def worked_off(state: JobState, hands: Bench, together: int = MOST) -> tuple[JobState, list[str]]:
     """As the coordinator does it; and who was lost."""
     lost: list[str] = []
-    now = state.ticked
+    now = state.updated_at
     while batch := list(hands.inbox.take(together)):
         for at, event in batch:
             now = max(now, at)
-            state, _, _ = learn(state, event, now)
-        state, actions, _ = settle(state, now)
-        lost += [a.data["node"] for a in actions if isinstance(a, Note) and a.kind == "lost"]
+            state, _, _ = record_event(state, event, now)
+        state, actions, _ = apply_rules(state, now)
+        lost += [a.data["node"] for a in actions if isinstance(a, LogEntry) and a.kind == "lost"]
     return state, lost
 
 
@@ -133,7 +132,7 @@ def test_nobody_is_lost_while_the_coordinator_plans(hands: Bench, together: int)
     state = job_of("speaks", "silent")
     for _ in range(24):
         hands.wait(0.5)
-        hands.inbox.put(Beat("speaks", "speaks-1", 0, 0))
+        hands.inbox.put(Heartbeat("speaks", "speaks-1", 0, 0))
     state, lost = worked_off(state, hands, together)
     assert lost == ["silent"] and set(state.members) == {"speaks"}
     hands.wait(7.0)
@@ -156,17 +155,17 @@ def test_who_is_behind_waits_longer_but_not_for_ever(late_s: float, silence_s: f
     state, told, at = job_of("a"), list[float](), START
     while not told:
         at += 0.1
-        state, _, _ = learn(state, Tick(late_s), at)
-        state, actions, _ = settle(state, at)
-        told = [at - START for a in actions if isinstance(a, Note) and a.kind == "lost"]
+        state, _, _ = record_event(state, Tick(late_s), at)
+        state, actions, _ = apply_rules(state, at)
+        told = [at - START for a in actions if isinstance(a, LogEntry) and a.kind == "lost"]
     assert told[0] == pytest.approx(silence_s, abs=0.11)
 
 
 def test_who_is_behind_waits_longer_for_who_may_come_back() -> None:
-    state, _, _ = learn(job_of("a", "b"), Closed("a", "a-1"), START)
+    state, _, _ = record_event(job_of("a", "b"), ConnectionClosed("a", "a-1"), START)
     for tenths in range(1, 20):
-        state, _, _ = learn(state, Tick(1.0), START + tenths / 10)
-        state, _, _ = settle(state, START + tenths / 10)
+        state, _, _ = record_event(state, Tick(1.0), START + tenths / 10)
+        state, _, _ = apply_rules(state, START + tenths / 10)
         assert ("a" in state.members) == (tenths / 10 < 1.15) and "b" in state.members
 
 
@@ -174,10 +173,10 @@ def test_a_coordinator_that_took_over_waits_longer_for_many() -> None:
     """All of them come at the same time."""
     few, many = job_of("a"), job_of(*(f"n{number}" for number in range(1000)))
     for state, longer_s in ((few, 0.0), (many, 0.5)):
-        adopted, _, _ = learn(state, Adopted(), START)
+        adopted, _, _ = record_event(state, CoordinatorFailover(), START)
         known, until = adopted, START + state.policy.adopt_s + longer_s
         for quarter in range(1, 20):
-            known, _, _ = learn(known, Tick(), START + quarter * 0.25)
-            known, _, _ = settle(known, START + quarter * 0.25)
+            known, _, _ = record_event(known, Tick(), START + quarter * 0.25)
+            known, _, _ = apply_rules(known, START + quarter * 0.25)
             all_there = known.members.keys() == state.members.keys()
-            assert all_there == (known.ticked < until + state.policy.grace_s)
+            assert all_there == (known.updated_at < until + state.policy.grace_s)

@@ -17,7 +17,7 @@ from elastic.agent.notices import parsing as told
 from elastic.coordinator import service
 from elastic.coordinator.clock import Clock
 from elastic.coordinator.queries import Query
-from elastic.core.coordinator.authorization import LONGEST_S
+from elastic.core.coordinator.authorization import MAX_DEADLINE_S
 from elastic.domain.errors import ElasticError, StaleError, UsageError
 from elastic.rpc.control.client import call
 from tests.coordinator.helpers import START
@@ -25,7 +25,9 @@ from tests.coordinator.test_together import Bench, attached, came
 from tests.patience import LONG_S
 
 KINDS = ("status", "nodes", "peers", "plan", "drain")
-NUMBERS = st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), 1e308, True, LONGEST_S + 1])
+NUMBERS = (
+    st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), 1e308, True, MAX_DEADLINE_S + 1])
+)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(st.characters(), max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -73,7 +75,7 @@ def strict(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "deadline",
-    [10**400, -(10**400), float("nan"), float("inf"), 1e999, -1, LONGEST_S + 1, True, "30", None, [30]],
+    [10**400, -(10**400), float("nan"), float("inf"), 1e999, -1, MAX_DEADLINE_S + 1, True, "30", None, [30]],
 )
 def test_a_deadline_that_is_none_is_refused(leading: Bench, deadline: object) -> None:
     with pytest.raises(UsageError, match="deadline_s"):
@@ -83,7 +85,7 @@ def test_a_deadline_that_is_none_is_refused(leading: Bench, deadline: object) ->
 
 
 def test_a_person_may_give_as_long_here_as_in_a_file() -> None:
-    assert told.LONGEST_S == LONGEST_S
+    assert told.LONGEST_S == MAX_DEADLINE_S
 
 
 def test_a_long_question_gets_a_short_error(leading: Bench) -> None:

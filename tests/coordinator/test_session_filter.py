@@ -43,8 +43,8 @@ def newcomer(state: JobState, incarnation: str) -> m.NodeReport:
 
 
 def closed(state: JobState) -> JobState:
-    event = job.Closed(NODE, state.members[NODE].report.info.incarnation)
-    return transition(state, event, state.ticked)[0]
+    event = job.ConnectionClosed(NODE, state.members[NODE].report.info.incarnation)
+    return transition(state, event, state.updated_at)[0]
 
 
 def test_a_second_agent_of_a_connected_members_name_waits_and_asks_ever_less_often() -> None:
@@ -67,7 +67,7 @@ def test_an_agent_that_was_killed_and_started_again_gets_in_once_the_old_connect
     state = closed(state)
     assert admit(speakers, state, line, report)
     speakers.note(state, report)
-    state, _, _ = transition(state, job.Reported(report, True), state.ticked)
+    state, _, _ = transition(state, job.NodeReported(report, True), state.updated_at)
     assert state.members[NODE].report.info.incarnation == "again"
     assert not admit(speakers, state, line, newcomer(state, "more")) and line.last().retry_s == 0.5
 
@@ -75,9 +75,9 @@ def test_an_agent_that_was_killed_and_started_again_gets_in_once_the_old_connect
 def test_what_was_replaced_stays_out_also_after_a_failover() -> None:
     state = closed(running())
     former = state.members[NODE].report
-    state, _, _ = transition(state, job.Reported(newcomer(state, "again"), True), state.ticked)
+    state, _, _ = transition(state, job.NodeReported(newcomer(state, "again"), True), state.updated_at)
     state = codec.loads(JobState, codec.dumps(state))
-    state, _, _ = transition(state, job.Adopted(), state.ticked)
+    state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at)
     line = Line()
     assert not admit(Speakers(), state, line, former) and isinstance(line.last(), m.Fenced)
     empty = replace(newcomer(state, former.info.incarnation))

@@ -1,10 +1,9 @@
-"""The tests' one model of a worker: what it computes and publishes in one epoch.
+"""The tests' model of a worker: its computing and publishing in one epoch.
 
-It has no time and no messages.
-
-Gradients are multisets of micro-batches, so whatever is added twice shows. The rules are those of
-docs/design.md: two slots, commit gates, retention. `tests.core.recovery.job_model` applies them in any order
-that they allow; `tests.core.world.worker` applies them after simulated delays, under the real coordinator.
+It has no time and no messages. Gradients are multisets of micro-batches, so a double addition
+shows. It follows the rules of docs/design/design.md: two slots, commit gates, retention.
+`tests.core.recovery.job_model` applies them in any order that they allow; `tests.core.world.worker`
+applies them after simulated delays, under the real coordinator.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ class Worker:
     stage: int
     shard: int
     vault: Vault
-    """That of its node."""
+    """Vault of its node."""
     number: Callable[[], int]
-    """Gives sequence numbers."""
+    """Returns the next sequence number."""
     version: dict[int, int]
     gradient: dict[int, Counter[int]]
     started: set[int] = field(default_factory=set)
     backward: set[int] = field(default_factory=set)
     published: int = 0
-    """Micro-batches after whose backward pass it has published."""
+    """Micro-batches whose backward pass was published."""
     queue: list[Bundle] = field(default_factory=list)
     """Bundles on their way to the peer, in order."""
     entered: bool = False
     unprotected: int = -1
-    """Bundles without acknowledgement that hold what the epoch began with; -1: not entered."""
+    """Unacknowledged bundles with the first state of the epoch; -1: not entered."""
     passed: bool = False
     """It has passed the commit of its step, and has not updated all layers."""
     unwritten: Bundle = field(default_factory=list)
@@ -180,7 +179,7 @@ class Worker:
             self.unprotected -= 1
 
     def _publish_states(self, every: int = 1) -> None:
-        """To the peer those of the layers whose turn it is."""
+        """Publish states; the peer gets those of the layers whose turn it is."""
         if self.plan.state != "none":
             copies = self._states()
             away = [(c, inside) for c, inside in copies if (c.step + c.layer) % every == 0]
@@ -276,7 +275,10 @@ def shares(assignment: Assignment, p: int) -> list[tuple[PartialRun, int]]:
 
 def check_ledgers(workers: Iterable[Worker], spec: JobSpec, step: int) -> None:
     """At the commit every layer has every micro-batch exactly once, over all its holders."""
-    wanted, held = Counter(range(spec.n_microbatches) if step < spec.n_steps else ()), tuple(workers)
+    wanted, held = (
+        Counter(range(spec.n_microbatches) if step < spec.n_steps else ()),
+        tuple(workers),
+    )
     for layer in range(spec.n_layers):
         for shard in range(spec.tp):
             mine = (w.gradient[layer] for w in held if w.shard == shard and layer in w.gradient)

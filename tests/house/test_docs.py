@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 
 from elastic.coordinator.records.run_summary import summarize
-from elastic.core.job.figures import recovery_entry
-from elastic.core.job.state import Change, Recovered
+from elastic.core.job.goodput import recovery_entry
+from elastic.core.job.state import ChangeCompleted, EpochChange
 from elastic.core.protocol.fault_spec import FaultKind, parse_fault
 from tests.house.time_constants import CONSTANTS, KINDS, found
 
@@ -39,7 +39,9 @@ def _python(page: Path) -> str:
     return str(blocks[0])
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "guide" / "custom-model.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "guide" / "custom-model.md"], ids=lambda p: p.name
+)
 def test_the_example_trains(page: Path, tmp_path: Path) -> None:
     script, run_dir = tmp_path / "mine.py", tmp_path / "run"
     script.write_text(_python(page))
@@ -115,10 +117,10 @@ def test_faults_in_the_docs_can_be_given() -> None:
 
 def test_summary_page_names_every_field_and_kind() -> None:
     named = set(re.findall(r"`([\w-]+)`", (DOCS / "guide" / "summary.md").read_text()))
-    change = Change(1, (), False, (), 1, 0.0, None, 0, 0)
-    fields = {*summarize([]), *recovery_entry(Recovered(change, 1, 0.0, 0.0, 0.0), None)}
+    change = EpochChange(1, (), False, (), 1, 0.0, None, 0, 0)
+    fields = {*summarize([]), *recovery_entry(ChangeCompleted(change, 1, 0.0, 0.0, 0.0), None)}
     assert fields - named == set()
     folders = (ROOT / "elastic" / "core", ROOT / "elastic" / "coordinator")
     source = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    kinds = set(re.findall(r'\b(?:Note|event)\(\s*"([\w-]+)"', source))
+    kinds = set(re.findall(r'\b(?:LogEntry|event)\(\s*"([\w-]+)"', source))
     assert len(kinds) > 10 and kinds - named == set()

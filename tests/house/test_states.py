@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic.core.node import node
-from elastic.core.node.node_state import MAX_CRASHES
+from elastic.core.node.node import MAX_CRASHES
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Assignment, JobSpec, NodeInfo, Pipeline, Plan, Stage, Unit
@@ -42,18 +42,18 @@ def _worker_events(state: node.NodeState) -> Iterator[Event]:
         return
     if not state.able:
         waits = ", an epoch change waits" if state.waiting else ""
-        yield f"all workers attached{waits}", node.Said(0, m.Attach(0, 1, SPEC, ""))
+        yield f"all workers attached{waits}", node.WorkerMessage(0, m.Attach(0, 1, SPEC, ""))
     elif state.phase is NodePhase.INSTALLING:
-        yield "all workers ready", node.Said(0, m.Ready(state.epoch, 0.0, 0.0))
+        yield "all workers ready", node.WorkerMessage(0, m.Ready(state.epoch, 0.0, 0.0))
     elif state.phase is NodePhase.RUNNING:
-        yield "all steps done", node.Said(0, m.Finished(1))
+        yield "all steps done", node.WorkerMessage(0, m.Finished(1))
     elif state.phase is NodePhase.HALTING:
-        yield "all workers halted", node.Said(0, m.Halted(state.epoch, 0))
+        yield "all workers halted", node.WorkerMessage(0, m.Halted(state.epoch, 0))
     limit = state.crashes >= MAX_CRASHES
     died = "crashed too often" if limit else "a worker died"
-    yield died if state.elastic else "script failed", node.Exited(0, 1)
+    yield died if state.elastic else "script failed", node.WorkerExited(0, 1)
     if not state.elastic:
-        yield "script ended", node.Exited(0, 0)
+        yield "script ended", node.WorkerExited(0, 0)
 
 
 def _changes() -> set[tuple[NodePhase, str, NodePhase]]:
@@ -73,5 +73,5 @@ def _changes() -> set[tuple[NodePhase, str, NodePhase]]:
 
 
 def test_moves_match_the_transition() -> None:
-    declared = {(before, why, after) for befores, why, after in node.MOVES for before in befores}
+    declared = {(before, why, after) for befores, why, after in node.PHASE_CHANGES for before in befores}
     assert _changes() == declared

@@ -24,9 +24,8 @@ from elastic.coordinator.metrics.gauges import JobCollector, Standing
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.figures import recovery_entry
-from elastic.core.job.goodput import USES, Usage
-from elastic.core.job.state import Cause, CauseKind, Change, JobPhase, JobState, Member, Policy
+from elastic.core.job.goodput import NODE_TIME_USES, NodeTimeAccount, recovery_entry
+from elastic.core.job.state import Cause, CauseKind, EpochChange, JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
 from elastic.launcher.flags.certs import make
@@ -44,7 +43,7 @@ PLAN = Plan(
     (Pipeline((Stage(Unit("a"), 0, 1), Stage(Unit("b"), 1, 2)), (0, 1, 2, 3)),),
     peers=(("a", "b"),),
 )
-CHANGE = Change(
+CHANGE = EpochChange(
     2,
     (Cause(CauseKind.LOST, "b lost", ("b",)),),
     False,
@@ -176,7 +175,7 @@ def kept(given: Any, back: Any) -> Any:
 
 
 def test_every_node_second_has_one_use() -> None:
-    usage = Usage()
+    usage = NodeTimeAccount()
     usage.advance(RUNNING, 1.0)
     usage.advance(RUNNING, 3.0)
     assert usage.pending == 4.0 and usage.totals["idle"] == 2.0
@@ -195,12 +194,12 @@ def test_every_node_second_has_one_use() -> None:
 
 
 def test_a_step_that_is_made_again_was_lost() -> None:
-    usage = Usage()
+    usage = NodeTimeAccount()
     for now, step in ((1.0, -1), (2.0, 0), (3.0, 1), (4.0, 1), (5.0, 2)):
         usage.advance(RUNNING, now)
         usage.step(step)
     assert usage.totals["useful"] == 3 * 2.0 and usage.totals["lost"] == 2.0
-    assert set(usage.totals) == set(USES)
+    assert set(usage.totals) == set(NODE_TIME_USES)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +211,8 @@ def test_a_step_that_is_made_again_was_lost() -> None:
         (JobPhase.RUNNING, CHANGE, "transfer"),
     ],
 )
-def test_uses_by_phase(phase: JobPhase, change: Change | None, use: str) -> None:
-    usage, here = Usage(), RUNNING.of(phase=phase, change=change)
+def test_uses_by_phase(phase: JobPhase, change: EpochChange | None, use: str) -> None:
+    usage, here = NodeTimeAccount(), RUNNING.of(phase=phase, change=change)
     usage.advance(here, 1.0)
     usage.advance(here, 2.0)
     usage.step(0)
@@ -227,11 +226,11 @@ def test_a_loss_and_its_recovery_are_counted() -> None:
     after = RUNNING.of(epoch=2, phase=JobPhase.HALTING, change=CHANGE)
     metrics = coordinator(after)
     actions = (
-        job.Note("lost", {"node": "b", "loss": "silent", "why": "silent for 3.1 s"}),
-        job.Note("halt", {"epoch": 2}),
+        job.LogEntry("lost", {"node": "b", "loss": "silent", "why": "silent for 3.1 s"}),
+        job.LogEntry("halt", {"epoch": 2}),
     )
     metrics.decided(RUNNING, after, actions, 10.0)
-    event = job.Recovered(CHANGE, 1, 0.1, 0.05, 10.5)
+    event = job.ChangeCompleted(CHANGE, 1, 0.1, 0.05, 10.5)
     metrics.recovered(event, recovery_entry(event, None))
     found = values(metrics.registry)
     assert found["elastic_nodes_lost_total{reason=silent}"] == 1
@@ -243,8 +242,8 @@ def test_a_loss_and_its_recovery_are_counted() -> None:
 def test_steps_that_are_told_again_count_once() -> None:
     metrics = coordinator(RUNNING)
     done = m.StepDone(1, StepRecord(4, 1.0, 1.0, 2.0), 0.5, 0.1, tokens=100)
-    metrics.stepped(done, RUNNING.of(told=3))
-    metrics.stepped(done, RUNNING.of(told=4))
+    metrics.stepped(done, RUNNING.of(logged_step=3))
+    metrics.stepped(done, RUNNING.of(logged_step=4))
     found = values(metrics.registry)
     assert (found["elastic_steps_total"], found["elastic_tokens_total"]) == (1, 100)
     assert metrics.tokens_per_s == 200
@@ -254,7 +253,7 @@ def test_gauges_tell_the_state() -> None:
     members = dict(RUNNING.members)
     members["b"] = replace(members["b"], connected=False)
     members["c"] = replace(members["c"], report=replace(members["c"].report, able=True))
-    found = values(coordinator(RUNNING.of(members=members, stepped_at=6.0, trimmed=0)).registry)
+    found = values(coordinator(RUNNING.of(members=members, step_finished_at=6.0, trimmed=0)).registry)
     counts = {s: found[f"elastic_nodes{{state={s}}}"] for s in ("training", "spare", "disconnected")}
     assert counts == {"training": 1, "spare": 1, "disconnected": 1}
     assert found["elastic_job_phase{phase=running}"] == 1 and found["elastic_job_phase{phase=paused}"] == 0
@@ -350,7 +349,7 @@ def test_a_node_that_is_put_aside_is_no_spare_and_is_counted() -> None:
     able = replace(RUNNING.members["c"], report=replace(RUNNING.members["c"].report, able=True))
     state = RUNNING.of(members={**RUNNING.members, "c": able})
     assert values(coordinator(state).registry)["elastic_nodes{state=spare}"] == 1
-    aside, actions = quarantine.tell(
+    aside, actions = quarantine.add_finding(
         state, "c", Finding(FaultClass.PROCESS, HealthAction.QUARANTINE, "it crashes", at=1.0)
     )
     metrics = coordinator(aside)

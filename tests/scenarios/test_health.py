@@ -52,7 +52,7 @@ def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
         and evidence["steps_slower"] >= HealthLimits().slowed
     )
     assert not [e for e in run.events if e["kind"] == "lost"]
-    (change,) = [r for r in run.summary["recoveries"] if "node1 is put aside" in r["cause"]]
+    (change,) = [r for r in run.summary["recoveries"] if "node1 is quarantined" in r["cause"]]
     assert change["planned"] and change["microbatches_lost"] == 0
     assert sorted(parse_plan(run.summary["plan"]).nodes()) == ["node0", "node2", "node3"]
 

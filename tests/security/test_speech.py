@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.coordinator import authorization as speech
-from elastic.core.coordinator.authorization import FORGED, MALFORMED, STALE, objection
+from elastic.core.coordinator.authorization import FORGED, MALFORMED, STALE, check_message
 from elastic.core.job.state import JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import (
@@ -65,21 +65,21 @@ GOOD = (report("node0"), BEAT, DONE, SHORT, CORRUPT, PART, REFUSED)
 
 @pytest.mark.parametrize("message", GOOD, ids=lambda g: type(g).__name__)
 def test_a_member_may_say_it(message: object) -> None:
-    assert objection(STATE, "node0", message) is None
+    assert check_message(STATE, "node0", message) is None
 
 
 @pytest.mark.parametrize(
     "message", [report("node0"), BEAT, SHORT, CORRUPT, REFUSED], ids=lambda g: type(g).__name__
 )
 def test_no_other_member_may_say_it_in_its_name(message: object) -> None:
-    found = objection(STATE, "node1", message)
+    found = check_message(STATE, "node1", message)
     assert found is not None and (found.reason, found.fence) == (FORGED, False)
 
 
 @pytest.mark.parametrize("message", GOOD, ids=lambda g: type(g).__name__)
 def test_nobody_says_anything_without_a_name(message: object) -> None:
     for sender in ("", "../x", "a b", "\n"):
-        found = objection(STATE, sender, message)
+        found = check_message(STATE, sender, message)
         assert found is not None and found.reason == FORGED
 
 
@@ -87,7 +87,7 @@ def test_nobody_says_anything_without_a_name(message: object) -> None:
     "message", [DONE, PART, replace(SHORT, owner="node9"), replace(REFUSED, node="node9")]
 )
 def test_who_is_no_member_may_not_say_it(message: object) -> None:
-    found = objection(STATE, "node9", message)
+    found = check_message(STATE, "node9", message)
     assert found is not None and found.reason == STALE
 
 
@@ -101,14 +101,14 @@ def test_who_is_no_member_may_not_say_it(message: object) -> None:
     ],
 )
 def test_a_former_incarnation_is_fenced(message: object) -> None:
-    found = objection(STATE, "node0", message)
+    found = check_message(STATE, "node0", message)
     assert found is not None and (found.reason, found.fence) == (STALE, True)
 
 
 def test_a_new_incarnation_joins_and_a_retired_one_never_again() -> None:
-    assert objection(STATE, "node0", new("node0", "i2")) is None
-    assert objection(STATE, "node5", new("node5", "i1")) is None
-    found = objection(STATE, "node0", new("node0", "i0"), [("node0", "i0")])
+    assert check_message(STATE, "node0", new("node0", "i2")) is None
+    assert check_message(STATE, "node5", new("node5", "i1")) is None
+    found = check_message(STATE, "node0", new("node0", "i0"), [("node0", "i0")])
     assert found is not None and (found.reason, found.fence) == (STALE, True)
 
 
@@ -131,15 +131,15 @@ def test_a_new_incarnation_joins_and_a_retired_one_never_again() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(message: object, reason: str) -> None:
-    found = objection(STATE, "node0", message)
+    found = check_message(STATE, "node0", message)
     assert found is not None and found.reason == reason
 
 
 def test_a_former_member_tells_of_the_past_and_changes_nothing() -> None:
     past = replace(DONE, epoch=3, record=StepRecord(1, 1.0, 1.0, 1.0))
-    assert objection(STATE, "node7", past) is None
-    assert not speech.current(STATE, "node7")
-    assert speech.current(STATE, "node0")
+    assert check_message(STATE, "node7", past) is None
+    assert not speech.is_member(STATE, "node7")
+    assert speech.is_member(STATE, "node0")
 
 
 def test_all_other_messages_are_not_for_nodes_to_say() -> None:
@@ -149,7 +149,7 @@ def test_all_other_messages_are_not_for_nodes_to_say() -> None:
     for name, kind in KINDS.items():
         if kind in said:
             continue
-        found = objection(STATE, "node0", object.__new__(kind))
+        found = check_message(STATE, "node0", object.__new__(kind))
         assert found is not None and found.reason == FORGED, name
 
 
@@ -164,9 +164,9 @@ def test_only_the_member_itself_changes_its_report(
     sender: str, node: str, incarnation: str, epoch: int, phase: NodePhase
 ) -> None:
     said = report(node, incarnation, epoch=epoch, phase=phase)
-    if objection(STATE, sender, said) is None:
+    if check_message(STATE, sender, said) is None:
         assert sender == node
-        assert epoch < speech.MOST
+        assert epoch < speech.MAX_COUNT
         assert incarnation == "i1" or node == "node2" or phase is NodePhase.EMPTY
 
 
@@ -190,7 +190,7 @@ MEASURED = m.MicrobatchTiming(4, 2, 0, 0.1, 0.2, traffic=m.BackupTraffic(1, 0.1,
         replace(HEALTH, links=(LinkTraffic("node1", 10**400, 1, 1.0, 1.0),)),
         replace(TAKEN_BACK, deadline_s=math.nan),
         replace(TAKEN_BACK, deadline_s=1e300),
-        replace(TAKEN_BACK, deadline_s=speech.LONGEST_S + 1),
+        replace(TAKEN_BACK, deadline_s=speech.MAX_DEADLINE_S + 1),
         replace(TAKEN_BACK, detail="x" * 5000),
         replace(BEAT, measured=(replace(MEASURED, backward_s=math.inf),)),
         replace(BEAT, measured=(replace(MEASURED, traffic=m.BackupTraffic(sent_s=-math.inf)),)),
@@ -204,7 +204,7 @@ MEASURED = m.MicrobatchTiming(4, 2, 0, 0.1, 0.2, traffic=m.BackupTraffic(1, 0.1,
     ids=lambda g: type(g).__name__,
 )
 def test_what_is_out_of_bounds_is_refused(message: object) -> None:
-    found = objection(STATE, "node0", message)
+    found = check_message(STATE, "node0", message)
     assert found is not None and (found.reason, found.fence) == (MALFORMED, False)
     assert len(found.text) < 300
 
@@ -225,7 +225,7 @@ def test_the_largest_that_a_node_says_is_taken() -> None:
         TAKEN_BACK,
         replace(BEAT, measured=(MEASURED,) * 16),
     ):
-        assert objection(STATE, "node0", message) is None
+        assert check_message(STATE, "node0", message) is None
 
 
 def test_a_training_that_diverges_may_be_told() -> None:
@@ -235,7 +235,7 @@ def test_a_training_that_diverges_may_be_told() -> None:
         replace(DONE, record=record, lr=math.nan),
         report("node0", halted=(m.Halted(4, 2, record=record),), inventory=(gradient,)),
     ):
-        assert objection(STATE, "node0", message) is None
+        assert check_message(STATE, "node0", message) is None
 
 
 def floats(value: Any) -> list[tuple[Any, str]]:
@@ -253,6 +253,6 @@ def floats(value: Any) -> list[tuple[Any, str]]:
 @pytest.mark.parametrize("message", [HEALTH, TAKEN_BACK, DONE, MEASURED], ids=lambda g: type(g).__name__)
 def test_every_number_is_looked_at(message: Any) -> None:
     for part, name in floats(message):
-        if f"{type(part).__name__}.{name}" not in speech.FREE:
-            assert speech.unfit(replace(part, **{name: math.nan})), name
-            assert speech.unfit(replace(part, **{name: 1e308})), name
+        if f"{type(part).__name__}.{name}" not in speech.UNBOUNDED:
+            assert speech.invalid_field(replace(part, **{name: math.nan})), name
+            assert speech.invalid_field(replace(part, **{name: 1e308})), name

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.agent.health.monitor import Monitor
 from elastic.agent.health.preflight import Gate, local_checks, network_checks, standing_of
 from elastic.config import JobConfig
-from elastic.core.node.node_state import NodeState
+from elastic.core.node.node import NodeState
 from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo

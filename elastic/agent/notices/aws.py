@@ -13,7 +13,7 @@ from http.client import HTTPException
 from typing import Any
 
 from elastic.agent.notices.metadata import Metadata, unexpected
-from elastic.core.node.notice_tracker import Heard
+from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 
 log = logging.getLogger("elastic.agent.notices")
@@ -42,7 +42,7 @@ class Aws:
         """Whether this is AWS. Raises as `read` does."""
         return bool(self._renewed())
 
-    def read(self) -> tuple[Heard, ...]:
+    def read(self) -> tuple[ProviderNotice, ...]:
         found = []
         action = self._get(ACTION)
         if action is not None:
@@ -52,7 +52,9 @@ class Aws:
             at = str(advice.get("noticeTime", ""))
             deadline = time.monotonic() + HINT_S
             found.append(
-                Heard("aws", f"aws:rebalance@{at}", NoticeKind.HINT, deadline, "rebalance recommendation")
+                ProviderNotice(
+                    "aws", f"aws:rebalance@{at}", NoticeKind.HINT, deadline, "rebalance recommendation"
+                )
             )
         return tuple(found)
 
@@ -71,7 +73,7 @@ class Aws:
             self._trouble = ""
         return advice
 
-    def acknowledge(self, heard: Heard) -> None:
+    def acknowledge(self, heard: ProviderNotice) -> None:
         """AWS takes no answer."""
 
     def close(self) -> None:
@@ -101,13 +103,13 @@ class Aws:
         return self._token
 
 
-def _interruption(action: dict[str, Any]) -> Heard:
+def _interruption(action: dict[str, Any]) -> ProviderNotice:
     what, at = action.get("action"), action.get("time")
     if what not in ("terminate", "stop", "hibernate"):
         raise ValueError(f"{ACTION}: action {what!r}")
     left_s = 0.0 if what == "hibernate" else seconds_until(at)
     deadline = time.monotonic() + left_s
-    return Heard("aws", f"aws:{what}@{at}", NoticeKind.LEAVE, deadline, f"spot {what} at {at}")
+    return ProviderNotice("aws", f"aws:{what}@{at}", NoticeKind.LEAVE, deadline, f"spot {what} at {at}")
 
 
 def seconds_until(at: object) -> float:

@@ -14,7 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from elastic.agent.notices.metadata import Metadata, unexpected
-from elastic.core.node.notice_tracker import Heard
+from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 
 BASE = "http://169.254.169.254"
@@ -45,7 +45,7 @@ class Azure:
         answer = self._service.ask("GET", VERSIONS, HEADERS)
         return answer.status == 200 and "apiVersions" in _object(VERSIONS, answer.text)
 
-    def read(self) -> tuple[Heard, ...]:
+    def read(self) -> tuple[ProviderNotice, ...]:
         if not self._machine:
             answer = self._service.ask("GET", NAME, HEADERS)
             if answer.status != 200 or not answer.text.strip():
@@ -62,7 +62,7 @@ class Azure:
         self._alone = {str(e["EventId"]) for e in mine if len(e["Resources"]) == 1 and _waits(e)}
         return tuple(_heard(event) for event in mine)
 
-    def acknowledge(self, heard: Heard) -> None:
+    def acknowledge(self, heard: ProviderNotice) -> None:
         """Let the event begin, if this machine alone waits for it."""
         event = heard.identity.removeprefix("azure:")
         if event in self._alone:
@@ -93,11 +93,11 @@ def _waits(event: dict[str, Any]) -> bool:
     return event.get("EventStatus") == "Scheduled"
 
 
-def _heard(event: dict[str, Any]) -> Heard:
+def _heard(event: dict[str, Any]) -> ProviderNotice:
     kind, at = event["EventType"], event.get("NotBefore") or ""
     deadline = time.monotonic() + (_seconds_until(str(at)) if at else 0.0)
     detail = f"{kind} not before {at}" if at else f"{kind} has begun"
-    return Heard("azure", f"azure:{event['EventId']}", NoticeKind.LEAVE, deadline, detail)
+    return ProviderNotice("azure", f"azure:{event['EventId']}", NoticeKind.LEAVE, deadline, detail)
 
 
 def _seconds_until(at: str) -> float:

@@ -18,7 +18,7 @@ from elastic.agent.notices.discovery import Surroundings, detect, sources_of
 from elastic.agent.notices.source import Source, Watcher
 from elastic.config import JobConfig
 from elastic.core.node import notice_tracker as core
-from elastic.core.node.notice_tracker import Desk, Heard
+from elastic.core.node.notice_tracker import NoticeTracker, ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 from elastic.core.protocol.notice_source import SourceKind
 
@@ -32,7 +32,7 @@ class Read:
     """A source was read."""
 
     source: str
-    found: tuple[Heard, ...]
+    found: tuple[ProviderNotice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Leaving:
         """Raises FieldError if a source cannot be had."""
         self._node, self._put, self._say, self._rejoin = node, put, say, rejoin
         self._grace_s, self._overdue_s = config.grace_s, config.timeouts.overdue_s
-        self._desk, self.incarnation = Desk(), ""
+        self._desk, self.incarnation = NoticeTracker(), ""
         self._watchers: list[Watcher] = []
         around = Surroundings(
             node=node,
@@ -84,32 +84,32 @@ class Leaving:
             known = {watcher.source.name for watcher in self._watchers}
             self._watch(tuple(source for source in event.sources if source.name not in known))
             return
-        before = {one.identity for one in self._desk.standing}
-        self._follow(core.heard(self._desk, event.source, event.found))
-        for one in self._desk.standing:
+        before = {one.identity for one in self._desk.active}
+        self._follow(core.source_read(self._desk, event.source, event.found))
+        for one in self._desk.active:
             if one.identity not in before:
                 log.info("notice of %s: %s, %s", one.provider, one.kind, one.detail)
 
     def signalled(self) -> None:
         """The launcher was told to end: as a notice. May be called from a signal handler."""
         deadline = time.monotonic() + self._grace_s
-        found = (Heard(SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True),)
+        found = (ProviderNotice(SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True),)
         threading.Thread(target=self._put, args=(Read(SIGNAL, found),), name="signalled", daemon=True).start()
 
     def released(self, leave: Callable[[], object]) -> None:
         """The coordinator needs nothing of the node any more; `leave` empties it."""
         self._desk = replace(self._desk, parked=True)
         leave()
-        self._follow(core.released(self._desk))
+        self._follow(core.node_released(self._desk))
 
     def look(self) -> None:
         """Time passed."""
-        if self._desk.heard:
-            self._follow(core.looked(self._desk, time.monotonic(), self._overdue_s))
+        if self._desk.by_source:
+            self._follow(core.expire_overdue(self._desk, time.monotonic(), self._overdue_s))
 
     def again(self) -> None:
         """Tell a coordinator that may not know it."""
-        for action in core.again(self._desk):
+        for action in core.resend(self._desk):
             self._act(action)
 
     def close(self) -> None:
@@ -121,19 +121,19 @@ class Leaving:
             Watcher(source, lambda name, found: self._put(Read(name, found))) for source in sources
         ]
 
-    def _follow(self, result: core.Result) -> None:
+    def _follow(self, result: core.TrackerTransition) -> None:
         self._desk, actions = result
         for action in actions:
             self._act(action)
 
-    def _act(self, action: core.Action) -> None:
+    def _act(self, action: core.TrackerAction) -> None:
         match action:
-            case core.Tell(heard):
-                self._say(core.message(self._node, self.incarnation, heard, time.monotonic()))
+            case core.SendNotice(heard):
+                self._say(core.notice_message(self._node, self.incarnation, heard, time.monotonic()))
             case core.Acknowledge(heard):
                 for watcher in self._watchers:
                     if watcher.source.name.partition("-")[0] == heard.provider:
                         watcher.acknowledge(heard)
-            case core.Return():
+            case core.RejoinJob():
                 log.info("the notice was taken back or false: this node joins again")
                 self._rejoin()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from elastic.agent.notices.parsing import DEFAULT_S, read_told
-from elastic.core.node.notice_tracker import Heard
+from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 from elastic.domain.errors import FieldError
 
@@ -28,7 +28,7 @@ class NoticeFile:
         self._path, self._puzzled = Path(path), 0
         self.name = f"file:{path}"
 
-    def read(self) -> tuple[Heard, ...]:
+    def read(self) -> tuple[ProviderNotice, ...]:
         try:
             changed = self._path.stat().st_mtime_ns
             with self._path.open("rb") as file:
@@ -46,10 +46,12 @@ class NoticeFile:
         past_s = max(0.0, time.time() - changed / 1e9)
         deadline = time.monotonic() + deadline_s - past_s
         return (
-            Heard("file", f"{self.name}@{changed}", NoticeKind.LEAVE, deadline, detail or str(self._path)),
+            ProviderNotice(
+                "file", f"{self.name}@{changed}", NoticeKind.LEAVE, deadline, detail or str(self._path)
+            ),
         )
 
-    def acknowledge(self, heard: Heard) -> None:
+    def acknowledge(self, heard: ProviderNotice) -> None:
         """Whoever wrote the file sees the node leave."""
 
     def close(self) -> None:

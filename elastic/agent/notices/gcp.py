@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from elastic.agent.notices.metadata import Metadata, unexpected
-from elastic.core.node.notice_tracker import Heard
+from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 
 BASE = "http://169.254.169.254"
@@ -40,7 +40,7 @@ class Gcp:
         answer = self._service.ask("GET", "/", FLAVOR)
         return answer.headers.get("metadata-flavor") == "Google"
 
-    def read(self) -> tuple[Heard, ...]:
+    def read(self) -> tuple[ProviderNotice, ...]:
         path = f"{ROOT}instance/{self._what}"
         if self._etag:
             path += f"?wait_for_change=true&timeout_sec={HANG_S}&last_etag={self._etag}"
@@ -52,20 +52,22 @@ class Gcp:
         self._etag = etag if etag.isalnum() else ""
         return self._notice(answer.text.strip())
 
-    def acknowledge(self, heard: Heard) -> None:
+    def acknowledge(self, heard: ProviderNotice) -> None:
         """GCP takes no answer."""
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _notice(self, value: str) -> tuple[Heard, ...]:
+    def _notice(self, value: str) -> tuple[ProviderNotice, ...]:
         now = time.monotonic()
         match self._what, value:
             case "preempted", "TRUE":
-                return (Heard("gcp", "gcp:preempted", NoticeKind.LEAVE, now + PREEMPTED_S, "preempted"),)
+                return (
+                    ProviderNotice("gcp", "gcp:preempted", NoticeKind.LEAVE, now + PREEMPTED_S, "preempted"),
+                )
             case "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE":
                 deadline, identity = now + MAINTENANCE_S, f"gcp:maintenance@{self._etag}"
-                return (Heard("gcp", identity, NoticeKind.LEAVE, deadline, "host maintenance"),)
+                return (ProviderNotice("gcp", identity, NoticeKind.LEAVE, deadline, "host maintenance"),)
             case ("preempted", "FALSE") | ("maintenance-event", "NONE" | "MIGRATE_ON_HOST_MAINTENANCE"):
                 return ()
         raise ValueError(f"{self._what}: {value[:80]!r}")

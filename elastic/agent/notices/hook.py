@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.agent.notices.parsing import read_told
-from elastic.core.node.notice_tracker import Heard
+from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 from elastic.domain.errors import FieldError
 
@@ -45,7 +45,7 @@ class Hook:
         host, _, port = address.rpartition(":")
         self.node, self.token = node, token or secrets.token_urlsafe(24)
         self._lock, self._count = threading.Lock(), 0
-        self._standing: tuple[Heard, ...] = ()
+        self._standing: tuple[ProviderNotice, ...] = ()
         try:
             self._server = _Server((host.strip("[]"), int(port)), self)
         except OSError as error:
@@ -54,11 +54,11 @@ class Hook:
         _write(card, {"address": self.address, "token": self.token, "node": node})
         threading.Thread(target=self._server.serve_forever, name="notices-hook", daemon=True).start()
 
-    def read(self) -> tuple[Heard, ...]:
+    def read(self) -> tuple[ProviderNotice, ...]:
         with self._lock:
             return self._standing
 
-    def acknowledge(self, heard: Heard) -> None:
+    def acknowledge(self, heard: ProviderNotice) -> None:
         """Whoever posted it can see the node leave."""
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Hook:
                 self._count += 1
             identity = f"http:{self.node}:{self._count}"
             detail = told.reason or "asked over HTTP"
-            self._standing = (Heard("http", identity, NoticeKind.LEAVE, deadline, detail),)
+            self._standing = (ProviderNotice("http", identity, NoticeKind.LEAVE, deadline, detail),)
         return {"node": self.node, "deadline_s": told.deadline_s}
 
     def delete(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from http.client import HTTPException
 from typing import Protocol
 
-from elastic.core.node.notice_tracker import Heard
+from elastic.core.node.notice_tracker import ProviderNotice
 
 log = logging.getLogger("elastic.agent.notices")
 SLOWEST_S = 30.0
@@ -22,10 +22,10 @@ class Source(Protocol):
     every_s: float
     """Pause between two reads."""
 
-    def read(self) -> tuple[Heard, ...]:
+    def read(self) -> tuple[ProviderNotice, ...]:
         """All that stands there now; may wait for a change. Raises OSError, HTTPException or ValueError."""
 
-    def acknowledge(self, heard: Heard) -> None:
+    def acknowledge(self, heard: ProviderNotice) -> None:
         """The provider need not wait for the deadline. Raises as `read` does."""
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Watcher:
     Trouble is logged once, until it is over; what stood before goes on standing.
     """
 
-    def __init__(self, source: Source, put: Callable[[str, tuple[Heard, ...]], object]) -> None:
+    def __init__(self, source: Source, put: Callable[[str, tuple[ProviderNotice, ...]], object]) -> None:
         self.source = source
         self._put, self._closed = put, threading.Event()
         threading.Thread(target=self._run, name=f"notices-{source.name}", daemon=True).start()
@@ -47,11 +47,11 @@ class Watcher:
         self._closed.set()
         self.source.close()
 
-    def acknowledge(self, heard: Heard) -> None:
+    def acknowledge(self, heard: ProviderNotice) -> None:
         """Not waited for: it is a courtesy."""
         threading.Thread(target=self._acknowledge, args=(heard,), name="acknowledge", daemon=True).start()
 
-    def _acknowledge(self, heard: Heard) -> None:
+    def _acknowledge(self, heard: ProviderNotice) -> None:
         try:
             self.source.acknowledge(heard)
         except (OSError, HTTPException, ValueError) as error:

@@ -12,8 +12,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from elastic.core.job import state as job
-from elastic.core.job.goodput import Usage
-from elastic.core.job.state import CauseKind, JobState, Loss, Tick
+from elastic.core.job.goodput import NodeTimeAccount
+from elastic.core.job.state import CauseKind, JobState, LossKind, Tick
 from elastic.core.protocol import messages as m
 from elastic.metrics import FAST_S, RECOVERY_S, STEP_S
 
@@ -21,7 +21,12 @@ PHASES = ("detect", "halt", "decide", "transfer", "rebuild", "total")
 EVENTS = ("beat", "report", "step", "other", "rules")
 LOOK_S = 0.25
 """How often node-seconds are added up while nothing changes."""
-_EVENT_OF = {job.Beats: "beat", job.Reported: "report", job.Stepped: "step", type(None): "rules"}
+_EVENT_OF = {
+    job.Heartbeats: "beat",
+    job.NodeReported: "report",
+    job.StepFinished: "step",
+    type(None): "rules",
+}
 
 
 class CoordinatorMetrics:
@@ -31,7 +36,7 @@ class CoordinatorMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry, now: float) -> None:
-        self.registry, self.usage = registry, Usage()
+        self.registry, self.usage = registry, NodeTimeAccount()
         self.recoveries: list[dict[str, Any]] = []
         """Figures of the newest, for whoever looks at the job."""
         self.step_s: list[float] = []
@@ -50,7 +55,7 @@ class CoordinatorMetrics:
         self._lost_steps = self._counter("steps_lost", "Steps undone by a fall-back to a checkpoint")
         self._tokens = self._counter("tokens", "Tokens of the steps done")
         self._step = self._histogram("step_seconds", "Seconds of a step, as its teller saw it", STEP_S)
-        self._lost = self._counter("nodes_lost", "Members that were lost", "reason", tuple(Loss))
+        self._lost = self._counter("nodes_lost", "Members that were lost", "reason", tuple(LossKind))
         self._events = self._counter(
             "events", "Entries of the event log", "kind", ("joined", "lost", "drained", "quarantine")
         )
@@ -111,19 +116,23 @@ class CoordinatorMetrics:
         self._added, self._silent_s, self.tokens_per_s = now, 0.0, 0.0
         self.step_s.clear()
 
-    def decided(self, before: JobState, after: JobState, actions: tuple[job.Action, ...], now: float) -> None:
+    def decided(
+        self, before: JobState, after: JobState, actions: tuple[job.JobAction, ...], now: float
+    ) -> None:
         """A transition was made at `now`, and is saved."""
         changed = before.phase is not after.phase or before.plan is not after.plan
         if changed or len(before.members) != len(after.members) or now - self._added >= LOOK_S:
             self.usage.advance(before, now)
             self._added = now
         for action in actions:
-            if isinstance(action, job.Note):
+            if isinstance(action, job.LogEntry):
                 self._noted(action.kind, action.data, before, after, now)
             elif isinstance(action, job.Send) and isinstance(action.message, m.Fenced):
                 self._fenced += action.node not in before.members
         if after.epoch != before.epoch and after.change is not None:
-            trained = before.change is None or any(isinstance(action, job.Recovered) for action in actions)
+            trained = before.change is None or any(
+                isinstance(action, job.ChangeCompleted) for action in actions
+            )
             self._begun(after.change, trained)
         if after.plan is not before.plan:
             self.step_s.clear()
@@ -139,7 +148,7 @@ class CoordinatorMetrics:
         """An entry of the event log that is no action: `decided` counts those."""
         self._events.labels(kind).inc()
 
-    def _begun(self, change: job.Change, trained: bool) -> None:
+    def _begun(self, change: job.EpochChange, trained: bool) -> None:
         """`trained`: the change before it was complete."""
         self._changes.labels(change.causes[-1].kind).inc()
         if not change.boundary and trained:
@@ -152,11 +161,11 @@ class CoordinatorMetrics:
         self._events.labels(kind).inc()
         match kind:
             case "lost":
-                self._node_lost(before.members.get(str(data["node"])), Loss(data["loss"]), now)
+                self._node_lost(before.members.get(str(data["node"])), LossKind(data["loss"]), now)
             case "step":
                 self._count_step(int(data["step"]), float(data["seconds"]), int(data["tokens"]))
             case "lost-steps":
-                self._lost_steps.inc(max(0, before.told + 1 - int(data["from_step"])))
+                self._lost_steps.inc(max(0, before.logged_step + 1 - int(data["from_step"])))
             case "copy-corrupt":
                 self._bad_copies.inc()
             case "backup-short":
@@ -166,15 +175,15 @@ class CoordinatorMetrics:
             case "health" if "quarantine_s" in data["evidence"]:
                 self._events.labels("quarantine").inc()
 
-    def _node_lost(self, member: job.Member | None, loss: Loss, now: float) -> None:
+    def _node_lost(self, member: job.Member | None, loss: LossKind, now: float) -> None:
         self._lost.labels(loss).inc()
-        if member is not None and loss is not Loss.REPLACED:
-            since = member.seen if loss is Loss.SILENT else member.closed_at
+        if member is not None and loss is not LossKind.REPLACED:
+            since = member.seen if loss is LossKind.SILENT else member.closed_at
             self._silent_s = max(self._silent_s, now - since)
 
     def stepped(self, done: m.StepDone, state: JobState) -> None:
         """A step was told of; what is told again is passed over."""
-        if done.record.step > state.told:
+        if done.record.step > state.logged_step:
             self._count_step(done.record.step, done.seconds, done.tokens)
 
     def _count_step(self, step: int, seconds: float, tokens: int) -> None:
@@ -185,8 +194,8 @@ class CoordinatorMetrics:
         self.step_s[:] = [*self.step_s, seconds][-16:]
         self.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
-    def recovered(self, event: job.Recovered, entry: dict[str, Any]) -> None:
-        """An epoch change is complete; `entry`: `elastic.core.job.figures.recovery_entry`."""
+    def recovered(self, event: job.ChangeCompleted, entry: dict[str, Any]) -> None:
+        """An epoch change is complete; `entry`: `elastic.core.job.goodput.recovery_entry`."""
         cause = event.change.causes[0].kind
         for phase in PHASES:
             self._recovery.labels(phase, cause).observe(entry[f"{phase}_s"])

@@ -18,7 +18,7 @@ from elastic.coordinator.metrics.counters import CoordinatorMetrics
 from elastic.core.job import quarantine
 from elastic.core.job.measured_conditions import measured_profile
 from elastic.core.job.state import JobPhase, JobState, Member
-from elastic.core.job.stragglers import factor, pace_of, slow
+from elastic.core.job.stragglers import compute_slowdown, slowdowns, speed_of
 from elastic.domain.version import VERSION
 from elastic.planning.cost.predict import predict
 
@@ -110,7 +110,7 @@ class JobCollector(Collector):
 
     def _predict(self, state: JobState) -> float | None:
         """Seconds of a step; None while layers' figures are only proportions."""
-        known = state.policy.profile is not None or any(pace_of(state, n).unit for n in state.members)
+        known = state.policy.profile is not None or any(speed_of(state, n).unit for n in state.members)
         assert state.plan is not None
         epoch, was_known, at, value = self._predicted
         if (epoch, was_known) != (state.plan.epoch, known) or time.monotonic() - at > PREDICT_S:
@@ -142,7 +142,7 @@ def _prediction(state: JobState) -> float | None:
     if plan is None or state.spec is None or not set(plan.nodes()) <= set(state.members):
         return None
     nodes = tuple(mb.report.info for mb in state.members.values())
-    return predict(plan, measured_profile(state), nodes, slow(state)).step_s
+    return predict(plan, measured_profile(state), nodes, slowdowns(state)).step_s
 
 
 def _job(state: JobState) -> Iterator[Metric]:
@@ -171,7 +171,7 @@ def _membership(state: JobState, now: float) -> Iterator[Metric]:
     members = sorted(state.members.items())
     silent = ((node, max(0.0, now - mb.seen)) for node, mb in members)
     yield by_label("node_silence_seconds", "Since a node's last sign of life", "node", silent)
-    slowness = ((node, factor(state, node)) for node, _ in members)
+    slowness = ((node, compute_slowdown(state, node)) for node, _ in members)
     yield by_label(
         "node_slowdown_ratio", "How much slower than it should be a node computes", "node", slowness
     )
@@ -184,7 +184,7 @@ def _state_of(state: JobState, member: Member, held: frozenset[str]) -> str:
         return "draining"
     if member.node in held:
         return "training"
-    if quarantine.holds(state, member.node):
+    if quarantine.is_quarantined(state, member.node):
         return "quarantined"
     return "spare" if member.report.able else "starting"
 
@@ -193,7 +193,7 @@ def _protection(state: JobState, now: float) -> Iterator[Metric]:
     open_since = 0.0
     if state.plan is not None and state.plan.peers and state.trimmed < state.epoch and state.ending is None:
         decided = state.change.decided if state.change is not None else 0.0
-        open_since = decided or state.stepped_at or state.launched_at
+        open_since = decided or state.step_finished_at or state.launched_at
     exposed = max(0.0, now - open_since) if open_since else 0.0
     yield gauge(
         "protection_pending_seconds", "Since the plan changed and not all copies are at their peers", exposed

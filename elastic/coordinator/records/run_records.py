@@ -16,8 +16,8 @@ from typing import Any
 
 from elastic.coordinator.records.run_directory import overwrite, replace
 from elastic.coordinator.records.run_summary import plan_entry, summarize
-from elastic.core.job.figures import recovery_entry
-from elastic.core.job.state import JobState, Recovered
+from elastic.core.job.goodput import recovery_entry
+from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.election import retry_s
 from elastic.domain.errors import FieldError
@@ -189,13 +189,13 @@ class Records:
             self._last_beat = here
             self.progress(state)
 
-    def recovered(self, event: Recovered) -> dict[str, Any]:
+    def recovered(self, event: ChangeCompleted) -> dict[str, Any]:
         """Note an epoch change; return its figures."""
         entry = recovery_entry(event, self._fault_time(event))
         self.event("recovery", entry)
         return entry
 
-    def _fault_time(self, event: Recovered) -> float | None:
+    def _fault_time(self, event: ChangeCompleted) -> float | None:
         """When the first injected fault since the recovery before was carried out."""
         times = [p.stat().st_mtime for p in (self.run_dir / "faults").glob("*.fired")]
         recent = [t for t in times if event.since < t <= event.change.began]

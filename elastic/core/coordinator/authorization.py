@@ -1,7 +1,8 @@
-"""Who may say what to the coordinator: everything that a node sends passes here before it is an event.
+"""Authorization: checks each message of a node before it becomes an event.
 
-A session belongs to the node that opened it. It speaks for that node alone; what a former member says, or what names
-another node, or what only workers or coordinators say, changes nothing.
+A session belongs to the node that opened it, and speaks for that node alone. A message is refused
+if it comes from a former member, names another node, or has a type that only workers or
+coordinators send. `check_message` also refuses values that are out of bounds.
 """
 
 from __future__ import annotations
@@ -20,209 +21,221 @@ from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import FieldError
 
 FORGED, STALE, MALFORMED = "forged", "stale", "malformed"
-MOST = 1 << 53
-"""Counts and numbers beyond this are none of ours; JSON readers disagree about them, too."""
-NAME_CHARS = 256
-LONGEST_S = 30 * 86400.0
-"""No deadline is farther away than this."""
-WIDEST, HUGEST = 1 << 64, 1e30
-"""Whole numbers (seeds have 64 bits) and others are smaller: sums and products of them stay finite."""
-MOST_CHARS, MOST_ITEMS = 256 << 10, 1 << 17
-"""Of a text, as a script's last words, and of a list, as the copies in a vault: of all that is said, ..."""
-BOUNDS: dict[type, tuple[int, int]] = {HealthReport: (NAME_CHARS, MAX_ENTRIES), m.Notice: (4096, MAX_ENTRIES)}
-"""... but for these."""
-FREE = frozenset({"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"})
-"""What the training finds: where it diverges, no numbers."""
-_fit: dict[type, Any] = {}
-"""Of kinds that say `everywhere_the_same`: the newest that was found fit."""
+MAX_COUNT = 1 << 53
+"""Limit on counts and indices. JSON readers disagree about larger numbers."""
+MAX_NAME_CHARS = 256
+MAX_DEADLINE_S = 30 * 86400.0
+MAX_INT, MAX_FLOAT = 1 << 64, 1e30
+"""Limits on all numbers. Seeds have 64 bits; sums and products must stay finite."""
+MAX_CHARS, MAX_ITEMS = 256 << 10, 1 << 17
+"""Limits on a text and on a list, such as a script's last output and the copies of a vault."""
+LIMITS: dict[type, tuple[int, int]] = {HealthReport: (MAX_NAME_CHARS, MAX_ENTRIES), m.Notice: (4096, MAX_ENTRIES)}
+"""(characters, items) of messages with other limits than MAX_CHARS and MAX_ITEMS."""
+UNBOUNDED = frozenset(
+    {"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"}
+)
+"""Results of the training. If it diverges they are not finite."""
+_checked: dict[type, Any] = {}
+"""Newest valid value of each type that has `everywhere_the_same`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Objection:
-    """Why a message is refused."""
+class Rejection:
+    """Reason to refuse a message."""
 
     reason: str
     """FORGED, STALE or MALFORMED."""
     text: str
     fence: bool = False
-    """The sender is told that it is no member (any more)."""
+    """Answer the sender that it is not a member."""
 
 
-def objection(
+def check_message(
     state: JobState, sender: str, message: Any, retired: Iterable[tuple[str, str]] = ()
-) -> Objection | None:
-    """Why `message` on a session of node `sender` is refused; None: it is taken.
+) -> Rejection | None:
+    """Check a message on a session of node `sender`; None: it is accepted.
 
-    `retired`: (node, incarnation) of members that came back as another incarnation.
+    `retired`: (node, incarnation) of members that joined again as another incarnation.
     """
     try:
         node_id(sender)
     except FieldError:
-        return Objection(FORGED, f"a session of {sender!r}, which is no node's name")
-    found = _objection(state, sender, message, retired)
-    if found is None:
-        problem = unfit(message)
-        found = Objection(MALFORMED, f"{sender} sent {problem}") if problem else None
-    return found
+        return Rejection(FORGED, f"a session of {sender!r}, which is not the name of a node")
+    rejection = _check_sender(state, sender, message, retired)
+    if rejection is None and (problem := invalid_field(message)):
+        return Rejection(MALFORMED, f"{sender} sent {problem}")
+    return rejection
 
 
-def unfit(message: Any) -> str:
-    """Which of its numbers, texts and lists is out of bounds, and why; "": none is."""
-    problem = _unfit(message, *BOUNDS.get(type(message), (MOST_CHARS, MOST_ITEMS)))
+def is_member(state: JobState, sender: str) -> bool:
+    """Whether `sender` is a member. A step that a former member reports is only logged."""
+    return sender in state.members
+
+
+def invalid_field(message: Any) -> str:
+    """Name of the first number, text or list out of bounds, and the reason; "": none."""
+    problem = _out_of_bounds(message, *LIMITS.get(type(message), (MAX_CHARS, MAX_ITEMS)))
     return f"{type(message).__name__}{problem}" if problem else ""
 
 
-def _unfit(value: Any, chars: int, items: int) -> str:
+def _out_of_bounds(value: Any, chars: int, items: int) -> str:
     kind: Any = type(value)
     if kind is float:
-        return "" if -HUGEST < value < HUGEST else f": {value} is no number to go by"
+        return "" if -MAX_FLOAT < value < MAX_FLOAT else f": {value} is out of range"
     if kind is int:
-        return "" if -WIDEST < value < WIDEST else ": a number out of range"
+        return "" if -MAX_INT < value < MAX_INT else ": a number out of range"
     if kind is str:
-        return "" if len(value) <= chars else f": {len(value)} characters, at most {chars} are taken"
+        return "" if len(value) <= chars else f": {len(value)} characters, the limit is {chars}"
     if kind is tuple or kind is frozenset:
         if len(value) > items:
-            return f": {len(value)} entries, at most {items} are taken"
-        if kind is frozenset and value:  # of micro-batches: a thousand in each of a thousand copies
+            return f": {len(value)} entries, the limit is {items}"
+        if kind is frozenset and value:  # a thousand micro-batches in each of a thousand copies
             value = (min(value), max(value))
-        return next(filter(None, (_unfit(item, chars, items) for item in value)), "")
-    if _fit.get(kind) is value:
+        return next(filter(None, (_out_of_bounds(item, chars, items) for item in value)), "")
+    return _out_of_bounds_field(value, kind, chars, items)
+
+
+def _out_of_bounds_field(value: Any, kind: Any, chars: int, items: int) -> str:
+    if _checked.get(kind) is value:
         return ""
-    for name in _bound(kind):
+    for name in _bounded_fields(kind):
         inner = getattr(value, name)
-        if type(inner) is float and -HUGEST < inner < HUGEST:  # most of a heartbeat
+        if type(inner) is float and -MAX_FLOAT < inner < MAX_FLOAT:  # most fields of a heartbeat
             continue
-        problem = _unfit(inner, chars, items)
+        problem = _out_of_bounds(inner, chars, items)
         if problem:
             return f".{name}{problem}"
     if getattr(kind, "everywhere_the_same", False):
-        _fit[kind] = value
+        _checked[kind] = value
     return ""
 
 
 @functools.cache
-def _bound(kind: type) -> tuple[str, ...]:
-    """Fields of a dataclass, but for the free ones; of anything else none."""
+def _bounded_fields(kind: type) -> tuple[str, ...]:
+    """Fields of a dataclass that have bounds; () for other types."""
     if not dataclasses.is_dataclass(kind):
         return ()
     names = (field.name for field in dataclasses.fields(kind))
-    return tuple(name for name in names if f"{kind.__name__}.{name}" not in FREE)
+    return tuple(name for name in names if f"{kind.__name__}.{name}" not in UNBOUNDED)
 
 
-def _objection(
+def _check_sender(
     state: JobState, sender: str, message: Any, retired: Iterable[tuple[str, str]]
-) -> Objection | None:
+) -> Rejection | None:
     match message:
         case m.NodeReport():
-            return _report(state, sender, message, frozenset(retired))
+            return _check_report(state, sender, message, frozenset(retired))
         case m.Heartbeat():
-            return _heartbeat(state, sender, message)
+            return _check_heartbeat(state, sender, message)
         case m.StepDone():
-            return _step(state, sender, message)
+            return _check_step(state, sender, message)
         case m.BackupNote():
-            return _note(state, sender, message)
+            return _check_backup_note(state, sender, message)
         case m.CheckpointPart():
-            return _part(state, sender, message)
+            return _check_part(state, sender, message)
         case m.Notice():
-            return _notice(state, sender, message)
+            if not -MAX_DEADLINE_S <= message.deadline_s <= MAX_DEADLINE_S:
+                text = f"a notice of {sender} {message.deadline_s} s ahead"
+                return Rejection(MALFORMED, text)
+            return _check_incarnation(state, sender, message)
         case HealthReport():
-            return _of_incarnation(state, sender, message.node, message.incarnation, "HealthReport")
+            return _check_incarnation(state, sender, message)
         case m.RefusalNote():
-            return _named(sender, message.node, "RefusalNote") or _member(state, sender, "RefusalNote")
-    return Objection(FORGED, f"{type(message).__name__} is not for nodes to say")
+            return _check_name(sender, message.node, message) or _check_member(
+                state, sender, message
+            )
+    return Rejection(FORGED, f"{type(message).__name__} is not a message of nodes")
 
 
-def current(state: JobState, sender: str) -> bool:
-    """Whether `sender` is a member: what it says of finished steps counts, and is not just written down."""
-    return sender in state.members
-
-
-def _report(
+def _check_report(
     state: JobState, sender: str, report: m.NodeReport, retired: frozenset[tuple[str, str]]
-) -> Objection | None:
+) -> Rejection | None:
     info = report.info
-    problem = _named(sender, info.node, "NodeReport")
-    if problem is not None:
-        return problem
-    lies = [copy for copy in report.inventory if copy.node not in ("", sender)]
-    if lies:
-        return Objection(FORGED, f"{sender} lists a copy of {lies[0].node}'s vault")
+    rejection = _check_name(sender, info.node, report)
+    if rejection is not None:
+        return rejection
+    foreign = [copy for copy in report.inventory if copy.node not in ("", sender)]
+    if foreign:
+        return Rejection(FORGED, f"{sender} lists a copy of {foreign[0].node}'s vault")
     texts = (info.incarnation, info.vault, info.domain, info.host, info.device, report.store)
-    if not info.incarnation or any(len(text) > NAME_CHARS for text in texts):
-        return Objection(MALFORMED, f"names and addresses of 1 to {NAME_CHARS} characters are needed")
-    numbers = (report.epoch, report.restart, report.step, report.microbatch, info.workers, info.memory_bytes)
-    if not all(-1 <= number < MOST for number in numbers):
-        return Objection(MALFORMED, f"a number in the report of {sender} is out of range")
+    if not info.incarnation or any(len(text) > MAX_NAME_CHARS for text in texts):
+        text = f"names and addresses of 1 to {MAX_NAME_CHARS} characters are needed"
+        return Rejection(MALFORMED, text)
+    counts = [report.epoch, report.restart, report.step, report.microbatch]
+    counts += [info.workers, info.memory_bytes]
+    if not all(-1 <= count < MAX_COUNT for count in counts):
+        return Rejection(MALFORMED, f"a number in the report of {sender} is out of range")
     member = state.members.get(sender)
     if member is not None and member.report.info.incarnation == info.incarnation:
         return None
     new = report.phase is NodePhase.EMPTY and report.epoch <= 0 and report.restart < 0
     if not new or (sender, info.incarnation) in retired:
-        return Objection(STALE, f"{sender} ({info.incarnation}) is not a member (any more)", fence=True)
+        text = f"{sender} ({info.incarnation}) is not a member (any more)"
+        return Rejection(STALE, text, fence=True)
     return None
 
 
-def _heartbeat(state: JobState, sender: str, beat: m.Heartbeat) -> Objection | None:
-    problem = _named(sender, beat.node, "Heartbeat")
-    if problem is not None:
-        return problem
+def _check_heartbeat(state: JobState, sender: str, beat: m.Heartbeat) -> Rejection | None:
+    rejection = _check_name(sender, beat.node, beat)
+    if rejection is not None:
+        return rejection
     member = state.members.get(sender)
     if member is None or member.report.info.incarnation != beat.incarnation:
-        return Objection(STALE, f"{sender} is not a member (any more)", fence=True)
-    if not (0 <= beat.step < MOST and -1 <= beat.microbatch < MOST):
-        return Objection(MALFORMED, f"step {beat.step} is out of range")
+        return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
+    if not (0 <= beat.step < MAX_COUNT and -1 <= beat.microbatch < MAX_COUNT):
+        return Rejection(MALFORMED, f"step {beat.step} is out of range")
     return None
 
 
-def _step(state: JobState, sender: str, done: m.StepDone) -> Objection | None:
-    """A former member may tell of steps that are over, as after a partition: they are written down, no more."""
-    step, steps = done.record.step, state.spec.n_steps if state.spec is not None else MOST
-    if not 0 <= step < steps or not 0 <= done.epoch < MOST:
-        return Objection(MALFORMED, f"step {step} of {steps}, epoch {done.epoch}")
+def _check_step(state: JobState, sender: str, done: m.StepDone) -> Rejection | None:
+    """A former member may still report an old step, for example after a partition."""
+    step, steps = done.record.step, state.spec.n_steps if state.spec is not None else MAX_COUNT
+    if not 0 <= step < steps or not 0 <= done.epoch < MAX_COUNT:
+        return Rejection(MALFORMED, f"step {step} of {steps}, epoch {done.epoch}")
     if done.epoch > state.epoch:
-        return Objection(FORGED, f"a step of epoch {done.epoch}, which has not begun: it is {state.epoch}")
+        text = f"a step of epoch {done.epoch}, but the newest epoch is {state.epoch}"
+        return Rejection(FORGED, text)
     known = state.record.step if state.record is not None else -1
-    if sender not in state.members and (step > known or done.epoch >= state.epoch):
-        return Objection(STALE, f"{sender} is no member, and tells of step {step}")
+    if not is_member(state, sender) and (step > known or done.epoch >= state.epoch):
+        return Rejection(STALE, f"{sender} is not a member, but reports step {step}")
     return None
 
 
-def _note(state: JobState, sender: str, note: m.BackupNote) -> Objection | None:
+def _check_backup_note(state: JobState, sender: str, note: m.BackupNote) -> Rejection | None:
     if note.kind not in m.BACKUP_NOTES:
-        return Objection(MALFORMED, f"a note of kind {note.kind!r}")
-    who = note.owner if note.kind == m.BACKUP_SHORT else note.keeper
-    return _named(sender, who, "BackupNote") or _member(state, sender, "BackupNote")
+        return Rejection(MALFORMED, f"a note of kind {note.kind!r}")
+    node = note.owner if note.kind == m.BACKUP_SHORT else note.keeper
+    return _check_name(sender, node, note) or _check_member(state, sender, note)
 
 
-def _part(state: JobState, sender: str, part: m.CheckpointPart) -> Objection | None:
-    steps = state.spec.n_steps if state.spec is not None else MOST
-    layers = state.spec.n_layers if state.spec is not None else MOST
+def _check_part(state: JobState, sender: str, part: m.CheckpointPart) -> Rejection | None:
+    steps = state.spec.n_steps if state.spec is not None else MAX_COUNT
+    layers = state.spec.n_layers if state.spec is not None else MAX_COUNT
     if not 0 <= part.step <= steps or any(not 0 <= slot[0] < layers for slot in part.layers):
-        return Objection(MALFORMED, f"a part of step {part.step} of {steps}")
-    return _member(state, sender, "CheckpointPart")
+        return Rejection(MALFORMED, f"a part of step {part.step} of {steps}")
+    return _check_member(state, sender, part)
 
 
-def _notice(state: JobState, sender: str, notice: m.Notice) -> Objection | None:
-    """A deadline that is over is one, too."""
-    if not -LONGEST_S <= notice.deadline_s <= LONGEST_S:
-        return Objection(MALFORMED, f"a notice of {sender} {notice.deadline_s} s ahead")
-    return _of_incarnation(state, sender, notice.node, notice.incarnation, "Notice")
-
-
-def _of_incarnation(state: JobState, sender: str, node: str, incarnation: str, kind: str) -> Objection | None:
-    """Of a node that is no member nothing is known, and nothing comes of it; a former incarnation is over."""
-    problem = _named(sender, node, kind)
-    if problem is not None:
-        return problem
+def _check_incarnation(
+    state: JobState, sender: str, message: m.Notice | HealthReport
+) -> Rejection | None:
+    """Refuse a message of a former incarnation. One of an unknown node has no effect anyway."""
+    rejection = _check_name(sender, message.node, message)
+    if rejection is not None:
+        return rejection
     member = state.members.get(sender)
-    if member is not None and member.report.info.incarnation != incarnation:
-        return Objection(STALE, f"{kind} of a former {sender}")
+    if member is not None and member.report.info.incarnation != message.incarnation:
+        return Rejection(STALE, f"{type(message).__name__} of a former {sender}")
     return None
 
 
-def _named(sender: str, node: str, kind: str) -> Objection | None:
-    return None if node == sender else Objection(FORGED, f"{sender} sent a {kind} in the name of {node}")
+def _check_name(sender: str, node: str, message: Any) -> Rejection | None:
+    if node == sender:
+        return None
+    return Rejection(FORGED, f"{sender} sent a {type(message).__name__} in the name of {node}")
 
 
-def _member(state: JobState, sender: str, kind: str) -> Objection | None:
-    return None if sender in state.members else Objection(STALE, f"{sender} is no member, and sent {kind}")
+def _check_member(state: JobState, sender: str, message: Any) -> Rejection | None:
+    if is_member(state, sender):
+        return None
+    return Rejection(STALE, f"{sender} is not a member, but sent {type(message).__name__}")

@@ -1,6 +1,7 @@
-"""What each event tells the coordinator: the first half of `elastic.core.coordinator.transitions.transition`.
+"""Event handlers: the first half of `elastic.core.coordinator.transitions.transition`.
 
-These functions only take note; what follows from it is decided by the rules of the job's phase.
+They only record an event in the state, and repeat orders that a node has missed. The rules of the
+job's phase then decide what follows.
 """
 
 from __future__ import annotations
@@ -9,241 +10,266 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.job import measured_conditions as conditions
-from elastic.core.job.join_policy import arrived, count
-from elastic.core.job.membership import launch as launch_nodes
-from elastic.core.job.membership import occupied, put
+from elastic.core.job.join_policy import count_node_seconds, with_expected_end
+from elastic.core.job.measured_conditions import observe_backup
+from elastic.core.job.membership import launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
-    Action,
-    Adopted,
-    BackupNoted,
-    Beat,
-    Beats,
+    BackupReported,
     CheckpointCommitted,
-    Closed,
+    CheckpointPartWritten,
     CommitCheckpoint,
-    DrainAsked,
-    HealthSeen,
+    ConnectionClosed,
+    CoordinatorFailover,
+    DrainRequested,
+    HealthReported,
+    Heartbeat,
+    Heartbeats,
+    JobAction,
     JobPhase,
     JobState,
-    Loss,
+    JobTransition,
+    LogEntry,
+    LossKind,
     Member,
-    Note,
-    PartWritten,
-    Reported,
-    Result,
+    NodeReported,
     Send,
-    Stepped,
+    StepFinished,
     Tick,
 )
-from elastic.core.job.stragglers import observe
-from elastic.core.policy import drain as notices
-from elastic.core.policy import remediation as remedies
+from elastic.core.job.stragglers import observe_speed
+from elastic.core.policy import drain, remediation
+from elastic.core.policy.admission import admit
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.protocol.timeouts import MAX_HEARTBEATS_PER_S
 from elastic.domain.types import Slot, whole_slots
 
 RETIRED = 256
-"""Incarnations that were replaced, of which it is remembered."""
+"""Number of replaced incarnations that are remembered."""
+DURATIONS = 32
+"""Number of steps whose durations are kept."""
 
 
-def _reported(state: JobState, event: Reported, now: float) -> Result:
+def _node_reported(state: JobState, event: NodeReported, now: float) -> JobTransition:
     report, node = event.report, event.report.info.node
     member = state.members.get(node)
     if member is None or member.report.info.incarnation != report.info.incarnation:
-        if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
-            fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
-            return state, (Send(node, fenced),), f"{node}: a former member is refused"
-        waits = occupied(state, report, now)
-        if waits is not None:
-            return state, (Send(node, waits),), waits.reason
-        state, told, taken = remedies.admit(state, report, now)
-        if not taken:
-            return state, told, f"{node} is refused"
-        state, actions, reason = _joined(state, event, now)
-        return state, (*told, *actions), reason
+        return _new_incarnation(state, report, now)
     was = member.report
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
-    member = replace(member, report=report, seen=now, connected=True)
-    state = put(state, arrived(member, now) if report.info.lifetime_s != was.info.lifetime_s else member)
-    if report.elastic and state.spec is None and report.spec is not None:
+    if state.spec is None and report.elastic and report.spec is not None:
         state = state.of(spec=report.spec)
-    if report.spec is not None and state.spec is not None and report.spec != state.spec:
-        failed = m.Failed(f"{node} runs another model or configuration than the rest of the job", 2)
-        state = put(state, replace(state.members[node], report=replace(report, failed=failed)))
-    elif (
-        report.spec is not None and state.spec is not None
-    ):  # once is enough: it is the largest part of a report
-        state = put(state, replace(state.members[node], report=replace(report, spec=None)))
+    if state.spec is not None and report.spec is not None:
+        if report.spec != state.spec:
+            text = f"{node} runs another model or configuration than the rest of the job"
+            report = replace(report, failed=m.Failed(text, 2))
+        else:  # the state keeps it once, because it is the largest part of a report
+            report = replace(report, spec=None)
+    member = replace(member, report=report, seen=now, connected=True)
+    if report.info.lifetime_s != was.info.lifetime_s:
+        member = with_expected_end(member, now)
+    state = with_member(state, member)
     if report.suspects and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
     if records and (state.record is None or records[-1].step > state.record.step):
         state = state.of(record=records[-1])
-    state, told = remedies.fell(state, was, report, now)
+    state, findings = remediation.workers_failed(state, was, report, now)
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
-    return state, (*_resync(state, node), *told), reason
+    return state, (*_missed_orders(state, node), *findings), reason
 
 
-def _joined(state: JobState, event: Reported, now: float) -> Result:
-    report = event.report
-    actions: list[Action] = [Note("joined", {"node": report.info.node, "domain": report.info.domain})]
-    former = state.members.get(report.info.node)
+def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTransition:
+    """Add a new member, unless it is a former one, its name is in use, or its pre-flight failed."""
+    node = report.info.node
+    if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
+        fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
+        return state, (Send(node, fenced),), f"{node}: a former member is refused"
+    conflict = name_conflict(state, report, now)
+    if conflict is not None:
+        return state, (Send(node, conflict),), conflict.reason
+    state, admission, accepted = admit(state, report, now)
+    if not accepted:
+        return state, admission, f"{node} is refused"
+    state, actions = _join(state, report, now)
+    return state, (*admission, *actions), f"{node} joined"
+
+
+def _join(
+    state: JobState, report: m.NodeReport, now: float
+) -> tuple[JobState, tuple[JobAction, ...]]:
+    node = report.info.node
+    joined = LogEntry("joined", {"node": node, "domain": report.info.domain})
+    actions: list[JobAction] = [joined]
+    former = state.members.get(node)
     if former is not None:
         why = "came back as a new incarnation"
-        over = (report.info.node, former.report.info.incarnation)
-        state = state.of(retired=(*state.retired, over)[-RETIRED:])
-        state, told = remedies.departed(state, report.info.node, why, now)
-        note = Note("lost", {"node": report.info.node, "loss": Loss.REPLACED.value, "why": why})
-        actions = [note, *told, *actions]
-    state = count(state, now, left=report.info.node in state.members)
-    state = put(state, arrived(Member(report=report, seen=now), now))
+        retired = (*state.retired, (node, former.report.info.incarnation))[-RETIRED:]
+        state = state.of(retired=retired)
+        state, findings = remediation.node_lost(state, node, why, now)
+        data = {"node": node, "loss": LossKind.REPLACED.value, "why": why}
+        actions = [LogEntry("lost", data), *findings, joined]
+    state = count_node_seconds(state, now, left=former is not None)
+    state = with_member(state, with_expected_end(Member(report=report, seen=now), now))
     if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
-        state, launch = launch_nodes(state, (report.info.node,))
+        state, launch = launch_nodes(state, (node,))
         actions += launch
-    actions += [a for a in _resync(state, report.info.node) if a not in actions]
-    return state, tuple(actions), f"{report.info.node} joined"
+    actions += [order for order in _missed_orders(state, node) if order not in actions]
+    return state, tuple(actions)
 
 
-def _resync(state: JobState, node: str) -> tuple[Action, ...]:
-    """Say again what a member's report shows that it has not heard; an order that it has heard changes nothing."""
+def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
+    """Orders that the member's report shows to be missing. A repeated order changes nothing."""
     member = state.members[node]
     report = member.report
     if state.ending is not None:
         return (Send(node, m.Stop(state.ending.code, state.ending.reason)),)
-    orders: tuple[Action, ...] = ()
+    orders: tuple[JobAction, ...] = ()
     if member.launch is not None and report.restart < member.launch.restart:
         orders = (Send(node, member.launch),)
     if state.phase is JobPhase.HALTING and report.epoch < state.epoch and state.change is not None:
         return (*orders, Send(node, m.Halt(state.epoch, state.change.boundary)))
     installed = state.phase in (JobPhase.INSTALLING, JobPhase.RUNNING)
-    if installed and report.epoch == state.epoch and report.phase is NodePhase.HALTED and state.assignment:
+    halted = report.epoch == state.epoch and report.phase is NodePhase.HALTED
+    if installed and halted and state.assignment:
         return (*orders, Send(node, m.Install(state.epoch, state.assignment)))
     return orders
 
 
-def _beat(state: JobState, event: Beat, now: float) -> Result:
-    return _beats(state, Beats((event,)), now)
+def _heartbeat(state: JobState, event: Heartbeat, now: float) -> JobTransition:
+    return _heartbeats(state, Heartbeats((event,)), now)
 
 
-def _beats(state: JobState, event: Beats, now: float) -> Result:
-    """All at once: each one alone would copy the members."""
-    members, taken = dict(state.members), []
-    strangers: list[Action] = []
+def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition:
+    """Record heartbeats together: one by one, each would copy the dict of members."""
+    members, accepted = dict(state.members), []
+    fenced: list[JobAction] = []
     for beat in event.beats:
         member = members.get(beat.node)
         if member is None or member.report.info.incarnation != beat.incarnation:
-            fenced = m.Fenced(f"{beat.node} is not a member (any more)")
-            strangers.append(Send(beat.node, fenced))
+            text = f"{beat.node} is not a member (any more)"
+            fenced.append(Send(beat.node, m.Fenced(text)))
             continue
         report = member.report
         if (report.step, report.microbatch) != (beat.step, beat.microbatch):
             report = replace(report, step=beat.step, microbatch=beat.microbatch)
         members[beat.node] = replace(member, seen=now, report=report)
-        taken.append(beat)
-    if taken:
+        accepted.append(beat)
+    if accepted:
         state = state.of(members=members)
-    for beat in taken:
-        state = conditions.observe(observe(state, beat), beat)
-    times = (one.forward_s + one.backward_s for beat in taken for one in beat.measured)
+    for beat in accepted:
+        state = observe_backup(observe_speed(state, beat), beat)
+    times = (one.forward_s + one.backward_s for beat in accepted for one in beat.measured)
     seen = state.seen.grown(microbatch_s=max(times, default=0.0))
     state = state if seen is state.seen else state.of(seen=seen)
-    return state, tuple(strangers), "former member" if strangers else ""
+    return state, tuple(fenced), "former member" if fenced else ""
 
 
-def _closed(state: JobState, event: Closed, now: float) -> Result:
+def _connection_closed(state: JobState, event: ConnectionClosed, now: float) -> JobTransition:
     member = state.members.get(event.node)
     if member is None or member.report.info.incarnation != event.incarnation:
         return state, (), ""
-    state = put(state, replace(member, connected=False, closed_at=now))
+    state = with_member(state, replace(member, connected=False, closed_at=now))
     return state, (), f"{event.node}: connection closed"
 
 
-def _drain_asked(state: JobState, event: DrainAsked, now: float) -> Result:
+def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTransition:
     member = state.members.get(event.node)
     if member is None or (member.draining and member.notice is None):
-        return state, (), f"drain of {event.node}: {'already draining' if member else 'no such node'}"
+        problem = "already draining" if member else "no such node"
+        return state, (), f"drain of {event.node}: {problem}"
     deadline = now + event.deadline_s
     if member.draining:
         deadline = min(deadline, member.drain_deadline)
-    state = put(state, replace(member, draining=True, drain_deadline=deadline, notice=None))
-    note = Note("drain", {"node": event.node, "deadline_s": event.deadline_s})
-    return state, (note,), f"drain of {event.node} asked"
+    member = replace(member, draining=True, drain_deadline=deadline, notice=None)
+    entry = LogEntry("drain", {"node": event.node, "deadline_s": event.deadline_s})
+    return with_member(state, member), (entry,), f"drain of {event.node} requested"
 
 
-def _stepped(state: JobState, event: Stepped, now: float) -> Result:
+def _step_finished(state: JobState, event: StepFinished, now: float) -> JobTransition:
     step = event.record.step
-    if step <= state.told or (state.record is not None and step < state.record.step):
+    if step <= state.logged_step or (state.record is not None and step < state.record.step):
         return state, (), ""
-    state = remedies.timed(state, event.seconds)
+    if state.plan is not None:
+        epoch = state.plan.epoch
+        known = (one for one in state.durations if one[0] == epoch)
+        durations = (*known, (epoch, round(event.seconds, 5)))[-DURATIONS:]
+        state = state.of(durations=durations)
     seen = state.seen.grown(step_s=event.seconds)
-    return state.of(record=event.record, stepped_at=now, told=step, seen=seen), (), ""
+    state = state.of(record=event.record, step_finished_at=now, logged_step=step, seen=seen)
+    return state, (), ""
 
 
-def _part_written(state: JobState, event: PartWritten, now: float) -> Result:
-    before = {pair for step, pairs in state.parts if step == event.step for pair in pairs}
-    layers = before | set(event.layers)
-    newest = max((step for step, _ in state.parts), default=-1)
-    if state.spec is None or event.step < newest or (state.checkpoint and event.step <= state.checkpoint[1]):
+def _checkpoint_part_written(
+    state: JobState, event: CheckpointPartWritten, now: float
+) -> JobTransition:
+    before = {slot for step, part in state.checkpoint_parts if step == event.step for slot in part}
+    slots = before | set(event.layers)
+    newest = max((step for step, _ in state.checkpoint_parts), default=-1)
+    committed = state.checkpoint is not None and event.step <= state.checkpoint[1]
+    if state.spec is None or event.step < newest or committed:
         return state, (), ""
-    state = state.of(parts=((event.step, tuple(sorted(layers))),))
-    begun = _whole(state, layers) and not _whole(state, before)  # parts are said again after a break
+    state = state.of(checkpoint_parts=((event.step, tuple(sorted(slots))),))
+    # A part is reported again after a reconnect. The commit begins once.
+    begun = _is_complete(state, slots) and not _is_complete(state, before)
     return state, ((CommitCheckpoint(event.step),) if begun else ()), ""
 
 
-def _whole(state: JobState, slots: Collection[Slot]) -> bool:
-    """Whether files of these make a complete checkpoint."""
-    return state.spec is not None and len(whole_slots(slots)) == state.spec.n_layers * state.spec.tp
+def _is_complete(state: JobState, slots: Collection[Slot]) -> bool:
+    """Whether the files of these slots make a whole checkpoint."""
+    spec = state.spec
+    return spec is not None and len(whole_slots(slots)) == spec.n_layers * spec.tp
 
 
-def _backup_noted(state: JobState, event: BackupNoted, now: float) -> Result:
-    told = {"owner": event.owner, "keeper": event.keeper, "detail": event.detail}
-    return state, (Note(event.kind, told),), f"{event.kind}: copies of {event.owner} at {event.keeper}"
+def _backup_reported(state: JobState, event: BackupReported, now: float) -> JobTransition:
+    data = {"owner": event.owner, "keeper": event.keeper, "detail": event.detail}
+    reason = f"{event.kind}: copies of {event.owner} at {event.keeper}"
+    return state, (LogEntry(event.kind, data),), reason
 
 
-def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> Result:
+def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> JobTransition:
     if state.checkpoint == (event.path, event.step):
         return state, (), ""
-    note = Note("checkpoint", {"step": event.step, "path": event.path})
-    state, told = remedies.stored(state, now)
-    later = tuple(part for part in state.parts if part[0] > event.step)  # came while the disk was waited for
-    return (
-        state.of(checkpoint=(event.path, event.step), parts=later),
-        (note, *told),
-        f"checkpoint of step {event.step}",
-    )
+    entry = LogEntry("checkpoint", {"step": event.step, "path": event.path})
+    state, findings = remediation.checkpoint_written(state, now)
+    # Parts of later checkpoints arrived during the commit.
+    later = tuple(part for part in state.checkpoint_parts if part[0] > event.step)
+    state = state.of(checkpoint=(event.path, event.step), checkpoint_parts=later)
+    return state, (entry, *findings), f"checkpoint of step {event.step}"
 
 
-def _adopted(state: JobState, event: Adopted, now: float) -> Result:
-    late = now + state.policy.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S  # they all come at once
+def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
+    # All members reconnect at the same time.
+    late = now + state.policy.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
     members = {
-        node: replace(mb, connected=False, closed_at=late, seen=late) for node, mb in state.members.items()
+        node: replace(member, connected=False, closed_at=late, seen=late)
+        for node, member in state.members.items()
     }
-    actions: tuple[Action, ...] = (Note("adopted", {"epoch": state.epoch}),)
+    actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]
     if state.ending is not None:
-        actions = (*actions, state.ending)
-    actions = (*actions, *(CommitCheckpoint(step) for step, layers in state.parts if _whole(state, layers)))
-    return state.of(members=members), actions, "took the job over"
+        actions.append(state.ending)
+    parts = state.checkpoint_parts
+    actions += [CommitCheckpoint(step) for step, slots in parts if _is_complete(state, slots)]
+    return state.of(members=members), tuple(actions), "took the job over"
 
 
-def _ticked(state: JobState, event: Tick, now: float) -> Result:
+def _tick(state: JobState, event: Tick, now: float) -> JobTransition:
     return (state if event.late_s == state.late_s else state.of(late_s=event.late_s)), (), ""
 
 
-KNOW: dict[type, Callable[[JobState, Any, float], Result]] = {
-    Reported: _reported,
-    Beat: _beat,
-    Beats: _beats,
-    Closed: _closed,
-    DrainAsked: _drain_asked,
-    m.Notice: notices.noticed,
-    Stepped: _stepped,
-    PartWritten: _part_written,
-    BackupNoted: _backup_noted,
-    HealthSeen: remedies.seen,
+EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
+    NodeReported: _node_reported,
+    Heartbeat: _heartbeat,
+    Heartbeats: _heartbeats,
+    ConnectionClosed: _connection_closed,
+    DrainRequested: _drain_requested,
+    m.Notice: drain.notice_received,
+    StepFinished: _step_finished,
+    CheckpointPartWritten: _checkpoint_part_written,
+    BackupReported: _backup_reported,
+    HealthReported: remediation.health_reported,
     CheckpointCommitted: _checkpoint_committed,
-    Tick: _ticked,
-    Adopted: _adopted,
+    Tick: _tick,
+    CoordinatorFailover: _failover,
 }

@@ -1,13 +1,17 @@
-"""What the coordinator decides, as one pure transition.
+"""The coordinator's pure transition: (state, event, now) -> (state, actions, reason).
 
-Every event first updates what is known (`KNOW`), then the rule of the current phase (`RULES`) is applied until it has
-nothing more to say. Rules look at conditions, not at messages: an event that was lost, repeated or reordered, or
-a coordinator that took over in between, leads to the same decisions.
+Each event first updates the state (`event_handlers.EVENT_HANDLERS`). Then the rules of the present
+phase (`RULES`) are applied until no rule has a result. Rules look at conditions in the state, not
+at messages, so lost, repeated or reordered events and a failover of the coordinator all lead to
+the same decisions.
 
     WAITING -> LAUNCHED -> HALTING -> INSTALLING -> RUNNING -> FINISHED
                             ^  |  ^        |           |
-                            |  v  +--------+-----------+   a fault, a joining or a leaving node: the next epoch
-                          PAUSED                           no plan fits the nodes at hand
+                            |  v  +--------+-----------+   a fault, a joining or a leaving node:
+                          PAUSED                           the next epoch
+
+In PAUSED no plan fits the available nodes. A fault in HALTING or INSTALLING is a second fault
+during a recovery: `elastic.core.job.epoch_change.begin_change` decides it.
 """
 
 from __future__ import annotations
@@ -16,88 +20,100 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.coordinator.event_handlers import KNOW
-from elastic.core.job import epoch_change as epoch_change
+from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
 from elastic.core.job import quarantine
-from elastic.core.job.join_policy import count, paused
-from elastic.core.job.membership import launch
+from elastic.core.job.epoch_change import (
+    begin_change,
+    consider_joining,
+    decide_plan,
+    resume_if_feasible,
+)
+from elastic.core.job.join_policy import count_node_seconds, record_pause
+from elastic.core.job.membership import launch_nodes
 from elastic.core.job.state import (
-    Action,
     Cause,
     CauseKind,
-    Finish,
+    ChangeCompleted,
+    JobAction,
+    JobFinished,
     JobPhase,
     JobState,
-    Loss,
+    JobTransition,
+    LogEntry,
+    LossKind,
     Member,
-    Note,
-    Recovered,
-    Result,
     Send,
 )
-from elastic.core.policy import drain as notices
-from elastic.core.policy import remediation as remedies
-from elastic.core.policy import restart_policy as returning
-from elastic.core.policy.backup_policy import rechoose
-from elastic.core.policy.straggler_policy import relieve
+from elastic.core.policy import drain, restart_policy
+from elastic.core.policy.backup_policy import change_backup
+from elastic.core.policy.remediation import apply_remedies, node_lost
+from elastic.core.policy.straggler_policy import rebalance_stragglers
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.core.protocol.timeouts import budget
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
-"""Workers that have not attached by then run a script that does not use elastic."""
-STRAGGLER_S = 90.0
-"""With the minimum of nodes ready, the others' workers are waited for this long; then they join later."""
-Rule = Callable[[JobState, float], Result | None]
+"""Workers that have not attached after this time run a script that does not use elastic."""
+LATE_WORKERS_S = 90.0
+"""If the minimum of nodes is ready after this time, the job starts without the others."""
+Rule = Callable[[JobState, float], JobTransition | None]
 
 
-def transition(state: JobState, event: Any, now: float) -> Result:
-    """Return the job's next state, what to do, and why: `learn`, then `settle`."""
-    state, actions, reason = _know(_held_up(state, now), event, now)
-    return _settle(state, now, list(actions), [reason] if reason else [])
+def transition(state: JobState, event: Any, now: float) -> JobTransition:
+    """Return (state, actions, reason): `record_event`, then `apply_rules`."""
+    state, actions, reason = _handle(_excuse_delay(state, now), event, now)
+    return _apply_rules(state, now, list(actions), [reason] if reason else [])
 
 
-def learn(state: JobState, event: Any, now: float) -> Result:
-    """Take note of an event alone. `settle` is to follow within the limit of a held-up coordinator."""
-    if now - state.ticked > state.limits.starved_s:
-        state = _held_up(state, now)
-    return _know(state, event, now)
+def record_event(state: JobState, event: Any, now: float) -> JobTransition:
+    """Record an event without a decision. `apply_rules` must follow within `limits.starved_s`."""
+    if now - state.updated_at > state.limits.starved_s:
+        state = _excuse_delay(state, now)
+    return _handle(state, event, now)
 
 
-def _know(state: JobState, event: Any, now: float) -> Result:
-    know, seen = KNOW.get(type(event)), state.seen
-    state, actions, reason = know(state, event, now) if know else (state, (), "")
-    if state.timeouts is None or state.seen is not seen:
-        state, told = notices.retimed(state)
-        actions = (*actions, *told)
-    return state, actions, reason
+def apply_rules(state: JobState, now: float) -> JobTransition:
+    """Decide on all events that were recorded."""
+    return _apply_rules(_excuse_delay(state, now), now, [], [])
 
 
-def settle(state: JobState, now: float) -> Result:
-    """Apply the rules to what is known; many events may be learned before."""
-    return _settle(_held_up(state, now), now, [], [])
+def _handle(state: JobState, event: Any, now: float) -> JobTransition:
+    """Run the event's handler, and update the limits on waiting if a longer time was measured."""
+    handler, seen = EVENT_HANDLERS.get(type(event)), state.seen
+    state, actions, reason = handler(state, event, now) if handler else (state, (), "")
+    if state.timeouts is not None and state.seen is seen:
+        return state, actions, reason
+    limits = budget(state.policy.lease_s, heartbeat_s=state.policy.heartbeat_s, seen=state.seen)
+    before = state.timeouts
+    if limits == before:
+        return state, actions, reason
+    new = {name: getattr(limits, name) for name in limits.__slots__}
+    changed = {name: s for name, s in new.items() if s != getattr(before, name, None)}
+    measured = {name: getattr(state.seen, name) for name in ("step_s", "microbatch_s", "pause_s")}
+    entry = LogEntry("timeouts", changed | {"measured": measured})
+    return state.of(timeouts=limits), (*actions, entry), reason
 
 
-def _held_up(state: JobState, now: float) -> JobState:
-    """A coordinator that was itself held up does not count that time against the members."""
-    late = now - state.ticked - state.limits.starved_s if state.ticked else 0.0
+def _excuse_delay(state: JobState, now: float) -> JobState:
+    """Do not count time during which the coordinator itself did not run against the members."""
+    late = now - state.updated_at - state.limits.starved_s if state.updated_at else 0.0
     if late > 0:
         members = {
-            n: replace(mb, seen=mb.seen + late, closed_at=mb.closed_at + late)
-            for n, mb in state.members.items()
+            node: replace(member, seen=member.seen + late, closed_at=member.closed_at + late)
+            for node, member in state.members.items()
         }
         state = state.of(members=members)
-    return state.of(ticked=now)
+    return state.of(updated_at=now)
 
 
-def _settle(state: JobState, now: float, actions: list[Action], reasons: list[str]) -> Result:
-    """Apply rules until none has anything to say."""
+def _apply_rules(
+    state: JobState, now: float, actions: list[JobAction], reasons: list[str]
+) -> JobTransition:
     for _ in range(16):
-        result = None
-        for rule in (_endings, _losses, *RULES[state.phase][0]):
-            result = rule(state, now)
-            if result is not None:
-                break
+        rules = (_end, _drop_lost_members, *RULES[state.phase][0])
+        results = (rule(state, now) for rule in rules)
+        result = next((found for found in results if found is not None), None)
         if result is None:
             break
         before = state.phase
@@ -105,287 +121,295 @@ def _settle(state: JobState, now: float, actions: list[Action], reasons: list[st
         actions += more
         reasons += [reason] if reason else []
         if state.phase is not before:
-            actions.append(
-                Note("phase", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
-            )
+            data = {"phase": state.phase.value, "epoch": state.epoch, "reason": reason}
+            actions.append(LogEntry("phase", data))
     return state, tuple(actions), "; ".join(reasons)
 
 
 # ---- rules of every phase ----
 
 
-def _losses(state: JobState, now: float) -> Result | None:
-    """Drop members that are gone: closed and not back in time, accused by their neighbours, or silent.
+def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
+    """Drop a member that is lost: disconnected too long, accused by its neighbours, or silent.
 
-    Who leaves when the job is over is not lost. A coordinator that is behind waits so much longer, for a lease at
-    most: what is still on its way to it, it cannot have heard.
+    A member that leaves after the end of the job is not lost. A coordinator that is late adds its
+    delay to the limits, up to a lease, because messages may be waiting for it.
     """
     if state.ending is not None:
         return None
-    behind_s = min(state.late_s, state.policy.lease_s)
-    suspects = {s for mb in state.members.values() for s in mb.report.suspects}
+    late_s = min(state.late_s, state.policy.lease_s)
+    suspects = {node for mb in state.members.values() for node in mb.report.suspects}
     for node, member in state.members.items():
-        why, loss = "", Loss.CLOSED
+        why, loss = "", LossKind.CLOSED
         if not member.connected and now >= member.closed_at:
-            accused = node in suspects and member.closed_at <= now
-            if now - member.closed_at >= state.policy.grace_s + behind_s or accused:
-                why = "connection closed" + (" and neighbours lost contact" if accused else "")
-        if not why and now - member.seen > state.policy.lease_s + behind_s:
-            why, loss = f"silent for {now - member.seen:.1f} s", Loss.SILENT
+            if node in suspects:
+                why = "connection closed and neighbours lost contact"
+            elif now - member.closed_at >= state.policy.grace_s + late_s:
+                why = "connection closed"
+        if not why and now - member.seen > state.policy.lease_s + late_s:
+            why, loss = f"silent for {now - member.seen:.1f} s", LossKind.SILENT
         if why:
-            state = count(state, now, left=1)
-            members = {n: mb for n, mb in state.members.items() if n != node}
-            note = Note("lost", {"node": node, "loss": loss.value, "why": why})
-            actions = (note, Send(node, m.Fenced(f"lost: {why}")))
-            state, told = remedies.departed(state.of(members=members), node, why, now)
-            return state, (*actions, *told), f"{node} lost: {why}"
+            entry = LogEntry("lost", {"node": node, "loss": loss.value, "why": why})
+            fence = Send(node, m.Fenced(f"lost: {why}"))
+            state, findings = node_lost(_without_member(state, node, now), node, why, now)
+            return state, (entry, fence, *findings), f"{node} lost: {why}"
     return None
 
 
-def _endings(state: JobState, now: float) -> Result | None:
+def _without_member(state: JobState, node: str, now: float) -> JobState:
+    state = count_node_seconds(state, now, left=1)
+    return state.of(members={name: mb for name, mb in state.members.items() if name != node})
+
+
+def _end(state: JobState, now: float) -> JobTransition | None:
+    """End the job if its workers finished or failed."""
     if state.phase in (JobPhase.FINISHED, JobPhase.FAILED):
         return None
-    broken = [mb.report for mb in state.members.values() if mb.report.elastic]
-    if broken and len(broken) == len(state.members) and all(r.phase is NodePhase.FAILED for r in broken):
-        return _end(state, JobPhase.FAILED, 1, f"workers crash on every node: {broken[0].cause}")
-    for member in state.members.values():
-        failed, finished = member.report.failed, member.report.finished
+    reports = [mb.report for mb in state.members.values()]
+    crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
+    if crashing and len(crashing) == len(reports):
+        text = f"workers crash on every node: {crashing[0].cause}"
+        return _end_job(state, JobPhase.FAILED, 1, text)
+    for report in reports:
+        failed, finished = report.failed, report.finished
         if failed is not None:
-            return _end(state, JobPhase.FAILED, failed.exit_code, f"{member.node}: {failed.message}")
+            text = f"{report.info.node}: {failed.message}"
+            return _end_job(state, JobPhase.FAILED, failed.exit_code, text)
         if finished is not None and finished.params_sha256:
-            return _end(
-                state, JobPhase.FINISHED, 0, f"all {finished.step} steps done", finished.params_sha256
-            )
+            text, sha = f"all {finished.step} steps done", finished.params_sha256
+            return _end_job(state, JobPhase.FINISHED, 0, text, sha)
     return None
 
 
-def _end(state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "") -> Result:
-    over = _recovered(state)  # its figures belong to the summary, however soon the job ended after it
-    state, told, _ = over if over is not None else (state, (), "")
-    stops: list[Action] = [Send(node, m.Stop(code, reason)) for node in state.members]
-    finish = Finish(code, reason, sha)
-    return state.of(phase=phase, ending=finish), (*told, *stops, finish), reason
+def _end_job(
+    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
+) -> JobTransition:
+    # The summary must include a change that completed together with the end of the job.
+    state, completed, _ = _complete_change(state) or (state, (), "")
+    stops = [Send(node, m.Stop(code, reason)) for node in state.members]
+    finish = JobFinished(code, reason, sha)
+    return state.of(phase=phase, ending=finish), (*completed, *stops, finish), reason
 
 
 # ---- rules of single phases ----
 
 
-def _waiting(state: JobState, now: float) -> Result | None:
-    here = [n for n, mb in state.members.items() if mb.connected]
-    if len(here) < state.policy.min_nodes:
-        return (state.of(enough_since=0.0), (), "nodes went away") if state.enough_since else None
+def _waiting(state: JobState, now: float) -> JobTransition | None:
+    policy = state.policy
+    here = [node for node, mb in state.members.items() if mb.connected]
+    if len(here) < policy.min_nodes:
+        return (state.of(enough_since=0.0), (), "nodes left") if state.enough_since else None
     if not state.enough_since:
         return state.of(enough_since=now), (), "the minimum of nodes is here"
-    if len(here) < state.policy.max_nodes and now - state.enough_since < state.policy.last_call_s:
+    if len(here) < policy.max_nodes and now - state.enough_since < policy.last_call_s:
         return None
-    nodes = tuple(sorted(here, key=natural))[: state.policy.max_nodes]
-    state, actions = launch(state, nodes)
-    return (
-        state.of(phase=JobPhase.LAUNCHED, launched_at=now, enough_since=0.0),
-        actions,
-        f"{len(here)} of {state.policy.min_nodes} nodes are here",
-    )
+    nodes = tuple(sorted(here, key=natural))[: policy.max_nodes]
+    state, actions = launch_nodes(state, nodes)
+    state = state.of(phase=JobPhase.LAUNCHED, launched_at=now, enough_since=0.0)
+    return state, actions, f"{len(here)} of {policy.min_nodes} nodes are here"
 
 
-def _launched(state: JobState, now: float) -> Result | None:
+def _launched(state: JobState, now: float) -> JobTransition | None:
     launched = [mb for mb in state.members.values() if mb.rank >= 0]
     if not launched:
-        return state.of(phase=JobPhase.WAITING, next_rank=0), (), "every launched node is gone"
-    if state.spec is not None:
-        late = tuple(n for n, mb in state.members.items() if mb.rank < 0)
-        if late:
-            state, actions = launch(state, late)
-            return state, actions, "launch late nodes"
-        settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
-        enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
-        if settled or (enough and now - state.launched_at > STRAGGLER_S):
-            return epoch_change.begin(
-                state.of(start_s=now - state.launched_at), Cause(CauseKind.START, "start"), now
-            )
+        state = state.of(phase=JobPhase.WAITING, next_rank=0)
+        return state, (), "every launched node is gone"
+    if state.spec is None:
+        if any(mb.report.elastic for mb in launched):
+            return None  # the script uses elastic: its workers are started again
+        return _plain_script(state, launched, now)
+    late = tuple(node for node, mb in state.members.items() if mb.rank < 0)
+    if late:
+        state, actions = launch_nodes(state, late)
+        return state, actions, "launch late nodes"
+    settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
+    enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
+    since = now - state.launched_at
+    if not settled and not (enough and since > LATE_WORKERS_S):
         return None
-    if any(mb.report.elastic for mb in launched):
-        return None  # the script uses elastic: its workers are started again
-    return _script(state, launched, now)
+    return begin_change(state.of(start_s=since), Cause(CauseKind.START, "start"), now)
 
 
-def _script(state: JobState, launched: list[Member], now: float) -> Result | None:
-    """A script that does not use elastic: torchrun's rules."""
+def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTransition | None:
+    """Apply torchrun's rules to a script that does not use elastic."""
+    policy = state.policy
     done = [mb for mb in launched if mb.report.restart == state.restart]
     failed = [mb for mb in done if mb.report.phase is NodePhase.FAILED]
     missing = state.next_rank > len(launched)
-    more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < state.policy.max_nodes
+    more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < policy.max_nodes
     grown = more and now - state.launched_at > SCRIPT_S
-    if failed and state.restart >= state.policy.max_restarts:
-        return _end(
-            state, JobPhase.FAILED, 1, f"{failed[0].report.cause} (restarts used up: {state.restart})"
-        )
+    if failed and state.restart >= policy.max_restarts:
+        text = f"{failed[0].report.cause} (restarts used up: {state.restart})"
+        return _end_job(state, JobPhase.FAILED, 1, text)
     if failed or missing or grown:
         why = failed[0].report.cause if failed else "membership changed"
-        policy = state.policy if failed else replace(state.policy, max_restarts=state.policy.max_restarts + 1)
+        if not failed:  # a restart for a change of membership is free
+            policy = replace(policy, max_restarts=policy.max_restarts + 1)
         members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
-        state = state.of(members=members, next_rank=0, restart=state.restart + 1, policy=policy)
-        return state.of(phase=JobPhase.WAITING), (Note("restart", {"why": why}),), f"group restart: {why}"
-    if done and len(done) == len(launched) and all(mb.report.phase is NodePhase.FINISHED for mb in done):
-        return _end(state, JobPhase.FINISHED, 0, "all workers ended")
+        state = state.of(phase=JobPhase.WAITING, members=members, next_rank=0, policy=policy)
+        state = state.of(restart=state.restart + 1)
+        return state, (LogEntry("restart", {"why": why}),), f"group restart: {why}"
+    finished = all(mb.report.phase is NodePhase.FINISHED for mb in done)
+    if done and len(done) == len(launched) and finished:
+        return _end_job(state, JobPhase.FINISHED, 0, "all workers ended")
     return None
 
 
-def _halting(state: JobState, now: float) -> Result | None:
+def _halting(state: JobState, now: float) -> JobTransition | None:
     change = state.change
     assert change is not None
     if change.boundary:
-        why = trouble(state, now) or _deadline(state, now)
-        if why is not None:
-            return epoch_change.begin(state, why, now)
-    there = {
-        n for n, mb in state.members.items() if mb.connected and mb.report.epoch >= state.epoch and mb.halted
-    }
-    waiting = [n for n in state.members if n not in there]
-    if waiting or returning.waiting(state, now):
+        cause = _fault(state, now) or _notice_ends(state, now)
+        if cause is not None:
+            return begin_change(state, cause, now)
+    halted = all(
+        mb.connected and mb.report.epoch >= state.epoch and mb.halted
+        for mb in state.members.values()
+    )
+    if not halted or restart_policy.is_waiting(state, now):
         return None
-    return returning.consider(state, now) or epoch_change.decide(state, now)
+    return restart_policy.decide_wait(state, now) or decide_plan(state, now)
 
 
-def _deadline(state: JobState, now: float) -> Cause | None:
-    """A draining node whose notice runs out before the step's end leaves at once."""
+def _notice_ends(state: JobState, now: float) -> Cause | None:
+    """Cause to halt at once: the notice of a draining node ends before the step does."""
     for member in state.members.values():
         if member.draining and now > member.drain_deadline - state.limits.leave_s:
             return Cause(CauseKind.NOTICE, f"notice of {member.node} runs out", (member.node,))
     return None
 
 
-def _installing(state: JobState, now: float) -> Result | None:
-    why = trouble(state, now)
-    if why is not None:
-        over = _recovered(state.of(trained=True))
-        return over if over is not None else epoch_change.begin(state, why, now)
+def _installing(state: JobState, now: float) -> JobTransition | None:
+    cause = _fault(state, now)
+    if cause is not None:
+        # The first micro-batch may have been computed before the fault: then this is a new change.
+        return _complete_change(state.of(trained=True)) or begin_change(state, cause, now)
     assert state.plan is not None
-    members = [state.members[n] for n in state.plan.nodes()]
+    reports = [state.members[node].report for node in state.plan.nodes()]
     ready = (NodePhase.RUNNING, NodePhase.FINISHED)
-    if all(mb.report.epoch == state.epoch and mb.report.phase in ready for mb in members):
-        return state.of(phase=JobPhase.RUNNING, trained=True), (), "every node of the plan is ready"
+    if all(r.epoch == state.epoch and r.phase in ready for r in reports):
+        state = state.of(phase=JobPhase.RUNNING, trained=True)
+        return state, (), "every node of the plan is ready"
     return None
 
 
-def _running(state: JobState, now: float) -> Result | None:
-    over = _recovered(state)
-    if over is not None:  # told before what follows it; a coordinator that is behind learns of both at once
-        return over
-    why = trouble(state, now)
-    if why is not None:
-        return epoch_change.begin(state, why, now)
+def _running(state: JobState, now: float) -> JobTransition | None:
+    completed = _complete_change(state)
+    if completed is not None:  # a late coordinator may learn of the next fault at the same time
+        return completed
+    cause = _fault(state, now)
+    if cause is not None:
+        return begin_change(state, cause, now)
     assert state.plan is not None
-    members = [state.members[n] for n in state.plan.nodes()]
-    if state.trimmed < state.epoch and all(mb.report.protected >= state.epoch for mb in members):
+    members = [state.members[node] for node in state.plan.nodes()]
+    protected = all(mb.report.protected >= state.epoch for mb in members)
+    if state.trimmed < state.epoch and protected:
         step = state.assignment.step if state.assignment is not None else -1
-        sends = tuple(Send(n, m.Trim(state.epoch, step)) for n in state.members)
-        return state.of(trimmed=state.epoch), (*sends, Note("protected", {"epoch": state.epoch})), "protected"
-    planned = (
-        _leaving(state, now)
-        or notices.step_aside(state, now)
-        or remedies.remedy(state, now)
-        or _joining(state, now)
+        sends = [Send(node, m.Trim(state.epoch, step)) for node in state.members]
+        entry = LogEntry("protected", {"epoch": state.epoch})
+        return state.of(trimmed=state.epoch), (*sends, entry), "protected"
+    return (
+        _drain(state, now)
+        or drain.replace_hinted_nodes(state, now)
+        or apply_remedies(state, now)
+        or _join(state, now)
+        or _rebalance(state, now)
+        or change_backup(state, now)
     )
-    return planned or _relieving(state, now) or rechoose(state, now)
 
 
-def _recovered(state: JobState) -> Result | None:
-    """The first micro-batch of the epoch was computed: its change is complete."""
+def _complete_change(state: JobState) -> JobTransition | None:
+    """Complete the change if the first micro-batch of its epoch was computed."""
     if state.change is None or state.plan is None:
         return None
     nodes = state.plan.nodes()
-    reports = [state.members[n].report for n in nodes if n in state.members]
+    reports = [state.members[node].report for node in nodes if node in state.members]
     resumed = [r.resumed_at for r in reports if r.resumed_at and r.epoch == state.epoch]
     if not resumed:
         return None
-    ready = [told for r in reports for told in r.ready if told.epoch == state.epoch]
-    action = Recovered(
+    ready = [one for report in reports for one in report.ready if one.epoch == state.epoch]
+    action = ChangeCompleted(
         change=state.change,
         nodes_after=len(nodes),
-        transfer_s=max((told.transfer_s for told in ready), default=0.0),
-        rebuild_s=max((told.rebuild_s for told in ready), default=0.0),
+        transfer_s=max((one.transfer_s for one in ready), default=0.0),
+        rebuild_s=max((one.rebuild_s for one in ready), default=0.0),
         resumed_at=min(resumed),
         since=state.recovered_at,
     )
-    state = paused(state, state.change, min(resumed)).of(change=None, recovered_at=min(resumed))
-    return state, (action,), "training goes on"
+    state = record_pause(state, state.change, min(resumed))
+    return state.of(change=None, recovered_at=min(resumed)), (action,), "training goes on"
 
 
-def _leaving(state: JobState, now: float) -> Result | None:
+def _drain(state: JobState, now: float) -> JobTransition | None:
+    """Move the layers of draining nodes away, then let the nodes go."""
     assert state.plan is not None
+    used = {*state.plan.nodes(), *(peer for _, peer in state.plan.peers)}
     for node, member in state.members.items():
         if not member.draining:
             continue
-        if node in state.plan.nodes() or any(node == peer for _, peer in state.plan.peers):
+        if node in used:
             in_time = now < member.drain_deadline - state.limits.leave_s
-            return epoch_change.begin(state, notices.cause(state), now, boundary=in_time)
-        if state.trimmed >= state.epoch and member.connected:  # who does not hear it would come back
-            state = count(state, now, left=1)
-            members = {n: mb for n, mb in state.members.items() if n != node}
-            actions = (notices.farewell(member), Note("drained", {"node": node}))
-            return state.of(members=members), actions, f"{node} holds nothing any more and may leave"
+            return begin_change(state, drain.drain_cause(state), now, boundary=in_time)
+        # A disconnected node would not receive the order, and would join again.
+        if state.trimmed >= state.epoch and member.connected:
+            actions = (drain.release_order(member), LogEntry("drained", {"node": node}))
+            reason = f"{node} holds nothing any more and may leave"
+            return _without_member(state, node, now), actions, reason
     return None
 
 
-def _joining(state: JobState, now: float) -> Result | None:
-    """Let idle nodes that the planner wants pull state first, then enter at the end of a step."""
+def _join(state: JobState, now: float) -> JobTransition | None:
+    """Let useful idle nodes fetch state first, then enter at the end of a step."""
     if state.change is not None or state.trimmed < state.epoch:
         return None
-    if state.joining:
-        here = [n for n in state.joining if n in state.members]
-        waiting = [n for n in here if state.members[n].report.prefetched < state.epoch]
-        if waiting and now - state.joining_since < state.limits.prefetch_s:
-            return None
-        return (
-            epoch_change.begin(
-                state, Cause(CauseKind.JOIN, f"join {' '.join(here)}", tuple(here)), now, boundary=True
-            )
-            if here
-            else (state.of(joining=()), (), "the joining node is gone")
-        )
-    return epoch_change.consider_joining(state, now)
-
-
-def _relieving(state: JobState, now: float) -> Result | None:
-    """Nodes that turned slow get less to do."""
-    if state.change is not None or state.trimmed < state.epoch or state.joining:
+    if not state.joining:
+        return consider_joining(state, now)
+    here = tuple(node for node in state.joining if node in state.members)
+    fetching = any(state.members[node].report.prefetched < state.epoch for node in here)
+    if fetching and now - state.joining_since < state.limits.prefetch_s:
         return None
-    return relieve(state, now)
+    if not here:
+        return state.of(joining=()), (), "the joining node is gone"
+    cause = Cause(CauseKind.JOIN, f"join {' '.join(here)}", here)
+    return begin_change(state, cause, now, boundary=True)
 
 
-def _paused(state: JobState, now: float) -> Result | None:
-    return quarantine.expire(state, now) or epoch_change.reconsider(state, now)
+def _rebalance(state: JobState, now: float) -> JobTransition | None:
+    return rebalance_stragglers(state, now) if state.stable else None
 
 
-def trouble(state: JobState, now: float) -> Cause | None:
-    """Return why the running plan cannot go on; None if it can."""
+def _paused(state: JobState, now: float) -> JobTransition | None:
+    return quarantine.release_expired(state, now) or resume_if_feasible(state, now)
+
+
+def _fault(state: JobState, now: float) -> Cause | None:
+    """Cause to end the running plan at once; None if there is no fault."""
     assert state.plan is not None
     for node in state.plan.nodes():
         member = state.members.get(node)
         if member is None:
             return Cause(CauseKind.LOST, f"{node} lost", (node,))
         if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
-            return _down(member.report, "workers are gone")
+            return _workers_down(member.report, "workers are gone")
         if member.report.phase is NodePhase.IDLE:
-            return _down(member.report, "workers were started anew")
+            return _workers_down(member.report, "workers were started anew")
     for node, peer in state.plan.peers:
         if peer not in state.members:
-            return Cause(CauseKind.LOST, f"{peer} lost, which kept the backups of {node}", (peer,))
+            text = f"{peer} lost, which kept the backups of {node}"
+            return Cause(CauseKind.LOST, text, (peer,))
     if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
-        suspects = sorted({s for mb in state.members.values() for s in mb.report.suspects})
+        suspects = sorted({node for mb in state.members.values() for node in mb.report.suspects})
         if suspects:
-            return Cause(CauseKind.CONTACT, f"contact lost with {' '.join(suspects)}", tuple(suspects))
+            text = f"contact lost with {' '.join(suspects)}"
+            return Cause(CauseKind.CONTACT, text, tuple(suspects))
     return None
 
 
-def _down(report: NodeReport, text: str) -> Cause:
-    """Workers crashed or hung; `text` if their agent gives no cause."""
+def _workers_down(report: NodeReport, text: str) -> Cause:
+    """Cause for crashed or hung workers; `text` if their agent gave no cause."""
     kind = CauseKind.HANG if report.hung else CauseKind.WORKER
-    return Cause(kind, f"{report.info.node}: {report.cause or text}", (report.info.node,))
-
-
-def _nothing(state: JobState, now: float) -> Result | None:
-    return None
+    node = report.info.node
+    return Cause(kind, f"{node}: {report.cause or text}", (node,))
 
 
 RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
@@ -396,7 +420,13 @@ RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
     ),
     JobPhase.HALTING: (
         (_halting,),
-        (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED),
+        (
+            JobPhase.INSTALLING,
+            JobPhase.PAUSED,
+            JobPhase.HALTING,
+            JobPhase.FINISHED,
+            JobPhase.FAILED,
+        ),
     ),
     JobPhase.INSTALLING: (
         (_installing,),
@@ -404,7 +434,8 @@ RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
     ),
     JobPhase.RUNNING: ((_running,), (JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
     JobPhase.PAUSED: ((_paused,), (JobPhase.HALTING, JobPhase.FAILED)),
-    JobPhase.FINISHED: ((_nothing,), ()),
-    JobPhase.FAILED: ((_nothing,), ()),
+    JobPhase.FINISHED: ((), ()),
+    JobPhase.FAILED: ((), ()),
 }
-"""Per phase: its rules in order, and the phases that may follow. docs/design/states.md is drawn from this table."""
+"""Per phase: its rules in order, and the phases that may follow. docs/design/states.md is drawn
+from this table."""

@@ -13,7 +13,7 @@ This file holds the history of one node (`NodeHealth`) and the meaning of single
 A quarantined node stays a member and keeps its vault, but plans do without it. The first quarantine
 lasts `quarantine_s`, each further one twice as long, up to `quarantine_most_s`; each `good_s`
 without an offence cancels one doubling. Nothing here kills a worker: that needs the kernel's view
-of the process (`elastic.core.node.node_state.hung`).
+of the process (`elastic.core.node.node.hung`).
 """
 
 from __future__ import annotations

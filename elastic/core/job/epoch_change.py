@@ -1,48 +1,68 @@
-"""Epoch changes: begin one, decide the new plan and assignment, consider nodes that came."""
+"""Epoch changes: begin one, decide the new plan and assignment, consider nodes that joined.
+
+An epoch change answers a fault, or a planned change of the cluster:
+
+1. `begin_change` raises the epoch and orders every node to halt.
+2. When all have halted and reported, `decide_plan` makes the plan, solves where each layer's state
+   comes from (`elastic.core.recovery.recovery`) and sends the assignment.
+3. When the first micro-batch of the epoch was computed, the change is complete
+   (`elastic.core.coordinator.transitions`).
+
+**A second fault during a recovery** is decided in `begin_change`. The rules of the phases HALTING
+and INSTALLING call it again while `state.change` is set. The new change takes the next epoch, and
+inherits from the unfinished one its causes, lost nodes, old plan, start time and the micro-batches
+to replay. It inherits nothing from a planned change, whose step may still be running.
+
+**Micro-batches**: `Assignment.todo` and `Assignment.partial` list the micro-batches that each
+pipeline runs in the resumed step; the solver derives them from the ledgers in the inventory. The
+workers add the gradients to the ledgers (`elastic.worker.engine`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
 
-from elastic.core.job import join_policy as stay
-from elastic.core.job import quarantine
-from elastic.core.job.measured_conditions import weighing
+from elastic.core.job import join_policy, quarantine
+from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.state import (
-    Action,
     Cause,
     CauseKind,
-    Change,
-    Finish,
+    EpochChange,
+    JobAction,
+    JobFinished,
     JobPhase,
     JobState,
+    JobTransition,
+    LogEntry,
     Member,
-    Note,
-    Result,
     Send,
 )
-from elastic.core.job.stragglers import slow
+from elastic.core.job.stragglers import slowdowns
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.core.recovery import partial_replay as partial
-from elastic.core.recovery import recovery
+from elastic.core.recovery import partial_replay, recovery
 from elastic.domain.errors import FieldError, InfeasiblePlan, Unrecoverable
-from elastic.domain.types import Copy, Plan, StepRecord
+from elastic.domain.types import Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
 
-def begin(state: JobState, cause: Cause, now: float, *, boundary: bool = False) -> Result:
-    """Raise the epoch and halt everybody: at once, or (boundary) after the running step."""
+def begin_change(
+    state: JobState, cause: Cause, now: float, *, boundary: bool = False
+) -> JobTransition:
+    """Raise the epoch and halt all nodes: at once, or (boundary) after the running step."""
     epoch = state.epoch + 1
     old = state.change if state.change is not None and not state.change.boundary else None
     plan = state.plan
     nodes = plan.nodes() if plan is not None else ()
     gone = tuple(
-        n for n in nodes if _workers_gone(state, n) or state.members[n].report.phase is NodePhase.IDLE
+        node
+        for node in nodes
+        if _workers_gone(state, node) or state.members[node].report.phase is NodePhase.IDLE
     )
-    found = [state.members[n].report.detect_s for n in gone if n in state.members]
-    change = Change(
+    found = [state.members[node].report.detect_s for node in gone if node in state.members]
+    change = EpochChange(
         epoch=epoch,
         causes=(*(old.causes if old else ()), cause),
         boundary=boundary,
@@ -56,30 +76,45 @@ def begin(state: JobState, cause: Cause, now: float, *, boundary: bool = False) 
         replayed=old.replayed if old else frozenset(),
         rerun=old.rerun if old else 0,
     )
-    state = state.of(epoch=epoch, phase=JobPhase.HALTING, change=change, suspected_since=0.0, joining=())
-    sends: list[Action] = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
-    told = {"cause": cause.text, "cause_kind": cause.kind.value, "cause_nodes": list(cause.nodes)}
-    note = Note("halt", {"epoch": epoch, **told, "boundary": boundary})
-    return state, (*sends, note), f"epoch {epoch}: {cause.text}"
+    state = state.of(
+        epoch=epoch, phase=JobPhase.HALTING, change=change, suspected_since=0.0, joining=()
+    )
+    entry = {
+        "epoch": epoch,
+        "cause": cause.text,
+        "cause_kind": cause.kind.value,
+        "cause_nodes": list(cause.nodes),
+        "boundary": boundary,
+    }
+    sends = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
+    return state, (*sends, LogEntry("halt", entry)), f"epoch {epoch}: {cause.text}"
 
 
 def _workers_gone(state: JobState, node: str) -> bool:
     member = state.members.get(node)
-    return member is None or member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY)
+    gone = (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY)
+    return member is None or member.report.phase in gone
 
 
 def candidates(state: JobState) -> tuple[Member, ...]:
-    """Members that could take a stage now: old holders first, then by rank."""
-    able = [mb for mb in state.members.values() if mb.report.able and mb.connected and not mb.draining]
-    able = [mb for mb in able if not quarantine.holds(state, mb.node)]
+    """Members that can take a stage now: nodes of the running plan first, then by rank."""
+    able = [
+        mb
+        for mb in state.members.values()
+        if mb.report.able
+        and mb.connected
+        and not mb.draining
+        and not quarantine.is_quarantined(state, mb.node)
+    ]
     held = set(state.plan.nodes()) if state.plan is not None else set()
     able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
     return tuple(able)
 
 
-def request(state: JobState, epoch: int) -> PlanRequest:
-    """What the planner is asked, for the members at hand."""
+def plan_request(state: JobState, epoch: int) -> PlanRequest:
+    """The planner's input for the available members."""
     assert state.spec is not None
+    outlook = join_policy.outlook(state, state.updated_at)
     return PlanRequest(
         spec=state.spec,
         nodes=tuple(mb.report.info for mb in candidates(state)),
@@ -91,126 +126,147 @@ def request(state: JobState, epoch: int) -> PlanRequest:
         current=state.plan,
         backup=state.policy.backup,
         profile=state.policy.profile,
-        slow=slow(state),
-        hazard_per_s=stay.outlook(state, state.ticked).hazard_per_s,
-        pause_s=stay.outlook(state, state.ticked).pause_in_s,
-        weighing=weighing(state),
+        slow=slowdowns(state),
+        hazard_per_s=outlook.hazard_per_s,
+        pause_s=outlook.pause_in_s,
+        weighing=backup_conditions(state),
     )
 
 
-def decide(state: JobState, now: float) -> Result:
-    """Everybody has halted: make the plan and tell everybody, or pause, or fall back."""
+def decide_plan(state: JobState, now: float) -> JobTransition:
+    """All nodes have halted: send a new plan, pause, or end the job if its state is lost."""
     assert state.spec is not None and state.change is not None
-    change = replace(state.change, halted=now, paused=state.stepped_at)
+    change = replace(state.change, halted=now, paused=state.step_finished_at)
     if change.old_plan is not None and not change.boundary:
-        # Also whose loss became known while the others halted.
+        # Includes losses that became known while the other nodes halted.
         gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
         change = replace(change, lost=tuple(dict.fromkeys((*change.lost, *gone))))
     try:
         if not candidates(state):
             raise InfeasiblePlan("no node can take a stage at present")
-        choice = stay.lasting(state, request(state, state.epoch), now)
+        choice = join_policy.plan_for_change(state, plan_request(state, state.epoch), now)
         assert choice.plan is not None
-        plan = choice.plan
-        assignment = recovery.solve(
-            plan=plan,
-            spec=state.spec,
-            inventory=_inventory(state),
-            records=_records(state),
-            vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
-            checkpoint=state.checkpoint,
-            initial_allowed=state.record is None,
-            live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
-        )
+        assignment = _solve(state, choice.plan)
     except InfeasiblePlan as error:
-        freed = quarantine.free(state, now, f"no plan without it: {error}")
+        freed = quarantine.release_all(state, now, f"no plan without it: {error}")
         if freed is not None:
-            state, notes, _ = freed
-            state, actions, reason = decide(state, now)
-            return state, (*notes, *actions), reason
-        note = Note("paused", {"epoch": state.epoch, "why": str(error)})
-        return state.of(phase=JobPhase.PAUSED, change=change), (note,), f"paused: {error}"
+            state, entries, _ = freed
+            state, actions, reason = decide_plan(state, now)
+            return state, (*entries, *actions), reason
+        entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
+        return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {error}"
     except (Unrecoverable, FieldError) as error:
-        stops: list[Action] = [Send(n, m.Stop(error.exit_code, str(error))) for n in state.members]
-        finish = Finish(error.exit_code, str(error))
-        return (
-            state.of(phase=JobPhase.FAILED, ending=finish),
-            (*stops, finish),
-            f"the job cannot go on: {error}",
-        )
-    store = state.members[plan.units()[0].node].report.store
-    assignment = replace(assignment, store=store)
-    state, actions, reason = _install(state, replace(change, decided=now), assignment.plan, assignment)
+        stops = [Send(node, m.Stop(error.exit_code, str(error))) for node in state.members]
+        finish = JobFinished(error.exit_code, str(error))
+        state = state.of(phase=JobPhase.FAILED, ending=finish)
+        return state, (*stops, finish), f"the job cannot go on: {error}"
+    state, actions, reason = _install(state, replace(change, decided=now), assignment)
     return state, (*actions, *_left_aside(choice)), reason
 
 
-def _install(state: JobState, change: Change, plan: Plan, assignment: recovery.Assignment) -> Result:
-    halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
-    replayed = change.replayed
-    told = recovery.summarize(assignment, change.old_plan, change.lost)
-    todo = told.todo | told.partial
-    if change.old_plan is not None and change.lost and not change.boundary:
-        replayed |= recovery.replayed_microbatches(
-            change.old_plan,
-            frozenset(change.lost),
-            todo,
-            halted,
-            assignment.step,
-            orders=_orders(state, change.old_plan, assignment.step),
-            covered=dict(assignment.covered),
-        )
-    started = [mb for h in halted.values() if h.step == assignment.step for mb in h.started]
-    gone = [st.layers for _, _, st in (change.old_plan or plan).stages() if st.unit.node in change.lost]
-    again = told.todo | partial.runs_beyond(
-        assignment.partial, frozenset(layer for part in gone for layer in part)
+def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
+    """Assignment for `plan` from the copies that the members reported. Raises Unrecoverable."""
+    assert state.spec is not None
+    assignment = recovery.solve(
+        plan=plan,
+        spec=state.spec,
+        inventory=tuple(copy for mb in state.members.values() for copy in mb.report.inventory),
+        records=_records(state),
+        vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
+        checkpoint=state.checkpoint,
+        initial_allowed=state.record is None,
+        live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
-    change = replace(
-        change,
-        step=assignment.step,
-        microbatch=max(started, default=0),
-        replayed=replayed,
-        rerun=max(change.rerun, len(again & frozenset(started))),
-        partial=len(told.partial),
-        state_source=told.state_source,
-        network_bytes=told.network_bytes,
-        reason=f"{plan.reason}; {told.text}",
-    )
+    return replace(assignment, store=state.members[plan.units()[0].node].report.store)
+
+
+def _install(
+    state: JobState, change: EpochChange, assignment: recovery.Assignment
+) -> JobTransition:
+    """Send the assignment to all members."""
+    plan = assignment.plan
+    summary = recovery.summarize(assignment, change.old_plan, change.lost)
+    change = _with_figures(state, change, assignment, summary)
+    fallback = [recipe.checkpoint for _, recipe in assignment.recipes if recipe.checkpoint]
+    unlogged = () if fallback else _unlogged_step(state, assignment, change.decided)
+    newest = assignment.step - 1
     state = state.of(
         phase=JobPhase.INSTALLING,
         plan=plan,
         assignment=assignment,
         change=change,
         suspected_since=0.0,
-        record=None if any(recipe.checkpoint for _, recipe in assignment.recipes) else state.record,
-        considered=tuple(stay.key(mb) for mb in state.members.values() if mb.report.able),
-        parts=tuple(part for part in state.parts if part[0] <= assignment.step),
-        look_again=0.0,
+        record=None if fallback else state.record,
+        considered=tuple(
+            join_policy.member_key(mb) for mb in state.members.values() if mb.report.able
+        ),
+        checkpoint_parts=tuple(p for p in state.checkpoint_parts if p[0] <= assignment.step),
+        reconsider_at=0.0,
+        logged_step=newest if unlogged else min(state.logged_step, newest),
     )
-    sends: list[Action] = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
-    untold = _untold(state, assignment, change.decided)
-    sends += untold
-    state = state.of(told=assignment.step - 1 if untold else min(state.told, assignment.step - 1))
-    note = Note(
-        "plan",
-        {"epoch": state.epoch, "step": assignment.step, "plan": plan.reason, "reason": told.text,
-         "todo": [list(part) for part in assignment.todo],
-         "partial": [[run.pipeline, run.microbatch, run.first, run.last] for run in assignment.partial]},
-    )  # fmt: skip
-    fallback = [recipe for _, recipe in assignment.recipes if recipe.checkpoint]
+    entry = {
+        "epoch": state.epoch,
+        "step": assignment.step,
+        "plan": plan.reason,
+        "reason": summary.text,
+        "todo": [list(part) for part in assignment.todo],
+        "partial": [[r.pipeline, r.microbatch, r.first, r.last] for r in assignment.partial],
+    }
+    sends = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
+    actions: list[JobAction] = [*sends, *unlogged, LogEntry("plan", entry)]
     if fallback and state.trained:
-        lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0].checkpoint}
-        return state, (*sends, note, Note("lost-steps", lost)), change.reason
-    return state, (*sends, note), change.reason
+        lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0]}
+        actions.append(LogEntry("lost-steps", lost))
+    return state, tuple(actions), change.reason
 
 
-def _untold(state: JobState, assignment: recovery.Assignment, now: float) -> list[Action]:
-    """A step that was finished, but whose teller was lost before it told of it."""
+def _with_figures(
+    state: JobState, change: EpochChange, assignment: recovery.Assignment, summary: recovery.RecoverySummary
+) -> EpochChange:
+    """The change with the figures of its assignment."""
+    plan, step = assignment.plan, assignment.step
+    halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
+    replayed = change.replayed
+    if change.old_plan is not None and change.lost and not change.boundary:
+        replayed |= recovery.replayed_microbatches(
+            change.old_plan,
+            frozenset(change.lost),
+            summary.todo | summary.partial,
+            halted,
+            step,
+            orders=_orders(state, change.old_plan, step),
+            covered=dict(assignment.covered),
+        )
+    started = [mb for h in halted.values() if h.step == step for mb in h.started]
+    lost_layers = frozenset(
+        layer
+        for _, _, stage in (change.old_plan or plan).stages()
+        if stage.unit.node in change.lost
+        for layer in stage.layers
+    )
+    again = summary.todo | partial_replay.runs_beyond(assignment.partial, lost_layers)
+    return replace(
+        change,
+        step=step,
+        microbatch=max(started, default=0),
+        replayed=replayed,
+        rerun=max(change.rerun, len(again & frozenset(started))),
+        partial=len(summary.partial),
+        state_source=summary.state_source,
+        network_bytes=summary.network_bytes,
+        reason=f"{plan.reason}; {summary.text}",
+    )
+
+
+def _unlogged_step(
+    state: JobState, assignment: recovery.Assignment, now: float
+) -> tuple[LogEntry, ...]:
+    """Log entry of a finished step whose reporting worker was lost before it reported."""
     spec = state.spec
     record = next((r for r in _records(state) if r.step == assignment.step - 1), None)
-    if record is None or spec is None or state.told >= record.step:
-        return []
-    if any(recipe.checkpoint for _, recipe in assignment.recipes):
-        return []
+    if record is None or spec is None or state.logged_step >= record.step:
+        return ()
+    since = state.step_finished_at
     entry = {
         "epoch": state.epoch - 1,
         "step": record.step,
@@ -218,88 +274,88 @@ def _untold(state: JobState, assignment: recovery.Assignment, now: float) -> lis
         "grad_norm": record.grad_norm,
         "clip": record.clip,
         "lr": 0.0,
-        "seconds": round(max(0.0, now - state.stepped_at), 5) if state.stepped_at else 0.0,
+        "seconds": round(max(0.0, now - since), 5) if since else 0.0,
         "tokens": spec.n_microbatches * spec.tokens_per_microbatch,
         "doubled": 0,
         "missing": 0,
     }
-    return [Note("step", entry)]
+    return (LogEntry("step", entry),)
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches that each pipeline of the former plan ran in `step`, whole or in part, in order."""
+    """Per pipeline of the old plan, the micro-batches that it ran in `step`, in order."""
     former = state.assignment
     if former is not None and former.step == step and len(former.todo) == len(plan.pipelines):
-        parts = partial.partial_orders(former.plan, former.partial)
+        parts = partial_replay.partial_orders(former.plan, former.partial)
         return tuple((*some, *whole) for some, whole in zip(parts, former.todo, strict=True))
     return tuple(pipeline.microbatches for pipeline in plan.pipelines)
 
 
-def _inventory(state: JobState) -> tuple[Copy, ...]:
-    return tuple(copy for mb in state.members.values() for copy in mb.report.inventory)
-
-
 def _records(state: JobState) -> tuple[StepRecord, ...]:
-    found = {h.record.step: h.record for mb in state.members.values() for h in mb.report.halted if h.record}
-    known = (state.record, state.assignment.record if state.assignment is not None else None)
-    for record in [r for r in known if r is not None]:
-        found.setdefault(record.step, record)
-    return tuple(found[step] for step in sorted(found))
+    """Known step records, oldest first."""
+    halted = [h.record for mb in state.members.values() for h in mb.report.halted]
+    installed = state.assignment.record if state.assignment is not None else None
+    known = {r.step: r for r in (installed, state.record, *halted) if r is not None}
+    return tuple(known[step] for step in sorted(known))
 
 
-def consider_joining(state: JobState, now: float) -> Result | None:
-    """If idle nodes came that the planner would use, let them pull state in the background."""
+def consider_joining(state: JobState, now: float) -> JobTransition | None:
+    """Let new idle nodes that the planner would use fetch state in the background."""
     assert state.plan is not None
     able, used = candidates(state), frozenset(state.plan.nodes())
-    if state.look_again and now >= state.look_again:
-        state = state.of(considered=(), look_again=0.0)
+    if state.reconsider_at and now >= state.reconsider_at:
+        state = state.of(considered=(), reconsider_at=0.0)
     considered = frozenset(state.considered)
-    new = [mb for mb in able if stay.key(mb) not in considered]
+    new = [mb for mb in able if join_policy.member_key(mb) not in considered]
     fresh = tuple(mb.node for mb in new if mb.node not in used)
     if not fresh:
         return None
-    state = state.of(considered=(*state.considered, *(stay.key(mb) for mb in new)))
+    state = state.of(considered=(*state.considered, *map(join_policy.member_key, new)))
     try:
-        choice = stay.joining(state, request(state, state.epoch + 1), fresh, now)
+        request = plan_request(state, state.epoch + 1)
+        choice = join_policy.plan_for_joining(state, request, fresh, now)
     except InfeasiblePlan as error:
         return state, (), f"{' '.join(fresh)} stay spare: {error}"
-    if choice.again_s < inf:
-        state = state.of(look_again=now + choice.again_s)
-    plan, notes = choice.plan, _left_aside(choice)
+    if choice.retry_s < inf:
+        state = state.of(reconsider_at=now + choice.retry_s)
+    plan, entries = choice.plan, _left_aside(choice)
     if plan is None:
-        return state, notes, choice.reason
+        return state, entries, choice.reason
     wanted = tuple(node for node in fresh if node in plan.nodes())
     sends = tuple(Send(node, _prefetch(state, plan, node)) for node in wanted)
-    reason = "; ".join(text for text in (f"{' '.join(wanted)} pull state", choice.reason) if text)
-    note = Note("prefetch", {"nodes": list(wanted)})
-    return state.of(joining=wanted, joining_since=now), (*sends, note, *notes), reason
+    reason = "; ".join(filter(None, (f"{' '.join(wanted)} pull state", choice.reason)))
+    entry = LogEntry("prefetch", {"nodes": list(wanted)})
+    return state.of(joining=wanted, joining_since=now), (*sends, entry, *entries), reason
 
 
-def _left_aside(choice: stay.Choice) -> tuple[Note, ...]:
-    """What the event log says of nodes that were left aside."""
-    return (Note("spare", {"nodes": list(choice.aside), "reason": choice.reason}),) if choice.aside else ()
+def _left_aside(choice: join_policy.JoinChoice) -> tuple[LogEntry, ...]:
+    if not choice.aside:
+        return ()
+    return (LogEntry("spare", {"nodes": list(choice.aside), "reason": choice.reason}),)
 
 
 def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
+    """Order for `node` to fetch the state of its future layers from their holders."""
     assert state.plan is not None
-    layers = [layer for _, _, stage in plan.stages() if stage.unit.node == node for layer in stage.layers]
-    every = state_of(state.plan.state).sharded
+    sharded = state_of(state.plan.state).sharded
     sources = tuple(
         (layer, shard, unit.node)
-        for layer in layers
+        for _, _, stage in plan.stages()
+        if stage.unit.node == node
+        for layer in stage.layers
         for shard in range(plan.tp)
-        for unit in state.plan.holders(layer)[: None if every else 1]
+        for unit in state.plan.holders(layer)[: None if sharded else 1]
     )
     vaults = tuple((mb.node, mb.report.info.vault) for mb in state.members.values())
     return m.Prefetch(state.epoch, sources, vaults)
 
 
-def reconsider(state: JobState, now: float) -> Result | None:
-    """While paused: go on as soon as a plan fits the nodes at hand."""
+def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
+    """While paused: continue as soon as a plan fits the available nodes."""
     if not candidates(state):
-        return quarantine.free(state, now, "nobody else is left")
+        return quarantine.release_all(state, now, "nobody else is left")
     try:
-        make_plan(request(state, state.epoch + 1))
+        make_plan(plan_request(state, state.epoch + 1))
     except InfeasiblePlan as error:
-        return quarantine.free(state, now, f"no plan without it: {error}")
-    return begin(state, Cause(CauseKind.RESUME, "nodes came"), now)
+        return quarantine.release_all(state, now, f"no plan without it: {error}")
+    return begin_change(state, Cause(CauseKind.RESUME, "nodes came"), now)

@@ -1,14 +1,15 @@
-"""Which machines of a cluster hold an agent: decided here, carried out by a launcher that talks to the cluster.
+"""Assignment of agents to the machines of a cluster; a launcher carries the actions out.
 
-    a machine appears           it gets an agent, under a name that nobody had: a machine that is back is a new node
-    it disappears               its agent is forgotten; the coordinator has noticed by itself
-    an agent ends, code 0 or 4  the job is over, or the node was drained: its machine is left alone
-    an agent ends otherwise     after a while its machine gets another one, after a longer while each time
-    machines are missing        the cluster is asked for them, and the request withdrawn once they are there
+    a machine appears              start an agent on it, under a new node name
+    a machine disappears           forget its agent; the coordinator detects the loss by itself
+    an agent ends with code 0 or 4 leave its machine alone: the job is over, or the node was drained
+    an agent ends otherwise        start another agent there, after a pause that doubles each time
+    machines are missing           request them from the cluster, until they are there
 
-The least number of nodes is a gang: their places are reserved together, before the first agent starts, so that two jobs
-never wait for each other's halves. While such a place is lost the cluster itself looks for another machine for it, and
-a machine that appears is left to it. Beyond the gang agents go wherever there is room.
+The minimum of nodes is a gang: its places are reserved together before the first agent starts, so
+two jobs never each hold half of the machines that they need. While a reserved place is without a
+machine, new machines are left to the cluster, which may need them for that place. Agents beyond the
+gang start on any machine with room.
 
 Pure: (fleet, event, now) -> (fleet, actions, reason).
 """
@@ -21,16 +22,16 @@ from enum import StrEnum
 from elastic.domain.errors import EXIT_DRAINED, EXIT_JOB_FAILED, EXIT_OK
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
-"""From the end of an agent to the next one on its machine; doubled every time."""
+"""Pause between two agents of a machine. It doubles with each failure."""
 LOST_BACKOFF_S = 5.0
-"""The same at least where nothing is known of the end: the machine may be lost, and the cluster about to say so."""
+"""Least pause after an unknown exit: the cluster may soon report the machine lost."""
 STEADY_S = 60.0
-"""An agent that stayed so long is no failed attempt."""
+"""An agent that ran for this long counts as a new first attempt."""
 MOST_FAILURES = 3
-"""Ends in a row, on every machine at hand, after which the job cannot run."""
+"""If every machine has failed this often in a row, the job cannot run."""
 
 
-class Standing(StrEnum):
+class AgentStatus(StrEnum):
     RUNNING = "running"
     FAILED = "failed"
     RELEASED = "released"
@@ -38,7 +39,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine that the cluster says is alive."""
+    """A living machine of the cluster."""
 
     id: str
     host: str = "127.0.0.1"
@@ -48,84 +49,81 @@ class Machine:
     reserved: int | None = None
     """Number of the reserved place on it."""
     room: bool = True
-    """Whether what an agent takes is free there, besides a reserved place."""
+    """It has the resources of an agent free, besides a reserved place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class AgentRecord:
     """The newest agent of a machine."""
 
     node: str
     machine: str
-    standing: Standing = Standing.RUNNING
+    status: AgentStatus = AgentStatus.RUNNING
     since: float
-    """When it started."""
-    again: float = 0.0
-    """From when on another one may be tried."""
+    """Start time."""
+    retry_at: float = 0.0
+    """Earliest start of the next agent."""
     failures: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What the launcher knows of its agents."""
+    """State of all agents of a job."""
 
     wanted: int
-    """Nodes that the job uses at most."""
+    """Largest number of nodes that the job uses."""
     spares: int = 0
-    """Nodes beyond them that are kept ready if they are there."""
-    seats: tuple[Seat, ...] = ()
-    named: int = 0
-    """Names given so far."""
-    asked: int = 0
-    """How large the cluster was asked to be; 0: it was not."""
+    """Further nodes that are kept ready."""
+    agents: tuple[AgentRecord, ...] = ()
+    names_given: int = 0
+    requested: int = 0
+    """Requested size of the cluster; 0: no request stands."""
 
     @property
     def running(self) -> int:
-        return sum(seat.standing is Standing.RUNNING for seat in self.seats)
+        return sum(agent.status is AgentStatus.RUNNING for agent in self.agents)
 
 
 # ---- events ----
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """The cluster at this moment."""
+class ClusterObserved:
+    """Present state of the cluster."""
 
     machines: tuple[Machine, ...]
     unplaced: int = 0
-    """Reserved places that are on no machine."""
+    """Reserved places without a machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """An agent ended."""
-
+class AgentEnded:
     node: str
     code: int | None
-    """Exit code, minus the number of a signal; None: nothing more was heard of it."""
+    """Exit code, or minus the number of a signal; None: unknown."""
 
 
 # ---- actions ----
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Start an agent of this name, in the reserved place if there is one."""
+class StartAgent:
+    """Start an agent with this node name, in the machine's reserved place if it has one."""
 
     node: str
     machine: Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """Its machine is gone."""
+class ForgetAgent:
+    """The machine of this node is gone."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask that the cluster have room for so many agents in all; 0 withdraws the request."""
+class RequestNodes:
+    """Request room for this many agents in total; 0 withdraws the request."""
 
     nodes: int
 
@@ -137,79 +135,84 @@ class GiveUp:
     reason: str
 
 
-Event = Looked | Ended
-Action = Start | Forget | Ask | GiveUp
+FleetEvent = ClusterObserved | AgentEnded
+FleetAction = StartAgent | ForgetAgent | RequestNodes | GiveUp
+FleetTransition = tuple[Fleet, tuple[FleetAction, ...], str]
 
 
-def transition(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Action, ...], str]:
-    """What to do about an event; the reason is "" where nothing is done."""
+def transition(fleet: Fleet, event: FleetEvent, now: float) -> FleetTransition:
+    """Return (fleet, actions, reason); the reason is "" if nothing is done."""
     match event:
-        case Looked():
-            return _looked(fleet, event, now)
-        case Ended():
-            return _ended(fleet, event, now)
+        case ClusterObserved():
+            return _cluster_observed(fleet, event, now)
+        case AgentEnded():
+            return _agent_ended(fleet, event, now)
 
 
-def _looked(fleet: Fleet, event: Looked, now: float) -> tuple[Fleet, tuple[Action, ...], str]:
+def _cluster_observed(fleet: Fleet, event: ClusterObserved, now: float) -> FleetTransition:
     alive = {machine.id for machine in event.machines}
-    gone = tuple(seat for seat in fleet.seats if seat.machine not in alive)
-    fleet = replace(fleet, seats=tuple(seat for seat in fleet.seats if seat.machine in alive))
-    actions: list[Action] = [Forget(seat.node) for seat in gone]
-    reasons = [f"the machine of {seat.node} is gone" for seat in gone]
+    gone = [agent for agent in fleet.agents if agent.machine not in alive]
+    fleet = replace(fleet, agents=tuple(a for a in fleet.agents if a.machine in alive))
+    actions: list[FleetAction] = [ForgetAgent(agent.node) for agent in gone]
+    reasons = [f"the machine of {agent.node} is gone" for agent in gone]
     for machine in sorted(event.machines, key=lambda machine: machine.reserved is None):
-        if fleet.running >= fleet.wanted + fleet.spares or not _free(fleet, machine, event.unplaced, now):
+        enough = fleet.running >= fleet.wanted + fleet.spares
+        if enough or not _usable(fleet, machine, event.unplaced, now):
             continue
         fleet, start = _start(fleet, machine, now)
         actions.append(start)
         spare = " as a spare" if fleet.running > fleet.wanted else ""
         reasons.append(f"{start.node} starts on {machine.host}{spare}")
-    here = sum(seat.standing is not Standing.RELEASED for seat in fleet.seats)
-    ask = fleet.wanted if here < fleet.wanted else 0
-    if ask != fleet.asked:
-        actions.append(Ask(ask))
+    here = sum(agent.status is not AgentStatus.RELEASED for agent in fleet.agents)
+    request = fleet.wanted if here < fleet.wanted else 0
+    if request != fleet.requested:
+        actions.append(RequestNodes(request))
         missing = f"{fleet.wanted - here} of {fleet.wanted} nodes are missing"
-        reasons.append(missing if ask else "no node is missing any more")
-        fleet = replace(fleet, asked=ask)
+        reasons.append(missing if request else "no node is missing any more")
+        fleet = replace(fleet, requested=request)
     return fleet, tuple(actions), "; ".join(reasons)
 
 
-def _free(fleet: Fleet, machine: Machine, unplaced: int, now: float) -> bool:
-    """Whether the machine may get an agent now."""
-    seat = next((seat for seat in fleet.seats if seat.machine == machine.id), None)
-    if seat is not None and (seat.standing is not Standing.FAILED or now < seat.again):
+def _usable(fleet: Fleet, machine: Machine, unplaced: int, now: float) -> bool:
+    """Whether an agent may start on the machine now."""
+    agent = _agent_of(fleet, machine)
+    if agent is not None and (agent.status is not AgentStatus.FAILED or now < agent.retry_at):
         return False
     return machine.reserved is not None or (machine.room and unplaced == 0)
 
 
-def _start(fleet: Fleet, machine: Machine, now: float) -> tuple[Fleet, Start]:
-    former = next((seat for seat in fleet.seats if seat.machine == machine.id), None)
-    seat = Seat(
-        node=f"node{fleet.named}",
-        machine=machine.id,
-        since=now,
-        failures=former.failures if former is not None else 0,
-    )
-    seats = (*(other for other in fleet.seats if other.machine != machine.id), seat)
-    return replace(fleet, seats=seats, named=fleet.named + 1), Start(seat.node, machine)
+def _agent_of(fleet: Fleet, machine: Machine) -> AgentRecord | None:
+    return next((agent for agent in fleet.agents if agent.machine == machine.id), None)
 
 
-def _ended(fleet: Fleet, event: Ended, now: float) -> tuple[Fleet, tuple[Action, ...], str]:
-    seat = next((seat for seat in fleet.seats if seat.node == event.node), None)
-    if seat is None or seat.standing is not Standing.RUNNING:
+def _start(fleet: Fleet, machine: Machine, now: float) -> tuple[Fleet, StartAgent]:
+    former, node = _agent_of(fleet, machine), f"node{fleet.names_given}"
+    failures = former.failures if former is not None else 0
+    agent = AgentRecord(node=node, machine=machine.id, since=now, failures=failures)
+    others = (other for other in fleet.agents if other.machine != machine.id)
+    fleet = replace(fleet, agents=(*others, agent), names_given=fleet.names_given + 1)
+    return fleet, StartAgent(node, machine)
+
+
+def _agent_ended(fleet: Fleet, event: AgentEnded, now: float) -> FleetTransition:
+    agent = next((agent for agent in fleet.agents if agent.node == event.node), None)
+    if agent is None or agent.status is not AgentStatus.RUNNING:
         return fleet, (), ""
     if event.code in (EXIT_OK, EXIT_DRAINED, EXIT_JOB_FAILED):
-        return _with(fleet, replace(seat, standing=Standing.RELEASED)), (), f"{seat.node} has left in order"
-    failures = 1 if now - seat.since >= STEADY_S else seat.failures + 1
+        fleet = _updated(fleet, replace(agent, status=AgentStatus.RELEASED))
+        return fleet, (), f"{agent.node} has left in order"
+    failures = 1 if now - agent.since >= STEADY_S else agent.failures + 1
     wait_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (failures - 1))
     wait_s = max(wait_s, LOST_BACKOFF_S) if event.code is None else wait_s
-    fleet = _with(fleet, replace(seat, standing=Standing.FAILED, again=now + wait_s, failures=failures))
-    if all(seat.standing is Standing.FAILED and seat.failures >= MOST_FAILURES for seat in fleet.seats):
-        reason = f"on every machine at hand {MOST_FAILURES} agents in a row have ended"
+    failed = replace(agent, status=AgentStatus.FAILED, retry_at=now + wait_s, failures=failures)
+    fleet = _updated(fleet, failed)
+    if all(a.status is AgentStatus.FAILED and a.failures >= MOST_FAILURES for a in fleet.agents):
+        reason = f"on every available machine {MOST_FAILURES} agents in a row have ended"
         return fleet, (GiveUp(reason),), reason
-    return fleet, (), f"{seat.node} has ended; its machine may get another agent in {wait_s:g} s"
+    text = f"{agent.node} has ended; its machine may get another agent in {wait_s:g} s"
+    return fleet, (), text
 
 
-def _with(fleet: Fleet, seat: Seat) -> Fleet:
-    return replace(
-        fleet, seats=tuple(seat if other.machine == seat.machine else other for other in fleet.seats)
-    )
+def _updated(fleet: Fleet, agent: AgentRecord) -> Fleet:
+    agents = (agent if other.machine == agent.machine else other for other in fleet.agents)
+    return replace(fleet, agents=tuple(agents))

@@ -1,36 +1,38 @@
-"""Where the nodes' time goes, as the coordinator sees it: every node is in one use at every moment.
+"""Goodput: the use of the nodes' time, and the figures of each epoch change in summary.json.
 
-node-seconds = useful + detect + plan + transfer + lost + idle, in the words of the simulator's account (it also knows
-`redundant`: time that backups take inside of a step; here that is part of `useful`).
+node-seconds = useful + detect + plan + transfer + lost + idle. The simulator's account also has
+`redundant`, the time of backups within a step; here that time is part of `useful`.
 
-Whether time was useful is known afterwards. What nodes compute is put aside until the step is done (useful, or lost if
-that step was done before and fell back to a checkpoint) or a fault ends it: then the last of it, from the fault to the
-decision, is `detect`, and of the rest the share of the micro-batches that have to run again is `lost`.
+The use of computing time is known only afterwards, so it stays `pending` at first. When its step is
+done it becomes useful, or lost if the step had been done before a fall-back to a checkpoint. When a
+fault ends the step, the time from the fault to its detection becomes `detect`. The share of the
+micro-batches that must run again becomes `lost`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from elastic.core.job.state import Change, JobPhase, JobState
+from elastic.core.job.state import ChangeCompleted, EpochChange, JobPhase, JobState
 
-USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
+NODE_TIME_USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
 
 
 @dataclass(slots=True)
-class Usage:
-    """Adds up node-seconds. `step` and `fault` are told what happened, `advance` that time passes."""
+class NodeTimeAccount:
+    """Adds up node-seconds by use. Every method changes the account."""
 
-    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(USES, 0.0))
-    """Node-seconds by use; they only grow."""
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NODE_TIME_USES, 0.0))
+    """Node-seconds by use. They never decrease."""
     pending: float = 0.0
-    """Node-seconds of computing of which it is not known yet what they were good for."""
+    """Node-seconds of computing whose use is not known yet."""
     newest: int = -1
     """Newest step that was ever done."""
     _at: float = 0.0
 
     def advance(self, state: JobState, now: float) -> None:
-        """Count the time up to `now`, through which the job was in `state`."""
+        """Count the time up to `now`, during which the job was in `state`."""
         since, self._at = (max(0.0, now - self._at) if self._at else 0.0), now
         if not since or not state.members or state.ending is not None:
             return
@@ -48,35 +50,32 @@ class Usage:
             self.totals[use] += used * since
 
     def forget(self) -> None:
-        """Time passed of which nothing is known, and what was put aside with it."""
+        """Skip a time about which nothing is known, and drop the pending time."""
         self.pending, self._at = 0.0, 0.0
 
     def step(self, number: int) -> None:
         """Step `number` is done."""
-        use = "useful" if number > self.newest else "lost"
+        self._move("useful" if number > self.newest else "lost", self.pending)
         self.newest = max(self.newest, number)
-        self._settle(use)
 
-    def fault(self, change: Change, detect_s: float) -> None:
-        """Training was ended by a fault, not at the end of a step, `detect_s` before it was known."""
-        late = min(self.pending, detect_s * change.nodes_before)
-        self.totals["detect"] += late
-        self.pending -= late
+    def fault(self, change: EpochChange, detect_s: float) -> None:
+        """A fault that was detected after `detect_s` ended the running step."""
+        self._move("detect", min(self.pending, detect_s * change.nodes_before))
 
-    def resumed(self, change: Change) -> None:
-        """The change is complete: of the step's computing before it, what runs again was lost."""
-        begun = max(change.microbatch + 1, change.rerun)
-        lost = 0.0 if change.boundary else self.pending * change.rerun / begun
-        self.totals["lost"] += lost
-        self.pending -= lost
+    def resumed(self, change: EpochChange) -> None:
+        """The change is complete: micro-batches that run again were lost."""
+        if not change.boundary:
+            begun = max(change.microbatch + 1, change.rerun)
+            self._move("lost", self.pending * change.rerun / begun)
 
-    def _settle(self, use: str) -> None:
-        self.totals[use] += self.pending
-        self.pending = 0.0
+    def _move(self, use: str, node_seconds: float) -> None:
+        """Book pending node-seconds."""
+        self.totals[use] += node_seconds
+        self.pending -= node_seconds
 
 
 def _use(state: JobState) -> str:
-    """What nodes of the plan do."""
+    """Present use of the nodes of the plan."""
     change = state.change
     match state.phase:
         case JobPhase.RUNNING:
@@ -89,3 +88,46 @@ def _use(state: JobState) -> str:
             return "plan"
         case _:
             return "idle"
+
+
+def recovery_entry(event: ChangeCompleted, fault_at: float | None) -> dict[str, Any]:
+    """Figures of one epoch change for summary.json.
+
+    Args:
+        event: the completed change.
+        fault_at: time of the injected fault, in seconds since 1970; None: none was injected.
+
+    detect_s: from the fault to the decision to halt. decide_s: from there until the plan was sent,
+    halting included. transfer_s, rebuild_s: of the slowest worker. total_s: from the fault to the
+    first computed micro-batch. pause_s: of a planned change, from the end of the last step before
+    it to the first micro-batch after it.
+    """
+    change = event.change
+    planned = change.boundary
+    start = change.began - change.detect_s
+    if fault_at is not None and fault_at <= change.began and not planned:
+        start = fault_at
+    return {
+        "step": change.step,
+        "microbatch": change.microbatch,
+        "cause": change.cause,
+        "cause_kinds": [cause.kind.value for cause in change.causes],
+        "planned": planned,
+        "epoch": change.epoch,
+        "nodes_before": change.nodes_before,
+        "nodes_after": event.nodes_after,
+        "detect_s": round(change.began - start, 4),
+        "decide_s": round(change.decided - change.began, 4),
+        "halt_s": round(change.halted - change.began, 4),
+        "transfer_s": round(event.transfer_s, 4),
+        "rebuild_s": round(event.rebuild_s, 4),
+        "total_s": round(event.resumed_at - start, 4),
+        "pause_s": round(event.resumed_at - change.paused, 4) if planned and change.paused else 0.0,
+        "microbatches_lost": len(change.replayed),
+        "microbatches_replayed": len(change.replayed),
+        "microbatches_rerun": change.rerun,
+        "microbatches_partial": change.partial,
+        "state_source": change.state_source,
+        "network_bytes": change.network_bytes,
+        "reason": change.reason,
+    }

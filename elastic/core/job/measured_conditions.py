@@ -1,42 +1,44 @@
-"""What is known of links, copying, contention and losses while training: what the choice of backup schemes goes by."""
+"""Measured conditions for the choice of backup schemes: links, copying, contention and losses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
 
-from elastic.core.health import backup_metrics as gauges
+from elastic.core.health import backup_metrics
 from elastic.core.health.backup_metrics import BackupMetrics, median_of_nodes
-from elastic.core.job import join_policy as stay
-from elastic.core.job.state import Beat, JobState
-from elastic.core.job.stragglers import of_members, pace_of, profile_for, slow
+from elastic.core.job import join_policy
+from elastic.core.job.state import Heartbeat, JobState
+from elastic.core.job.stragglers import of_members, profile_for, slowdowns, speed_of
 from elastic.planning.backup.backup_cost import Weighing
 from elastic.planning.cost.profile import Device, LayerTimes, Profile
 
 
-def observe(state: JobState, event: Beat) -> JobState:
-    """Take note of what a node measured."""
+def observe_backup(state: JobState, event: Heartbeat) -> JobState:
+    """Record the measurements of a heartbeat."""
     member = state.members.get(event.node)
     if member is None or state.plan is None:
         return state
     fresh = [one for one in event.measured if one.epoch == state.plan.epoch]
     key = member.report.info.incarnation
     known = state.gauges.get(key, BackupMetrics())
-    gauge = gauges.record_measurements(known, state.plan.epoch, fresh)
-    return state if gauge is known else state.of(gauges={**of_members(state, state.gauges), key: gauge})
+    gauge = backup_metrics.record_measurements(known, state.plan.epoch, fresh)
+    if gauge is known:
+        return state
+    return state.of(gauges={**of_members(state, state.gauges), key: gauge})
 
 
-def weighing(state: JobState) -> Weighing | None:
-    """What the planner goes by when it chooses the schemes; None where links are unknown."""
+def backup_conditions(state: JobState) -> Weighing | None:
+    """The planner's figures for the choice of the schemes; None if links are unknown."""
     if state.policy.backup != "auto" or state.spec is None:
         return None
     profile = measured_profile(state)
     if not profile.link.bytes_per_s:
         return None
-    ahead = stay.outlook(state, state.ticked)
+    ahead = join_policy.outlook(state, state.updated_at)
     return Weighing(
         profile=profile,
-        slow=slow(state),
+        slow=slowdowns(state),
         hazard_per_s=ahead.hazard_per_s,
         pause_s=ahead.pause_out_s,
         room_bytes=state.policy.room_bytes,
@@ -44,21 +46,23 @@ def weighing(state: JobState) -> Weighing | None:
 
 
 def measured_profile(state: JobState) -> Profile:
-    """The job's profile with what was measured in place of what it says: link, copying, contention; without a profile
-    also the scale of its times. Figures that nobody saw stay as they are."""
+    """The job's profile with measured figures where they exist: link, copying, contention.
+
+    Without a profile of the user, the times of the layers are scaled to the measured ones too.
+    """
     profile = profile_for(state)
     here = {mb.report.info.incarnation for mb in state.members.values()}
     seen = [gauge for key, gauge in state.gauges.items() if key in here]
-    link, copying, slowed = (
-        median_of_nodes(getattr(gauge, name) for gauge in seen) for name in ("sending", "copying", "slowed")
-    )
+    link = median_of_nodes(gauge.sending for gauge in seen)
+    copying = median_of_nodes(gauge.copying for gauge in seen)
+    slowed = median_of_nodes(gauge.slowed for gauge in seen)
     if link:
         profile = replace(profile, link=replace(profile.link, bytes_per_s=link))
     if copying:
         profile = replace(profile, copy_bytes_per_s=copying)
     if slowed:
         profile = replace(profile, contention=max(0.0, 1 - 1 / slowed))
-    units = [unit for unit in (pace_of(state, node).unit for node in state.members) if unit]
+    units = [unit for node in state.members if (unit := speed_of(state, node).unit)]
     return _scaled(profile, median(units)) if state.policy.profile is None and units else profile
 
 

@@ -1,47 +1,52 @@
-"""Members of a job: who has a name, put one in, give nodes their ranks."""
+"""Membership: conflicts over node names, changed members, and the launch with its ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.job.state import Action, JobState, Member, Send
+from elastic.core.job.state import JobAction, JobState, Member, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
-"""After which who waits for a name asks again: soon, for the end of a killed agent's connection is on its way."""
+"""Time until an agent asks again for a name in use. It doubles with each refusal."""
 
 
-def occupied(state: JobState, report: m.NodeReport, now: float, asked: int = 0) -> JoinRefused | None:
-    """What a new incarnation is told whose name a connected member has, or one that was connected to a former
-    coordinator and still has time to come back; None: the name is free. `asked`: how often it was told so before.
+def name_conflict(
+    state: JobState, report: m.NodeReport, now: float, refusals: int = 0
+) -> JoinRefused | None:
+    """Refusal for a new incarnation whose node name another member uses; None: the name is free.
 
-    A member that is silent for the lease is lost, and its name free.
+    A name is in use while its member is connected, and after a failover of the coordinator while
+    its member still has time to reconnect. A member that is silent for a lease is lost, so its name
+    is free. `refusals`: earlier refusals of the same incarnation.
     """
     info, member = report.info, state.members.get(report.info.node)
-    if member is None or member.report.info.incarnation == info.incarnation or state.ending is not None:
+    if member is None or state.ending is not None:
         return None
-    if not member.connected and now >= member.closed_at:
+    same = member.report.info.incarnation == info.incarnation
+    if same or (not member.connected and now >= member.closed_at):
         return None
-    retry_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(asked, 8))
-    return JoinRefused(f"a node named {info.node} is connected, and stays until it ends or is silent", retry_s)
+    retry_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(refusals, 8))
+    text = f"a node named {info.node} is connected, and stays until it ends or is silent"
+    return JoinRefused(text, retry_s)
 
 
-def put(state: JobState, member: Member) -> JobState:
+def with_member(state: JobState, member: Member) -> JobState:
+    """The state with this member added or replaced."""
     return state.of(members={**state.members, member.node: member})
 
 
-def launch(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[Action, ...]]:
+def launch_nodes(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[JobAction, ...]]:
     """Give each node its ranks and start its workers."""
     policy, sends = state.policy, []
     size = max(state.next_rank + len(nodes), 1)
-    first = next((mb for mb in state.members.values() if mb.rank == 0), state.members[nodes[0]])
-    for node in nodes:
-        rank = state.next_rank
-        host, port = policy.master_addr or first.report.info.host, policy.master_port
-        per = policy.workers_per_node
-        launch = m.Launch(rank, size, rank * per, size * per, host, port, state.restart)
-        member = replace(state.members[node], rank=rank, launch=launch)
-        state = put(state.of(next_rank=rank + 1), member)
+    first = state.members[nodes[0]]
+    first = next((mb for mb in state.members.values() if mb.rank == 0), first)
+    host, port = policy.master_addr or first.report.info.host, policy.master_port
+    workers = policy.workers_per_node
+    for rank, node in enumerate(nodes, state.next_rank):
+        launch = m.Launch(rank, size, rank * workers, size * workers, host, port, state.restart)
+        state = with_member(state, replace(state.members[node], rank=rank, launch=launch))
         sends.append(Send(node, launch))
-    return state, tuple(sends)
+    return state.of(next_rank=state.next_rank + len(nodes)), tuple(sends)

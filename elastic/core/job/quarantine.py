@@ -1,11 +1,14 @@
-"""Nodes that plans do without for a while: put in, let out. What led to it: `elastic.core.policy.remediation`."""
+"""Quarantine: nodes that plans leave out for a while, and the findings about nodes.
+
+`elastic.core.policy.remediation` decides about quarantines. Functions here return a new state and
+the entries of the event log; they change nothing in place.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from elastic.core.health import diagnosis as health
+from elastic.core.health import diagnosis
 from elastic.core.health.diagnosis import (
     EXCLUDING_ACTIONS,
     FaultClass,
@@ -13,102 +16,116 @@ from elastic.core.health.diagnosis import (
     HealthAction,
     NodeHealth,
 )
-from elastic.core.job.join_policy import count
-from elastic.core.job.state import Action, JobState, Note, Result, Send
+from elastic.core.job.join_policy import count_node_seconds
+from elastic.core.job.state import JobAction, JobState, JobTransition, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 
+Findings = tuple[JobState, tuple[JobAction, ...]]
+"""(state, entries of the event log)"""
 
-def of(state: JobState, node: str) -> NodeHealth:
+
+def record_of(state: JobState, node: str) -> NodeHealth:
+    """Health record of the node; an empty one if there is none."""
     return state.health.get(node, NodeHealth())
 
 
-def put(state: JobState, node: str, record: NodeHealth) -> JobState:
+def with_record(state: JobState, node: str, record: NodeHealth) -> JobState:
+    """The state with this health record."""
     return state.of(health={**state.health, node: record})
 
 
-def holds(state: JobState, node: str) -> bool:
-    """Plans do without this node for now."""
-    record = state.health.get(node)
-    return record is not None and record.quarantined
+def is_quarantined(state: JobState, node: str) -> bool:
+    """Whether plans leave this node out at present."""
+    return record_of(state, node).quarantined
 
 
-def note(node: str, finding: Finding) -> Note:
-    """The entry of the event log."""
-    told: dict[str, Any] = {"node": node, "class": finding.kind.value, "action": finding.action.value}
-    return Note("health", {**told, "evidence": dict(finding.evidence), "reason": finding.reason})
+def _entry(node: str, finding: Finding) -> LogEntry:
+    data = {
+        "node": node,
+        "class": finding.kind.value,
+        "action": finding.action.value,
+        "evidence": dict(finding.evidence),
+        "reason": finding.reason,
+    }
+    return LogEntry("health", data)
 
 
-def tell(state: JobState, node: str, finding: Finding) -> tuple[JobState, tuple[Action, ...]]:
-    """Remember a finding, and tell of it if it is new. One whose action is to keep the node out puts it aside."""
-    record = of(state, node)
-    if not health.is_new(record, finding):
-        return put(state, node, record.found(finding)), ()
+def add_finding(state: JobState, node: str, finding: Finding) -> Findings:
+    """Record a finding, and log it if it is new. Quarantine the node if the action says so."""
+    record = record_of(state, node)
+    if not diagnosis.is_new(record, finding):
+        return with_record(state, node, record.found(finding)), ()
     if finding.action in EXCLUDING_ACTIONS and not record.quarantined:
-        record, seconds = health.quarantine(record, finding.at, state.policy.health)
+        record, seconds = diagnosis.quarantine(record, finding.at, state.policy.health)
         figures = {"quarantine_s": round(seconds, 3), "quarantines": record.quarantines}
         finding = replace(finding, evidence={**finding.evidence, **figures})
-    return put(state, node, record.found(finding)), (note(node, finding),)
+    return with_record(state, node, record.found(finding)), (_entry(node, finding),)
 
 
-def clear(
-    state: JobState, node: str, kind: FaultClass, reason: str, now: float
-) -> tuple[JobState, tuple[Action, ...]]:
-    """What was wrong is so no more."""
-    record = of(state, node)
+def clear_finding(state: JobState, node: str, kind: FaultClass, reason: str, now: float) -> Findings:
+    """Remove the finding of this kind, and log that the node is well again."""
+    record = record_of(state, node)
     if record.finding(kind) is None:
         return state, ()
-    told = Finding(kind, HealthAction.NONE, reason, {"well": True}, now)
-    return put(state, node, record.without(kind)), (note(node, told),)
+    well = Finding(kind, HealthAction.NONE, reason, {"well": True}, now)
+    return with_record(state, node, record.without(kind)), (_entry(node, well),)
 
 
-def expire(state: JobState, now: float) -> Result | None:
-    """Quarantines whose time is over: the node may be used again, and is considered as one that came."""
+def release_expired(state: JobState, now: float) -> JobTransition | None:
+    """End the first quarantine whose time is over. The node is considered like one that joined."""
     for node, record in state.health.items():
         if record.quarantined and now >= record.until:
-            return _let_out(state, node, record, now, "the quarantine is over")
+            return _release(state, node, now, "the quarantine is over")
     return None
 
 
-def free(state: JobState, now: float, why: str) -> Result | None:
-    """Let everybody out who could take a stage: a doubtful node is better than none."""
-    able = [n for n, mb in state.members.items() if mb.report.able and mb.connected and not mb.draining]
-    held = [node for node in able if holds(state, node)]
-    notes: list[Action] = []
+def release_all(state: JobState, now: float, why: str) -> JobTransition | None:
+    """End all quarantines of nodes that can take a stage: a doubtful node is better than none."""
+    held = [
+        node
+        for node, mb in state.members.items()
+        if mb.report.able and mb.connected and not mb.draining and is_quarantined(state, node)
+    ]
+    entries: list[JobAction] = []
     for node in held:
-        state, actions, _ = _let_out(state, node, of(state, node), now, why)
-        notes += actions
-    return (state, tuple(notes), f"{' '.join(held)} let out of quarantine: {why}") if held else None
+        state, actions, _ = _release(state, node, now, why)
+        entries += actions
+    reason = f"{' '.join(held)} let out of quarantine: {why}"
+    return (state, tuple(entries), reason) if held else None
 
 
-def _let_out(state: JobState, node: str, record: NodeHealth, now: float, why: str) -> Result:
-    away = next((one for one in record.findings if one.action in EXCLUDING_ACTIONS), None)
-    kind = away.kind if away is not None else FaultClass.HOST
-    after = health.release(record, now)
-    state = put(state, node, after)
-    told = Finding(
-        kind, HealthAction.NONE, f"{node} may be used again: {why}", {"quarantines": after.quarantines}, now
-    )
-    member = state.members.get(node)
-    if member is None:
-        return state, (note(node, told),), told.reason
-    mine = member.report.info.incarnation
-    state = state.of(considered=tuple(key for key in state.considered if key.partition("/")[0] != mine))
-    return state, (note(node, told),), told.reason
+def _release(state: JobState, node: str, now: float, why: str) -> JobTransition:
+    record = record_of(state, node)
+    kind = next((one.kind for one in record.findings if one.action in EXCLUDING_ACTIONS), FaultClass.HOST)
+    after = diagnosis.release(record, now)
+    state = with_record(state, node, after)
+    reason, evidence = f"{node} may be used again: {why}", {"quarantines": after.quarantines}
+    entry = _entry(node, Finding(kind, HealthAction.NONE, reason, evidence, now))
+    if node in state.members:
+        mine = state.members[node].report.info.incarnation
+        keys = tuple(key for key in state.considered if key.partition("/")[0] != mine)
+        state = state.of(considered=keys)
+    return state, (entry,), reason
 
 
-def revive(state: JobState, now: float) -> Result | None:
-    """A node that gave its workers up begins anew once its quarantine is over; nobody needs its vault any more."""
+def restart_failed_node(state: JobState, now: float) -> JobTransition | None:
+    """Let a node whose workers crashed too often join anew, after its quarantine.
+
+    This loses its vault, so the plan must not use the node, and the copies of the present epoch
+    must be whole.
+    """
     plan = state.plan
     if plan is None or state.trimmed < state.epoch or state.change is not None:
         return None
     needed = {*plan.nodes(), *(peer for _, peer in plan.peers)}
     for node, member in state.members.items():
-        gone = member.report.phase is NodePhase.FAILED and node not in needed and node in state.health
-        if gone and not holds(state, node):
+        gone = member.report.phase is NodePhase.FAILED and node not in needed
+        if gone and node in state.health and not is_quarantined(state, node):
             why = "its workers crashed too often: it begins anew"
-            told = Finding(FaultClass.PROCESS, HealthAction.RESTART, why, {"cause": member.report.cause}, now)
-            state = count(state, now)
-            members = {n: mb for n, mb in state.members.items() if n != node}
-            return state.of(members=members), (note(node, told), Send(node, m.Fenced(why))), f"{node}: {why}"
+            cause = {"cause": member.report.cause}
+            entry = _entry(node, Finding(FaultClass.PROCESS, HealthAction.RESTART, why, cause, now))
+            members = {name: mb for name, mb in state.members.items() if name != node}
+            state = count_node_seconds(state, now).of(members=members)
+            return state, (entry, Send(node, m.Fenced(why))), f"{node}: {why}"
     return None

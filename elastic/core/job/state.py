@@ -1,4 +1,8 @@
-"""The coordinator's state, its events and its actions. Transitions: `elastic.core.coordinator.transitions`."""
+"""State, events and actions of the coordinator.
+
+`elastic.core.coordinator.transitions` has the transition over them. The whole `JobState` is saved
+with every decision, so a new coordinator continues from it.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +14,34 @@ from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
 from elastic.core.protocol.health_report import HealthReport
-from elastic.core.protocol.messages import Heartbeat, Launch, NodePhase, NodeReport, Notice
+from elastic.core.protocol.messages import Heartbeat as Heartbeat
+from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
-from elastic.domain.types import Assignment, JobSpec, Plan, Slot, StepRecord
+from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
 
 class JobPhase(StrEnum):
-    """Where the job is. The table of transitions is in `elastic.core.coordinator.transitions`."""
+    """Phase of the job. `elastic.core.coordinator.transitions.RULES` is the table of changes."""
 
     WAITING = "waiting"
     """Fewer nodes than the minimum have joined."""
     LAUNCHED = "launched"
-    """Workers are starting; a script that never uses elastic stays here until it ends."""
+    """Workers are starting. A script that never uses elastic stays in this phase until it ends."""
     HALTING = "halting"
-    """A new epoch: waiting until every member has halted and reported its inventory."""
+    """A new epoch has begun. All members must halt and report their inventory."""
     INSTALLING = "installing"
-    """The new plan is out: waiting until every node of the plan is ready."""
+    """The new plan was sent. All nodes of the plan must become ready."""
     RUNNING = "running"
     PAUSED = "paused"
-    """No plan fits the nodes at hand; goes on by itself when nodes come."""
+    """No plan fits the available nodes. The job continues by itself when nodes join."""
     FINISHED = "finished"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What the user fixed for the whole job."""
+    """Settings of the user for the whole job."""
 
     min_nodes: int = 1
     max_nodes: int = 1
@@ -47,44 +52,43 @@ class Policy:
     backup: str = "auto"
     heartbeat_s: float = 0.5
     lease_s: float = 3.0
-    """A member that is silent this long is lost."""
+    """A member that is silent for this time is lost."""
     grace_s: float = 0.15
-    """A member whose connection closed has this long to come back before it is taken for lost."""
+    """A member whose connection closed is lost if it does not reconnect within this time."""
     adopt_s: float = 2.0
-    """After a restart of the coordinator, members have this long to report."""
+    """Time for members to report after a restart of the coordinator."""
     last_call_s: float = 1.0
-    """With the minimum of nodes there, further ones up to the maximum are waited for this long."""
+    """Wait for nodes beyond the minimum, up to the maximum, before the launch."""
     master_addr: str = ""
     """MASTER_ADDR of the workers; "": the host of the first node."""
     master_port: int = 29500
     room_bytes: int = 0
-    """Memory of a node for copies of others; 0: unlimited."""
+    """Memory of a node for copies of other nodes; 0: unlimited."""
     profile: Profile | None = None
-    """What layers cost on which devices; None: the script's own figures."""
+    """Costs of the layers per device type; None: the script's own figures."""
     health: HealthLimits = field(default_factory=HealthLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node as the coordinator knows it."""
+    """The coordinator's knowledge of a node."""
 
     report: NodeReport
     seen: float
-    """Time of its last sign of life."""
+    """Time of its newest message."""
     rank: int = -1
     """torchrun's group rank; -1: not launched."""
     launch: Launch | None = None
-    """What it was told to start."""
     connected: bool = True
     closed_at: float = 0.0
     draining: bool = False
     drain_deadline: float = 0.0
-    until: float = 0.0
-    """When it is expected to go; 0: unknown."""
+    expected_end: float = 0.0
+    """Time at which the node is expected to go; 0: unknown."""
     notice: Notice | None = None
-    """What its own agent was told, and has not been taken back."""
-    weighed: bool = False
-    """A hint was acted upon."""
+    """Newest notice of its own agent that was not withdrawn."""
+    hint_used: bool = False
+    """An epoch change was begun because of its hint."""
 
     @property
     def node(self) -> str:
@@ -92,7 +96,7 @@ class Member:
 
     @property
     def halted(self) -> bool:
-        """Its vault's inventory is complete and nothing runs on it."""
+        """The inventory of its vault is complete and no worker computes."""
         return self.report.phase in (
             NodePhase.HALTED,
             NodePhase.IDLE,
@@ -102,15 +106,15 @@ class Member:
         )
 
 
-class Loss(StrEnum):
-    """How a member was lost."""
+class LossKind(StrEnum):
+    """Evidence by which a member was declared lost."""
 
     CLOSED = "closed"
     """Its connection ended."""
     SILENT = "silent"
     """Its lease ended."""
     REPLACED = "replaced"
-    """Its agent came back as another incarnation."""
+    """Its agent joined again as another incarnation."""
 
 
 class CauseKind(StrEnum):
@@ -143,7 +147,7 @@ class CauseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an epoch change was begun."""
+    """Cause of an epoch change."""
 
     kind: CauseKind
     text: str
@@ -153,39 +157,39 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """An epoch change under way, and the times of its phases (seconds on the coordinator's clock)."""
+class EpochChange:
+    """An epoch change under way. Times are seconds on the coordinator's clock."""
 
     epoch: int
     causes: tuple[Cause, ...]
-    """Oldest first; there are several if faults came while the change was under way."""
+    """Oldest first. Each fault during the change adds one."""
     boundary: bool
-    """Planned: everybody stops after the same update."""
+    """The change is planned: all workers stop after the same update."""
     lost: tuple[str, ...]
     """Nodes whose workers are gone."""
     nodes_before: int
     began: float
-    """When it was decided to halt."""
+    """Time of the decision to halt."""
     old_plan: Plan | None
     step: int
     microbatch: int
     detect_s: float = 0.0
-    """As told by the agent that found a hang; 0: unknown."""
+    """Time that an agent took to find a hang; 0: unknown."""
     paused: float = 0.0
-    """When the last step before the change ended."""
+    """End of the last step before the change."""
     halted: float = 0.0
     decided: float = 0.0
     replayed: frozenset[int] = frozenset()
-    """Micro-batches that had reached a lost stage and must run again."""
+    """Micro-batches that a lost stage had received and that must run again."""
     rerun: int = 0
-    """All micro-batches of the step that run again or for the first time after the change."""
+    """Started micro-batches of the step that run again after the change."""
     partial: int = 0
     """Micro-batches that only some layers run again."""
     state_source: str = ""
     network_bytes: int = 0
-    """That go from node to node."""
+    """Bytes that nodes send to each other for the change."""
     wait_until: float = 0.0
-    """Until when nodes are waited for whose workers are starting again; -1: nobody is; 0: not considered."""
+    """Limit on the wait for restarting workers; -1: no wait; 0: not decided yet."""
     reason: str = ""
 
     @property
@@ -200,8 +204,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """The job is over (also an action: write the summary)."""
+class JobFinished:
+    """End of the job. As an action: write the summary."""
 
     code: int
     reason: str
@@ -210,7 +214,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Everything that a coordinator must not forget; saved with every decision."""
+    """The whole knowledge of a coordinator, saved with every decision."""
 
     policy: Policy
     phase: JobPhase = JobPhase.WAITING
@@ -221,108 +225,112 @@ class JobState:
     spec: JobSpec | None = None
     plan: Plan | None = None
     assignment: Assignment | None = None
-    change: Change | None = None
+    change: EpochChange | None = None
     record: StepRecord | None = None
-    """Record of the last finished step that is known here."""
-    stepped_at: float = 0.0
-    """When that was."""
-    told: int = -1
-    """The last step that a worker told of, and so is in the event log."""
+    """Record of the newest step known to be finished."""
+    step_finished_at: float = 0.0
+    logged_step: int = -1
+    """Newest step in the event log."""
     recovered_at: float = 0.0
-    """When the last change was complete; 0: none was."""
+    """Time at which the newest change was complete; 0: none was."""
     trained: bool = False
-    """Some epoch has run: fresh initialisation is no longer allowed."""
+    """An epoch has run, so fresh initialisation is no longer allowed."""
     trimmed: int = 0
+    """Newest epoch whose start deleted the copies of older epochs."""
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
-    parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
-    """(step, slots written) of the checkpoint being written."""
+    checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
+    """(step, slots on disk) of the checkpoint being written."""
     enough_since: float = 0.0
-    """When the minimum of nodes was first there; 0: it is not."""
+    """Time at which the minimum of nodes had joined; 0: it has not."""
     launched_at: float = 0.0
     start_s: float = 0.0
-    """Seconds that workers took to start, first to last."""
+    """Start time of the workers, from the launch until all were ready."""
     waited: tuple[tuple[str, int], ...] = ()
-    """(node, step) for which everybody waited last, while its workers started again."""
+    """(node, step) of the last wait for restarting workers."""
     retired: tuple[tuple[str, str], ...] = ()
-    """(node, incarnation) of members that came back as another incarnation: the newest."""
+    """(node, incarnation) of members that joined again as another incarnation; the newest ones."""
     considered: tuple[str, ...] = ()
-    """Incarnations of nodes for which it was decided that the running plan does not want them."""
+    """Keys of members that the running plan uses or has rejected (`join_policy.member_key`)."""
     joining: tuple[str, ...] = ()
-    """Nodes that pull state in the background before they enter."""
+    """Nodes that fetch state in the background before they enter."""
     joining_since: float = 0.0
-    ticked: float = 0.0
-    """When time was last looked at."""
+    updated_at: float = 0.0
+    """Time of the newest transition."""
     late_s: float = 0.0
-    """How late that was: what has come by now is heard so late."""
-    ending: Finish | None = None
-    """How the job ended."""
+    """Delay between the arrival of an event and its transition."""
+    ending: JobFinished | None = None
     suspected_since: float = 0.0
-    """When workers first reported lost contact in this epoch; 0: none."""
+    """Time of the first report of lost contact in this epoch; 0: none."""
     paces: dict[str, ComputeSpeed] = field(default_factory=dict)
-    """How fast nodes compute, by incarnation."""
+    """Compute speed per incarnation."""
     gauges: dict[str, BackupMetrics] = field(default_factory=dict)
-    """What backups were seen to do on nodes, by incarnation."""
-    weighed: tuple[float, ...] = ()
-    """Figures by which the backup schemes were chosen last; (): not yet."""
-    weighed_at: float = 0.0
-    wanted: str = ""
-    """The pair for which the plan was changed last."""
+    """Measured effect of backups per incarnation."""
+    backup_figures: tuple[float, ...] = ()
+    """Figures of the newest choice of backup schemes; (): there was none."""
+    backup_checked_at: float = 0.0
+    requested_backup: str = ""
+    """Pair of backup schemes for which the plan was changed last."""
     losses: int = 0
-    """Members that went, in ..."""
+    """Members that left within `node_seconds`."""
     node_seconds: float = 0.0
-    """... this time, all members together, up to `counted_at`."""
+    """Time of membership, summed over the members, up to `counted_at`."""
     counted_at: float = 0.0
     pauses: tuple[float, ...] = ()
-    """Seconds without training of the last epoch changes."""
-    look_again: float = 0.0
-    """When nodes that were left aside are to be considered again; 0: never."""
+    """Pauses of training, in seconds, of the newest epoch changes."""
+    reconsider_at: float = 0.0
+    """Time at which rejected nodes are considered again; 0: never."""
     health: dict[str, NodeHealth] = field(default_factory=dict)
-    """What is known of nodes' health, by name."""
+    """Health record per node name."""
     durations: tuple[tuple[int, float], ...] = ()
     """(epoch, seconds) of the newest steps."""
     rebalance: str = ""
-    """Why the plan is to be changed at the end of a step, for a node's health; "": it is not."""
+    """Reason to change the plan at the end of the step, for the health of a node; "": none."""
     seen: LongestDurations = field(default_factory=LongestDurations)
-    """The longest times measured, which limits on waiting follow from."""
+    """Longest measured times. The limits on waiting follow from them."""
     timeouts: Timeouts | None = None
-    """Those limits, as they were last told."""
+    """Limits on waiting in the newest entry of the event log."""
 
     @property
     def limits(self) -> Timeouts:
         return self.timeouts or budget(self.policy.lease_s, heartbeat_s=self.policy.heartbeat_s)
 
+    @property
+    def stable(self) -> bool:
+        """No change is under way, all copies are whole, and no node fetches state to join."""
+        return self.change is None and self.trimmed >= self.epoch and not self.joining
+
+    @property
+    def infos(self) -> tuple[NodeInfo, ...]:
+        """Descriptions of all members."""
+        return tuple(member.report.info for member in self.members.values())
+
     def of(self, **changes: Any) -> JobState:
+        """Copy of the state with some fields replaced."""
         return replace(self, **changes)
 
 
-# ---- events ----
+# ---- events; `Heartbeat` of the protocol is one as well ----
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
-    """A node's condition, at joining, after every change of it, and after reconnecting."""
+class NodeReported:
+    """Report of a node: when it joins, after each change of its condition, after a reconnect."""
 
     report: NodeReport
     connected: bool = False
     """First report over a new connection."""
 
 
-Beat = Heartbeat
-"""A node's sign of life is an event as it comes."""
+@dataclass(frozen=True, slots=True)
+class Heartbeats:
+    """Heartbeats that arrived together. They are most of the traffic of a large job."""
+
+    beats: tuple[Heartbeat, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Beats:
-    """Heartbeats that came together. In a job of thousands of nodes most of what comes is this."""
-
-    beats: tuple[Beat, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """A node's connection ended."""
-
+class ConnectionClosed:
     node: str
     incarnation: str
 
@@ -332,27 +340,25 @@ class Tick:
     """Time passed."""
 
     late_s: float = 0.0
-    """How long after it was due the coordinator came to it."""
+    """Delay of the coordinator's clock tick."""
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     node: str
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """A step was finished."""
-
+class StepFinished:
     record: StepRecord
     seconds: float = 0.0
-    """That it took; 0: unknown."""
+    """Duration of the step; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class BackupNoted:
-    """See `elastic.core.protocol.messages.BackupNote`."""
+class BackupReported:
+    """A problem with copies, from an `elastic.core.protocol.messages.BackupNote`."""
 
     kind: str
     owner: str
@@ -361,14 +367,12 @@ class BackupNoted:
 
 
 @dataclass(frozen=True, slots=True)
-class HealthSeen:
-    """An agent told how its node is."""
-
+class HealthReported:
     report: HealthReport
 
 
 @dataclass(frozen=True, slots=True)
-class PartWritten:
+class CheckpointPartWritten:
     step: int
     layers: tuple[Slot, ...]
 
@@ -380,8 +384,8 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted:
-    """A coordinator took the job over from the store."""
+class CoordinatorFailover:
+    """A new coordinator took the job over from the store."""
 
 
 # ---- actions ----
@@ -394,32 +398,33 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """An entry for the event log."""
+class LogEntry:
+    """Entry of the event log."""
 
     kind: str
     data: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class ChangeCompleted:
     """An epoch change is complete: its figures for the summary."""
 
-    change: Change
+    change: EpochChange
     nodes_after: int
     transfer_s: float
     rebuild_s: float
     resumed_at: float
     since: float = 0.0
-    """When the change before it was complete; 0: there was none."""
+    """Time at which the change before it was complete; 0: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitCheckpoint:
-    """All parts of the checkpoint of this step are on disk: make it the newest one."""
+    """Make the checkpoint of `step` the newest one: all its parts are on disk."""
 
     step: int
 
 
-Action = Send | Note | Finish | Recovered | CommitCheckpoint
-Result = tuple[JobState, tuple[Action, ...], str]
+JobAction = Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint
+JobTransition = tuple[JobState, tuple[JobAction, ...], str]
+"""(state, actions, reason)"""

@@ -1,34 +1,36 @@
-"""Nodes that compute slower than they should: what heartbeats tell of it, and what the planner is told.
+"""Compute speed of nodes, from their heartbeats, and the slowdowns that the planner gets.
 
-Only what many steps in a row agree on is believed (`elastic.core.health.compute_speed`); what follows from it is decided in
-`elastic.core.policy.straggler_policy`.
+A measurement counts only when many steps in a row agree (`elastic.core.health.compute_speed`).
+`elastic.core.policy.straggler_policy` decides what follows from it.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, TypeVar
 
-from elastic.core.health.compute_speed import ComputeSpeed, calibrate
-from elastic.core.health.compute_speed import observe as note
-from elastic.core.job.state import Beat, JobState
+from elastic.core.health import compute_speed
+from elastic.core.health.compute_speed import ComputeSpeed
+from elastic.core.job.state import Heartbeat, JobState
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Plan, Stage, Unit
+from elastic.planning.cost.predict import predict
 from elastic.planning.cost.profile import Profile, profile_of
 
 T = TypeVar("T")
 UNKNOWN = ComputeSpeed()
 PLANS = 4
-"""Whose places are remembered."""
+"""Number of plans whose index is kept."""
 MOST_ALIKE = 32
-"""Nodes with the same layers that one is compared with."""
+"""Largest number of nodes with the same layers that a node is compared with."""
 KEPT_MORE = 16
-"""Nodes that left and may come back, besides as many as there are members."""
+"""Number of departed nodes, beyond the number of members, whose measurements are kept."""
 
 
-class _Places:
-    """Stages of a plan by unit, and nodes by what they hold; made once a plan: every heartbeat asks."""
+class _StageIndex:
+    """Stages of a plan by unit, and nodes by their layers. Every heartbeat needs both."""
 
-    remembered: ClassVar[dict[int, _Places]] = {}
+    known: ClassVar[dict[int, _StageIndex]] = {}
+    """By id of the plan. The index holds its plan, so no other plan can have the same id."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -43,95 +45,106 @@ class _Places:
             self.alike.setdefault(ranges, []).append(node)
 
     @classmethod
-    def of(cls, plan: Plan) -> _Places:
-        found = cls.remembered.get(id(plan))
-        if found is None:  # what is kept here holds its plan, so that no other one can have the same id
-            if len(cls.remembered) >= PLANS:
-                cls.remembered.clear()
-            found = cls.remembered[id(plan)] = cls(plan)
-        return found
+    def of(cls, plan: Plan) -> _StageIndex:
+        if id(plan) not in cls.known:
+            if len(cls.known) >= PLANS:
+                cls.known.clear()
+            cls.known[id(plan)] = cls(plan)
+        return cls.known[id(plan)]
 
 
-def observe(state: JobState, event: Beat) -> JobState:
-    """Take note of a node's measurements. A node is as slow as its slowest worker."""
+def observe_speed(state: JobState, event: Heartbeat) -> JobState:
+    """Record the measurements of a heartbeat. The slowest worker counts for its node."""
     member = state.members.get(event.node)
     if member is None or state.plan is None or state.spec is None or not event.measured:
         return state
     fresh = [one for one in event.measured if one.epoch == state.plan.epoch]
-    ratios = {one.local_rank: _ratio(state, event.node, one) for one in fresh}
-    if not fresh or not any(ratios.values()):
+    slowest = max((_ratio(state, event.node, one) for one in fresh), default=0.0)
+    if not slowest:
         return state
     key = member.report.info.incarnation
-    known = state.paces.get(key, ComputeSpeed(profiled=state.policy.profile is not None))
-    pace = note(known, fresh[0].epoch, min(one.step for one in fresh), max(ratios.values()), state.ticked)
-    pace = calibrate(pace, _same(state, event.node))
+    pace = state.paces.get(key, ComputeSpeed(profiled=state.policy.profile is not None))
+    step = min(one.step for one in fresh)
+    pace = compute_speed.observe(pace, fresh[0].epoch, step, slowest, state.updated_at)
+    pace = compute_speed.calibrate(pace, _speeds_of_same_layers(state, event.node))
     return state.of(paces={**of_members(state, state.paces), key: pace})
 
 
 def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
-    """What is known of nodes, by incarnation, without those that left, once they are many."""
+    """`known` (by incarnation) without departed nodes, once there are many of them."""
     if len(known) <= 2 * len(state.members) + KEPT_MORE:
         return known
     here = {mb.report.info.incarnation for mb in state.members.values()}
     return {key: value for key, value in known.items() if key in here}
 
 
-def pace_of(state: JobState, node: str) -> ComputeSpeed:
+def speed_of(state: JobState, node: str) -> ComputeSpeed:
+    """Measured compute speed of a member."""
     member = state.members.get(node)
     return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
 
 
-def factor(state: JobState, node: str) -> float:
-    """How much slower than it should be the plans take `node`."""
-    return pace_of(state, node).factor
+def compute_slowdown(state: JobState, node: str) -> float:
+    """Factor by which plans assume that `node` computes slower than expected."""
+    return speed_of(state, node).factor
 
 
-def loaded(state: JobState, node: str) -> float:
-    """How much slower the plans take `node` because of its link."""
-    record = state.health.get(node)
-    return 1.0 if record is None else record.loaded
+def slowdowns(state: JobState) -> tuple[tuple[str, float], ...]:
+    """(node, factor) of the nodes that do not match their profile, for the planner.
 
-
-def slow(state: JobState) -> tuple[tuple[str, float], ...]:
-    """What the planner is told: (node, factor) of those that are not as their profile says."""
-    factors = [(node, factor(state, node) * loaded(state, node)) for node in state.members]
-    return tuple((node, f) for node, f in factors if f != 1.0)
+    A slow link counts as slow computation, so that the node gets fewer layers to send copies of.
+    """
+    factors = []
+    for node in state.members:
+        record = state.health.get(node)
+        link = record.loaded if record is not None else 1.0
+        factors.append((node, compute_slowdown(state, node) * link))
+    return tuple((node, factor) for node, factor in factors if factor != 1.0)
 
 
 def profile_for(state: JobState) -> Profile:
-    """The job's profile, or what its own figures make."""
+    """The user's profile, or one from the script's own figures."""
     assert state.spec is not None
     spec = state.spec
     return state.policy.profile or profile_of(spec.layers, spec.tp, spec.tokens_per_microbatch)
 
 
+def predicted_step_s(state: JobState, plan: Plan) -> float:
+    """Predicted seconds per step of `plan` on the present members."""
+    return predict(plan, profile_for(state), state.infos, slowdowns(state)).step_s
+
+
 def _ratio(state: JobState, node: str, measured: m.MicrobatchTiming) -> float:
-    """Measured over expected seconds; 0 if nothing is expected of this worker."""
+    """Measured over expected seconds of a micro-batch; 0 if the worker has no stage."""
     assert state.plan is not None and state.spec is not None
     device = "" if state.policy.profile is None else state.members[node].report.info.device
     unit = Unit(node, measured.local_rank // state.plan.tp)
-    expected = _expected(state.plan, unit, profile_for(state), device)
+    expected = _expected_s(state.plan, unit, profile_for(state), device)
     return (measured.forward_s + measured.backward_s) / expected if expected > 0 else 0.0
 
 
-def _expected(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
-    """Seconds of one micro-batch through all stages of `unit`: f + b, or f + bi + bw when the parts run apart,
-    and f once more with recomputation."""
+def _expected_s(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
+    """Seconds of one micro-batch through all stages of `unit`.
+
+    A layer takes f + b, or f + bi + bw if the schedule splits the backward pass, and f once more
+    with recomputation.
+    """
     times, total = profile.device(device).layers, 0.0
-    for p, stage in _Places.of(plan).stages.get(unit, ()):
+    for p, stage in _StageIndex.of(plan).stages.get(unit, ()):
         split = plan.pipelines[p].schedule == "zero-bubble"
         for layer in stage.layers:
             t = times[layer]
             apart = t.backward_input_s + t.backward_weight_s
-            total += t.forward_s * (1 + stage.recompute) + (apart if split and apart else t.backward_s)
+            backward = apart if split and apart else t.backward_s
+            total += t.forward_s * (1 + stage.recompute) + backward
     return total
 
 
-def _same(state: JobState, node: str) -> list[ComputeSpeed]:
-    """Of the other nodes that hold exactly the layers that `node` holds, in this epoch."""
+def _speeds_of_same_layers(state: JobState, node: str) -> list[ComputeSpeed]:
+    """Speeds in this epoch of the other nodes that hold exactly the layers of `node`."""
     assert state.plan is not None
-    places = _Places.of(state.plan)
-    alike = places.alike[places.held[node]] if node in places.held else []
+    index = _StageIndex.of(state.plan)
+    alike = index.alike[index.held[node]] if node in index.held else []
     others = [other for other in alike if other != node][:MOST_ALIKE]
-    found = [pace_of(state, other) for other in others]
+    found = [speed_of(state, other) for other in others]
     return [pace for pace in found if pace.epoch == state.plan.epoch]

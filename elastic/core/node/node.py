@@ -1,55 +1,301 @@
-"""What an agent does: the node's side of every epoch change, as a pure transition.
+"""The agent's decisions as one pure transition: (state, event, now) -> (state, actions, reason).
 
-    EMPTY --Launch--> STARTING --all attached--> IDLE --Install--> INSTALLING --all ready--> RUNNING
-    RUNNING | INSTALLING --Halt--> HALTING --all halted--> HALTED --Install--> INSTALLING (or IDLE, as a spare)
-    any --worker died--> STARTING (workers of this node alone are started again; its vault stays)
+    EMPTY --Launch--> STARTING --all attached--> IDLE
+    IDLE | RUNNING | INSTALLING --Halt--> HALTING --all halted--> HALTED
+    HALTED --Install--> INSTALLING (or IDLE, as a spare) --all ready--> RUNNING
+    any --a worker died--> STARTING
 
-The agent reports its whole condition after every change (`Report`), so messages may be lost and repeated.
+Only the workers of this node are restarted, and its vault stays. Events are the messages of the
+coordinator and the classes below. The agent reports its whole condition after every change
+(`SendReport`), so messages may be lost or repeated.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic.core.node.node_state import (
-    BLIND_S,
-    MAX_CRASHES,
-    Action,
-    Enter,
-    Evidence,
-    Exited,
-    Fence,
-    KillWorkers,
-    Leave,
-    Looked,
-    NodeState,
-    PrefetchDone,
-    Rejoin,
-    Report,
-    Result,
-    Said,
-    Spawn,
-    Tell,
-    Worker,
-    heartbeat,
-    hung,
-    moved,
-    report,
-)
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase as Phase
-from elastic.core.protocol.timeouts import budget
+from elastic.core.protocol.timeouts import (
+    DEFAULT_TIMEOUTS,
+    NO_DURATIONS,
+    LongestDurations,
+    Timeouts,
+    budget,
+)
 from elastic.domain.errors import service_exit
+from elastic.domain.types import NodeInfo
 
-__all__ = [
-    "MOVES", "Action", "Enter", "Evidence", "Exited", "Fence", "KillWorkers", "Leave", "Looked", "NodeState",
-    "PrefetchDone", "Rejoin", "Report", "Result", "Said", "Spawn", "Tell", "Worker", "heartbeat", "hung", "report",
-    "transition",
-]  # fmt: skip
+STOPPED_S = 0.4
+"""A worker that the kernel shows as stopped is hung after this silence."""
+FAMILY_CPU_S = 0.2
+"""A worker is active if its child processes used this much CPU time, as compilers do."""
+MAX_POLL_GAP_S = 1.0
+"""After a longer gap between two polls the agent itself did not run (stopped, starved, suspended),
+and messages of its workers wait unread. The gap proves nothing about the workers."""
+MAX_CRASHES = 3
+"""Crashes without a finished installation between them, before the node gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """The agent's knowledge of one worker process."""
+
+    alive: bool = False
+    attach: m.Attach | None = None
+    halted: m.Halted | None = None
+    ready: m.Ready | None = None
+    protected: int = -1
+    progress: m.Progress | None = None
+    seen: float = 0.0
+    """Time of its newest message."""
+    active_at: float = 0.0
+    """Time at which its counter last grew or it last used CPU."""
+    cpu_s: float = 0.0
+    family_cpu_s: float = 0.0
+    """CPU time of its child processes when it was last active; 0: unknown."""
+    error: str = ""
+    """Its report of a broken device."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """The agent's knowledge of its node."""
+
+    info: NodeInfo
+    phase: Phase = Phase.EMPTY
+    epoch: int = 0
+    elastic: bool = False
+    launch: m.Launch | None = None
+    workers: tuple[WorkerState, ...] = ()
+    resumed_at: float = 0.0
+    prefetched: int = -1
+    boundary: bool = False
+    """The present halt is a planned one."""
+    suspects: tuple[str, ...] = ()
+    cause: str = ""
+    hung: bool = False
+    """`cause` is a hang."""
+    detect_s: float = 0.0
+    crashes: int = 0
+    crash_count: int = 0
+    """Crashes and hangs of workers in this incarnation."""
+    polled_at: float = 0.0
+    """Time of the newest poll of the processes."""
+    finished: m.Finished | None = None
+    failed: m.Failed | None = None
+    waiting: bool = False
+    """Halted for `epoch` and not installed: workers that attach now may still enter."""
+    seen: LongestDurations = NO_DURATIONS
+    """Longest times that the workers of this node measured."""
+    limits: Timeouts = DEFAULT_TIMEOUTS
+    """Limits on waiting. They follow from `seen` and from the tolerated silence."""
+
+    @property
+    def able(self) -> bool:
+        """All workers live and are attached."""
+        return bool(self.workers) and all(w.alive and w.attach is not None for w in self.workers)
+
+
+# ---- events; messages of the coordinator are events as well ----
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMessage:
+    """Message of a worker."""
+
+    rank: int
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSample:
+    """The kernel's view of a worker process."""
+
+    rank: int
+    stopped: bool
+    cpu_s: float
+    """CPU time of its main thread."""
+    on_disk: bool = False
+    """It waits for storage and cannot be woken (disk sleep)."""
+    family_cpu_s: float = 0.0
+    """CPU time of its child processes, ended ones included; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersPolled:
+    """Periodic poll of the worker processes."""
+
+    samples: tuple[ProcessSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchDone:
+    epoch: int
+
+
+# ---- actions ----
+
+
+@dataclass(frozen=True, slots=True)
+class SendToWorkers:
+    """Send `message` to one worker, or (rank None) to every attached worker."""
+
+    message: Any
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnWorkers:
+    launch: m.Launch
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorkers:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FenceVault:
+    """Refuse copies of epochs below `epoch`. The present content of the vault is the inventory."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnterEpoch:
+    """Give the vault the peers and addresses of the epoch."""
+
+    install: m.Install
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """Send the node's condition to the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndAgent:
+    """Let the workers end, then end the agent with this exit code."""
+
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Forget everything, vault included, and join again as a new incarnation."""
+
+
+NodeAction = (
+    SendToWorkers
+    | SpawnWorkers
+    | KillWorkers
+    | FenceVault
+    | EnterEpoch
+    | SendReport
+    | EndAgent
+    | Rejoin
+)
+NodeTransition = tuple[NodeState, tuple[NodeAction, ...], str]
+"""(state, actions, reason)"""
+
+
+# ---- the node's messages to the coordinator ----
+
+
+def report(state: NodeState) -> m.NodeReport:
+    """The node's condition, without inventory."""
+    attached = [w.attach for w in state.workers if w.attach]
+    progress = [w.progress for w in state.workers if w.progress]
+    return m.NodeReport(
+        info=state.info,
+        phase=state.phase,
+        epoch=state.epoch,
+        spec=attached[0].spec if attached else None,
+        store=attached[0].store if attached else "",
+        able=state.able,
+        elastic=state.elastic,
+        halted=tuple(w.halted for w in state.workers if w.halted),
+        ready=tuple(w.ready for w in state.workers if w.ready),
+        resumed_at=state.resumed_at,
+        protected=min((w.protected for w in state.workers), default=-1),
+        prefetched=state.prefetched,
+        suspects=state.suspects,
+        cause=state.cause,
+        hung=state.hung,
+        detect_s=state.detect_s,
+        finished=state.finished,
+        failed=state.failed,
+        restart=state.launch.restart if state.launch else -1,
+        step=progress[0].step if progress else 0,
+        microbatch=progress[0].microbatch if progress else 0,
+        crash_count=state.crash_count,
+    )
+
+
+def heartbeat(state: NodeState) -> m.Heartbeat:
+    """Progress of the node, with the newest measurements of its workers."""
+    progress = [w.progress for w in state.workers if w.progress is not None]
+    measured = tuple(p.measured for p in progress if p.measured is not None)
+    at = progress[0] if progress else m.Progress(0, "idle", 0, 0)
+    return m.Heartbeat(state.info.node, state.info.incarnation, at.step, at.microbatch, measured)
+
+
+# ---- hangs ----
+
+
+def with_activity(worker: WorkerState, sample: ProcessSample, now: float) -> WorkerState:
+    """The worker with the activity that the kernel shows.
+
+    A worker that waits for storage is active, however long it takes: the storage is at fault.
+    """
+    if sample.cpu_s > worker.cpu_s:
+        worker = replace(worker, cpu_s=sample.cpu_s, active_at=now)
+    family_s, before_s = sample.family_cpu_s, worker.family_cpu_s
+    if before_s and family_s - before_s >= FAMILY_CPU_S:
+        worker = replace(worker, family_cpu_s=family_s, active_at=now)
+    elif family_s and (not before_s or family_s < before_s):
+        worker = replace(worker, family_cpu_s=family_s)
+    return replace(worker, active_at=now) if sample.on_disk else worker
+
+
+def hang_reason(
+    worker: WorkerState,
+    stopped: bool,
+    now: float,
+    limits: Timeouts = DEFAULT_TIMEOUTS,
+    *,
+    halting: bool = False,
+) -> str:
+    """Evidence that the worker is hung, or "".
+
+    A worker that is slow, or waits for other workers or storage, is not hung. A worker that must
+    leave the middle of a step (`halting`) has nothing to wait for.
+    """
+    silent = now - worker.seen
+    if stopped and silent > STOPPED_S:
+        return f"the process is stopped and silent for {silent:.1f} s"
+    idle = now - worker.active_at
+    if silent > limits.silent_s and idle > limits.silent_s:
+        return f"silent and without CPU time for {min(silent, idle):.0f} s"
+    computing = worker.progress is not None and worker.progress.activity == "compute"
+    if (computing or halting) and idle > limits.stuck_s:
+        since = "after the order to halt" if halting else "while computing"
+        return f"no progress and no CPU time for {idle:.0f} s {since}"
+    return ""
+
+
+# ---- the transition ----
 
 _ATTACHED = (Phase.IDLE, Phase.INSTALLING, Phase.HALTING, Phase.HALTED)
-MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
+PHASE_CHANGES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.EMPTY,), "launch", Phase.STARTING),
     ((Phase.STARTING,), "all workers attached", Phase.IDLE),
     ((Phase.STARTING,), "all workers attached, an epoch change waits", Phase.HALTED),
@@ -66,11 +312,12 @@ MOVES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.STARTING,), "script failed", Phase.FAILED),
     ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
 )
-"""(from, why, to): every change of phase that `transition` makes. docs/design/states.md is drawn from this table."""
+"""(from, reason, to): every change of phase by `transition`. docs/design/states.md is drawn from
+this table."""
 
 
-def transition(state: NodeState, event: Any, now: float) -> Result:
-    """Return the node's next state, what to do, and why. Unknown or stale events change nothing."""
+def transition(state: NodeState, event: Any, now: float) -> NodeTransition:
+    """Return (state, actions, reason). Unknown or stale events change nothing."""
     match event:
         case m.Launch():
             return _launch(state, event)
@@ -79,48 +326,51 @@ def transition(state: NodeState, event: Any, now: float) -> Result:
         case m.Install():
             return _install(state, event)
         case m.Stop():
-            return state, (Tell(event), Leave(service_exit(event.code))), "the job is over for this node"
+            actions = (SendToWorkers(event), EndAgent(service_exit(event.code)))
+            return state, actions, "the job is over for this node"
         case m.Fenced() if state.phase is Phase.EMPTY:
-            return state, (Report(),), f"nothing to give up: {event.reason}"
+            return state, (SendReport(),), f"nothing to give up: {event.reason}"
         case m.Fenced():
-            return state, (KillWorkers(event.reason), Rejoin()), f"no longer a member: {event.reason}"
+            reason = f"no longer a member: {event.reason}"
+            return state, (KillWorkers(event.reason), Rejoin()), reason
         case m.Released():
             return state, (KillWorkers(event.reason), Rejoin()), f"released: {event.reason}"
-        case Said():
-            return _said(state, event, now)
-        case Exited():
-            return _exited(state, event)
-        case Looked():
-            return _looked(state, event, now)
+        case WorkerMessage():
+            return _worker_message(state, event, now)
+        case WorkerExited():
+            return _worker_exited(state, event)
+        case WorkersPolled():
+            return _workers_polled(state, event, now)
         case PrefetchDone():
-            return replace(state, prefetched=event.epoch), (Report(),), "prefetch complete"
+            return replace(state, prefetched=event.epoch), (SendReport(),), "prefetch complete"
         case _:
             return state, (), "not for the node"
 
 
-def _launch(state: NodeState, event: m.Launch) -> Result:
+def _launch(state: NodeState, event: m.Launch) -> NodeTransition:
     if state.launch is not None and event.restart <= state.launch.restart:
-        return state, (Report(),), "already launched"
-    actions: tuple[Action, ...] = (Spawn(event),)
-    if any(w.alive for w in state.workers):
-        actions = (KillWorkers("group restart"), Spawn(event))
-    return _fresh(replace(state, launch=event, elastic=False, crashes=0)), (*actions, Report()), "launch"
+        return state, (SendReport(),), "already launched"
+    kill = (KillWorkers("group restart"),) if any(w.alive for w in state.workers) else ()
+    state = _with_new_workers(replace(state, launch=event, elastic=False, crashes=0))
+    return state, (*kill, SpawnWorkers(event), SendReport()), "launch"
 
 
-def _fresh(state: NodeState) -> NodeState:
+def _with_new_workers(state: NodeState) -> NodeState:
     """The node with all its workers just started."""
-    workers = tuple(Worker(alive=True) for _ in range(state.info.workers))
-    return replace(state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None)
+    workers = tuple(WorkerState(alive=True) for _ in range(state.info.workers))
+    return replace(
+        state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None
+    )
 
 
-def _halt(state: NodeState, event: m.Halt, now: float) -> Result:
+def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
     if event.epoch <= state.epoch:
-        return state, (Report(),), f"halt of epoch {event.epoch} is not newer than {state.epoch}"
-    workers = tuple(replace(w, ready=None, moved=now) for w in state.workers)
+        reason = f"halt of epoch {event.epoch} is not newer than {state.epoch}"
+        return state, (SendReport(),), reason
     state = replace(
         state,
         epoch=event.epoch,
-        workers=workers,
+        workers=tuple(replace(w, ready=None, active_at=now) for w in state.workers),
         resumed_at=0.0,
         prefetched=-1,
         finished=None,
@@ -128,118 +378,139 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> Result:
         waiting=True,
         boundary=event.boundary,
     )
-    if state.able and state.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED):
-        return replace(state, phase=Phase.HALTING), (Tell(event),), "workers are told to halt"
-    # Until a planned change others still finish their step, and may need this vault for it.
-    fence = () if event.boundary else (Fence(event.epoch),)
+    halting = (Phase.INSTALLING, Phase.RUNNING, Phase.HALTING, Phase.FINISHED)
+    if state.able and state.phase in halting:
+        state = replace(state, phase=Phase.HALTING)
+        return state, (SendToWorkers(event),), "the workers must halt"
+    # Until a planned change the other nodes finish their step, and may need this vault for it.
+    fence = () if event.boundary else (FenceVault(event.epoch),)
     if state.phase in (Phase.IDLE, Phase.HALTED):
-        return replace(state, phase=Phase.HALTED), (*fence, Report()), "nothing ran here"
-    return state, (*fence, Report()), "no worker to halt; the vault answers"
+        return replace(state, phase=Phase.HALTED), (*fence, SendReport()), "nothing ran here"
+    return state, (*fence, SendReport()), "no worker to halt; the vault answers"
 
 
-def _install(state: NodeState, event: m.Install) -> Result:
+def _install(state: NodeState, event: m.Install) -> NodeTransition:
     if event.epoch != state.epoch or state.phase is not Phase.HALTED:
-        return (
-            state,
-            (Report(),),
-            f"install of epoch {event.epoch} does not fit epoch {state.epoch} ({state.phase})",
-        )
-    workers = tuple(replace(w, halted=None) for w in state.workers)
-    state = replace(state, workers=workers, suspects=(), cause="", hung=False, detect_s=0.0)
-    state = replace(state, waiting=False, finished=None)
+        reason = f"install of epoch {event.epoch} does not fit epoch {state.epoch}"
+        return state, (SendReport(),), f"{reason} ({state.phase})"
+    state = replace(
+        state,
+        workers=tuple(replace(w, halted=None) for w in state.workers),
+        suspects=(),
+        cause="",
+        hung=False,
+        detect_s=0.0,
+        waiting=False,
+        finished=None,
+    )
     if state.info.node not in event.assignment.plan.nodes():
-        return replace(state, phase=Phase.IDLE), (Enter(event), Report()), "spare in this epoch"
-    return replace(state, phase=Phase.INSTALLING), (Enter(event), Tell(event)), "workers install"
+        actions = (EnterEpoch(event), SendReport())
+        return replace(state, phase=Phase.IDLE), actions, "spare in this epoch"
+    state = replace(state, phase=Phase.INSTALLING)
+    return state, (EnterEpoch(event), SendToWorkers(event)), "workers install"
 
 
-def _said(state: NodeState, event: Said, now: float) -> Result:
+def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeTransition:
     if event.rank >= len(state.workers):
         return state, (), "no such worker"
-    worker = replace(state.workers[event.rank], seen=now)
-    message = event.message
+    worker, message = replace(state.workers[event.rank], seen=now), event.message
+    state = _with_worker(state, event.rank, worker)
     match message:
         case m.Attach():
-            worker = replace(worker, attach=message, moved=now)
-            state = replace(_put(state, event.rank, worker), elastic=True)
-            if not state.able or state.phase is not Phase.STARTING:
-                return state, (), "waiting for the other workers"
-            phase = Phase.HALTED if state.waiting else Phase.IDLE
-            return replace(state, phase=phase), (Report(),), "all workers attached"
+            return _attached(state, event.rank, replace(worker, attach=message, active_at=now))
         case m.Progress():
-            before = worker.progress
-            if before is None or message.counter != before.counter:
-                worker = replace(worker, moved=now)
-            state = _timed(state, message)
-            return _put(state, event.rank, replace(worker, progress=message)), (), "progress"
+            return _progress(state, event.rank, message, now)
         case m.Halted():
-            return _halted(_put(state, event.rank, replace(worker, halted=message)))
-        case m.Ready():
-            if message.epoch != state.epoch:
-                return _put(state, event.rank, worker), (), "ready for an older epoch"
-            state = _put(state, event.rank, replace(worker, ready=message))
-            if state.phase is not Phase.INSTALLING or not all(w.ready for w in state.workers):
-                return state, (), "waiting for the other workers"
-            return replace(state, phase=Phase.RUNNING, crashes=0), (Report(),), "installed"
-        case m.Resumed():
-            state = _put(state, event.rank, worker)
-            if message.epoch != state.epoch or state.resumed_at:
-                return state, (), "resumed before"
-            return replace(state, resumed_at=message.at), (Report(),), "first micro-batch of the epoch"
+            return _halted(_with_worker(state, event.rank, replace(worker, halted=message)))
+        case m.Ready() | m.Resumed() | m.CommFailed():
+            return _epoch_message(state, event.rank, message)
         case m.Protected():
-            state = _put(state, event.rank, replace(worker, protected=message.epoch))
-            return state, (Report(),), "copies are whole at the peer"
-        case m.CommFailed():
-            state = _put(state, event.rank, worker)
-            if message.epoch != state.epoch:
-                return state, (), "contact lost in an older epoch"
-            suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
-            return replace(state, suspects=suspects), (Report(),), f"contact lost: {message.detail}"
+            state = _with_worker(state, event.rank, replace(worker, protected=message.epoch))
+            return state, (SendReport(),), "copies are whole at the peer"
         case m.Finished():
-            phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
-            state = replace(_put(state, event.rank, worker), phase=phase)
             if state.finished is None or message.params_sha256:
                 state = replace(state, finished=message)
-            return state, (Report(),), "all steps done"
+            phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
+            return replace(state, phase=phase), (SendReport(),), "all steps done"
         case m.Crashed():
-            return _put(state, event.rank, replace(worker, error=message.message)), (), message.message
+            worker = replace(worker, error=message.message)
+            return _with_worker(state, event.rank, worker), (), message.message
         case m.Failed():
-            state = replace(_put(state, event.rank, worker), failed=message)
-            return state, (Report(),), message.message
+            return replace(state, failed=message), (SendReport(),), message.message
         case _:
-            return _put(state, event.rank, worker), (), "not for the node"
+            return state, (), "not for the node"
 
 
-def _timed(state: NodeState, message: m.Progress) -> NodeState:
-    """Limits follow the longest micro-batch that was measured here."""
+def _attached(state: NodeState, rank: int, worker: WorkerState) -> NodeTransition:
+    state = replace(_with_worker(state, rank, worker), elastic=True)
+    if not state.able or state.phase is not Phase.STARTING:
+        return state, (), "waiting for the other workers"
+    phase = Phase.HALTED if state.waiting else Phase.IDLE
+    return replace(state, phase=phase), (SendReport(),), "all workers attached"
+
+
+def _progress(state: NodeState, rank: int, message: m.Progress, now: float) -> NodeTransition:
+    worker = state.workers[rank]
+    if worker.progress is None or message.counter != worker.progress.counter:
+        worker = replace(worker, active_at=now)
+    state = _with_worker(state, rank, replace(worker, progress=message))
     if message.measured is None:
-        return state
-    seen = state.seen.grown(microbatch_s=message.measured.forward_s + message.measured.backward_s)
-    if seen is state.seen:
-        return state
-    old = state.limits
-    return replace(state, seen=seen, limits=budget(old.silence_s, heartbeat_s=old.heartbeat_s, seen=seen))
+        return state, (), "progress"
+    # The limits on waiting follow the longest measured micro-batch.
+    microbatch_s = message.measured.forward_s + message.measured.backward_s
+    seen = state.seen.grown(microbatch_s=microbatch_s)
+    if seen is not state.seen:
+        old = state.limits
+        limits = budget(old.silence_s, heartbeat_s=old.heartbeat_s, seen=seen)
+        state = replace(state, seen=seen, limits=limits)
+    return state, (), "progress"
 
 
-def _halted(state: NodeState) -> Result:
+def _epoch_message(
+    state: NodeState, rank: int, message: m.Ready | m.Resumed | m.CommFailed
+) -> NodeTransition:
+    if message.epoch != state.epoch:
+        return state, (), f"{type(message).__name__} of an older epoch"
+    match message:
+        case m.Ready():
+            worker = replace(state.workers[rank], ready=message)
+            state = _with_worker(state, rank, worker)
+            if state.phase is not Phase.INSTALLING or not all(w.ready for w in state.workers):
+                return state, (), "waiting for the other workers"
+            return replace(state, phase=Phase.RUNNING, crashes=0), (SendReport(),), "installed"
+        case m.Resumed():
+            if state.resumed_at:
+                return state, (), "resumed before"
+            state = replace(state, resumed_at=message.at)
+            return state, (SendReport(),), "first micro-batch of the epoch"
+        case m.CommFailed():
+            suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
+            state = replace(state, suspects=suspects)
+            return state, (SendReport(),), f"contact lost: {message.detail}"
+
+
+def _halted(state: NodeState) -> NodeTransition:
     if state.phase is not Phase.HALTING:
         return state, (), "not halting"
     if not all(w.halted is not None for w in state.workers):
         return state, (), "waiting for the other workers"
-    # After a planned halt others may still publish their update; the installation fences.
-    fence = () if state.boundary else (Fence(state.epoch),)
-    return replace(state, phase=Phase.HALTED, suspects=()), (*fence, Report()), "all workers halted"
+    # After a planned halt other nodes may still publish their update. The installation fences.
+    fence = () if state.boundary else (FenceVault(state.epoch),)
+    state = replace(state, phase=Phase.HALTED, suspects=())
+    return state, (*fence, SendReport()), "all workers halted"
 
 
-def _exited(state: NodeState, event: Exited) -> Result:
+def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
+    """Restart all workers of the node after a crash; give up after too many crashes."""
     if event.rank >= len(state.workers) or not state.workers[event.rank].alive:
         return state, (), "already known"
     worker = replace(state.workers[event.rank], alive=False)
-    state = _put(state, event.rank, worker)
+    state = _with_worker(state, event.rank, worker)
     if not state.elastic:
         return _script_exited(state, event)
     if state.failed is not None or (state.finished is not None and event.code == 0):
-        return state, (Report(),), "worker ended"
-    cause = worker.error or state.cause or f"worker {event.rank} ended with {_name(event.code)}"
+        return state, (SendReport(),), "worker ended"
+    cause = worker.error or state.cause or f"worker {event.rank} ended with {_exit(event.code)}"
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
     state = replace(
         state,
@@ -249,58 +520,64 @@ def _exited(state: NodeState, event: Exited) -> Result:
         crash_count=state.crash_count + 1,
     )
     if state.crashes > MAX_CRASHES:
-        text = f"{cause}; {state.crashes} crashes without a finished installation between them"
-        dead = tuple(replace(w, alive=False) for w in state.workers)
-        return replace(state, phase=Phase.FAILED, workers=dead), (*others, Report()), text
+        reason = f"{cause}; {state.crashes} crashes without a finished installation between them"
+        return _with_dead_workers(state), (*others, SendReport()), reason
     assert state.launch is not None
-    fresh = replace(_fresh(state), cause=cause)
-    return fresh, (*others, Spawn(state.launch), Report()), cause
+    spawn = SpawnWorkers(state.launch)
+    return _with_new_workers(state), (*others, spawn, SendReport()), cause
 
 
-def _script_exited(state: NodeState, event: Exited) -> Result:
-    """A script that does not use elastic: torchrun's rules; the coordinator decides on restarts."""
+def _script_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
+    """A script that does not use elastic ended. The coordinator decides on restarts."""
     if event.code != 0:
-        dead = tuple(replace(w, alive=False) for w in state.workers)
-        state = replace(
-            state, phase=Phase.FAILED, workers=dead, cause=f"worker {event.rank}: {_name(event.code)}"
-        )
-        return state, (KillWorkers("a worker failed"), Report()), f"worker ended with {_name(event.code)}"
+        state = replace(state, cause=f"worker {event.rank}: {_exit(event.code)}")
+        actions = (KillWorkers("a worker failed"), SendReport())
+        return _with_dead_workers(state), actions, f"worker ended with {_exit(event.code)}"
     if any(w.alive for w in state.workers):
         return state, (), "waiting for the other workers"
-    return replace(state, phase=Phase.FINISHED), (Report(),), "all workers ended"
+    return replace(state, phase=Phase.FINISHED), (SendReport(),), "all workers ended"
 
 
-def _looked(state: NodeState, event: Looked, now: float) -> Result:
-    state = _held_up(state, now)
-    for evidence in event.evidence:
-        if evidence.rank >= len(state.workers):
+def _with_dead_workers(state: NodeState) -> NodeState:
+    dead = tuple(replace(w, alive=False) for w in state.workers)
+    return replace(state, phase=Phase.FAILED, workers=dead)
+
+
+def _workers_polled(state: NodeState, event: WorkersPolled, now: float) -> NodeTransition:
+    """Kill the workers if one of them is hung."""
+    state = _excuse_gap(state, now)
+    for sample in event.samples:
+        if sample.rank >= len(state.workers):
             continue
-        worker = state.workers[evidence.rank]
-        if not worker.alive or worker.attach is None:
+        known = state.workers[sample.rank]
+        if not known.alive or known.attach is None:
             continue
-        worker = moved(worker, evidence, now)
-        if worker is not state.workers[evidence.rank]:
-            state = _put(state, evidence.rank, worker)
+        worker = with_activity(known, sample, now)
+        if worker is not known:
+            state = _with_worker(state, sample.rank, worker)
         halting = state.phase is Phase.HALTING and not state.boundary and worker.halted is None
-        reason = hung(worker, evidence.stopped, now, state.limits, halting=halting)
+        reason = hang_reason(worker, sample.stopped, now, state.limits, halting=halting)
         if reason:
-            state = replace(state, cause=f"hang: {reason}", hung=True, detect_s=now - worker.seen)
-            return state, (KillWorkers(state.cause),), reason
+            detect_s, cause = now - worker.seen, f"hang: {reason}"
+            state = replace(state, cause=cause, hung=True, detect_s=detect_s)
+            return state, (KillWorkers(cause),), reason
     return state, (), "healthy"
 
 
-def _held_up(state: NodeState, now: float) -> NodeState:
-    """An agent that was itself held up does not count that time against its workers."""
-    late = now - state.looked - BLIND_S if state.looked else 0.0
-    if late > 0:
-        workers = tuple(replace(w, seen=w.seen + late, moved=w.moved + late) for w in state.workers)
+def _excuse_gap(state: NodeState, now: float) -> NodeState:
+    """Do not count time during which the agent itself did not run against its workers."""
+    gap = now - state.polled_at - MAX_POLL_GAP_S if state.polled_at else 0.0
+    if gap > 0:
+        workers = tuple(
+            replace(w, seen=w.seen + gap, active_at=w.active_at + gap) for w in state.workers
+        )
         state = replace(state, workers=workers)
-    return replace(state, looked=now)
+    return replace(state, polled_at=now)
 
 
-def _put(state: NodeState, rank: int, worker: Worker) -> NodeState:
+def _with_worker(state: NodeState, rank: int, worker: WorkerState) -> NodeState:
     return replace(state, workers=(*state.workers[:rank], worker, *state.workers[rank + 1 :]))
 
 
-def _name(code: int) -> str:
+def _exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,12 +1,13 @@
-"""What a node was told about its future, as its agent keeps it: many providers, one word to the coordinator.
+"""Notice tracker: the agent's record of notices about the future of its node.
 
-A source is read again and again and always says all that stands; what it no longer says is taken back. Of all that
-stands, the soonest deadline counts, and a hint only when nothing else stands. A notice is known by its identity: said
-again it changes nothing, and once its deadline is long past while the node lives on it was false, and is not heard for
-as long as it stands.
+Each source is read again and again, and always returns all its active notices. A notice that it no
+longer returns is withdrawn. Of all active notices the one with the soonest deadline is effective; a
+hint is effective only if there is nothing else. A repeated notice (same identity) changes nothing.
+A notice whose deadline is long past while the node lives was false: it is ignored until its source
+withdraws it.
 
-A drained node whose notice is not final is *parked*: it belongs to no job, waits, and returns as a new member when no
-notice stands any more.
+A drained node whose notice is not final is *parked*: it belongs to no job, waits, and joins again
+as a new member when no notice is left.
 """
 
 from __future__ import annotations
@@ -20,46 +21,46 @@ from elastic.core.protocol.messages import NoticeKind
 SAME_S = 1.0
 """Deadlines that differ by less are the same."""
 MOST = 64
-"""Notices of one source that are looked at, and identities that are remembered as false."""
+"""Limit on the notices per source, and on the remembered false notices."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """One notice, as a provider tells it."""
+class ProviderNotice:
+    """One notice of a provider."""
 
     provider: str
     identity: str
-    """The same for as long as it is the same notice; no other provider uses it."""
+    """Constant while it is the same notice, and unique among all providers."""
     kind: NoticeKind
     deadline: float
-    """On the agent's clock, seconds."""
+    """Seconds on the agent's clock."""
     detail: str = ""
     final: bool = False
     """The agent ends once the node is drained."""
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
-    """All that stands."""
+class NoticeTracker:
+    """All notices of a node."""
 
-    heard: dict[str, tuple[Heard, ...]] = field(default_factory=dict)
-    """By source."""
-    spent: tuple[str, ...] = ()
+    by_source: dict[str, tuple[ProviderNotice, ...]] = field(default_factory=dict)
+    false: tuple[str, ...] = ()
     """Identities of false notices."""
-    told: Heard | None = None
-    """What the coordinator was told last."""
+    sent: ProviderNotice | None = None
+    """The notice that the coordinator knows."""
     parked: bool = False
 
     @property
-    def standing(self) -> tuple[Heard, ...]:
-        """Everything that was not found false."""
-        return tuple(one for many in self.heard.values() for one in many if one.identity not in self.spent)
+    def active(self) -> tuple[ProviderNotice, ...]:
+        """All notices that were not found false."""
+        notices = (one for many in self.by_source.values() for one in many)
+        return tuple(one for one in notices if one.identity not in self.false)
 
     @property
-    def strongest(self) -> Heard | None:
-        """What counts of it."""
-        leave = [one for one in self.standing if one.kind is NoticeKind.LEAVE]
-        hints = [one for one in self.standing if one.kind is NoticeKind.HINT]
+    def effective(self) -> ProviderNotice | None:
+        """The notice that decides; it is final if any notice is."""
+        leave = [one for one in self.active if one.kind is NoticeKind.LEAVE]
+        hints = [one for one in self.active if one.kind is NoticeKind.HINT]
         first = min(leave or hints, key=lambda one: one.deadline, default=None)
         return first and replace(first, final=any(one.final for one in leave))
 
@@ -68,82 +69,98 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Say to the coordinator what counts now; None: nothing stands."""
+class SendNotice:
+    """Send the effective notice to the coordinator; None: there is none any more."""
 
-    heard: Heard | None
+    notice: ProviderNotice | None
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """The provider may go ahead: nothing is lost with this node any more."""
+    """Tell the provider to proceed: the node holds nothing any more."""
 
-    heard: Heard
+    notice: ProviderNotice
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class RejoinJob:
     """The node stays: join again, as a new member."""
 
 
-Action = Tell | Acknowledge | Return
-Result = tuple[Desk, tuple[Action, ...]]
+TrackerAction = SendNotice | Acknowledge | RejoinJob
+TrackerTransition = tuple[NoticeTracker, tuple[TrackerAction, ...]]
 
 
-def heard(desk: Desk, source: str, found: Sequence[Heard]) -> Result:
-    """A source was read. A deadline that it tells again only counts if it is sooner."""
-    known = {one.identity: one for one in desk.heard.get(source, ())}
-    kept = []
-    for one in found[:MOST]:
-        before = known.get(one.identity)
-        kept.append(replace(one, deadline=min(one.deadline, before.deadline)) if before else one)
-    over = set(known) - {one.identity for one in kept}  # taken back: if it comes again it is another
-    spent = tuple(identity for identity in desk.spent if identity not in over)
-    return _settle(replace(desk, heard={**desk.heard, source: tuple(kept)}, spent=spent))
+def source_read(
+    tracker: NoticeTracker, source: str, found: Sequence[ProviderNotice]
+) -> TrackerTransition:
+    """Record all notices of a source. The deadline of a known notice can only get sooner."""
+    known = {one.identity: one for one in tracker.by_source.get(source, ())}
+    notices = tuple(
+        replace(one, deadline=min(one.deadline, known[one.identity].deadline))
+        if one.identity in known
+        else one
+        for one in found[:MOST]
+    )
+    # A withdrawn notice that comes again is a new one.
+    withdrawn = known.keys() - {one.identity for one in notices}
+    false = tuple(identity for identity in tracker.false if identity not in withdrawn)
+    by_source = {**tracker.by_source, source: notices}
+    return _settle(replace(tracker, by_source=by_source, false=false))
 
 
-def looked(desk: Desk, now: float, overdue_s: float) -> Result:
-    """Time passed: notices that are overdue were false. A final one never is: its node ends."""
-    late = [one.identity for one in desk.standing if now > one.deadline + overdue_s and not one.final]
+def expire_overdue(tracker: NoticeTracker, now: float, overdue_s: float) -> TrackerTransition:
+    """Mark notices as false that are overdue. A final notice is never false: its node ends."""
+    late = [
+        one.identity for one in tracker.active if now > one.deadline + overdue_s and not one.final
+    ]
     if not late:
-        return desk, ()
-    return _settle(replace(desk, spent=(*desk.spent, *late)[-MOST:]))
+        return tracker, ()
+    return _settle(replace(tracker, false=(*tracker.false, *late)[-MOST:]))
 
 
-def released(desk: Desk) -> Result:
-    """The coordinator let the drained node go."""
-    leave = tuple(Acknowledge(one) for one in desk.standing if one.kind is NoticeKind.LEAVE)
-    desk, more = _settle(replace(desk, parked=True))
-    return desk, (*leave, *more)
+def node_released(tracker: NoticeTracker) -> TrackerTransition:
+    """The coordinator released the drained node."""
+    leave = tuple(Acknowledge(one) for one in tracker.active if one.kind is NoticeKind.LEAVE)
+    tracker, more = _settle(replace(tracker, parked=True))
+    return tracker, (*leave, *more)
 
 
-def again(desk: Desk) -> tuple[Action, ...]:
-    """What a coordinator that may not know it has to be told."""
-    return (Tell(desk.told),) if desk.told is not None else ()
+def resend(tracker: NoticeTracker) -> tuple[TrackerAction, ...]:
+    """Actions after a reconnect, for a coordinator that may not know the notice."""
+    return (SendNotice(tracker.sent),) if tracker.sent is not None else ()
 
 
-def message(node: str, incarnation: str, heard: Heard | None, now: float) -> m.Notice:
-    """What counts, for the coordinator: seconds from now instead of a time."""
-    if heard is None:
+def notice_message(
+    node: str, incarnation: str, notice: ProviderNotice | None, now: float
+) -> m.Notice:
+    """The message to the coordinator. Its deadline is in seconds from now."""
+    if notice is None:
         return m.Notice(node, incarnation, NoticeKind.NONE)
-    left_s = max(0.0, heard.deadline - now)
-    return m.Notice(node, incarnation, heard.kind, heard.provider, left_s, heard.detail, heard.final)
+    left_s = max(0.0, notice.deadline - now)
+    return m.Notice(
+        node, incarnation, notice.kind, notice.provider, left_s, notice.detail, notice.final
+    )
 
 
-def _settle(desk: Desk) -> Result:
-    """Say what counts now if that is news; return if nothing keeps a parked node away."""
-    old, new = desk.told, desk.strongest
-    if desk.parked and (new is None or new.kind is not NoticeKind.LEAVE):
-        told = (Tell(new),) if new is not None else ()
-        return replace(desk, parked=False, told=new), (Return(), *told)
-    if desk.parked or not _news(old, new):
-        return desk, ()
-    softer = old is not None and new is not None and new.kind is not old.kind and new.kind is NoticeKind.HINT
-    actions = (Tell(None), Tell(new)) if softer else (Tell(new),)
-    return replace(desk, told=new), actions
+def _settle(tracker: NoticeTracker) -> TrackerTransition:
+    """Send the effective notice if it changed; rejoin if nothing keeps a parked node away."""
+    old, new = tracker.sent, tracker.effective
+    if tracker.parked:
+        if new is not None and new.kind is NoticeKind.LEAVE:
+            return tracker, ()
+        send = (SendNotice(new),) if new is not None else ()
+        return replace(tracker, parked=False, sent=new), (RejoinJob(), *send)
+    if not _changed(old, new):
+        return tracker, ()
+    withdraw: tuple[TrackerAction, ...] = ()
+    if old is not None and new is not None and old.kind is not new.kind:
+        withdraw = (SendNotice(None),) if new.kind is NoticeKind.HINT else ()
+    return replace(tracker, sent=new), (*withdraw, SendNotice(new))
 
 
-def _news(old: Heard | None, new: Heard | None) -> bool:
+def _changed(old: ProviderNotice | None, new: ProviderNotice | None) -> bool:
     if old is None or new is None:
         return old is not new
-    return new.kind is not old.kind or new.final > old.final or new.deadline < old.deadline - SAME_S
+    sooner = new.deadline < old.deadline - SAME_S
+    return new.kind is not old.kind or new.final > old.final or sooner

@@ -1,7 +1,8 @@
-"""The rule for `--backup auto`: look at the pair of schemes again when enough was measured, or when that has changed.
+"""Backup policy for `--backup auto`: change the pair of schemes if that is worth its pause.
 
-What a pair costs and which one is best is `elastic.planning.backup.backup_cost`, what is known `elastic.core.job.measured_conditions`; here
-stands whether another pair is worth the pause of changing to it.
+It checks again once enough was measured, or once the measurements have changed much. The costs of a
+pair are in `elastic.planning.backup.backup_cost`, the measurements in
+`elastic.core.job.measured_conditions`.
 """
 
 from __future__ import annotations
@@ -9,72 +10,78 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.core.health.backup_metrics import BackupMetrics
-from elastic.core.job import epoch_change as epoch_change
-from elastic.core.job.measured_conditions import weighing
-from elastic.core.job.state import Cause, CauseKind, JobState, Note, Result
+from elastic.core.job.epoch_change import begin_change
+from elastic.core.job.measured_conditions import backup_conditions
+from elastic.core.job.state import Cause, CauseKind, JobState, JobTransition, LogEntry
 from elastic.planning.backup.amortization import horizon_s
 from elastic.planning.backup.backup_cost import Estimate, Weighing, choose, estimate, estimates
 
-STEPS = 16
-"""Steps of an epoch that every node of the plan must have measured."""
-LOOK_S = 10.0
-"""Between two looks."""
+MIN_STEPS = 16
+"""Steps of the epoch that every node of the plan must have measured."""
+CHECK_INTERVAL_S = 10.0
+"""Least time between two checks."""
 CHANGED = 1.5
-"""Factor by which a figure must have changed to be worth another look."""
+"""A check is due when a figure has changed by this factor."""
 GAIN = 0.01
-"""Share of the expected time that another pair must save."""
+"""Fraction of the expected time that another pair must save."""
 
 
-def rechoose(state: JobState, now: float) -> Result | None:
-    """Change the schemes at the end of a step, if others are expected to save enough."""
+def change_backup(state: JobState, now: float) -> JobTransition | None:
+    """Change the schemes at the end of the step, if another pair is expected to save enough."""
     if not _due(state, now):
         return None
-    state = state.of(weighed_at=now)
-    by = weighing(state)
-    if by is None or not _changed(state.weighed, by.figures):
+    state = state.of(backup_checked_at=now)
+    conditions = backup_conditions(state)
+    if conditions is None or not _changed(state.backup_figures, conditions.figures):
         return state, (), ""
-    state, plan = state.of(weighed=by.figures), state.plan
+    state, plan = state.of(backup_figures=conditions.figures), state.plan
     assert plan is not None
-    nodes = tuple(mb.report.info for mb in state.members.values())
-    found = estimates(plan, by, nodes)
-    here = estimate(plan, f"{plan.gradients}+{plan.state}", by, nodes)
-    best, _ = choose(found, by.room_bytes)
+    found = estimates(plan, conditions, state.infos)
+    here = estimate(plan, f"{plan.gradients}+{plan.state}", conditions, state.infos)
+    best, _ = choose(found, conditions.room_bytes)
     saved = 1 - best.expected_s / here.expected_s if here.expected_s > 0 else 0.0
-    # A change that did not bring the pair is not made for it again.
-    worth = best.pair != state.wanted or best.pair == here.pair
-    worth = worth and saved >= GAIN and saved * horizon_s(by.hazard_per_s, len(plan.nodes())) > by.pause_s
+    saved_s = saved * horizon_s(conditions.hazard_per_s, len(plan.nodes()))
+    # If the last change for this pair did not install it, no second change is made for it.
+    repeated = best.pair == state.requested_backup and best.pair != here.pair
+    worth = not repeated and saved >= GAIN and saved_s > conditions.pause_s
     why = f"{here}; {best}: {saved:+.1%} of the expected time"
-    note = _note(here, best, worth, why, by, found)
+    entry = _entry(here, best, worth, why, conditions, found)
     if not worth:
-        return state, (note,), f"backup stays: {why}"
-    state, cause = state.of(wanted=best.pair), Cause(CauseKind.BACKUP, f"backup {best.pair}")
-    state, actions, reason = epoch_change.begin(state, cause, now, boundary=True)
-    return state, (note, *actions), f"{reason}; {why}"
+        return state, (entry,), f"backup stays: {why}"
+    cause = Cause(CauseKind.BACKUP, f"backup {best.pair}")
+    state = state.of(requested_backup=best.pair)
+    state, actions, reason = begin_change(state, cause, now, boundary=True)
+    return state, (entry, *actions), f"{reason}; {why}"
 
 
 def _due(state: JobState, now: float) -> bool:
-    """Whether it is time to look: the running plan is protected, and every node of it has measured enough."""
+    """Whether the plan is protected, the interval is over and every node has measured enough."""
     plan = state.plan
-    if state.policy.backup != "auto" or plan is None or not plan.peers or state.change is not None:
+    if state.policy.backup != "auto" or plan is None or not plan.peers or not state.stable:
         return False
-    if state.trimmed < state.epoch or state.joining or now - state.weighed_at < LOOK_S:
+    if now - state.backup_checked_at < CHECK_INTERVAL_S:
         return False
     members = [state.members[node] for node in plan.nodes() if node in state.members]
     known = [state.gauges.get(mb.report.info.incarnation, BackupMetrics()) for mb in members]
-    return all(gauge.epoch == plan.epoch and gauge.steps >= STEPS for gauge in known)
+    return all(gauge.epoch == plan.epoch and gauge.steps >= MIN_STEPS for gauge in known)
 
 
 def _changed(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
     return not before or any(
-        max(a, b) > CHANGED * min(a, b) for a, b in zip(before, after, strict=True) if max(a, b) > 0
+        max(pair) > CHANGED * min(pair) for pair in zip(before, after, strict=True) if max(pair) > 0
     )
 
 
-def _note(
-    here: Estimate, best: Estimate, worth: bool, why: str, by: Weighing, found: Sequence[Estimate]
-) -> Note:
-    """The evidence: all pairs, and the figures that they were weighed by."""
-    profile = by.profile
+def _entry(
+    here: Estimate,
+    best: Estimate,
+    worth: bool,
+    why: str,
+    conditions: Weighing,
+    found: Sequence[Estimate],
+) -> LogEntry:
+    """Log entry with the estimates of all pairs and the figures behind them."""
+    profile = conditions.profile
     data = {
         "now": here.pair,
         "best": best.pair,
@@ -84,6 +91,6 @@ def _note(
         "link_bytes_per_s": round(profile.link.bytes_per_s),
         "copy_bytes_per_s": round(profile.copy_bytes_per_s),
         "contention": round(profile.contention, 3),
-        "losses_per_node_hour": round(by.hazard_per_s * 3600, 4),
+        "losses_per_node_hour": round(conditions.hazard_per_s * 3600, 4),
     }
-    return Note("backup", data)
+    return LogEntry("backup", data)

@@ -1,12 +1,12 @@
-"""What a node's own notice leads to, on the coordinator's side.
+"""Drain: the coordinator's reaction to the notices of nodes.
 
-    leave   the node is drained at the end of the step, as by `elastic drain`; at once when time is short
-    hint    it is expected to go: where a spare can take its place it does, at the end of a step; else plans only know
-            how long it will probably stay, and weigh it at the next change (`elastic.core.job.join_policy`)
-    none    taken back: a drain that has not ended is ended, and the node takes part again
+    leave   drain the node at the end of the step, as `elastic drain` does; at once if time is short
+    hint    let a spare take its place at the end of a step. Without a spare, only later plans count
+            with its expected end (`elastic.core.job.join_policy`)
+    none    the notice was withdrawn: stop the drain, the node takes part again
 
-All nodes that have been told to leave when a plan is made are left out of it: many notices, one change. A notice that
-is repeated changes nothing; one with a sooner deadline moves the deadline.
+A plan leaves out all nodes that are draining at that time, so many notices lead to one change. A
+repeated notice changes nothing, unless it has an earlier deadline.
 """
 
 from __future__ import annotations
@@ -14,21 +14,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.job import epoch_change as epoch_change
-from elastic.core.job.join_policy import arrived, key
-from elastic.core.job.membership import put
-from elastic.core.job.state import Action, Cause, CauseKind, JobState, Member, Note, Result, Send
+from elastic.core.job.epoch_change import begin_change, candidates
+from elastic.core.job.join_policy import member_key, with_expected_end
+from elastic.core.job.membership import with_member
+from elastic.core.job.state import (
+    Cause,
+    CauseKind,
+    JobAction,
+    JobState,
+    JobTransition,
+    LogEntry,
+    Member,
+    Send,
+)
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NoticeKind
-from elastic.core.protocol.timeouts import budget
 from elastic.domain.errors import EXIT_DRAINED
 
 SAME_S = 1.0
 """Deadlines that differ by less are the same."""
 
 
-def noticed(state: JobState, event: m.Notice, now: float) -> Result:
-    """Take note of what a node was told."""
+def notice_received(state: JobState, event: m.Notice, now: float) -> JobTransition:
+    """Record the notice of a node."""
     member = state.members.get(event.node)
     if member is None or member.report.info.incarnation != event.incarnation:
         over = state.ending
@@ -43,47 +51,53 @@ def noticed(state: JobState, event: m.Notice, now: float) -> Result:
             return _withdrawn(state, member, now)
 
 
-def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> Result:
+def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> JobTransition:
     deadline = now + max(0.0, event.deadline_s)
-    fresh = not member.draining
+    first, earlier = not member.draining, member.notice
     sooner = deadline < member.drain_deadline - SAME_S
-    ends = event.final and member.notice is not None and not member.notice.final
-    if not (fresh or sooner or ends):
+    becomes_final = event.final and earlier is not None and not earlier.final
+    if not (first or sooner or becomes_final):
         return state, (), f"notice of {member.node}: known"
-    deadline = deadline if fresh else min(deadline, member.drain_deadline)
-    asked = member.draining and member.notice is None  # by `elastic drain`, which stands
-    final = event.final or (member.draining and member.notice is not None and member.notice.final)
-    notice = None if asked else replace(event, final=final)
-    state = put(state, replace(member, draining=True, drain_deadline=deadline, notice=notice))
-    told = _told(event)
-    reason = f"{member.node} leaves within {max(0.0, event.deadline_s):.3g} s ({told['source']})"
-    drain = (Note("drain", {"node": member.node, "deadline_s": told["deadline_s"]}),) if fresh else ()
-    return state, (Note("notice", {**told, "reason": reason}), *drain), reason
+    if not first:
+        deadline = min(deadline, member.drain_deadline)
+    notice = None  # a drain by `elastic drain` remains one
+    if first or earlier is not None:
+        final = not first and earlier is not None and earlier.final
+        notice = replace(event, final=event.final or final)
+    member = replace(member, draining=True, drain_deadline=deadline, notice=notice)
+    data = _notice_data(event)
+    left_s = max(0.0, event.deadline_s)
+    reason = f"{member.node} leaves within {left_s:.3g} s ({data['source']})"
+    entries = [LogEntry("notice", {**data, "reason": reason})]
+    if first:
+        entries.append(LogEntry("drain", {"node": member.node, "deadline_s": data["deadline_s"]}))
+    return with_member(state, member), tuple(entries), reason
 
 
-def _hint(state: JobState, member: Member, event: m.Notice, now: float) -> Result:
+def _hint(state: JobState, member: Member, event: m.Notice, now: float) -> JobTransition:
     if member.draining or member.notice is not None:
         return state, (), f"notice of {member.node}: known"
-    until = now + max(0.0, event.deadline_s)
-    until = min(member.until, until) if member.until else until
-    state = put(state, replace(member, until=until, notice=event, weighed=False))
-    told = _told(event)
-    reason = f"{member.node} is expected to go within {until - now:.3g} s ({told['source']})"
-    return state, (Note("notice", {**told, "reason": reason}),), reason
+    end = now + max(0.0, event.deadline_s)
+    end = min(member.expected_end, end) if member.expected_end else end
+    member = replace(member, expected_end=end, notice=event, hint_used=False)
+    data = _notice_data(event)
+    reason = f"{member.node} is expected to go within {end - now:.3g} s ({data['source']})"
+    entry = LogEntry("notice", {**data, "reason": reason})
+    return with_member(state, member), (entry,), reason
 
 
-def _withdrawn(state: JobState, member: Member, now: float) -> Result:
+def _withdrawn(state: JobState, member: Member, now: float) -> JobTransition:
     if member.notice is None:
         return state, (), f"notice of {member.node}: none to take back"
-    told = _told(replace(member.notice, kind=NoticeKind.NONE))
-    stays = arrived(replace(member, draining=False, drain_deadline=0.0, notice=None, weighed=False), now)
-    considered = tuple(one for one in state.considered if one != key(member))
-    reason = f"{member.node} stays after all ({told['source']})"
-    note = Note("notice", {**told, "reason": reason})
-    return put(state, stays).of(considered=considered), (note,), reason
+    data = _notice_data(replace(member.notice, kind=NoticeKind.NONE))
+    stays = replace(member, draining=False, drain_deadline=0.0, notice=None, hint_used=False)
+    considered = tuple(one for one in state.considered if one != member_key(member))
+    state = with_member(state, with_expected_end(stays, now)).of(considered=considered)
+    reason = f"{member.node} stays after all ({data['source']})"
+    return state, (LogEntry("notice", {**data, "reason": reason}),), reason
 
 
-def _told(event: m.Notice) -> dict[str, Any]:
+def _notice_data(event: m.Notice) -> dict[str, Any]:
     source = ": ".join(text for text in (event.provider, event.detail) if text)
     return {
         "node": event.node,
@@ -94,48 +108,39 @@ def _told(event: m.Notice) -> dict[str, Any]:
     }
 
 
-def cause(state: JobState) -> Cause:
-    """Why nodes that leave are moved off: all of them at once."""
+def drain_cause(state: JobState) -> Cause:
+    """Cause of a change that moves all draining nodes' layers away."""
     leaving = [mb for mb in state.members.values() if mb.draining]
-    said = [f"{mb.node}{f' ({mb.notice.provider})' if mb.notice else ''}" for mb in leaving]
-    return Cause(CauseKind.DRAIN, f"drain {' '.join(said)}", tuple(mb.node for mb in leaving))
+    names = [f"{mb.node} ({mb.notice.provider})" if mb.notice else mb.node for mb in leaving]
+    return Cause(CauseKind.DRAIN, f"drain {' '.join(names)}", tuple(mb.node for mb in leaving))
 
 
-def farewell(member: Member) -> Action:
-    """What a drained node is told: to end, or to wait for what becomes of it."""
+def release_order(member: Member) -> JobAction:
+    """Order for a drained node: end, or wait because its notice may be withdrawn."""
     if member.notice is None or member.notice.final:
         return Send(member.node, m.Stop(EXIT_DRAINED, "drained"))
     return Send(member.node, m.Released("drained"))
 
 
-def step_aside(state: JobState, now: float) -> Result | None:
-    """Nodes that will probably go make place for spares, at the end of a step."""
+def replace_hinted_nodes(state: JobState, now: float) -> JobTransition | None:
+    """Let spares replace nodes with a hint, at the end of a step."""
     assert state.plan is not None
-    if state.change is not None or state.trimmed < state.epoch or state.joining:
+    if not state.stable:
         return None
     held = set(state.plan.nodes())
-    likely = [mb for mb in state.members.values() if mb.node in held and _hinted(mb) and not mb.weighed]
-    spares = [mb for mb in epoch_change.candidates(state) if mb.node not in held and mb.notice is None]
-    if not likely or not spares:
+    members = state.members.values()
+    hinted = [mb for mb in members if mb.node in held and _hinted(mb) and not mb.hint_used]
+    spares = [mb for mb in candidates(state) if mb.node not in held and mb.notice is None]
+    if not hinted or not spares:
         return None
-    for member in likely:
-        state = put(state, replace(member, weighed=True))
-    why = f"{' '.join(mb.node for mb in likely)} may go, {' '.join(mb.node for mb in spares)} can step in"
-    cause = Cause(CauseKind.OTHER, why, tuple(mb.node for mb in likely))
-    return epoch_change.begin(state, cause, now, boundary=True)
+    for member in hinted:
+        state = with_member(state, replace(member, hint_used=True))
+    going, coming = (" ".join(mb.node for mb in some) for some in (hinted, spares))
+    why = f"{going} may go, {coming} can step in"
+    cause = Cause(CauseKind.OTHER, why, tuple(mb.node for mb in hinted))
+    return begin_change(state, cause, now, boundary=True)
 
 
 def _hinted(member: Member) -> bool:
-    return member.notice is not None and member.notice.kind is NoticeKind.HINT and not member.draining
-
-
-def retimed(state: JobState) -> tuple[JobState, tuple[Action, ...]]:
-    """Limits on waiting as they follow from what was measured; told when they are others than before."""
-    limits = budget(state.policy.lease_s, heartbeat_s=state.policy.heartbeat_s, seen=state.seen)
-    if limits == state.timeouts:
-        return state, ()
-    before = state.timeouts
-    changed = [name for name in limits.__slots__ if getattr(limits, name) != getattr(before, name, None)]
-    measured = {name: getattr(state.seen, name) for name in ("step_s", "microbatch_s", "pause_s")}
-    note = Note("timeouts", {name: getattr(limits, name) for name in changed} | {"measured": measured})
-    return state.of(timeouts=limits), (note,)
+    hint = member.notice is not None and member.notice.kind is NoticeKind.HINT
+    return hint and not member.draining

@@ -1,9 +1,10 @@
-"""Health in the job's state: what nodes tell becomes findings, and findings become changes of the plan.
+"""Remediation: findings about the health of nodes, and the changes of plan that follow.
 
-Observations come with reports (crashes, hangs), losses, health reports (devices, disks, memory, clock, links) and
-measured paces (`elastic.core.policy.straggler_policy`). Each is classified and gets an action by `elastic.core.health.diagnosis`; actions that
-need another plan are carried out at the end of a step, like every planned change. Nobody is put aside without whom no
-plan fits, and nobody for what happens to the others as well.
+Observations come from node reports (crashes, hangs), losses, health reports (devices, disks,
+memory, clock, links) and measured compute speeds (`elastic.core.policy.straggler_policy`).
+`elastic.core.health.diagnosis` classifies each one. A remedy that needs another plan is applied at
+the end of a step, like every planned change. A node is not quarantined if no plan fits without it,
+or if the same happens to the other nodes too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.health import diagnosis as health
-from elastic.core.health import link_speed as linkpace
+from elastic.core.health import diagnosis, link_speed
 from elastic.core.health.compute_speed import MIN_SLOW_FACTOR
 from elastic.core.health.diagnosis import (
     EXCLUDING_ACTIONS,
@@ -22,51 +22,49 @@ from elastic.core.health.diagnosis import (
     HealthAction,
     NodeHealth,
 )
-from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import quarantine
-from elastic.core.job.quarantine import clear, of, put, tell
+from elastic.core.job.epoch_change import begin_change, candidates, plan_request
+from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of, with_record
 from elastic.core.job.state import (
-    Action,
     Cause,
     CauseKind,
-    Finish,
-    HealthSeen,
+    HealthReported,
+    JobAction,
+    JobFinished,
     JobPhase,
     JobState,
-    Note,
-    Result,
+    JobTransition,
+    LogEntry,
     Send,
 )
-from elastic.core.job.stragglers import factor
-from elastic.core.policy.slow_link import Verdict, weigh
+from elastic.core.job.stragglers import compute_slowdown
+from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
 from elastic.core.protocol.device_errors import is_device_error
-from elastic.core.protocol.health_report import HealthReport, JoinRefused, PreflightCheck
+from elastic.core.protocol.health_report import HealthReport, LinkTraffic
 from elastic.core.protocol.messages import NodePhase, NodeReport, Stop
 from elastic.domain.errors import EXIT_FAILURE, InfeasiblePlan
 from elastic.planning.search.search import make_plan
 
-Told = tuple[JobState, tuple[Action, ...]]
-DURATIONS = 32
-"""Steps whose durations are kept."""
-WELL = 2.0
-"""A slow link is well again when it carries more than what it did before, over this."""
+RECOVERED_LINK = 2.0
+"""A slow link is well again when it carries more than its usual rate divided by this."""
 KEPT_MORE = 64
-"""Records of nodes that are not there, besides as many as there are members."""
+"""Number of departed nodes, beyond the number of members, whose records are kept."""
 
 
 # ---- crashes, hangs, losses ----
 
 
-def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Told:
-    """A node's workers crashed or hung, if its report says so: restart them; if that does not help, put it aside."""
+def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Findings:
+    """Handle crashed or hung workers: restart them; if that does not help, quarantine the node."""
     if report.crash_count <= was.crash_count or state.spec is None or state.ending is not None:
         return state, ()
     node, limits = report.info.node, state.policy.health
-    record = health.record_crash(of(state, node), now, limits, report.crash_count - was.crash_count, _reached(state))
-    state = put(state, node, record)
+    crashes = report.crash_count - was.crash_count
+    record = diagnosis.record_crash(record_of(state, node), now, limits, crashes, _newest_step(state))
+    state = with_record(state, node, record)
     hopeless = _hopeless(state, node)
     if hopeless:
-        return _give_up(state, f"{hopeless}; {node}: {report.cause}")
+        return _end_job(state, f"{hopeless}; {node}: {report.cause}")
     evidence: dict[str, Any] = {
         "cause": report.cause,
         "crashes": len(record.crashes),
@@ -74,101 +72,109 @@ def fell(state: JobState, was: NodeReport, report: NodeReport, now: float) -> To
     }
     if report.detect_s:
         evidence["detect_s"] = round(report.detect_s, 3)
-    loops = health.is_crash_looping(record, limits) or report.phase is NodePhase.FAILED
+    loops = diagnosis.is_crash_looping(record, limits) or report.phase is NodePhase.FAILED
     device = is_device_error(report.cause)
     if not loops or record.quarantined:
         why = f"{report.cause}: its workers are started again"
         kind = FaultClass.DEVICE if device and not record.quarantined else FaultClass.PROCESS
-        return tell(state, node, Finding(kind, HealthAction.RESTART, why, evidence, now))
-    excuse = _excuse(state, node, lambda one: len(one.crashes) >= 2)
+        return add_finding(state, node, Finding(kind, HealthAction.RESTART, why, evidence, now))
+    excuse = _excuse(state, node, _crashed_twice)
     if excuse:
-        return tell(state, node, Finding(FaultClass.PROCESS, HealthAction.RESTART, excuse, evidence, now))
+        finding = Finding(FaultClass.PROCESS, HealthAction.RESTART, excuse, evidence, now)
+        return add_finding(state, node, finding)
     known = record.finding(FaultClass.DEVICE)
     device = device or (known is not None and known.action is not HealthAction.RESTART)
-    why = f"its workers went down {len(record.crashes)} times: starting them again does not help"
+    why = f"its workers crashed {len(record.crashes)} times: starting them again does not help"
     kind = FaultClass.DEVICE if device else FaultClass.HOST
-    return tell(state, node, Finding(kind, _away(state, node), why, evidence, now))
+    return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
 
-def _reached(state: JobState) -> int:
-    """The newest step that the job finished; -1: none."""
+def _newest_step(state: JobState) -> int:
+    """Newest step that the job finished; -1: none."""
     return state.record.step if state.record is not None else -1
 
 
+def _crashed_twice(record: NodeHealth) -> bool:
+    return len(record.crashes) >= 2
+
+
 def _hopeless(state: JobState, node: str) -> str:
-    """Why it is of no use to start the workers of `node` once more, or ""."""
-    limits, reached = state.policy.health, _reached(state)
-    stuck = {name: one.stuck for name, one in state.health.items() if one.stuck and one.stuck_at >= reached}
+    """Reason to end the job instead of another restart of the workers of `node`, or ""."""
+    limits, newest = state.policy.health, _newest_step(state)
+    stuck = {
+        n: one.stuck for n, one in state.health.items() if one.stuck and one.stuck_at >= newest
+    }
     looping = sorted(name for name, times in stuck.items() if times >= limits.crashes)
     if len(looping) >= limits.fatal_nodes:
         return f"workers crash on {' '.join(looping)}, and no step is finished between"
     times = stuck.get(node, 0)
-    excuse = _excuse(state, node, lambda one: len(one.crashes) >= 2) if times >= limits.hopeless else ""
-    return f"workers crashed {times} times, and no step was finished between; {excuse}" if excuse else ""
+    excuse = _excuse(state, node, _crashed_twice) if times >= limits.hopeless else ""
+    text = f"workers crashed {times} times, and no step was finished between; {excuse}"
+    return text if excuse else ""
 
 
-def _give_up(state: JobState, why: str) -> Told:
-    finish = Finish(EXIT_FAILURE, why)
-    stops: list[Action] = [Send(name, Stop(EXIT_FAILURE, why)) for name in state.members]
+def _end_job(state: JobState, why: str) -> Findings:
+    finish = JobFinished(EXIT_FAILURE, why)
+    stops = [Send(name, Stop(EXIT_FAILURE, why)) for name in state.members]
     return state.of(phase=JobPhase.FAILED, ending=finish), (*stops, finish)
 
 
-def departed(state: JobState, node: str, why: str, now: float) -> Told:
-    """A node was lost. One that comes back only to be lost again is put aside when it comes back."""
+def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
+    """Handle a lost node: if it was lost repeatedly, quarantine it for when it returns."""
     limits = state.policy.health
-    record = health.record_departure(of(state, node), now, limits)
-    state = _forget(put(state, node, record), now)
-    if not state.trained or record.quarantined or not health.is_flapping(record, limits):
+    record = diagnosis.record_departure(record_of(state, node), now, limits)
+    state = _without_old_records(with_record(state, node, record), now)
+    if not state.trained or record.quarantined or not diagnosis.is_flapping(record, limits):
         return state, ()
-    if _excuse(state, node, lambda one: len(one.departures) >= 2):
+    if _excuse(state, node, lambda other: len(other.departures) >= 2):
         return state, ()
     times = len(record.departures)
     evidence = {"departures": times, "window_s": limits.window_s, "last": why}
     reason = f"it was lost {times} times in {limits.window_s:g} s"
-    return tell(state, node, Finding(FaultClass.HOST, _away(state, node), reason, evidence, now))
+    finding = Finding(FaultClass.HOST, _away(state, node), reason, evidence, now)
+    return add_finding(state, node, finding)
 
 
-def _excuse(state: JobState, node: str, too: Callable[[NodeHealth], bool]) -> str:
-    """Why `node` is not put aside for what happened to it, or ""."""
+def _excuse(state: JobState, node: str, affected: Callable[[NodeHealth], bool]) -> str:
+    """Reason not to quarantine `node`: half of the others are affected as well, or no plan fits."""
     others = [other for other in state.members if other != node]
-    same = [other for other in others if too(of(state, other))]
+    same = [other for other in others if affected(record_of(state, other))]
     if same and 2 * len(same) >= len(others):
         return f"the same happens on {' '.join(same)}: it is not this node"
-    return "" if _feasible(state, node) else "no plan fits without it"
+    return "" if _feasible_without(state, node) else "no plan fits without it"
 
 
-def _feasible(state: JobState, *nodes: str) -> bool:
-    """Whether a plan fits the nodes at hand but these."""
+def _feasible_without(state: JobState, node: str) -> bool:
     if state.spec is None:
         return False
     try:
-        make_plan(replace(epoch_change.request(state, state.epoch + 1), dead=frozenset(nodes)))
+        make_plan(replace(plan_request(state, state.epoch + 1), dead=frozenset({node})))
     except InfeasiblePlan:
         return False
     return True
 
 
-def spares(state: JobState) -> tuple[str, ...]:
-    """Nodes that could take a stage, and hold none."""
+def spare_nodes(state: JobState) -> tuple[str, ...]:
+    """Nodes that can take a stage and hold none."""
     held = state.plan.nodes() if state.plan is not None else ()
-    return tuple(mb.node for mb in epoch_change.candidates(state) if mb.node not in held)
+    return tuple(mb.node for mb in candidates(state) if mb.node not in held)
 
 
 def _away(state: JobState, node: str) -> HealthAction:
+    """REPLACE if a spare can take the place of the node, else QUARANTINE."""
     held = state.plan.nodes() if state.plan is not None else ()
-    there = [spare for spare in spares(state) if spare != node]
-    return HealthAction.REPLACE if there and node in held else HealthAction.QUARANTINE
+    spare = any(spare != node for spare in spare_nodes(state))
+    return HealthAction.REPLACE if spare and node in held else HealthAction.QUARANTINE
 
 
-def _forget(state: JobState, now: float) -> JobState:
-    """Records of nodes that went long ago go, once they are many."""
+def _without_old_records(state: JobState, now: float) -> JobState:
+    """Drop records of nodes that left long ago, once there are many."""
     if len(state.health) <= len(state.members) + KEPT_MORE:
         return state
-    limits = state.policy.health
     kept = {
         node: record
         for node, record in state.health.items()
-        if node in state.members or not health.is_forgettable(record, now, limits)
+        if node in state.members or not diagnosis.is_forgettable(record, now, state.policy.health)
     }
     return state.of(health=kept)
 
@@ -176,53 +182,59 @@ def _forget(state: JobState, now: float) -> JobState:
 # ---- health reports ----
 
 
-def seen(state: JobState, event: HealthSeen, now: float) -> Result:
-    """Take note of how a node is."""
+def health_reported(state: JobState, event: HealthReported, now: float) -> JobTransition:
+    """Record a health report and the findings from it."""
     report = event.report
     member = state.members.get(report.node)
-    if member is None or member.report.info.incarnation != report.incarnation or state.ending is not None:
+    former = member is None or member.report.info.incarnation != report.incarnation
+    if former or state.ending is not None:
         return state, (), ""
-    node, record = report.node, of(state, report.node)
-    clock = (*record.clock, round(now - report.at, 4))[-health.CLOCK_SAMPLES :]
-    state = put(state, node, replace(record, report=report, clock=clock))
-    actions: list[Action] = []
-    for look in (_device, _storage, _host, _link):
-        state, more = look(state, node, report, now)
+    node, record = report.node, record_of(state, report.node)
+    clock = (*record.clock, round(now - report.at, 4))[-diagnosis.CLOCK_SAMPLES :]
+    state = with_record(state, node, replace(record, report=report, clock=clock))
+    actions: list[JobAction] = []
+    for check in (_check_devices, _check_disks, _check_host, _check_link):
+        state, more = check(state, node, report, now)
         actions += more
-    reasons = [f"{note.data['node']}: {note.data['reason']}" for note in actions if isinstance(note, Note)]
-    return state, tuple(actions), "; ".join(reasons)
+    entries = [action.data for action in actions if isinstance(action, LogEntry)]
+    reason = "; ".join(f"{data['node']}: {data['reason']}" for data in entries)
+    return state, tuple(actions), reason
 
 
-def _device(state: JobState, node: str, report: HealthReport, now: float) -> Told:
-    record = of(state, node)
-    sick, hot = health.faulty_device(record, report.devices), health.throttled_device(report.devices)
+def _check_devices(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
+    record = record_of(state, node)
+    sick = diagnosis.faulty_device(record, report.devices)
+    hot = diagnosis.throttled_device(report.devices)
     known = record.finding(FaultClass.DEVICE)
     if sick is not None:
         reason, evidence = sick
         errors = max(record.errors, sum(device.errors for device in report.devices))
-        state = put(state, node, replace(record, errors=errors))
-        excuse = "" if _feasible(state, node) else "no plan fits without it"
-        action = HealthAction.NONE if excuse else _away(state, node)
-        why = f"{reason}; {excuse}" if excuse else reason
-        return tell(state, node, Finding(FaultClass.DEVICE, action, why, evidence, now))
+        state = with_record(state, node, replace(record, errors=errors))
+        if _feasible_without(state, node):
+            action = _away(state, node)
+        else:
+            action, reason = HealthAction.NONE, f"{reason}; no plan fits without it"
+        return add_finding(state, node, Finding(FaultClass.DEVICE, action, reason, evidence, now))
     if known is not None and known.action in EXCLUDING_ACTIONS:
         return state, ()
     if hot is not None:
         reason, evidence = hot
-        slower = factor(state, node)
+        slower = compute_slowdown(state, node)
         action = HealthAction.REBALANCE if slower >= MIN_SLOW_FACTOR else HealthAction.NONE
-        return tell(state, node, Finding(FaultClass.DEVICE, action, reason, {**evidence, "slow": slower}, now))
+        finding = Finding(FaultClass.DEVICE, action, reason, {**evidence, "slow": slower}, now)
+        return add_finding(state, node, finding)
     if known is not None and known.action is HealthAction.RESTART:
-        return state, ()  # it was told of by a crash, not by the driver
-    return clear(state, node, FaultClass.DEVICE, "its devices are well again", now)
+        return state, ()  # a crash reported it; the driver never sees it
+    return clear_finding(state, node, FaultClass.DEVICE, "its devices are well again", now)
 
 
-def _storage(state: JobState, node: str, report: HealthReport, now: float) -> Told:
-    found, known = health.full_disk(report, state.policy.health), of(state, node).finding(FaultClass.STORAGE)
+def _check_disks(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
+    found = diagnosis.full_disk(report, state.policy.health)
+    known = record_of(state, node).finding(FaultClass.STORAGE)
     if found is None:
         if known is None or known.action in EXCLUDING_ACTIONS or "error" in known.evidence:
             return state, ()
-        return clear(state, node, FaultClass.STORAGE, "there is room again", now)
+        return clear_finding(state, node, FaultClass.STORAGE, "there is room again", now)
     reason, evidence, failed = found
     if known is not None and not failed:
         return state, ()
@@ -231,59 +243,56 @@ def _storage(state: JobState, node: str, report: HealthReport, now: float) -> To
         for name, one in state.health.items()
         if name in state.members and name != node and one.report
     )
-    path = next((disk.path for disk in report.disks if str(evidence["path"]).startswith(disk.path)), "")
-    action, why = HealthAction.NONE, "training goes on, without new checkpoints" if failed else "nothing failed yet"
-    if failed and not health.has_own_disk(path, report, others):
-        why += "; the disk is not this node's alone"
-    elif failed and spares(state) and _feasible(state, node):
-        action, why = _away(state, node), "the disk is its own, and a spare is at hand"
-    return tell(state, node, Finding(FaultClass.STORAGE, action, f"{reason}; {why}", evidence, now))
+    full = str(evidence["path"])
+    path = next((disk.path for disk in report.disks if full.startswith(disk.path)), "")
+    action, why = HealthAction.NONE, "nothing failed yet"
+    if failed:
+        why = "training goes on, without new checkpoints"
+        if not diagnosis.has_own_disk(path, report, others):
+            why += "; the disk is not this node's alone"
+        elif spare_nodes(state) and _feasible_without(state, node):
+            action, why = _away(state, node), "the disk is its own, and a spare is available"
+    finding = Finding(FaultClass.STORAGE, action, f"{reason}; {why}", evidence, now)
+    return add_finding(state, node, finding)
 
 
-def stored(state: JobState, now: float) -> Told:
-    """A checkpoint is whole: whatever was refused before is written now."""
-    actions: list[Action] = []
+def checkpoint_written(state: JobState, now: float) -> Findings:
+    """A whole checkpoint was written, so disks accept data again."""
+    actions: list[JobAction] = []
     for node, record in state.health.items():
         known = record.finding(FaultClass.STORAGE)
         if known is not None and known.action not in EXCLUDING_ACTIONS:
-            state, more = clear(state, node, FaultClass.STORAGE, "checkpoints are written again", now)
+            text = "checkpoints are written again"
+            state, more = clear_finding(state, node, FaultClass.STORAGE, text, now)
             actions += more
     return state, tuple(actions)
 
 
-def _host(state: JobState, node: str, report: HealthReport, now: float) -> Told:
-    record, limits = of(state, node), state.policy.health
+def _check_host(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
+    record, limits = record_of(state, node), state.policy.health
     known = record.finding(FaultClass.HOST)
     if known is not None and known.action is not HealthAction.NONE:
         return state, ()
-    found = health.low_memory(report, limits) or health.clock_skew(record, limits)
+    found = diagnosis.low_memory(report, limits) or diagnosis.clock_skew(record, limits)
     if found is None:
-        return clear(state, node, FaultClass.HOST, "memory and clock are well again", now)
-    return tell(state, node, Finding(FaultClass.HOST, HealthAction.NONE, found[0], found[1], now))
+        return clear_finding(state, node, FaultClass.HOST, "memory and clock are well again", now)
+    return add_finding(state, node, Finding(FaultClass.HOST, HealthAction.NONE, found[0], found[1], now))
 
 
-def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
+def _check_link(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
+    """Compare the busiest link with its usual rate and with the links of the other nodes."""
     if not report.links or state.plan is None or report.epoch != state.plan.epoch:
         return state, ()
-    busiest, limits, record = (
-        max(report.links, key=lambda link: link.nbytes),
-        state.policy.health,
-        of(state, node),
-    )
-    size = busiest.nbytes / max(busiest.sends, 1)
-    rate, by, windows = busiest.best_bytes_per_s, limits.link_factor, limits.link_windows
-    pace = linkpace.record_rate(record.link, busiest.peer, rate, size, by, windows)
-    state = put(state, node, replace(record, link=pace))
-    others = {name: of(state, name).link for name in state.members if name != node}
-    slower = linkpace.slow_factor(pace, tuple(others.values()), by, windows, limits.link_least_s)
+    busiest, limits = max(report.links, key=lambda link: link.nbytes), state.policy.health
+    record, by, windows = record_of(state, node), limits.link_factor, limits.link_windows
+    size, rate = busiest.nbytes / max(busiest.sends, 1), busiest.best_bytes_per_s
+    pace = link_speed.record_rate(record.link, busiest.peer, rate, size, by, windows)
+    state = with_record(state, node, replace(record, link=pace))
+    others = tuple(record_of(state, name).link for name in state.members if name != node)
+    slower = link_speed.slow_factor(pace, others, by, windows, limits.link_least_s)
     if not slower:
         return _link_well(state, node, now) if len(pace.recent) == windows else (state, ())
-    known = of(state, node).finding(FaultClass.LINK)
-    spare = any(one != node for one in spares(state))
-    relieved = known is not None and known.action is HealthAction.REBALANCE and spare
-    if not _stable(state) or (known is not None and known.action is not HealthAction.NONE and not relieved):
-        return state, ()
-    evidence: dict[str, Any] = {
+    evidence = {
         "peer": busiest.peer,
         "bytes_per_s": round(pace.now),
         "usual_bytes_per_s": round(pace.usual),
@@ -291,117 +300,68 @@ def _link(state: JobState, node: str, report: HealthReport, now: float) -> Told:
         "sends": busiest.sends,
         "bytes": busiest.nbytes,
         "load": round(report.load, 2),
-        "others_bytes_per_s": round(max((other.now for other in others.values()), default=0.0)),
+        "others_bytes_per_s": round(max((other.now for other in others), default=0.0)),
     }
-    verdict = weigh(state, node, spare=spare)
+    return _link_slow(state, node, busiest, slower, evidence, now)
+
+
+def _link_slow(
+    state: JobState, node: str, link: LinkTraffic, slower: float, evidence: dict[str, Any], now: float
+) -> Findings:
+    known = record_of(state, node).finding(FaultClass.LINK)
+    spare = any(one != node for one in spare_nodes(state))
+    relieved = known is not None and known.action is HealthAction.REBALANCE and spare
+    handled = known is not None and known.action is not HealthAction.NONE and not relieved
+    if state.phase is not JobPhase.RUNNING or not state.stable or handled:
+        return state, ()
+    decision = choose_link_remedy(state, node, spare=spare)
     if relieved:
-        verdict = Verdict(HealthAction.REPLACE, "a spare came", of(state, node).loaded)
-    if verdict is None:
-        return state, ()  # too few steps since to tell what it costs
-    evidence["steps_slower"] = round(verdict.slowdown, 2)
-    if verdict.action is HealthAction.REBALANCE:
-        state = put(state, node, replace(of(state, node), loaded=verdict.slowdown))
-        state = state.of(rebalance=f"link of {node} to {busiest.peer} is {slower:.1f}x slower")
-    reason = f"copies to {busiest.peer} go {slower:.1f}x slower than usual; {verdict.reason}"
-    return tell(state, node, Finding(FaultClass.LINK, verdict.action, reason, evidence, now))
+        loaded = record_of(state, node).loaded
+        decision = LinkDecision(HealthAction.REPLACE, "a spare came", loaded)
+    if decision is None:
+        return state, ()
+    evidence = {**evidence, "steps_slower": round(decision.slowdown, 2)}
+    if decision.action is HealthAction.REBALANCE:
+        record = replace(record_of(state, node), loaded=decision.slowdown)
+        text = f"link of {node} to {link.peer} is {slower:.1f}x slower"
+        state = with_record(state, node, record).of(rebalance=text)
+    reason = f"copies to {link.peer} go {slower:.1f}x slower than usual; {decision.reason}"
+    return add_finding(state, node, Finding(FaultClass.LINK, decision.action, reason, evidence, now))
 
 
-def _link_well(state: JobState, node: str, now: float) -> Told:
-    record = of(state, node)
+def _link_well(state: JobState, node: str, now: float) -> Findings:
+    record = record_of(state, node)
     known = record.finding(FaultClass.LINK)
     if known is None or known.action in EXCLUDING_ACTIONS:
         return state, ()
-    before = known.evidence.get("usual_bytes_per_s") or known.evidence.get("others_bytes_per_s", 0)
-    if record.link.now * WELL < float(before):
-        return state, ()  # with other copies the link is measured anew, but it is still the same link
+    evidence = known.evidence
+    before = evidence.get("usual_bytes_per_s") or evidence.get("others_bytes_per_s", 0)
+    if record.link.now * RECOVERED_LINK < float(before):
+        return state, ()  # other copies begin a new measurement, but the link may still be slow
     if record.loaded != 1.0:
-        state = put(state, node, replace(record, loaded=1.0))
+        state = with_record(state, node, replace(record, loaded=1.0))
         state = state.of(rebalance=f"link of {node} is well again")
-    return clear(state, node, FaultClass.LINK, "its link is as fast as before", now)
+    return clear_finding(state, node, FaultClass.LINK, "its link is as fast as before", now)
 
 
 # ---- the rule of a running job ----
 
 
-def _stable(state: JobState) -> bool:
-    return (
-        state.phase is JobPhase.RUNNING
-        and state.change is None
-        and state.trimmed >= state.epoch
-        and not state.joining
-    )
-
-
-def remedy(state: JobState, now: float) -> Result | None:
-    """Change the plan for what was found, at the end of the step; let out whose quarantine is over."""
-    over = quarantine.expire(state, now)
+def apply_remedies(state: JobState, now: float) -> JobTransition | None:
+    """Change the plan for the findings at the end of the step; end expired quarantines."""
+    over = quarantine.release_expired(state, now)
     if over is not None:
         return over
-    if not _stable(state) or state.plan is None:
+    if not state.stable or state.plan is None:
         return None
     used = (*state.plan.nodes(), *(peer for _, peer in state.plan.peers))
-    out = [node for node in dict.fromkeys(used) if quarantine.holds(state, node)]
-    if out:
-        node = out[0]
-        found = next((one for one in of(state, node).findings if one.action in EXCLUDING_ACTIONS), None)
-        text = f"{node} is put aside: {found.reason}" if found else f"{node} is put aside"
-        cause = Cause(CauseKind.OTHER, text, (node,))
-        return epoch_change.begin(state.of(rebalance=""), cause, now, boundary=True)
-    if state.rebalance:
+    node = next((node for node in used if quarantine.is_quarantined(state, node)), None)
+    if node is not None:
+        findings = record_of(state, node).findings
+        why = next((f": {one.reason}" for one in findings if one.action in EXCLUDING_ACTIONS), "")
+        cause = Cause(CauseKind.OTHER, f"{node} is quarantined{why}", (node,))
+    elif state.rebalance:
         cause = Cause(CauseKind.OTHER, state.rebalance)
-        return epoch_change.begin(state.of(rebalance=""), cause, now, boundary=True)
-    return quarantine.revive(state, now)
-
-
-def timed(state: JobState, seconds: float) -> JobState:
-    """Note how long a step took, as who computed it tells: many may be heard of at once."""
-    if state.plan is None:
-        return state
-    known = tuple(one for one in state.durations if one[0] == state.plan.epoch)
-    return state.of(durations=(*known, (state.plan.epoch, round(seconds, 5)))[-DURATIONS:])
-
-
-# ---- pre-flight ----
-
-
-def admit(state: JobState, report: NodeReport, now: float) -> tuple[JobState, tuple[Action, ...], bool]:
-    """What the pre-flight of a node that asks to join tells: (state, news, whether it is taken)."""
-    flight, node, limits = report.preflight, report.info.node, state.policy.health
-    if flight is None:
-        return state, (), True
-    failed = (*flight.failed, *([] if flight.mode != "strict" else _lame(state, node, flight.score)))
-    told: dict[str, Any] = {
-        "node": node,
-        "ok": not failed,
-        "seconds": round(flight.seconds, 3),
-        "score": round(flight.score, 2),
-        "figures": {c.name: round(c.value, 6) for c in flight.checks},
-    }
-    record = of(state, node)
-    if not failed:
-        warnings = [c.remedy for c in flight.checks if not c.ok]
-        state = put(state, node, replace(record, refusals=0, refused_until=0.0, preflight=flight))
-        return state, (Note("preflight", {**told, "warnings": warnings}),), True
-    reason = "; ".join(f"{c.name}: {c.remedy}" for c in failed)
-    again = now < record.refused_until
-    record, retry_s = health.record_refusal(record, now, limits)
-    refused = Send(node, JoinRefused(reason, round(retry_s, 3)))
-    news = Note("preflight", {**told, "reason": reason, "retry_s": round(retry_s, 3)})
-    return put(state, node, record), (refused,) if again else (news, refused), False
-
-
-def _lame(state: JobState, node: str, score: float) -> tuple[PreflightCheck, ...]:
-    """Where pre-flight is strict: a node much slower than the others of its kind of device is not taken."""
-    kinds = {mb.report.info.device for mb in state.members.values()}
-    known = sorted(s for name in state.members if name != node and (s := standing_score(state, name)) > 0)
-    middle = known[len(known) // 2] if known else 0.0
-    if score <= 0 or len(kinds) > 1 or score >= state.policy.health.min_relative_speed * middle:
-        return ()
-    text = f"{score:.3g} where the others have {middle:.3g}: look for a busy or throttled device"
-    return (PreflightCheck("score", score, "", False, True, text),)
-
-
-def standing_score(state: JobState, node: str) -> float:
-    """Score of a node's newest pre-flight; 0: there was none."""
-    flight = of(state, node).preflight
-    return flight.score if flight is not None else 0.0
+    else:
+        return quarantine.restart_failed_node(state, now)
+    return begin_change(state.of(rebalance=""), cause, now, boundary=True)

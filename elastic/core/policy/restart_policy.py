@@ -1,82 +1,90 @@
-"""A node whose workers crashed comes back with its vault: whether everybody waits for it, or goes on without.
+"""Restart policy: whether all nodes wait for a node whose workers crashed and are restarting.
 
-The agent starts the workers again, and their layers lie in the node's own memory: nothing goes over the network, and
-the plan stays. Going on without costs the bytes that move, less speed until the node is back, and another pause then:
+The agent restarts the workers, and their layers are still in the memory of the node: nothing moves
+over the network and the plan stays. To continue without the node costs the bytes that move, less
+speed until it is back, and a second pause then:
 
-    wait     s                                    s: seconds until they are back, as long as the first start took
-    go on    moved bytes / link + s (1 - v) + p   v: speed without the node over that with it, p: pause of its return
+    wait       s
+    continue   moved bytes / bandwidth + s (1 - v) + p
 
-Who crashes again in the step that it was waited for in is not waited for: that step may be what it crashes of.
+with s: seconds until the workers are back, taken from the first start; v: speed without the node
+over the speed with it; p: pause for its return.
+
+There is no second wait for a node that crashes again in the same step: that step may be the cause.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
-from elastic.core.job import epoch_change as epoch_change
-from elastic.core.job import join_policy as stay
-from elastic.core.job import quarantine
+from elastic.core.job import join_policy, quarantine
+from elastic.core.job.epoch_change import plan_request
 from elastic.core.job.measured_conditions import measured_profile
-from elastic.core.job.state import JobState, Note, Result
-from elastic.core.job.stragglers import slow
+from elastic.core.job.state import JobState, JobTransition, LogEntry
+from elastic.core.job.stragglers import slowdowns
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import InfeasiblePlan
-from elastic.domain.types import LayerSpec
 from elastic.planning.cost.predict import predict
 from elastic.planning.placement.migration import links_of, transition
 from elastic.planning.search.search import make_plan
 
 PATIENCE = 2.0
-"""Times the expected start after which the others go on all the same."""
+"""The wait ends after this many times the expected start."""
 
 
-def coming(state: JobState) -> tuple[str, ...]:
-    """Nodes of the old plan whose agents live and whose workers are starting again."""
+def restarting_nodes(state: JobState) -> tuple[str, ...]:
+    """Nodes of the old plan with restarting workers; () if the plan must change anyway."""
     change = state.change
     if change is None or change.boundary or change.old_plan is None:
         return ()
-    members = [state.members.get(node) for node in change.old_plan.nodes()]
-    if any(member is None or member.draining or quarantine.holds(state, member.node) for member in members):
-        return ()  # the plan changes anyway
-    return tuple(mb.node for mb in members if mb and mb.report.phase is NodePhase.STARTING)
+    members = [mb for node in change.old_plan.nodes() if (mb := state.members.get(node))]
+    if len(members) < len(change.old_plan.nodes()):
+        return ()
+    if any(mb.draining or quarantine.is_quarantined(state, mb.node) for mb in members):
+        return ()
+    return tuple(mb.node for mb in members if mb.report.phase is NodePhase.STARTING)
 
 
-def consider(state: JobState, now: float) -> Result | None:
-    """Decide once for each change whether to wait; None: that was done, or nobody comes back."""
-    change, back = state.change, coming(state)
-    if change is None or change.wait_until or not back:
+def decide_wait(state: JobState, now: float) -> JobTransition | None:
+    """Decide once per change whether to wait; None if that was done or no node restarts."""
+    change, nodes = state.change, restarting_nodes(state)
+    if change is None or change.wait_until or not nodes:
         return None
-    left_s, again = state.start_s, [node for node in back if (node, change.step) in state.waited]
-    go_on_s, why = _without(state, left_s)
-    wait = 0 < left_s < go_on_s and not again
-    until = now + PATIENCE * left_s if wait else -1.0
-    reason = f"{' '.join(back)} back in {left_s:.3g} s; going on without: {go_on_s:.3g} s ({why})"
+    start_s = state.start_s
+    again = [node for node in nodes if (node, change.step) in state.waited]
+    without_s, why = _cost_of_continuing(state, start_s)
+    wait = 0 < start_s < without_s and not again
+    until = now + PATIENCE * start_s if wait else -1.0
+    names = " ".join(nodes)
+    reason = f"{names} back in {start_s:.3g} s; going on without: {without_s:.3g} s ({why})"
     if again:
         reason = f"{' '.join(again)} crashed again in step {change.step}; {reason}"
-    note = Note("wait", {"nodes": list(back), "wait": wait, "reason": reason})
-    waited = tuple((node, change.step) for node in back) if wait else state.waited
-    return state.of(change=replace(change, wait_until=until), waited=waited), (note,), reason
+    entry = LogEntry("wait", {"nodes": list(nodes), "wait": wait, "reason": reason})
+    waited = tuple((node, change.step) for node in nodes) if wait else state.waited
+    return state.of(change=replace(change, wait_until=until), waited=waited), (entry,), reason
 
 
-def waiting(state: JobState, now: float) -> bool:
-    """Somebody is worth waiting for, and not yet overdue."""
-    return state.change is not None and now < state.change.wait_until and bool(coming(state))
+def is_waiting(state: JobState, now: float) -> bool:
+    """Whether the wait for restarting workers goes on."""
+    change = state.change
+    return change is not None and now < change.wait_until and bool(restarting_nodes(state))
 
 
-def _without(state: JobState, left_s: float) -> tuple[float, str]:
-    """Seconds that going on at once costs, and of what they are made."""
-    assert state.change is not None and state.change.old_plan is not None and state.spec is not None
+def _cost_of_continuing(state: JobState, start_s: float) -> tuple[float, str]:
+    """Return (seconds lost by continuing at once, their parts in words)."""
+    assert state.change is not None and state.change.old_plan is not None
+    assert state.spec is not None
     old = state.change.old_plan
     try:
-        plan = make_plan(epoch_change.request(state, state.epoch))
+        plan = make_plan(plan_request(state, state.epoch))
     except InfeasiblePlan as error:
-        return float("inf"), str(error)
-    profile, infos = measured_profile(state), tuple(mb.report.info for mb in state.members.values())
-    layers: tuple[LayerSpec, ...] = state.spec.layers
-    moving_s = transition(old, plan, layers, links=links_of(profile, infos), gradients=True).seconds
-    with_s, without_s = (predict(p, profile, infos, slow(state)).step_s for p in (old, plan))
+        return inf, str(error)
+    profile, infos = measured_profile(state), state.infos
+    links = links_of(profile, infos)
+    moving_s = transition(old, plan, state.spec.layers, links=links, gradients=True).seconds
+    with_s, without_s = (predict(p, profile, infos, slowdowns(state)).step_s for p in (old, plan))
     lost = max(0.0, 1 - with_s / without_s) if without_s > 0 else 0.0
-    pause_s = stay.outlook(state, state.ticked).pause_in_s
-    return moving_s + left_s * lost + pause_s, (
-        f"{moving_s:.3g} s to move layers, {lost:.0%} less speed, a pause of {pause_s:.3g} s"
-    )
+    pause_s = join_policy.outlook(state, state.updated_at).pause_in_s
+    parts = f"{moving_s:.3g} s to move layers, {lost:.0%} less speed, a pause of {pause_s:.3g} s"
+    return moving_s + start_s * lost + pause_s, parts

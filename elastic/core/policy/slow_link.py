@@ -1,79 +1,79 @@
-"""What to do about a link that carries less than it did: what it costs, and what else there is.
+"""Slow-link policy: the remedy for a node whose link carries less than before.
 
-none         steps take as long as before: copies hide behind computing
-replace      a spare is at hand
-rebalance    with fewer layers the node has fewer bytes to send: it counts as slower by what steps got slower
-quarantine   the job is quicker without the node than with it
+none         steps take as long as before: computing hides the copies
+replace      a spare is available
+rebalance    with fewer layers the node sends fewer bytes, so plans count it as slower
+quarantine   the job is faster without the node than with it
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic.core.health.diagnosis import HealthAction, NodeHealth
-from elastic.core.job import epoch_change as epoch_change
+from elastic.core.health.diagnosis import HealthAction
+from elastic.core.job.epoch_change import plan_request
+from elastic.core.job.quarantine import record_of, with_record
 from elastic.core.job.state import JobState
-from elastic.core.job.stragglers import profile_for, slow
+from elastic.core.job.stragglers import predicted_step_s
 from elastic.domain.errors import InfeasiblePlan
-from elastic.planning.cost.predict import predict
 from elastic.planning.search.search import PlanRequest, make_plan
 
 GAIN = 0.05
-"""A change must be expected to shorten the step by this share."""
+"""Fraction of the step that a change must be expected to save."""
 STEPS = 2
-"""Newest steps that count as slow ones; as many are needed before."""
+"""Number of the newest steps that count as slow. One earlier step is needed to compare."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LinkDecision:
     action: HealthAction
     reason: str
     slowdown: float
-    """Seconds of a step now over before."""
+    """Step time now over the step time before."""
 
 
-def slowdown(state: JobState) -> float:
-    """Of the newest steps, the quickest each time; 0: too few are known. The first of an epoch warms up."""
+def step_slowdown(state: JobState) -> float:
+    """Fastest of the newest steps over the fastest earlier one; 0: too few steps are known.
+
+    The first step of an epoch does not count, because it warms up.
+    """
     assert state.plan is not None
     known = [seconds for epoch, seconds in state.durations if epoch == state.plan.epoch][1:]
     before, now = known[:-STEPS], known[-STEPS:]
-    return min(now) / min(before) if before and len(now) == STEPS and min(before) > 0 else 0.0
+    return min(now) / min(before) if before and min(before) > 0 else 0.0
 
 
-def weigh(state: JobState, node: str, *, spare: bool) -> Verdict | None:
-    """What is best for a job whose node has a slow link; None: what it costs is not known yet."""
-    cost = slowdown(state)
+def choose_link_remedy(state: JobState, node: str, *, spare: bool) -> LinkDecision | None:
+    """Best remedy for the slow link of `node`; None: its cost is not known yet."""
+    cost = step_slowdown(state)
     if not cost:
         return None
     if cost < state.policy.health.slowed:
-        return Verdict(HealthAction.NONE, f"steps take {cost:.2f} of the time before: the plan stays", cost)
-    request = epoch_change.request(state, state.epoch + 1)
-    without = _relative(state, replace(request, dead=frozenset({node})), state)
+        text = f"steps take {cost:.2f} of the time before: the plan stays"
+        return LinkDecision(HealthAction.NONE, text, cost)
+    request = plan_request(state, state.epoch + 1)
+    without = _relative_step(state, replace(request, dead=frozenset({node})), state)
     if spare and without is not None:
-        text = f"steps take {cost:.2f} times as long, and a spare is at hand"
-        return Verdict(HealthAction.REPLACE, text, cost)
-    loaded = _as_slower(state, node, cost)
-    lighter = _relative(loaded, epoch_change.request(loaded, state.epoch + 1), state)
+        text = f"steps take {cost:.2f} times as long, and a spare is available"
+        return LinkDecision(HealthAction.REPLACE, text, cost)
+    loaded = with_record(state, node, replace(record_of(state, node), loaded=cost))
+    lighter = _relative_step(loaded, plan_request(loaded, state.epoch + 1), state)
     options = [(lighter, HealthAction.REBALANCE), (without, HealthAction.QUARANTINE)]
     known = [(after, action) for after, action in options if after is not None]
     best, action = min(known, default=(cost, HealthAction.NONE))
     if action is HealthAction.NONE or best > cost * (1 - GAIN):
-        return Verdict(HealthAction.NONE, f"steps take {cost:.2f} times as long, and no plan is better", cost)
-    return Verdict(action, f"steps take {cost:.2f} times as long; {best:.2f} after the change", cost)
+        text = f"steps take {cost:.2f} times as long, and no plan is better"
+        return LinkDecision(HealthAction.NONE, text, cost)
+    text = f"steps take {cost:.2f} times as long; {best:.2f} after the change"
+    return LinkDecision(action, text, cost)
 
 
-def _relative(state: JobState, request: PlanRequest, now: JobState) -> float | None:
-    """Predicted step of the best plan, over that of the running one with all links as they should be."""
+def _relative_step(state: JobState, request: PlanRequest, now: JobState) -> float | None:
+    """Predicted step of the best plan over that of the running plan with all links well."""
     assert now.plan is not None
     try:
         plan = make_plan(request)
     except InfeasiblePlan:
         return None
-    profile, nodes = profile_for(now), tuple(mb.report.info for mb in now.members.values())
-    here, then = predict(now.plan, profile, nodes, slow(now)), predict(plan, profile, nodes, slow(state))
-    return then.step_s / here.step_s if here.step_s > 0 else None
-
-
-def _as_slower(state: JobState, node: str, factor: float) -> JobState:
-    record = replace(state.health.get(node, NodeHealth()), loaded=factor)
-    return state.of(health={**state.health, node: record})
+    here_s, then_s = predicted_step_s(now, now.plan), predicted_step_s(state, plan)
+    return then_s / here_s if here_s > 0 else None

@@ -1,147 +1,150 @@
-"""The rule for slow nodes: re-plan so that they get fewer layers or micro-batches; a spare that makes the step shorter
-still takes their place. Nobody is evicted for being slow alone: who is replaced stays as a spare.
+"""Straggler policy: give slow nodes fewer layers or micro-batches.
+
+A spare takes the place of a slow node if that makes the step shorter still. The replaced node stays
+as a spare; being slow never evicts a node.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 from elastic.core.health.compute_speed import ComputeSpeed, changed_factor
 from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, FaultClass, Finding, HealthAction
-from elastic.core.job import epoch_change as epoch_change
-from elastic.core.job.quarantine import clear, of, tell
-from elastic.core.job.state import Action, Cause, CauseKind, JobState, Note, Result
-from elastic.core.job.stragglers import pace_of, profile_for, slow
-from elastic.core.policy.remediation import spares
+from elastic.core.job.epoch_change import begin_change, plan_request
+from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of
+from elastic.core.job.state import Cause, CauseKind, JobAction, JobState, JobTransition, LogEntry
+from elastic.core.job.stragglers import predicted_step_s, speed_of
+from elastic.core.policy.remediation import spare_nodes
 from elastic.domain.errors import InfeasiblePlan
-from elastic.planning.cost.predict import predict
 from elastic.planning.search.search import make_plan
 
 GAIN = 0.05
-"""A new plan must be predicted to shorten the step by this share."""
+"""Fraction of the step that a new plan must be predicted to save."""
 
 
-def relieve(state: JobState, now: float) -> Result | None:
-    """If nodes were found to have another speed, count with it, and change the plan if that gains enough.
+class SpeedChange(NamedTuple):
+    """A node whose steps agree on another speed than plans assume."""
 
-    What was found becomes what plans count with, so the same evidence is weighed once.
+    node: str
+    pace: ComputeSpeed
+    factor: float
+    """New slowdown; 1: as fast as expected."""
+
+
+def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
+    """Update the slowdowns that plans assume, and change the plan if that gains enough.
+
+    The new slowdown is stored, so the same measurements lead to one decision only.
     """
     assert state.plan is not None
     if not state.paces:
         return None
-    shown = [(node, pace_of(state, node), changed_factor(pace_of(state, node))) for node in state.plan.nodes()]
-    changed = [
-        (node, pace, factor)
-        for node, pace, factor in shown
-        if factor is not None and not _common(state, node, pace, factor)
-    ]
+    changed = []
+    for node in state.plan.nodes():
+        pace = speed_of(state, node)
+        factor = changed_factor(pace)
+        if factor is not None and not _all_slowed(state, node, pace, factor):
+            changed.append(SpeedChange(node, pace, factor))
     if not changed:
         return None
-    paces = dict(state.paces)
-    for node, pace, factor in changed:
-        paces[state.members[node].report.info.incarnation] = replace(pace, factor=factor)
-    state = state.of(paces=paces)
-    text = ", ".join(_told(state, node, factor) for node, _, factor in changed)
-    cause = Cause(CauseKind.SLOW, text, tuple(node for node, _, _ in changed))
-    notes: tuple[Action, ...] = tuple(_note(node, pace, factor) for node, pace, factor in changed)
+    new = {
+        state.members[node].report.info.incarnation: replace(pace, factor=factor)
+        for node, pace, factor in changed
+    }
+    state = state.of(paces={**state.paces, **new})
+    entries = tuple(_entry(one) for one in changed)
     gain, why = _gain(state)
-    away, instead = _replacing(state, tuple(node for node, _, factor in changed if factor > 1.0))
-    state, told = _tell(state, changed, gain, f"{why}{instead}", away, now)
-    notes = (*notes, *told)
-    if away:
-        state, actions, reason = epoch_change.begin(
-            state, replace(cause, text=f"{text}; replaced"), now, boundary=True
-        )
-        return state, (*notes, *actions), f"{reason}{instead}"
-    if gain < GAIN:
-        return state, notes, f"{text}; the plan stays: {why}"
-    state, actions, reason = epoch_change.begin(state, cause, now, boundary=True)
-    return state, (*notes, *actions), f"{reason}; {why}"
+    slow = tuple(node for node, _, factor in changed if factor > 1.0)
+    away, instead = _replaceable(state, slow)
+    state, told = _add_findings(state, changed, gain, f"{why}{instead}", away, now)
+    text = ", ".join(_text(state, node, factor) for node, _, factor in changed)
+    if not away and gain < GAIN:
+        return state, (*entries, *told), f"{text}; the plan stays: {why}"
+    nodes = tuple(node for node, _, _ in changed)
+    cause = Cause(CauseKind.SLOW, f"{text}; replaced" if away else text, nodes)
+    state, actions, reason = begin_change(state, cause, now, boundary=True)
+    reason += instead if away else f"; {why}"
+    return state, (*entries, *told, *actions), reason
 
 
-def _common(state: JobState, node: str, pace: ComputeSpeed, factor: float) -> bool:
-    """Whether the others got slower as well: what slows all nodes is a busy machine, and no plan helps against it."""
+def _all_slowed(state: JobState, node: str, pace: ComputeSpeed, factor: float) -> bool:
+    """Whether the other nodes slowed down equally: then no other plan helps."""
     assert state.plan is not None
-    others = [pace_of(state, other) for other in state.plan.nodes() if other != node]
+    others = [speed_of(state, other) for other in state.plan.nodes() if other != node]
     now = [one.ratio / one.unit / one.factor for one in others if one.unit and one.ratio]
     common = max(1.0, median(now)) if now else 1.0
     return factor > pace.factor and factor / pace.factor < pace.change * common
 
 
-def _tell(
+def _add_findings(
     state: JobState,
-    changed: list[tuple[str, ComputeSpeed, float]],
+    changed: list[SpeedChange],
     gain: float,
     why: str,
     away: tuple[str, ...],
     now: float,
-) -> tuple[JobState, tuple[Action, ...]]:
-    """Class and action of each node whose speed changed."""
-    actions: list[Action] = []
+) -> Findings:
+    """Record a finding for each changed node, or clear it if the node is fast again."""
+    actions: list[JobAction] = []
     for node, pace, factor in changed:
-        known = of(state, node).finding(FaultClass.HOST)
         if factor == 1.0:
-            well = known is not None and known.action is HealthAction.REBALANCE
-            state, more = clear(state, node, FaultClass.HOST, "as fast as before", now) if well else (state, ())
+            known = record_of(state, node).finding(FaultClass.HOST)
+            if known is None or known.action is not HealthAction.REBALANCE:
+                continue
+            state, more = clear_finding(state, node, FaultClass.HOST, "as fast as before", now)
         else:
-            changes = HealthAction.REBALANCE if gain >= GAIN else HealthAction.NONE
-            action = HealthAction.REPLACE if node in away else changes
+            action = HealthAction.REBALANCE if gain >= GAIN else HealthAction.NONE
+            action = HealthAction.REPLACE if node in away else action
             steps = {f"step_{step}": round(ratio / pace.unit, 3) for step, ratio in pace.samples}
-            reason = f"{_told(state, node, factor)}; {why}"
-            finding = Finding(
-                FaultClass.HOST, action, reason, {"slow": factor, "before": pace.factor, **steps}, now
-            )
-            state, more = tell(state, node, finding)
+            evidence = {"slow": factor, "before": pace.factor, **steps}
+            reason = f"{_text(state, node, factor)}; {why}"
+            finding = Finding(FaultClass.HOST, action, reason, evidence, now)
+            state, more = add_finding(state, node, finding)
         actions += more
     return state, tuple(actions)
 
 
-def _replacing(state: JobState, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """The slow nodes, if spares in their places make the step shorter than less work for them does, and why."""
-    if (
-        not nodes
-        or not spares(state)
-        or any(one.action in EXCLUDING_ACTIONS for n in nodes for one in of(state, n).findings)
-    ):
+def _replaceable(state: JobState, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """The slow nodes if spares in their places save more than less work does, and the reason."""
+    if not nodes or not spare_nodes(state):
         return (), ""
-    request = epoch_change.request(state, state.epoch + 1)
+    if any(one.action in EXCLUDING_ACTIONS for node in nodes for one in record_of(state, node).findings):
+        return (), ""
+    request = plan_request(state, state.epoch + 1)
     try:
         plans = make_plan(request), make_plan(replace(request, dead=frozenset(nodes)))
     except InfeasiblePlan:
         return (), ""
-    profile, infos = profile_for(state), tuple(mb.report.info for mb in state.members.values())
-    lighter, other = (predict(plan, profile, infos, slow(state)).step_s for plan in plans)
+    lighter, other = (predicted_step_s(state, plan) for plan in plans)
     if other > lighter * (1 - GAIN):
         return (), ""
     return nodes, f"; with spares in place of {' '.join(nodes)} {other:.4g} s"
 
 
 def _gain(state: JobState) -> tuple[float, str]:
-    """Share of the step that the best plan for the speeds as they are now saves, and that in words."""
+    """Fraction of the step that the best plan for the present speeds saves, and the reason."""
     assert state.plan is not None
-    request = epoch_change.request(state, state.epoch + 1)
     try:
-        plan = make_plan(request)
+        plan = make_plan(plan_request(state, state.epoch + 1))
     except InfeasiblePlan as error:
         return 0.0, str(error)
-    profile, nodes = profile_for(state), tuple(mb.report.info for mb in state.members.values())
-    here = predict(state.plan, profile, nodes, slow(state)).step_s
-    then = predict(plan, profile, nodes, slow(state)).step_s
+    here, then = predicted_step_s(state, state.plan), predicted_step_s(state, plan)
     gain = 1 - then / here if here > 0 else 0.0
-    return gain, f"the best plan takes {then:.4g} s a step instead of {here:.4g} s ({gain:+.1%})"
+    text = f"the best plan takes {then:.4g} s per step instead of {here:.4g} s ({gain:+.1%})"
+    return gain, text
 
 
-def _told(state: JobState, node: str, factor: float) -> str:
+def _text(state: JobState, node: str, factor: float) -> str:
     measure = "profiled" if state.policy.profile is not None else "before"
-    return (
-        f"{node} computes {factor:.1f}x slower than {measure}"
-        if factor != 1.0
-        else f"{node} is as fast as {measure}"
-    )
+    if factor == 1.0:
+        return f"{node} is as fast as {measure}"
+    return f"{node} computes {factor:.1f}x slower than {measure}"
 
 
-def _note(node: str, pace: ComputeSpeed, factor: float) -> Note:
-    """The evidence: steps and their factors."""
+def _entry(change: SpeedChange) -> LogEntry:
+    node, pace, factor = change
     steps = {str(step): round(ratio / pace.unit, 3) for step, ratio in pace.samples}
-    return Note("pace", {"node": node, "slow": factor, "before": pace.factor, "steps": steps})
+    data = {"node": node, "slow": factor, "before": pace.factor, "steps": steps}
+    return LogEntry("pace", data)

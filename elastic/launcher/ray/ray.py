@@ -104,15 +104,15 @@ class RayCluster:
         self._resources, self._gang = dict(resources), gang
         self._group = placement_group([self._resources] * gang, strategy="STRICT_SPREAD")
         self._asked = False
-        self._seen = fleet.Looked((), gang)
+        self._seen = fleet.ClusterObserved((), gang)
 
-    def look(self) -> fleet.Looked:
+    def look(self) -> fleet.ClusterObserved:
         """As it was, while the cluster cannot say: Ray ends this process when that lasts."""
         with contextlib.suppress(OSError, RuntimeError, exceptions.RayError):
             self._seen = self._look()
         return self._seen
 
-    def _look(self) -> fleet.Looked:
+    def _look(self) -> fleet.ClusterObserved:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         alive = {node["NodeID"] for node in nodes}
         table = placement_group_table(self._group)
@@ -123,7 +123,7 @@ class RayCluster:
                     placed.setdefault(node, int(index))
         free = _free()
         machines = tuple(self._machine(node, placed, free) for node in nodes)
-        return fleet.Looked(machines, self._gang - len(placed))
+        return fleet.ClusterObserved(machines, self._gang - len(placed))
 
     def _machine(
         self, node: Mapping[str, Any], placed: Mapping[str, int], free: Mapping[str, Any] | None

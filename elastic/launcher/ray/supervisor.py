@@ -61,7 +61,7 @@ class Host(Child):
 class Cluster(Protocol):
     """What the supervisor needs of a cluster."""
 
-    def look(self) -> fleet.Looked:
+    def look(self) -> fleet.ClusterObserved:
         """Its machines at this moment."""
 
     def start(self, machine: fleet.Machine, node: str, order: str, secrets: Mapping[str, bytes]) -> Host:
@@ -120,26 +120,26 @@ class ClusterSupervisor(Supervisor):
         discovery(self._path, agent.name).unlink(missing_ok=True)
         if agent.problem:
             self._view.note(f"{agent.name}: {agent.problem}")
-        self._take(fleet.Ended(agent.name, None if agent.lost else agent.returncode))
+        self._take(fleet.AgentEnded(agent.name, None if agent.lost else agent.returncode))
 
-    def _take(self, event: fleet.Event) -> None:
+    def _take(self, event: fleet.FleetEvent) -> None:
         self._fleet, actions, reason = fleet.transition(self._fleet, event, time.monotonic())
         if reason:
             self._view.note(reason)
         for action in actions:
             self._act(action)
 
-    def _act(self, action: fleet.Action) -> None:
+    def _act(self, action: fleet.FleetAction) -> None:
         match action:
-            case fleet.Start(node, machine):
+            case fleet.StartAgent(node, machine):
                 text = codec.dumps(order(self._config, machine, node, self._address))
                 self._agents.append(self._cluster.start(machine, node, text, self._secrets()))
-            case fleet.Forget(node):
+            case fleet.ForgetAgent(node):
                 for agent in self._agents:
                     if agent.name == node:
                         self._noted.add(node)
                         agent.kill()
-            case fleet.Ask(nodes):
+            case fleet.RequestNodes(nodes):
                 if problem := self._cluster.ask(nodes):
                     self._view.note(f"the cluster cannot be asked for nodes: {problem}")
             case fleet.GiveUp(reason):

@@ -159,15 +159,15 @@ class Agent:
         match message:
             case m.StepDone():
                 self._send(message)
-            case core.Exited():
+            case core.WorkerExited():
                 self.apply(message)
             case _:
-                self.apply(core.Said(0, message))
+                self.apply(core.WorkerMessage(0, message))
 
     def held(self, peer: str) -> None:
         """The peer's vault cannot be reached."""
         if self.worker is not None and self.alive:
-            self.apply(core.Said(0, m.CommFailed(self.state.epoch, (peer,), "backup")))
+            self.apply(core.WorkerMessage(0, m.CommFailed(self.state.epoch, (peer,), "backup")))
 
     def _look(self) -> None:
         if not self.alive:
@@ -176,9 +176,9 @@ class Agent:
         worker = self.worker
         if worker is not None and worker.alive:
             if worker.attached and not worker.stopped:
-                self.apply(core.Said(0, worker.progress()))
+                self.apply(core.WorkerMessage(0, worker.progress()))
             cpu_s = 0.0 if worker.stopped else self.world.clock.now
-            self.apply(core.Looked((core.Evidence(0, worker.stopped, cpu_s),)))
+            self.apply(core.WorkersPolled((core.ProcessSample(0, worker.stopped, cpu_s),)))
 
     def _beat(self) -> None:
         if self.alive:
@@ -192,26 +192,26 @@ class Agent:
         for action in actions:
             self._act(action)
 
-    def _act(self, action: core.Action) -> None:
+    def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.Tell(message, _):
+            case core.SendToWorkers(message, _):
                 if self.worker is not None:
                     self.worker.order(message)
-            case core.Spawn():
+            case core.SpawnWorkers():
                 self._generation += 1
                 start_s = self._start_s()
                 self.worker = Worker(self.world, self, self._runs, self._generation, start_s)
             case core.KillWorkers():
                 if self.worker is not None:
                     self.worker.crash()
-            case core.Enter(install):
+            case core.EnterEpoch(install):
                 self._fence(install.epoch)
                 self.vault.enter(install.epoch, install.assignment.step)
-            case core.Fence(epoch):
+            case core.FenceVault(epoch):
                 self._fence(epoch)
-            case core.Report():
+            case core.SendReport():
                 self.report()
-            case core.Leave():
+            case core.EndAgent():
                 self.alive = False
                 if self.worker is not None:
                     self.worker.die(silent=True)

@@ -27,7 +27,7 @@ class CoordinatorModel:
 
     def __init__(self, world: Environment, state: JobState, meter: Meter) -> None:
         self._world, self._meter, self.state = world, meter, state
-        self.finish: job.Finish | None = None
+        self.finish: job.JobFinished | None = None
         self._sessions: dict[str, Stream] = {}
         self._backlog: list[tuple[Stream | None, Any]] = []
         self._busy_until = 0.0
@@ -57,22 +57,24 @@ class CoordinatorModel:
                 node = message.info.node
                 connected = self._sessions.get(node) is not link
                 self._sessions[node] = link
-                self._apply(job.Reported(message, connected))
+                self._apply(job.NodeReported(message, connected))
             case m.Heartbeat():
                 assert link is not None
                 self._sessions.setdefault(message.node, link)
                 self._apply(
-                    job.Beat(
+                    job.Heartbeat(
                         message.node, message.incarnation, message.step, message.microbatch, message.measured
                     )
                 )
             case m.StepDone():
-                self._apply(job.Stepped(message.record))
+                self._apply(job.StepFinished(message.record))
             case "closed":
                 for node in [n for n, s in self._sessions.items() if s is link]:
                     del self._sessions[node]
                     if node in self.state.members:
-                        self._apply(job.Closed(node, self.state.members[node].report.info.incarnation))
+                        self._apply(
+                            job.ConnectionClosed(node, self.state.members[node].report.info.incarnation)
+                        )
             case _:
                 self._apply(message)
 
@@ -96,7 +98,7 @@ class CoordinatorModel:
         joining = change is not None and change.causes[0].kind is job.CauseKind.JOIN
         return physics.replan_s if joining else physics.plan_s
 
-    def _act(self, actions: tuple[job.Action, ...]) -> None:
+    def _act(self, actions: tuple[job.JobAction, ...]) -> None:
         for action in actions:
             match action:
                 case job.Send(node, message):
@@ -105,11 +107,11 @@ class CoordinatorModel:
                         link.down(message)
                     if isinstance(message, m.Fenced) and link is not None:
                         del self._sessions[node]
-                case job.Finish():
+                case job.JobFinished():
                     self.finish = action
-                case job.Recovered() if not action.change.starts_job:
+                case job.ChangeCompleted() if not action.change.starts_job:
                     self._meter.recovered(action)
-                case job.Note(kind, data):
+                case job.LogEntry(kind, data):
                     self._meter.noted(kind, data)
         if actions:
             self._meter.look()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.core.job.figures import recovery_entry
-from elastic.core.job.state import JobPhase, JobState, Recovered
+from elastic.core.job.goodput import recovery_entry
+from elastic.core.job.state import ChangeCompleted, JobPhase, JobState
 from elastic.planning.plan.plan import format_plan
 from elastic_sim.microbatches.clock import BEGIN_S
 from elastic_sim.microbatches.environment import Environment
@@ -89,7 +89,7 @@ class Meter:
         self._log("step", {"step": step, "seconds": round(seconds, 5)})
         self._note()
 
-    def recovered(self, event: Recovered) -> None:
+    def recovered(self, event: ChangeCompleted) -> None:
         recent = [at for at in self._faults if self._last_recovery_s < at <= event.change.began]
         self.recoveries.append(recovery_entry(event, min(recent, default=None)))
         self._last_recovery_s = event.resumed_at

@@ -100,7 +100,7 @@ class Worker:
     def crash(self) -> None:
         """The process alone ends; its agent learns of it."""
         if self.alive:
-            self.say(core.Exited(0, -9))
+            self.say(core.WorkerExited(0, -9))
             self.die()
 
     def _break(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.core.job.state import CheckpointCommitted, DrainAsked, JobPhase, JobState, Policy
+from elastic.core.job.state import CheckpointCommitted, DrainRequested, JobPhase, JobState, Policy
 from elastic.core.protocol.fault_spec import FaultSpec, Phase, due
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, NodeInfo
@@ -143,7 +143,7 @@ class World(Environment):
 
     def _tell(self, event: Event, deadline_s: float) -> None:
         if event.node in self.present:
-            self.coordinator.hear(None, DrainAsked(event.node, deadline_s))
+            self.coordinator.hear(None, DrainRequested(event.node, deadline_s))
 
     def _remove(self, event: Event) -> None:
         agent = self.agents.get(event.node)

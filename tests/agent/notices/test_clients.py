@@ -19,7 +19,7 @@ from elastic.agent.notices.file import NoticeFile
 from elastic.agent.notices.gcp import Gcp
 from elastic.agent.notices.metadata import Metadata
 from elastic.agent.notices.source import Source, Watcher
-from elastic.core.node.notice_tracker import Heard
+from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 from tests.agent.notices.providers import FakeAws, FakeAzure, FakeGcp, Provider
 from tests.patience import LONG_S
@@ -50,7 +50,7 @@ def service(provider: Provider, machine: str = "node0", timeout_s: float = 2.0) 
     return Metadata(f"http://{provider.address}/{machine}", timeout_s)
 
 
-def left_s(heard: Heard) -> float:
+def left_s(heard: ProviderNotice) -> float:
     return heard.deadline - time.monotonic()
 
 
@@ -124,7 +124,7 @@ def test_aws_tells_of_an_interruption_although_recommendations_cannot_be_read(
 
 
 def test_gcp_answers_when_the_value_changes(gcp: FakeGcp) -> None:
-    found: queue.Queue[tuple[Heard, ...]] = queue.Queue()
+    found: queue.Queue[tuple[ProviderNotice, ...]] = queue.Queue()
     watcher = Watcher(Gcp(service(gcp), "preempted"), lambda name, notices: found.put(notices))
     try:
         gcp.set("node0", FakeGcp.PREEMPTED, "TRUE")
@@ -139,7 +139,7 @@ def test_gcp_waits_instead_of_asking_all_the_time(gcp: FakeGcp) -> None:
     assert client.read() == ()
     timer = queue.Queue[str]()
 
-    def change(name: str, notices: tuple[Heard, ...]) -> None:
+    def change(name: str, notices: tuple[ProviderNotice, ...]) -> None:
         timer.put(name)
 
     watcher = Watcher(client, change)
@@ -207,7 +207,7 @@ def test_a_service_in_trouble_raises_and_says_nothing(
 def test_trouble_is_logged_once_and_notices_come_through_again(
     aws: FakeAws, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found: queue.Queue[tuple[Heard, ...]] = queue.Queue()
+    found: queue.Queue[tuple[ProviderNotice, ...]] = queue.Queue()
     client = Aws(service(aws))
     client.every_s = 0.05
     aws.broken = "down"

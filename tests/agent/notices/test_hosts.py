@@ -66,7 +66,7 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
     }
     with ExitStack() as stack:
         main = ["coordinator", "--address", address, *common, "--run-dir", str(tmp_path / "main"), *script]
-        boss = stack.enter_context(running(tmp_path / "main", main, {}))
+        coordinator = stack.enter_context(running(tmp_path / "main", main, {}))
         agents: dict[str, Job] = {}
         for host in HOSTS:
             words = ["agent", "--coordinator", address, "--node", host, *common, *own[host]]
@@ -74,20 +74,20 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
             agents[host] = stack.enter_context(
                 running(run_dir, [*words, "--run-dir", str(run_dir), *script], {})
             )
-        boss.wait_for(is_step(1))
+        coordinator.wait_for(is_step(1))
         notice.write_text("100")
         for _ in range(3):  # said again and again: one notice
             assert post(tmp_path / "hook", "hook", '{"deadline_s": 100}') == 202
-        boss.wait_for(is_drained("file"))
-        boss.wait_for(is_drained("hook"))
+        coordinator.wait_for(is_drained("file"))
+        coordinator.wait_for(is_drained("hook"))
         agents["pod"].process.send_signal(signal.SIGTERM)
-        boss.wait_for(is_drained("pod"))
+        coordinator.wait_for(is_drained("pod"))
         assert agents["pod"].process.wait(DEADLINE_S) == EXIT_DRAINED
         left = drain_self(tmp_path / "hooked-pod")
         assert left.returncode == 0 and json.loads(left.stdout)["left"], left.stderr
         assert agents["hooked-pod"].process.wait(DEADLINE_S) == EXIT_DRAINED
         (tmp_path / "hurry").touch()
-        run = boss.wait()
+        run = coordinator.wait()
         assert agents["last"].process.wait(DEADLINE_S) == 0
         assert agents["file"].process.wait(DEADLINE_S) == 0  # parked until the job was over
     drained = [event["node"] for event in kinds(run, "drained")]

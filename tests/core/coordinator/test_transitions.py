@@ -1,6 +1,6 @@
-"""The coordinator's table: every phase with every event, and each main decision with its reason.
+"""The coordinator's table: every phase with every event, and the main decisions with reasons.
 
-States are not made up: they are those that simulated jobs went through (`tests.core.world.world`).
+The states come from simulated jobs (`tests.core.world.world`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ from typing import Any
 
 import pytest
 
-from elastic.core.coordinator.transitions import KNOW, RULES, transition
+from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
+from elastic.core.coordinator.transitions import RULES, transition
 from elastic.core.job import state as job
-from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, Note, Reported, Send
+from elastic.core.job.state import (
+    Cause,
+    CauseKind,
+    JobPhase,
+    JobState,
+    LogEntry,
+    NodeReported,
+    Send,
+)
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import (
     DeviceHealth,
@@ -24,12 +33,13 @@ from elastic.core.protocol.health_report import (
 )
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import NodeInfo, StepRecord
+from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 from tests.core.world.world import Fault, World
 
 
 @functools.cache
 def samples() -> dict[JobPhase, tuple[JobState, ...]]:
-    """States of every phase, each as it was when the phase or the epoch had just been entered."""
+    """States of every phase, taken when the phase or the epoch had just begun."""
     found: dict[JobPhase, list[JobState]] = {phase: [] for phase in JobPhase}
     stories = (
         (1, 3, [Fault("kill", 2.0, 1), Fault("join", 0.9), Fault("drain", 3.0, 0, 30.0)]),
@@ -38,63 +48,79 @@ def samples() -> dict[JobPhase, tuple[JobState, ...]]:
     )
     for seed, nodes, faults in stories:
         world = World(seed, nodes)
-        found[JobPhase.WAITING].append(world.boss.state)
+        found[JobPhase.WAITING].append(world.coordinator.state)
         for fault in faults:
             world.inject(fault)
         world.run()
-        for phase, states in world.boss.samples.items():
+        for phase, states in world.coordinator.samples.items():
             found[phase] += states
     return {phase: tuple(states) for phase, states in found.items()}
 
 
 def events(state: JobState) -> list[tuple[Any, float]]:
-    """Every kind of event, with the values that matter, and how much later it comes."""
+    """(event, delay in seconds) for every kind of event and its important values."""
     made: list[tuple[Any, float]] = [
         (job.Tick(), 0.05),
         (job.Tick(), 60.0),
-        (job.Adopted(), 5.0),
-        (job.DrainAsked("nobody", 1.0), 0.1),
+        (job.CoordinatorFailover(), 5.0),
+        (job.DrainRequested("nobody", 1.0), 0.1),
         (m.Notice("nobody", "x", m.NoticeKind.LEAVE, "aws", 1.0), 0.1),
-        (job.Beat("nobody", "x", 0, 0), 0.1),
-        (job.Beats((job.Beat("nobody", "x", 0, 0),)), 0.1),
-        (job.Closed("nobody", "x"), 0.1),
-        (job.Stepped(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
-        (job.PartWritten(2, ((0, 0), (1, 0))), 0.1),
-        (job.PartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
+        (job.Heartbeat("nobody", "x", 0, 0), 0.1),
+        (job.Heartbeats((job.Heartbeat("nobody", "x", 0, 0),)), 0.1),
+        (job.ConnectionClosed("nobody", "x"), 0.1),
+        (job.StepFinished(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
+        (job.CheckpointPartWritten(2, ((0, 0), (1, 0))), 0.1),
+        (job.CheckpointPartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
         (job.CheckpointCommitted("/c/step-2", 2), 0.1),
-        (job.BackupNoted("backup-short", "node0", "node1", "full"), 0.1),
-        (job.HealthSeen(HealthReport("nobody", "x", 0.0)), 0.1),
-        (Reported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True), 0.1),
-        (Reported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True), 0.1),
+        (job.BackupReported("backup-short", "node0", "node1", "full"), 0.1),
+        (job.HealthReported(HealthReport("nobody", "x", 0.0)), 0.1),
+        (
+            NodeReported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True),
+            0.1,
+        ),
+        (
+            NodeReported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True),
+            0.1,
+        ),
     ]
     for node, member in state.members.items():
         incarnation = member.report.info.incarnation
         made += [
-            (job.Beat(node, incarnation, 3, 1), 0.1),
-            (job.Beat(node, "former", 3, 1), 0.1),
-            (job.Beats((job.Beat(node, incarnation, 3, 2), job.Beat("nobody", "x", 0, 0))), 0.1),
-            (job.Closed(node, incarnation), 0.1),
-            (job.Closed(node, "former"), 0.1),
-            (job.DrainAsked(node, 0.5), 0.1),
-            (job.DrainAsked(node, 60.0), 0.1),
-            *((job.HealthSeen(report), 0.1) for report in health_reports(node, incarnation, state)),
+            (job.Heartbeat(node, incarnation, 3, 1), 0.1),
+            (job.Heartbeat(node, "former", 3, 1), 0.1),
+            (
+                job.Heartbeats(
+                    (job.Heartbeat(node, incarnation, 3, 2), job.Heartbeat("nobody", "x", 0, 0))
+                ),
+                0.1,
+            ),
+            (job.ConnectionClosed(node, incarnation), 0.1),
+            (job.ConnectionClosed(node, "former"), 0.1),
+            (job.DrainRequested(node, 0.5), 0.1),
+            (job.DrainRequested(node, 60.0), 0.1),
+            *(
+                (job.HealthReported(report), 0.1)
+                for report in health_reports(node, incarnation, state)
+            ),
             (m.Notice(node, "former", m.NoticeKind.LEAVE, "aws", 60.0), 0.1),
         ]
         made += [(m.Notice(node, incarnation, kind, "aws", 60.0), 0.1) for kind in m.NoticeKind]
         made += [(m.Notice(node, incarnation, m.NoticeKind.LEAVE, "signal", 0.5, final=True), 0.1)]
         for phase in NodePhase:
             for epoch in sorted({0, max(state.epoch - 1, 0), state.epoch}):
-                report = replace(member.report, phase=phase, epoch=epoch, able=phase not in NOT_ABLE)
-                made += [(Reported(report, connected), 0.1) for connected in (False, True)]
-                made.append((Reported(replace(report, suspects=("?",))), 0.1))
-        made.append((Reported(replace(member.report, failed=m.Failed("bad", 7))), 0.1))
-        made.append((Reported(replace(member.report, finished=m.Finished(5, "sha"))), 0.1))
+                report = replace(
+                    member.report, phase=phase, epoch=epoch, able=phase not in NOT_ABLE
+                )
+                made += [(NodeReported(report, connected), 0.1) for connected in (False, True)]
+                made.append((NodeReported(replace(report, suspects=("?",))), 0.1))
+        made.append((NodeReported(replace(member.report, failed=m.Failed("bad", 7))), 0.1))
+        made.append((NodeReported(replace(member.report, finished=m.Finished(5, "sha"))), 0.1))
     return made
 
 
 def health_reports(node: str, incarnation: str, state: JobState) -> tuple[HealthReport, ...]:
-    """A node that is well, one of which everything is wrong, and a former one."""
-    well = HealthReport(node, incarnation, state.ticked, state.epoch)
+    """Reports of a healthy node, of a node with every problem, and of a former member."""
+    well = HealthReport(node, incarnation, state.updated_at, state.epoch)
     wrong = replace(
         well,
         at=0.0,
@@ -111,11 +137,11 @@ def health_reports(node: str, incarnation: str, state: JobState) -> tuple[Health
 NOT_ABLE = (NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
 
 
-def declared(before: JobState, actions: tuple[job.Action, ...]) -> JobPhase:
-    """Follow the changes of phase that were noted; each must be in the table."""
+def declared(before: JobState, actions: tuple[job.JobAction, ...]) -> JobPhase:
+    """Last phase in the log entries. Each change must be in the table."""
     phase = before.phase
     for action in actions:
-        if isinstance(action, Note) and action.kind == "phase":
+        if isinstance(action, LogEntry) and action.kind == "phase":
             following = JobPhase(action.data["phase"])
             assert following in RULES[phase][1], f"{phase} -> {following}"
             phase = following
@@ -124,13 +150,13 @@ def declared(before: JobState, actions: tuple[job.Action, ...]) -> JobPhase:
 
 @pytest.mark.parametrize("phase", JobPhase)
 def test_every_event_in_every_phase(phase: JobPhase) -> None:
-    """No exception; only declared successors; a reason for whatever changes; epochs only grow."""
+    """No exception; only declared successors; a reason for each change; epochs only grow."""
     states = samples()[phase]
     assert states
     seen = set()
     for state in states[:4]:
         for event, later in events(state):
-            after, actions, reason = transition(state, event, state.ticked + later)
+            after, actions, reason = transition(state, event, state.updated_at + later)
             seen.add(type(event))
             assert declared(state, actions) is after.phase
             assert after.epoch in (state.epoch, state.epoch + 1)
@@ -139,21 +165,25 @@ def test_every_event_in_every_phase(phase: JobPhase) -> None:
             for action in actions:
                 if isinstance(action, Send) and isinstance(action.message, m.Install):
                     assert action.message.epoch == after.epoch
-    assert seen == {*KNOW, job.Tick}
+    assert seen == {*EVENT_HANDLERS, job.Tick}
 
 
 @pytest.mark.parametrize("phase", [p for p in JobPhase if p is not JobPhase.WAITING])
 def test_a_former_incarnation_changes_nothing(phase: JobPhase) -> None:
-    """Neither its reports nor its beats, whatever they say; it is told so."""
+    """Its reports and heartbeats have no effect, and it is fenced."""
     for state in samples()[phase][:4]:
         for node, member in state.members.items():
             info = replace(member.report.info, incarnation="former")
             for about in NodePhase:
                 if about is NodePhase.EMPTY:
                     continue  # has nothing yet, and joins
-                report = replace(member.report, info=info, phase=about, suspects=("x",), epoch=state.epoch)
-                after, actions, _ = transition(state, Reported(report, True), state.ticked + 0.01)
-                settled, plain, _ = transition(state, job.Tick(), state.ticked + 0.01)
+                report = replace(
+                    member.report, info=info, phase=about, suspects=("x",), epoch=state.epoch
+                )
+                after, actions, _ = transition(
+                    state, NodeReported(report, True), state.updated_at + 0.01
+                )
+                settled, plain, _ = transition(state, job.Tick(), state.updated_at + 0.01)
                 assert after == settled
                 told = [a for a in actions if a not in plain]
                 assert [a.node for a in told if isinstance(a, Send)] == [node]
@@ -173,218 +203,256 @@ def world() -> World:
 
 def running() -> JobState:
     """Three nodes, one epoch, protected."""
-    state = world().boss.state
-    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1 and state.change is None
+    state = world().coordinator.state
+    assert (
+        state.phase is JobPhase.RUNNING
+        and state.trimmed == state.epoch == 1
+        and state.change is None
+    )
     return state.of(
         start_s=3600.0
     )  # workers that crash are not waited for (tests/core/policy/test_restart_policy.py)
 
 
-def told(actions: tuple[job.Action, ...], kind: type) -> list[Any]:
+def sent(actions: tuple[job.JobAction, ...], kind: type) -> list[Any]:
     return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
-def notes(actions: tuple[job.Action, ...], kind: str) -> list[dict[str, Any]]:
-    return [a.data for a in actions if isinstance(a, Note) and a.kind == kind]
+def entries(actions: tuple[job.JobAction, ...], kind: str) -> list[dict[str, Any]]:
+    return [a.data for a in actions if isinstance(a, LogEntry) and a.kind == kind]
 
 
-def say(state: JobState, node: str, **changes: Any) -> tuple[JobState, tuple[job.Action, ...], str]:
+def send_report(
+    state: JobState, node: str, **changes: Any
+) -> tuple[JobState, tuple[job.JobAction, ...], str]:
     report = replace(state.members[node].report, **changes)
-    return transition(state, Reported(report), state.ticked + 0.01)
+    return transition(state, NodeReported(report), state.updated_at + 0.01)
 
 
 def halt(state: JobState, node: str, phase: NodePhase = NodePhase.HALTED) -> JobState:
     """The node has halted for the running change."""
     inventory = world().agents[node].inventory()
-    return say(state, node, phase=phase, epoch=state.epoch, inventory=inventory, able=phase not in NOT_ABLE)[
-        0
-    ]
+    return send_report(
+        state, node, phase=phase, epoch=state.epoch, inventory=inventory, able=phase not in NOT_ABLE
+    )[0]
 
 
-def test_closed_and_not_back_in_time() -> None:
+def test_a_closed_connection_is_lost_after_the_grace_time() -> None:
     state = running()
     state, actions, _ = transition(
-        state, job.Closed("node1", state.members["node1"].report.info.incarnation), state.ticked
+        state,
+        job.ConnectionClosed("node1", state.members["node1"].report.info.incarnation),
+        state.updated_at,
     )
-    assert not told(actions, m.Fenced)
-    after, actions, reason = transition(state, job.Tick(), state.ticked + state.policy.grace_s + 0.01)
+    assert not sent(actions, m.Fenced)
+    after, actions, reason = transition(
+        state, job.Tick(), state.updated_at + state.policy.grace_s + 0.01
+    )
     assert reason == "node1 lost: connection closed; epoch 2: node1 lost"
-    assert after.phase is JobPhase.HALTING and not after.change.boundary
-    assert told(actions, m.Halt) == [m.Halt(2)] * 2
-    assert after.change.causes == (Cause(CauseKind.LOST, "node1 lost", ("node1",)),)
-    assert notes(actions, "lost") == [{"node": "node1", "loss": "closed", "why": "connection closed"}]
-    assert notes(actions, "halt") == [
-        {"epoch": 2, "cause": "node1 lost", "cause_kind": "lost", "cause_nodes": ["node1"], "boundary": False}
+    assert after.phase is JobPhase.HALTING and not change_of(after).boundary
+    assert sent(actions, m.Halt) == [m.Halt(2)] * 2
+    assert change_of(after).causes == (Cause(CauseKind.LOST, "node1 lost", ("node1",)),)
+    assert entries(actions, "lost") == [
+        {"node": "node1", "loss": "closed", "why": "connection closed"}
+    ]
+    assert entries(actions, "halt") == [
+        {
+            "epoch": 2,
+            "cause": "node1 lost",
+            "cause_kind": "lost",
+            "cause_nodes": ["node1"],
+            "boundary": False,
+        }
     ]
 
 
-def test_closed_and_accused_needs_no_grace() -> None:
+def test_a_closed_and_accused_node_is_lost_at_once() -> None:
     state = running()
     state, _, _ = transition(
-        state, job.Closed("node1", state.members["node1"].report.info.incarnation), state.ticked
+        state,
+        job.ConnectionClosed("node1", state.members["node1"].report.info.incarnation),
+        state.updated_at,
     )
-    _after, _, reason = say(state, "node0", suspects=("node1",))
+    _after, _, reason = send_report(state, "node0", suspects=("node1",))
     assert "node1 lost: connection closed and neighbours lost contact" in reason
 
 
-def test_accused_alone_is_not_lost_but_ends_the_epoch() -> None:
-    """Neighbours may be wrong: the node stays a member, and everybody meets anew."""
-    state, _, reason = say(running(), "node0", suspects=("node1",))
+def test_an_accusation_alone_ends_the_epoch_but_loses_no_node() -> None:
+    """Neighbours may be wrong, so the node stays a member."""
+    state, _, reason = send_report(running(), "node0", suspects=("node1",))
     assert state.phase is JobPhase.RUNNING
-    after, _, reason = transition(state, job.Tick(), state.ticked + 0.3)
+    after, _, reason = transition(state, job.Tick(), state.updated_at + 0.3)
     assert after.phase is JobPhase.RUNNING
-    after, _, reason = transition(after, job.Tick(), after.ticked + 0.3)
+    after, _, reason = transition(after, job.Tick(), after.updated_at + 0.3)
     assert reason == "epoch 2: contact lost with node1" and "node1" in after.members
 
 
-def test_silence_and_a_coordinator_that_was_held_up() -> None:
-    """A silent member is lost after its lease, but not for time in which nobody listened."""
+def test_silence_while_the_coordinator_does_not_run_is_excused() -> None:
+    """A silent member is lost after its lease, without the time of the stall."""
     state = running()
-    late, _, _ = transition(state, job.Tick(), state.ticked + 30.0)
+    late, _, _ = transition(state, job.Tick(), state.updated_at + 30.0)
     assert late.phase is JobPhase.RUNNING
     lost = list[str]()
     for _ in range(10):
-        late, actions, _ = transition(late, job.Tick(), late.ticked + 0.4)
-        lost += [note["loss"] for note in notes(actions, "lost")]
+        late, actions, _ = transition(late, job.Tick(), late.updated_at + 0.4)
+        lost += [note["loss"] for note in entries(actions, "lost")]
     assert late.phase is JobPhase.PAUSED and lost == ["silent"] * 3
-    first, *_ = say(state, "node0")
-    held_up, _, _ = transition(state, Reported(first.members["node0"].report), state.ticked + 30.0)
-    assert held_up.members.keys() == state.members.keys(), "the first event after the pause accuses nobody"
+    first, *_ = send_report(state, "node0")
+    held_up, _, _ = transition(
+        state, NodeReported(first.members["node0"].report), state.updated_at + 30.0
+    )
+    assert held_up.members.keys() == state.members.keys(), (
+        "the first event after the pause accuses nobody"
+    )
 
 
-def test_workers_that_died() -> None:
-    after, _, reason = say(
+def test_dead_workers_end_the_epoch() -> None:
+    after, _, reason = send_report(
         running(), "node2", phase=NodePhase.STARTING, cause="worker 0 ended with signal -9"
     )
     assert reason == "node2: starting; epoch 2: node2: worker 0 ended with signal -9"
-    assert after.change.lost == ("node2",)
-    (cause,) = after.change.causes
+    assert change_of(after).lost == ("node2",)
+    (cause,) = change_of(after).causes
     assert (cause.kind, cause.nodes) == (CauseKind.WORKER, ("node2",))
 
 
-def test_workers_that_died_unseen() -> None:
-    """The node crashed and came back while the coordinator was away: it looks healthy, but does not train."""
-    _, _, reason = say(running(), "node2", phase=NodePhase.IDLE)
+def test_workers_restarted_during_a_failover_end_the_epoch() -> None:
+    """The node looks healthy but does not train."""
+    _, _, reason = send_report(running(), "node2", phase=NodePhase.IDLE)
     assert "epoch 2: node2: workers were started anew" in reason
 
 
 def test_install_waits_for_every_member() -> None:
-    state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
+    state, *_ = send_report(running(), "node2", phase=NodePhase.STARTING)
     state = halt(halt(state, "node0"), "node2", NodePhase.STARTING)
     assert state.phase is JobPhase.HALTING
-    state, *_ = say(state, "node1", phase=NodePhase.HALTING, epoch=2)
+    state, *_ = send_report(state, "node1", phase=NodePhase.HALTING, epoch=2)
     assert state.phase is JobPhase.HALTING, "halting is not halted"
     away, *_ = transition(
-        state, job.Closed("node0", state.members["node0"].report.info.incarnation), state.ticked
+        state,
+        job.ConnectionClosed("node0", state.members["node0"].report.info.incarnation),
+        state.updated_at,
     )
     away = halt(away, "node1")
     assert away.phase is JobPhase.HALTING, "who is just away may be back at once"
-    back, actions, reason = say(away, "node0")
-    assert back.phase is JobPhase.INSTALLING and back.plan.nodes() == ("node0", "node1")
-    assert told(actions, m.Install) == [m.Install(2, back.assignment)] * 3
-    assert "layers" in reason and back.assignment.recipes
+    back, actions, reason = send_report(away, "node0")
+    assert back.phase is JobPhase.INSTALLING and plan_of(back).nodes() == ("node0", "node1")
+    assert sent(actions, m.Install) == [m.Install(2, assignment_of(back))] * 3
+    assert "layers" in reason and assignment_of(back).recipes
 
 
 def test_planned_changes_wait_for_the_boundary() -> None:
     state = running()
-    after, actions, reason = transition(state, job.DrainAsked("node1", 60.0), state.ticked)
-    assert after.change.causes == (Cause(CauseKind.DRAIN, "drain node1", ("node1",)),)
-    assert reason == "drain of node1 asked; epoch 2: drain node1"
-    assert told(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
-    _hasty, actions, reason = transition(state, job.DrainAsked("node1", 1.0), state.ticked)
-    assert told(actions, m.Halt) == [m.Halt(2)] * 3, "too little notice for the end of a step"
+    after, actions, reason = transition(state, job.DrainRequested("node1", 60.0), state.updated_at)
+    assert change_of(after).causes == (Cause(CauseKind.DRAIN, "drain node1", ("node1",)),)
+    assert reason == "drain of node1 requested; epoch 2: drain node1"
+    assert sent(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
+    _hasty, actions, reason = transition(state, job.DrainRequested("node1", 1.0), state.updated_at)
+    assert sent(actions, m.Halt) == [m.Halt(2)] * 3, "too little notice for the end of a step"
 
 
-def test_a_boundary_turns_into_a_halt_when_something_breaks() -> None:
-    state, *_ = transition(running(), job.DrainAsked("node1", 60.0), 4.0)
-    after, actions, reason = say(state, "node0", phase=NodePhase.STARTING, cause="oops")
+def test_a_fault_turns_a_planned_halt_into_an_immediate_one() -> None:
+    state, *_ = transition(running(), job.DrainRequested("node1", 60.0), 4.0)
+    after, actions, reason = send_report(state, "node0", phase=NodePhase.STARTING, cause="oops")
     assert (
         after.epoch == 3
-        and told(actions, m.Halt)[-3:] == [m.Halt(3)] * 3
+        and sent(actions, m.Halt)[-3:] == [m.Halt(3)] * 3
         and "epoch 3: node0: oops" in reason
     )
 
 
-def test_a_boundary_is_not_waited_for_beyond_the_notice() -> None:
+def test_a_planned_halt_does_not_wait_beyond_the_notice() -> None:
     state = running()
-    state, *_ = transition(state, job.DrainAsked("node1", 2.6), state.ticked)
-    assert state.change.boundary
+    state, *_ = transition(state, job.DrainRequested("node1", 2.6), state.updated_at)
+    assert change_of(state).boundary
     for _ in range(2):
-        state, _actions, reason = transition(state, job.Tick(), state.ticked + 0.35)
-    assert state.epoch == 3 and not state.change.boundary and "notice of node1 runs out" in reason
-    assert state.change.causes == (Cause(CauseKind.NOTICE, "notice of node1 runs out", ("node1",)),)
+        state, _actions, reason = transition(state, job.Tick(), state.updated_at + 0.35)
+    assert (
+        state.epoch == 3 and not change_of(state).boundary and "notice of node1 runs out" in reason
+    )
+    assert change_of(state).causes == (
+        Cause(CauseKind.NOTICE, "notice of node1 runs out", ("node1",)),
+    )
 
 
 def test_a_spare_that_keeps_backups_is_replaced_before_it_leaves() -> None:
-    """Otherwise its leaving would be a loss, and halt everybody in the middle of a step."""
+    """Otherwise its departure would be a loss in the middle of a step."""
     state = running()
-    spare = replace(state.plan, peers=tuple((node, "node2") for node in ("node0", "node1")))
-    first = replace(state.plan.pipelines[0], stages=tuple(
+    spare = replace(plan_of(state), peers=tuple((node, "node2") for node in ("node0", "node1")))
+    first = replace(plan_of(state).pipelines[0], stages=tuple(
         replace(s, unit=replace(s.unit, node="node0")) if s.unit.node == "node2" else s
-        for s in state.plan.pipelines[0].stages))  # fmt: skip
-    rest = tuple(p for p in state.plan.pipelines[1:] if all(s.unit.node != "node2" for s in p.stages))
+        for s in plan_of(state).pipelines[0].stages))  # fmt: skip
+    rest = tuple(
+        p for p in plan_of(state).pipelines[1:] if all(s.unit.node != "node2" for s in p.stages)
+    )
     state = state.of(plan=replace(spare, pipelines=(first, *rest), spares=("node2",)))
-    after, actions, reason = transition(state, job.DrainAsked("node2", 60.0), state.ticked)
+    after, actions, reason = transition(state, job.DrainRequested("node2", 60.0), state.updated_at)
     assert "node2" in after.members and "epoch 2: drain node2" in reason
-    assert told(actions, m.Halt)[0].boundary and not told(actions, m.Stop)
+    assert sent(actions, m.Halt)[0].boundary and not sent(actions, m.Stop)
 
 
 def test_another_model_ends_the_job() -> None:
     state = running()
-    other = replace(state.spec, n_steps=1)
-    after, actions, reason = say(state, "node1", spec=other)
+    other = replace(spec_of(state), n_steps=1)
+    after, actions, reason = send_report(state, "node1", spec=other)
     assert after.phase is JobPhase.FAILED and "another model or configuration" in reason
-    assert {a.code for a in told(actions, m.Stop)} == {2}
+    assert {a.code for a in sent(actions, m.Stop)} == {2}
 
 
-def test_orders_that_were_not_heard_are_said_again() -> None:
-    """Halt, Install and Launch, after any report that shows it, also when a beat came first."""
-    state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
-    _, actions, _ = say(state, "node0")
-    assert told(actions, m.Halt) == [m.Halt(2)]
+def test_missed_orders_are_sent_again() -> None:
+    """Halt, Install and Launch follow any report that shows them missing."""
+    state, *_ = send_report(running(), "node2", phase=NodePhase.STARTING)
+    _, actions, _ = send_report(state, "node0")
+    assert sent(actions, m.Halt) == [m.Halt(2)]
     state = halt(halt(halt(state, "node0"), "node1"), "node2", NodePhase.STARTING)
     assert state.phase is JobPhase.INSTALLING
-    _, actions, _ = say(state, "node0")
-    assert told(actions, m.Install) == [m.Install(2, state.assignment)]
+    _, actions, _ = send_report(state, "node0")
+    assert sent(actions, m.Install) == [m.Install(2, assignment_of(state))]
     launched = samples()[JobPhase.LAUNCHED][0]
     node, member = next((n, mb) for n, mb in launched.members.items() if mb.launch is not None)
-    _, actions, _ = say(launched, node)
-    assert told(actions, m.Launch) == [member.launch]
+    _, actions, _ = send_report(launched, node)
+    assert sent(actions, m.Launch) == [member.launch]
 
 
-def test_who_joins_while_everybody_halts_is_told_to_halt() -> None:
-    """It is waited for, too: without the order nobody would ever go on."""
-    state, *_ = say(running(), "node2", phase=NodePhase.STARTING)
+def test_a_node_that_joins_during_a_halt_gets_the_halt_order() -> None:
+    """The halt waits for it too, so it needs the order."""
+    state, *_ = send_report(running(), "node2", phase=NodePhase.STARTING)
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
-    _after, actions, _ = transition(state, Reported(fresh, True), state.ticked)
+    _after, actions, _ = transition(state, NodeReported(fresh, True), state.updated_at)
     assert [type(a.message) for a in actions if isinstance(a, Send)] == [m.Launch, m.Halt]
 
 
-def test_who_comes_after_the_end_is_sent_home() -> None:
+def test_a_node_that_joins_after_the_end_is_stopped() -> None:
     state = samples()[JobPhase.FINISHED][0]
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
-    _, actions, _ = transition(state, Reported(fresh, True), state.ticked)
-    assert told(actions, m.Stop) and not told(actions, m.Launch)
-    after, actions, _ = transition(state, job.Tick(), state.ticked + 99.0)
-    assert after.members == transition(state, job.Adopted(), state.ticked)[0].members or not told(
-        actions, m.Fenced
-    )
+    _, actions, _ = transition(state, NodeReported(fresh, True), state.updated_at)
+    assert sent(actions, m.Stop) and not sent(actions, m.Launch)
+    after, actions, _ = transition(state, job.Tick(), state.updated_at + 99.0)
+    assert after.members == transition(state, job.CoordinatorFailover(), state.updated_at)[
+        0
+    ].members or not sent(actions, m.Fenced)
 
 
-def test_the_end_is_told_again_by_a_coordinator_that_took_over() -> None:
+def test_a_new_coordinator_repeats_the_end() -> None:
     state = samples()[JobPhase.FINISHED][0]
-    _, actions, _ = transition(state, job.Adopted(), state.ticked + 1.0)
+    _, actions, _ = transition(state, job.CoordinatorFailover(), state.updated_at + 1.0)
     assert state.ending in actions
     node = next(iter(state.members))
-    _, actions, _ = say(state, node)
-    assert told(actions, m.Stop) == [m.Stop(0, state.ending.reason)]
+    _, actions, _ = send_report(state, node)
+    assert sent(actions, m.Stop) == [m.Stop(0, state.ending.reason)]
 
 
-def test_checkpoint_of_all_parts() -> None:
+def test_a_checkpoint_is_committed_when_all_parts_are_written() -> None:
     state = running()
-    state, actions, _ = transition(state, job.PartWritten(2, ((0, 0), (1, 0))), state.ticked)
+    state, actions, _ = transition(
+        state, job.CheckpointPartWritten(2, ((0, 0), (1, 0))), state.updated_at
+    )
     assert not actions
-    state, actions, _ = transition(state, job.PartWritten(2, ((2, 0), (3, 0))), state.ticked)
+    state, actions, _ = transition(
+        state, job.CheckpointPartWritten(2, ((2, 0), (3, 0))), state.updated_at
+    )
     assert actions == (job.CommitCheckpoint(2),)
-    state, actions, reason = transition(state, job.CheckpointCommitted("/c/step-2", 2), state.ticked)
+    state, actions, reason = transition(
+        state, job.CheckpointCommitted("/c/step-2", 2), state.updated_at
+    )
     assert state.checkpoint == ("/c/step-2", 2) and reason == "checkpoint of step 2"

@@ -21,7 +21,7 @@ from elastic.core.health.diagnosis import (
 )
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
+from elastic.core.job.state import JobPhase, JobState, LogEntry, NodeReported, Send
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol import device_errors as devicewords
 from elastic.core.protocol import messages as m
@@ -43,7 +43,7 @@ def running(nodes: int = 3, most: int = 9) -> JobState:
     """A job in training; `most` nodes hold stages, the others are spares."""
     made = World(5, nodes, steps=400, shape="1", max_nodes=most)
     made.run(limit=4.0)
-    state = made.boss.state
+    state = made.coordinator.state
     assert (
         state.phase is JobPhase.RUNNING and state.trimmed == state.epoch and state.plan is not None
     )
@@ -51,7 +51,7 @@ def running(nodes: int = 3, most: int = 9) -> JobState:
 
 
 def health_notes(actions: tuple[Any, ...], kind: str = "health") -> list[dict[str, Any]]:
-    return [action.data for action in actions if isinstance(action, Note) and action.kind == kind]
+    return [action.data for action in actions if isinstance(action, LogEntry) and action.kind == kind]
 
 
 def halts(actions: tuple[Any, ...]) -> list[bool]:
@@ -60,13 +60,13 @@ def halts(actions: tuple[Any, ...]) -> list[bool]:
 
 def report(state: JobState, node: str, **figures: Any) -> HealthReport:
     info = state.members[node].report.info
-    return HealthReport(node, info.incarnation, state.ticked, state.epoch, **figures)
+    return HealthReport(node, info.incarnation, state.updated_at, state.epoch, **figures)
 
 
 def send_report(
     state: JobState, given: HealthReport, later: float = 0.1
 ) -> tuple[JobState, tuple[Any, ...]]:
-    state, actions, _ = transition(state, job.HealthSeen(given), state.ticked + later)
+    state, actions, _ = transition(state, job.HealthReported(given), state.updated_at + later)
     return state, actions
 
 
@@ -78,7 +78,7 @@ def crash_workers(
     now = replace(
         was, phase=NodePhase.STARTING, able=False, crash_count=was.crash_count + times, cause=cause
     )
-    state, actions, _ = transition(state, Reported(now), state.ticked + 0.1)
+    state, actions, _ = transition(state, NodeReported(now), state.updated_at + 0.1)
     return state, actions
 
 
@@ -93,7 +93,7 @@ def test_a_crash_is_class_process_and_restarts() -> None:
         note["evidence"]["cause"] == "worker 0 ended with signal 9"
         and note["evidence"]["crashes"] == 1
     )
-    assert not quarantine.holds(state, "node1")
+    assert not quarantine.is_quarantined(state, "node1")
 
 
 def test_a_hang_is_class_process_and_restarts() -> None:
@@ -114,12 +114,12 @@ def test_a_crash_loop_is_class_host_and_leads_to_quarantine() -> None:
     assert (note["class"], note["action"]) == ("host", "quarantine")
     assert note["evidence"]["crashes"] == LIMITS.crashes
     assert note["evidence"]["quarantine_s"] == LIMITS.quarantine_s
-    assert quarantine.holds(state, "node1")
+    assert quarantine.is_quarantined(state, "node1")
 
 
 def test_a_quarantine_does_not_change_the_finding_given() -> None:
     found = Finding(FaultClass.DEVICE, HealthAction.QUARANTINE, "it is broken", {"errors": 3}, 5.0)
-    state, actions = quarantine.tell(running(), "node1", found)
+    state, actions = quarantine.add_finding(running(), "node1", found)
     assert found.evidence == {"errors": 3}
     wanted = {"errors": 3, "quarantine_s": LIMITS.quarantine_s, "quarantines": 1}
     assert health_notes(actions)[-1]["evidence"] == wanted
@@ -175,7 +175,7 @@ def test_error_texts_are_classified(text: str, device: bool, link: bool) -> None
 
 
 def finish_reasons(actions: tuple[Any, ...]) -> list[str]:
-    return [action.reason for action in actions if isinstance(action, job.Finish)]
+    return [action.reason for action in actions if isinstance(action, job.JobFinished)]
 
 
 def finish_step(state: JobState) -> JobState:
@@ -205,7 +205,7 @@ def test_crashes_of_one_node_after_another_end_the_job(nodes: int) -> None:
     """Each node is quarantined in turn, but after three the nodes are not the cause."""
     state, crashes = running(nodes), 0
     while state.ending is None:
-        node = next(n for n in state.members if not quarantine.holds(state, n))
+        node = next(n for n in state.members if not quarantine.is_quarantined(state, n))
         state, _ = crash_workers(state, node, ECC)
         crashes += 1
         assert crashes <= LIMITS.crashes * LIMITS.fatal_nodes
@@ -228,14 +228,14 @@ def test_a_script_that_crashes_everywhere_quarantines_no_node() -> None:
             assert {note["class"] for note in health_notes(actions)} <= {"process"}, health_notes(
                 actions
             )
-    assert not any(quarantine.holds(state, node) for node in state.members)
+    assert not any(quarantine.is_quarantined(state, node) for node in state.members)
 
 
 def test_a_node_that_every_plan_needs_is_not_quarantined() -> None:
     state, actions = crash_workers(running(1), "node0", "signal 11", LIMITS.crashes)
     (note,) = health_notes(actions)
     assert (note["class"], note["action"]) == ("process", "restart") and "no plan" in note["reason"]
-    assert not quarantine.holds(state, "node0")
+    assert not quarantine.is_quarantined(state, "node0")
 
 
 def test_crashes_long_ago_do_not_count() -> None:
@@ -250,7 +250,7 @@ def test_crashes_long_ago_do_not_count() -> None:
 
 def test_a_broken_device_is_replaced_by_a_spare() -> None:
     state = running(3, most=2)
-    assert remedies.spares(state)
+    assert remedies.spare_nodes(state)
     held = state.plan.nodes()[0] if state.plan else ""
     devices = (DeviceHealth(0, "H200", 61.0, fault="XID 79"),)
     state, actions = send_report(state, report(state, held, devices=devices))
@@ -306,7 +306,7 @@ def test_a_full_disk_is_class_storage_and_training_goes_on() -> None:
         state, report(state, held, disks=disk(0, "nfs"), failed_operations=FULL)
     )
     assert not health_notes(actions), "reported once"
-    state, actions, _ = transition(state, job.CheckpointCommitted("/c/step-9", 9), state.ticked)
+    state, actions, _ = transition(state, job.CheckpointCommitted("/c/step-9", 9), state.updated_at)
     assert {note["reason"] for note in health_notes(actions)} == {"checkpoints are written again"}
 
 
@@ -422,5 +422,5 @@ def test_the_state_survives_the_store() -> None:
     state, _ = send_report(
         state, report(state, held, devices=devices, disks=disk(0), failed_operations=FULL)
     )
-    assert any(one.action in EXCLUDING_ACTIONS for one in quarantine.of(state, held).findings)
+    assert any(one.action in EXCLUDING_ACTIONS for one in quarantine.record_of(state, held).findings)
     assert codec.loads(JobState, codec.dumps(state)) == state

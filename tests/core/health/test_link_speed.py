@@ -126,9 +126,9 @@ def play(
             info = state.members[name].report.info
             links = (LinkTraffic("p", 4, 4 << 20, 1.0, seen),)
             given = HealthReport(
-                name, info.incarnation, state.ticked, state.plan.epoch, links=links
+                name, info.incarnation, state.updated_at, state.plan.epoch, links=links
             )
-            state, actions, _ = transition(state, job.HealthSeen(given), state.ticked + 0.1)
+            state, actions, _ = transition(state, job.HealthReported(given), state.updated_at + 0.1)
             notes += actions
     return state, tuple(notes)
 
@@ -158,7 +158,7 @@ def test_a_slow_link_that_costs_time_takes_a_spare() -> None:
     state, actions = play(state, PROPER + BROKEN, LONGER, node)
     (note,) = health_notes(actions)
     assert (note["class"], note["action"]) == ("link", "replace") and halts(actions) == [True]
-    assert note["evidence"]["steps_slower"] == 3.0 and quarantine.holds(state, node)
+    assert note["evidence"]["steps_slower"] == 3.0 and quarantine.is_quarantined(state, node)
 
 
 def test_without_a_spare_the_plan_changes_if_that_is_better() -> None:
@@ -186,24 +186,24 @@ def relieved(state: JobState, node: str) -> JobState:
     """The plan changed because of the node's slow link, and copies are half as large since."""
     evidence = {"usual_bytes_per_s": 100}
     finding = Finding(FaultClass.LINK, HealthAction.REBALANCE, "copies go slower", evidence, 1.0)
-    return quarantine.put(state, node, replace(NodeHealth(loaded=2.0), findings=(finding,)))
+    return quarantine.with_record(state, node, replace(NodeHealth(loaded=2.0), findings=(finding,)))
 
 
 def test_smaller_copies_do_not_make_a_relieved_link_healthy() -> None:
     """Smaller copies start a new measurement, but the rate from before still counts."""
     state, actions = play(relieved(running(3), "node1"), BROKEN * 2, ALIKE)
-    assert not health_notes(actions) and quarantine.of(state, "node1").loaded == 2.0
+    assert not health_notes(actions) and quarantine.record_of(state, "node1").loaded == 2.0
     state, actions = play(state, PROPER, ALIKE)
     assert [note["evidence"] for note in health_notes(actions)] == [{"well": True}]
-    assert quarantine.of(state, "node1").loaded == 1.0 and halts(actions) == [True]
+    assert quarantine.record_of(state, "node1").loaded == 1.0 and halts(actions) == [True]
 
 
 def test_a_new_spare_replaces_a_relieved_node() -> None:
     state = running(3, most=2)
     node = state.plan.nodes()[0] if state.plan else ""
     state = relieved(state, node)
-    state = quarantine.put(
-        state, node, replace(quarantine.of(state, node), link=link(*BROKEN, speed=WELL))
+    state = quarantine.with_record(
+        state, node, replace(quarantine.record_of(state, node), link=link(*BROKEN, speed=WELL))
     )
     state, actions = play(state, BROKEN, ALIKE, node)
     (note,) = health_notes(actions)
@@ -220,10 +220,10 @@ def test_the_cost_follows_the_newest_steps() -> None:
     current = state.plan.epoch
 
     def cost(*seconds: float, epoch: int = current) -> float:
-        return slowlink.slowdown(state.of(durations=tuple((epoch, s) for s in seconds)))
+        return slowlink.step_slowdown(state.of(durations=tuple((epoch, s) for s in seconds)))
 
     assert cost(9.0, 1.0, 1.2, 2.0, 2.5) == 2.0
     assert cost(9.0, 1.0, 1.2) == 0.0, "too few steps"
     assert cost(9.0, 1.0, 1.2, 2.0, 2.5, epoch=0) == 0.0, "steps of another plan"
-    assert slowlink.weigh(replace(state, durations=()), "node1", spare=False) is None
+    assert slowlink.choose_link_remedy(replace(state, durations=()), "node1", spare=False) is None
     assert HealthAction.REBALANCE.value == "rebalance"

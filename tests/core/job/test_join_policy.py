@@ -1,4 +1,4 @@
-"""Short-lived nodes: left aside while a change costs more than they bring, used when it costs nothing more."""
+"""Short-lived nodes: rejected while a change costs more than they gain, used when it is free."""
 
 from __future__ import annotations
 
@@ -9,52 +9,55 @@ import pytest
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import epoch_change as change
-from elastic.core.job import join_policy as stay
+from elastic.core.job import join_policy
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Reported, Send
+from elastic.core.job.state import JobPhase, JobState, LogEntry, NodeReported, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
 from elastic.planning.cost.profile import LinkProfile, profile_of
+from tests.core.state_access import plan_of
 from tests.core.world.world import Fault, World
 
 LONG_PAUSES = (50.0,) * 3
-"""Two nodes make a step in 8 units, three in 4: a third one has to stay for 150 s to be worth two such pauses."""
+"""A third node halves the step, so it must stay for 150 s to be worth two such pauses."""
 
 
 def running(nodes: int = 2) -> JobState:
-    """A job in the middle of training, on this many nodes, whose copies are all protected."""
+    """State of a job in training on `nodes` nodes, with all copies protected."""
     world = World(5, nodes, steps=400)
     world.run(limit=4.0)
-    state = world.boss.state
+    state = world.coordinator.state
     assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch and state.change is None
     return state
 
 
-def join(state: JobState, name: str, **info: Any) -> tuple[JobState, tuple[job.Action, ...], str]:
-    """A node comes and its workers attach; what is decided then."""
+def join(
+    state: JobState, name: str, **info: Any
+) -> tuple[JobState, tuple[job.JobAction, ...], str]:
+    """Decision after a node has joined and its workers have attached."""
     new = NodeInfo(name, f"{name}.1", f"{name}:1", **info)
-    now = state.ticked + 0.01
-    state, _, _ = transition(state, Reported(NodeReport(new, NodePhase.EMPTY, 0), True), now)
+    now = state.updated_at + 0.01
+    state, _, _ = transition(state, NodeReported(NodeReport(new, NodePhase.EMPTY, 0), True), now)
     ready = NodeReport(new, NodePhase.IDLE, 0, restart=0, able=True, elastic=True)
-    return transition(state, Reported(ready), now + 0.01)
+    return transition(state, NodeReported(ready), now + 0.01)
 
 
-def notes(actions: tuple[job.Action, ...]) -> list[Note]:
-    return [action for action in actions if isinstance(action, Note) and action.kind == "spare"]
+def spare_entries(actions: tuple[job.JobAction, ...]) -> list[LogEntry]:
+    return [action for action in actions if isinstance(action, LogEntry) and action.kind == "spare"]
 
 
 def test_a_node_expected_to_live_two_minutes_is_left_as_a_spare() -> None:
     state = running().of(pauses=LONG_PAUSES)
     after, actions, reason = join(state, "node9", lifetime_s=120.0)
     assert after.phase is JobPhase.RUNNING and not after.joining and after.plan == state.plan
-    (note,) = notes(actions)
+    (note,) = spare_entries(actions)
     assert note.data["nodes"] == ["node9"]
     assert "node9 stay spare: expected to stay 120 s" in note.data["reason"]
     assert "pauses of 50 s in and 50 s out need 150 s to pay" in note.data["reason"]
     assert note.data["reason"] in reason
-    again, actions, _ = transition(after, job.Tick(), after.ticked + 30.0)
-    assert not again.joining and not notes(actions), "the same evidence is weighed once"
+    again, actions, _ = transition(after, job.Tick(), after.updated_at + 30.0)
+    assert not again.joining and not spare_entries(actions), "the same figures are considered once"
 
 
 @pytest.mark.parametrize("lifetime_s", [0.0, 3000.0])
@@ -70,8 +73,8 @@ def test_two_minutes_are_enough_where_pauses_are_short() -> None:
     assert after.joining == ("node9",)
 
 
-def test_before_any_pause_was_measured_the_bytes_to_move_tell() -> None:
-    """A third of the layers moves in and out again, over a link that needs a minute for it."""
+def test_without_a_measured_pause_the_bytes_to_move_count() -> None:
+    """A third of the layers moves in and out again over a link that needs a minute for it."""
     state = running().of(node_seconds=1e7)
     assert state.spec is not None and state.plan is not None
     # State so large that gradients and activations hardly count on the same link.
@@ -81,41 +84,47 @@ def test_before_any_pause_was_measured_the_bytes_to_move_tell() -> None:
     spec, policy = replace(state.spec, layers=heavy), replace(state.policy, profile=slow)
     state = state.of(spec=spec, policy=policy)
     after, actions, _ = join(state, "node9", lifetime_s=120.0)
-    assert not after.joining and "need" in notes(actions)[0].data["reason"]
+    assert not after.joining and "need" in spare_entries(actions)[0].data["reason"]
     known = join(state.of(pauses=(0.5,)), "node9", lifetime_s=120.0)[0]
     assert known.joining == ("node9",), "what was measured counts more"
 
 
-def test_of_several_newcomers_only_those_that_stay_are_used() -> None:
-    """Both are weighed together first, as if they had come while nobody looked."""
+def test_only_those_new_nodes_that_stay_are_used() -> None:
+    """Both are considered together first."""
     state = running().of(pauses=LONG_PAUSES, node_seconds=1e7)
     state, _, _ = join(state, "node8", lifetime_s=120.0)
     state, _, _ = join(state, "node9")
-    after, actions, _ = transition(state.of(considered=(), joining=()), job.Tick(), state.ticked + 0.01)
+    after, actions, _ = transition(
+        state.of(considered=(), joining=()), job.Tick(), state.updated_at + 0.01
+    )
     assert after.joining == ("node9",)
-    (note,) = notes(actions)
+    (note,) = spare_entries(actions)
     assert note.data["nodes"] == ["node8"]
 
 
-def test_a_longer_stay_than_expected_is_considered_anew() -> None:
-    state, _, _ = join(running().of(pauses=LONG_PAUSES, node_seconds=1e7), "node9", lifetime_s=120.0)
+def test_a_changed_expected_stay_is_considered_again() -> None:
+    state, _, _ = join(
+        running().of(pauses=LONG_PAUSES, node_seconds=1e7), "node9", lifetime_s=120.0
+    )
     report = state.members["node9"].report
     info = replace(report.info, lifetime_s=36000.0)
-    after, _, _ = transition(state, Reported(replace(report, info=info)), state.ticked + 0.01)
+    after, _, _ = transition(
+        state, NodeReported(replace(report, info=info)), state.updated_at + 0.01
+    )
     assert after.joining == ("node9",)
 
 
-def test_where_nodes_go_often_a_newcomer_waits_until_it_is_calm() -> None:
+def test_after_many_losses_a_new_node_waits_for_a_calm_period() -> None:
     rough = running().of(pauses=LONG_PAUSES, losses=50, node_seconds=3600.0)
     state, actions, _ = join(rough, "node9")
     assert not state.joining
-    assert "to the next change expected" in notes(actions)[0].data["reason"]
-    assert state.look_again > state.ticked
-    early, _, _ = transition(state.of(ticked=0.0), job.Tick(), state.look_again - 1.0)
-    assert not early.joining and early.look_again == state.look_again
-    members = {name: replace(mb, seen=state.look_again) for name, mb in state.members.items()}
-    state = state.of(ticked=0.0, members=members)
-    after, _, _ = transition(state, job.Tick(), state.look_again + 1.0)
+    assert "to the next change expected" in spare_entries(actions)[0].data["reason"]
+    assert state.reconsider_at > state.updated_at
+    early, _, _ = transition(state.of(updated_at=0.0), job.Tick(), state.reconsider_at - 1.0)
+    assert not early.joining and early.reconsider_at == state.reconsider_at
+    members = {name: replace(mb, seen=state.reconsider_at) for name, mb in state.members.items()}
+    state = state.of(updated_at=0.0, members=members)
+    after, _, _ = transition(state, job.Tick(), state.reconsider_at + 1.0)
     assert after.joining == ("node9",)
 
 
@@ -123,48 +132,51 @@ def test_losses_node_seconds_and_pauses_are_counted() -> None:
     world = World(5, 3, steps=400)
     world.inject(Fault("kill", 3.0, 1))
     world.run(limit=6.0)
-    state = world.boss.state
+    state = world.coordinator.state
     assert state.losses == 1
     assert len(state.pauses) == 1 and 0 < state.pauses[0] < 2.0
-    ahead = stay.outlook(state, world.now)
+    ahead = join_policy.outlook(state, world.now)
     assert ahead.pause_in_s == state.pauses[0] and ahead.losses == 1
     assert 3 * 2.5 + 2 * 2.5 < ahead.node_seconds < 3 * 6.0
 
 
 def spare_job(lifetime_s: float) -> World:
-    """Two nodes train; a third came, was left aside for its short stay, and node1 dies then."""
+    """Two nodes train, a third was rejected for its short stay, then node1 dies."""
     world = World(5, 2, steps=400)
     world.run(limit=2.0)
-    world.boss.state = world.boss.state.of(pauses=LONG_PAUSES)
+    world.coordinator.state = world.coordinator.state.of(pauses=LONG_PAUSES)
     world.lifetime_s = lifetime_s
     world.inject(Fault("join", 0.1))
     world.run(limit=3.0)
-    assert "node2" not in world.boss.state.plan.nodes() and not world.boss.state.joining
+    assert (
+        "node2" not in plan_of(world.coordinator.state).nodes()
+        and not world.coordinator.state.joining
+    )
     world.inject(Fault("kill", 0.1, 1))
     world.run(limit=6.0)
-    assert world.boss.state.phase is JobPhase.RUNNING
+    assert world.coordinator.state.phase is JobPhase.RUNNING
     return world
 
 
-def test_a_loss_brings_the_spare_in_if_it_stays_long_enough_then() -> None:
-    plan = spare_job(140.0).boss.state.plan
+def test_after_a_loss_the_spare_is_used_if_it_stays_long_enough() -> None:
+    plan = spare_job(140.0).coordinator.state.plan
     assert plan is not None and set(plan.nodes()) == {"node0", "node2"}
 
 
-def test_a_loss_leaves_the_spare_aside_if_it_goes_too_soon() -> None:
-    plan = spare_job(30.0).boss.state.plan
+def test_after_a_loss_the_spare_is_rejected_if_it_leaves_too_soon() -> None:
+    plan = spare_job(30.0).coordinator.state.plan
     assert plan is not None and set(plan.nodes()) == {"node0"}
     assert plan.spares == ("node2",) and "node2 left aside: expected to stay" in plan.reason
 
 
-def test_a_spare_is_used_however_short_its_stay_if_nothing_fits_without_it() -> None:
+def test_a_short_lived_spare_is_used_if_no_plan_fits_without_it() -> None:
     state = running().of(pauses=LONG_PAUSES)
     state, _, _ = join(state, "node9", lifetime_s=5.0)
     assert not state.joining
     gone = {name: mb for name, mb in state.members.items() if name == "node9"}
-    choice = stay.lasting(
+    choice = join_policy.plan_for_change(
         state,
-        replace(change.request(state, state.epoch + 1), nodes=(gone["node9"].report.info,)),
-        state.ticked,
+        replace(change.plan_request(state, state.epoch + 1), nodes=(gone["node9"].report.info,)),
+        state.updated_at,
     )
     assert choice.plan is not None and choice.plan.nodes() == ("node9",) and not choice.aside

@@ -1,4 +1,4 @@
-"""Nodes that are put aside for a while, and let out."""
+"""Quarantine of nodes, and its end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from elastic.core.health import diagnosis as health
 from elastic.core.health.diagnosis import NodeHealth
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Reported
-from elastic.core.policy import remediation as remedies
+from elastic.core.job.state import JobPhase, JobState, NodeReported
+from elastic.core.policy import remediation
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
 from tests.core.health.test_diagnosis import LIMITS, crash_workers, health_notes, running
 
 
-def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
+def test_quarantines_double_up_to_the_limit_and_are_forgiven() -> None:
     record, lengths, now = NodeHealth(), [], 0.0
     for _ in range(9):
         record, seconds = health.quarantine(record, now, LIMITS)
@@ -33,32 +33,37 @@ def test_quarantines_double_up_to_the_most_and_are_forgiven() -> None:
 
 
 @given(st.lists(st.floats(0.0, 5000.0), max_size=12))
-def test_a_quarantine_is_never_outside_its_bounds(waits: list[float]) -> None:
+def test_a_quarantine_stays_within_its_limits(waits: list[float]) -> None:
     record, now = NodeHealth(), 0.0
     for wait in waits:
         now += wait
         record, seconds = health.quarantine(record, now, LIMITS)
-        assert LIMITS.quarantine_s <= seconds <= LIMITS.quarantine_most_s and record.until == now + seconds
+        assert (
+            LIMITS.quarantine_s <= seconds <= LIMITS.quarantine_most_s
+            and record.until == now + seconds
+        )
         record = health.release(record, record.until)
         now = record.quarantine_changed_at
         assert codec.loads(NodeHealth, codec.dumps(record)) == record
 
 
-def test_a_node_out_of_quarantine_is_considered_again() -> None:
+def test_a_node_is_considered_again_after_its_quarantine() -> None:
     state, _ = crash_workers(running(), "node1", "signal 11", LIMITS.crashes)
-    record = quarantine.of(state, "node1")
-    state = settled(state.of(considered=(state.members["node1"].report.info.incarnation,)), without="node1")
+    record = quarantine.record_of(state, "node1")
+    state = settled(
+        state.of(considered=(state.members["node1"].report.info.incarnation,)), without="node1"
+    )
     state, _, _ = transition(state, job.Tick(), record.until - 0.1)
-    assert quarantine.holds(state, "node1") and state.considered
+    assert quarantine.is_quarantined(state, "node1") and state.considered
     state, actions, _ = transition(state, job.Tick(), record.until + 0.1)
-    assert not quarantine.holds(state, "node1") and state.joining == ("node1",)
+    assert not quarantine.is_quarantined(state, "node1") and state.joining == ("node1",)
     (note,) = health_notes(actions)
     assert note["action"] == "none" and "may be used again" in note["reason"]
 
 
 def settled(state: JobState, without: str) -> JobState:
-    """As after the change that took `without` out: its workers are there again, and idle."""
-    from elastic.core.job.epoch_change import request
+    """State after the change that removed `without`, whose workers are idle again."""
+    from elastic.core.job.epoch_change import plan_request
     from elastic.planning.search.search import make_plan
 
     members = {}
@@ -67,46 +72,52 @@ def settled(state: JobState, without: str) -> JobState:
         mine = replace(mb.report, epoch=state.epoch, phase=phase, able=True, protected=state.epoch)
         members[node] = replace(mb, report=mine, seen=1e9)
     state = state.of(members=members, phase=JobPhase.RUNNING, change=None, trimmed=state.epoch)
-    return state.of(plan=make_plan(request(state, state.epoch)))
+    return state.of(plan=make_plan(plan_request(state, state.epoch)))
 
 
-def test_a_doubtful_node_is_better_than_none() -> None:
-    """The others are lost while it is in quarantine: it is let out at once."""
+def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
+    """The other nodes are lost during the quarantine."""
     state, _ = crash_workers(running(2), "node1", "signal 11", LIMITS.crashes)
     state = settled(state, "node1")
     assert state.plan is not None and state.plan.nodes() == ("node0",)
     state, _, _ = transition(
-        state, job.Closed("node0", state.members["node0"].report.info.incarnation), state.ticked
+        state,
+        job.ConnectionClosed("node0", state.members["node0"].report.info.incarnation),
+        state.updated_at,
     )
-    state, _, _ = transition(state, job.Tick(), state.ticked + 0.3)
+    state, _, _ = transition(state, job.Tick(), state.updated_at + 0.3)
     assert state.phase is JobPhase.HALTING and "node0" not in state.members
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
-    state, actions, _ = transition(state, Reported(halted), state.ticked + 0.1)
-    assert not quarantine.holds(state, "node1"), "it was let out"
+    state, actions, _ = transition(state, NodeReported(halted), state.updated_at + 0.1)
+    assert not quarantine.is_quarantined(state, "node1"), "it was let out"
     assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in health_notes(actions))
 
 
-def test_a_flapping_node_is_put_aside_when_it_comes_back() -> None:
+def test_a_flapping_node_is_quarantined_when_it_returns() -> None:
     state, notes = running(), []
     for _ in range(LIMITS.departures):
-        state, more = remedies.departed(state, "node1", "connection closed", state.ticked)
+        state, more = remediation.node_lost(state, "node1", "connection closed", state.updated_at)
         notes += health_notes(more)
     (note,) = notes
-    assert (note["class"], note["action"]) == ("host", "quarantine") and note["evidence"]["departures"] == 3
-    assert quarantine.holds(state, "node1")
+    assert (note["class"], note["action"]) == ("host", "quarantine") and note["evidence"][
+        "departures"
+    ] == 3
+    assert quarantine.is_quarantined(state, "node1")
 
 
-def test_a_network_that_loses_everybody_puts_nobody_aside() -> None:
+def test_a_network_that_loses_all_nodes_leads_to_no_quarantine() -> None:
     state = running()
     for _ in range(LIMITS.departures + 1):
         for node in ("node0", "node1", "node2"):
-            state, actions = remedies.departed(state, node, "silent", state.ticked)
+            state, actions = remediation.node_lost(state, node, "silent", state.updated_at)
             assert not actions
     assert not any(record.quarantined for record in state.health.values())
 
 
-def test_records_of_nodes_that_went_are_forgotten() -> None:
+def test_records_of_departed_nodes_are_dropped() -> None:
     state = running()
     for number in range(500):
-        state, _ = remedies.departed(state, f"spot-{number}", "gone", state.ticked + 100.0 * number)
-    assert len(state.health) <= len(state.members) + remedies.KEPT_MORE + 1
+        state, _ = remediation.node_lost(
+            state, f"spot-{number}", "gone", state.updated_at + 100.0 * number
+        )
+    assert len(state.health) <= len(state.members) + remediation.KEPT_MORE + 1

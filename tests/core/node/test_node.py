@@ -1,4 +1,4 @@
-"""The node's table: every phase with every event, single decisions, and when a worker counts as hung."""
+"""The node's table: every phase with every event, single decisions, detection of hangs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from elastic.core.node import node as core
-from elastic.core.node.node import MOVES, NodeState, Said, Worker, hung, transition
+from elastic.core.node import node as node_core
+from elastic.core.node.node import (
+    PHASE_CHANGES,
+    NodeState,
+    WorkerMessage,
+    WorkerState,
+    hang_reason,
+    transition,
+)
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase as Phase
 from elastic.domain.types import Assignment, NodeInfo, Pipeline, Plan, Stage, Unit
@@ -33,13 +40,13 @@ def play(*events: Any, state: NodeState | None = None, now: float = 10.0) -> Nod
     return state
 
 
-def both(*messages: Any) -> list[Said]:
-    return [Said(rank, message) for message in messages for rank in range(2)]
+def both(*messages: Any) -> list[WorkerMessage]:
+    return [WorkerMessage(rank, message) for message in messages for rank in range(2)]
 
 
-START = [LAUNCH, Said(0, ATTACH[0]), Said(1, ATTACH[1])]
+START = [LAUNCH, WorkerMessage(0, ATTACH[0]), WorkerMessage(1, ATTACH[1])]
 RUN = [*START, m.Halt(1), m.Install(1, plan("a", 1)), *both(m.Ready(1, 0.0, 0.0))]
-CRASH = [core.Exited(0, -9), *START[1:]]
+CRASH = [node_core.WorkerExited(0, -9), *START[1:]]
 STATES = {
     Phase.EMPTY: [],
     Phase.STARTING: START[:1],
@@ -48,8 +55,8 @@ STATES = {
     Phase.RUNNING: RUN,
     Phase.HALTING: [*RUN, m.Halt(2)],
     Phase.HALTED: [*RUN, m.Halt(2), *both(HALTED)],
-    Phase.FINISHED: [*RUN, Said(0, m.Finished(4, "sha")), Said(1, m.Finished(4))],
-    Phase.FAILED: [*START, *CRASH * 3, core.Exited(1, 1)],
+    Phase.FINISHED: [*RUN, WorkerMessage(0, m.Finished(4, "sha")), WorkerMessage(1, m.Finished(4))],
+    Phase.FAILED: [*START, *CRASH * 3, node_core.WorkerExited(1, 1)],
 }
 EVENTS: list[Any] = [
     LAUNCH,
@@ -71,38 +78,45 @@ EVENTS: list[Any] = [
         m.Failed("bad"),
         m.BundleAcknowledged(1),
     ),
-    *(core.Exited(rank, code) for rank in (0, 1) for code in (0, 1, -9)),
-    core.Looked((core.Evidence(0, False, 1.0), core.Evidence(1, True, 1.0))),
-    core.PrefetchDone(1),
+    *(node_core.WorkerExited(rank, code) for rank in (0, 1) for code in (0, 1, -9)),
+    node_core.WorkersPolled(
+        (node_core.ProcessSample(0, False, 1.0), node_core.ProcessSample(1, True, 1.0))
+    ),
+    node_core.PrefetchDone(1),
     object(),
 ]
 
 
 @pytest.mark.parametrize(
-    ("told", "code"), [(0, 0), (3, 3), (4, 4), (130, 130), (143, 143), (1, 5), (2, 5), (7, 5), (137, 5)]
+    ("told", "code"),
+    [(0, 0), (3, 3), (4, 4), (130, 130), (143, 143), (1, 5), (2, 5), (7, 5), (137, 5)],
 )
-def test_the_end_of_a_failed_job_is_no_crash_of_the_agent(told: int, code: int) -> None:
-    """A job runner starts what crashed again, and not what was told that all is over, whatever the script's code."""
-    assert core.Leave(code) in transition(play(LAUNCH), m.Stop(told), 10.0)[1]
+def test_the_agent_exits_without_an_error_after_a_failed_job(told: int, code: int) -> None:
+    """Otherwise a job runner would restart the agent."""
+    assert node_core.EndAgent(code) in transition(play(LAUNCH), m.Stop(told), 10.0)[1]
 
 
 @pytest.mark.parametrize("phase", STATES)
 def test_every_event_in_every_phase(phase: Phase) -> None:
-    """A reason and no exception; phases move only as `MOVES` says; the epoch never falls."""
-    moves = {(before, after) for sources, _, after in MOVES for before in sources}
+    """A reason and no exception; only the changes in `PHASE_CHANGES`; the epoch never falls."""
+    moves = {(before, after) for sources, _, after in PHASE_CHANGES for before in sources}
     state = play(*STATES[phase])
     assert state.phase is phase
     for event in EVENTS:
         after, actions, reason = transition(state, event, 11.0)
         assert reason, event
         assert after.epoch >= state.epoch
-        assert after.phase is phase or (phase, after.phase) in moves, f"{phase} -> {after.phase} on {event}"
-        if after.phase is not phase and not any(isinstance(a, core.Tell) for a in actions):
-            assert core.Report() in actions, f"{phase} -> {after.phase} is not reported"
-        core.report(after)
+        assert after.phase is phase or (phase, after.phase) in moves, (
+            f"{phase} -> {after.phase} on {event}"
+        )
+        if after.phase is not phase and not any(
+            isinstance(a, node_core.SendToWorkers) for a in actions
+        ):
+            assert node_core.SendReport() in actions, f"{phase} -> {after.phase} is not reported"
+        node_core.report(after)
 
 
-def test_the_whole_table_is_tried() -> None:
+def test_the_whole_table_is_tested() -> None:
     assert set(STATES) == set(Phase)
 
 
@@ -111,27 +125,38 @@ def test_the_whole_table_is_tried() -> None:
 
 def test_old_and_repeated_orders_change_nothing() -> None:
     state = play(*RUN)
-    for event in (LAUNCH, m.Halt(1), m.Halt(0), m.Install(1, plan("a", 1)), m.Install(2, plan("a", 2))):
+    for event in (
+        LAUNCH,
+        m.Halt(1),
+        m.Halt(0),
+        m.Install(1, plan("a", 1)),
+        m.Install(2, plan("a", 2)),
+    ):
         after, actions, reason = transition(state, event, 11.0)
-        assert after == state and actions == (core.Report(),), reason
+        assert after == state and actions == (node_core.SendReport(),), reason
 
 
 def test_a_second_halt_needs_no_second_answer() -> None:
-    """A worker answers once an epoch: after that it waits for an assignment and hears no halt."""
-    state = play(*RUN, m.Halt(2), Said(0, HALTED), m.Halt(3))
+    """A worker answers once per epoch, then waits for an assignment."""
+    state = play(*RUN, m.Halt(2), WorkerMessage(0, HALTED), m.Halt(3))
     assert state.phase is Phase.HALTING
-    state, actions, _ = transition(state, Said(1, HALTED), 11.0)
-    assert state.phase is Phase.HALTED and actions == (core.Fence(3), core.Report())
-    assert len(core.report(state).halted) == 2
+    state, actions, _ = transition(state, WorkerMessage(1, HALTED), 11.0)
+    assert state.phase is Phase.HALTED and actions == (
+        node_core.FenceVault(3),
+        node_core.SendReport(),
+    )
+    assert len(node_core.report(state).halted) == 2
 
 
 def test_an_answer_counts_for_its_epoch_only() -> None:
-    state = play(*STATES[Phase.HALTED], m.Install(2, plan("a", 2)), *both(m.Ready(2, 0.0, 0.0)), m.Halt(3))
-    assert state.phase is Phase.HALTING and not core.report(state).halted
+    state = play(
+        *STATES[Phase.HALTED], m.Install(2, plan("a", 2)), *both(m.Ready(2, 0.0, 0.0)), m.Halt(3)
+    )
+    assert state.phase is Phase.HALTING and not node_core.report(state).halted
 
 
 def test_a_crash_before_and_after_the_assignment() -> None:
-    """Before: the node may still enter with its new workers. After: they know nothing of the epoch."""
+    """Before it, the node may enter with new workers; after it, they do not know the epoch."""
     before = play(*STATES[Phase.HALTED], *CRASH)
     assert before.phase is Phase.HALTED
     assert play(m.Install(2, plan("a", 2)), state=before).phase is Phase.INSTALLING
@@ -141,72 +166,105 @@ def test_a_crash_before_and_after_the_assignment() -> None:
     assert again.phase is Phase.IDLE and "does not fit" in reason
 
 
-def test_a_crash_takes_the_other_workers_along_and_keeps_the_vault() -> None:
-    state, actions, reason = transition(play(*RUN), core.Exited(1, -11), 11.0)
+def test_a_crash_restarts_all_workers_and_keeps_the_vault() -> None:
+    state, actions, reason = transition(play(*RUN), node_core.WorkerExited(1, -11), 11.0)
     assert reason == "worker 1 ended with signal 11"
-    assert actions == (core.KillWorkers(reason), core.Spawn(LAUNCH), core.Report())
+    assert actions == (
+        node_core.KillWorkers(reason),
+        node_core.SpawnWorkers(LAUNCH),
+        node_core.SendReport(),
+    )
     assert state.phase is Phase.STARTING and state.epoch == 1
 
 
 def test_a_node_gives_up_after_too_many_crashes_in_a_row() -> None:
-    state, _actions, reason = transition(play(*START, *CRASH * 3), core.Exited(0, 1), 11.0)
+    state, _actions, reason = transition(
+        play(*START, *CRASH * 3), node_core.WorkerExited(0, 1), 11.0
+    )
     assert state.phase is Phase.FAILED and "4 crashes without" in reason
     enter = [m.Halt(2), m.Install(2, plan("a", 2)), *both(m.Ready(2, 0.0, 0.0))]
-    assert play(*START, *CRASH * 3, *enter, core.Exited(0, 1)).phase is Phase.STARTING
+    assert play(*START, *CRASH * 3, *enter, node_core.WorkerExited(0, 1)).phase is Phase.STARTING
 
 
-def test_last_words_are_the_cause() -> None:
-    """The worker's own, and those of the first to go; they end with its process."""
-    state = play(*RUN, Said(1, m.Crashed("CUDA error: ECC", 1)))
-    assert state.phase is Phase.RUNNING and core.report(state).failed is None, "its exit comes next"
-    state, actions, reason = transition(state, core.Exited(1, 1), 11.0)
-    assert reason == core.report(state).cause == "CUDA error: ECC" and core.report(state).crash_count == 1
-    assert actions == (core.KillWorkers(reason), core.Spawn(LAUNCH), core.Report())
+def test_the_reported_error_is_the_cause() -> None:
+    """The error of the first worker that ended counts, until its process is replaced."""
+    state = play(*RUN, WorkerMessage(1, m.Crashed("CUDA error: ECC", 1)))
+    assert state.phase is Phase.RUNNING and node_core.report(state).failed is None, (
+        "its exit comes next"
+    )
+    state, actions, reason = transition(state, node_core.WorkerExited(1, 1), 11.0)
+    assert (
+        reason == node_core.report(state).cause == "CUDA error: ECC"
+        and node_core.report(state).crash_count == 1
+    )
+    assert actions == (
+        node_core.KillWorkers(reason),
+        node_core.SpawnWorkers(LAUNCH),
+        node_core.SendReport(),
+    )
     assert not any(worker.error for worker in state.workers)
 
 
 def test_fenced() -> None:
-    """A node with something to give up begins anew; one that has nothing yet only asks again."""
+    """A node with state begins anew; an empty one only reports again."""
     _, actions, _ = transition(play(*RUN), m.Fenced("silent"), 11.0)
-    assert actions == (core.KillWorkers("silent"), core.Rejoin())
+    assert actions == (node_core.KillWorkers("silent"), node_core.Rejoin())
     _, actions, _ = transition(play(), m.Fenced("who?"), 11.0)
-    assert actions == (core.Report(),)
+    assert actions == (node_core.SendReport(),)
 
 
 def test_spares_and_boundaries() -> None:
-    """A spare enters without its workers; until a planned change its vault goes on taking copies."""
+    """A spare enters without its workers; its vault accepts copies until a planned change."""
     state, actions, _ = transition(play(*START, m.Halt(1)), m.Install(1, plan("b", 1)), 11.0)
-    assert state.phase is Phase.IDLE and [type(a) for a in actions] == [core.Enter, core.Report]
+    assert state.phase is Phase.IDLE and [type(a) for a in actions] == [
+        node_core.EnterEpoch,
+        node_core.SendReport,
+    ]
     _, actions, _ = transition(state, m.Halt(2, boundary=True), 11.0)
-    assert actions == (core.Report(),)
+    assert actions == (node_core.SendReport(),)
     _, actions, _ = transition(state, m.Halt(2), 11.0)
-    assert actions == (core.Fence(2), core.Report())
+    assert actions == (node_core.FenceVault(2), node_core.SendReport())
 
 
-def test_words_of_unknown_workers() -> None:
+def test_messages_of_unknown_workers_are_ignored() -> None:
     empty = play()
-    for event in (Said(0, m.Protected(1)), core.Exited(1, 0), core.Looked((core.Evidence(0, True, 0.0),))):
-        assert replace(transition(empty, event, 11.0)[0], looked=0.0) == empty
+    for event in (
+        WorkerMessage(0, m.Protected(1)),
+        node_core.WorkerExited(1, 0),
+        node_core.WorkersPolled((node_core.ProcessSample(0, True, 0.0),)),
+    ):
+        assert replace(transition(empty, event, 11.0)[0], polled_at=0.0) == empty
 
 
-def test_suspicions_end_with_the_epoch() -> None:
+def test_suspects_are_cleared_with_the_epoch() -> None:
     state = play(
-        *RUN, Said(0, m.CommFailed(1, ("b",), "reset")), Said(1, m.CommFailed(1, ("b", "c"), "reset"))
+        *RUN,
+        WorkerMessage(0, m.CommFailed(1, ("b",), "reset")),
+        WorkerMessage(1, m.CommFailed(1, ("b", "c"), "reset")),
     )
     assert state.suspects == ("b", "c")
     assert play(m.Halt(2), state=state).suspects == ()
-    assert play(m.Halt(2), Said(0, m.CommFailed(1, ("b",), "late")), state=state).suspects == ()
+    assert (
+        play(m.Halt(2), WorkerMessage(0, m.CommFailed(1, ("b",), "late")), state=state).suspects
+        == ()
+    )
 
 
 def test_script_without_elastic() -> None:
-    """torchrun's rules: one bad exit ends the group; the node reports, the coordinator decides."""
+    """A failed worker ends the group; the coordinator decides on a restart."""
     launched = play(LAUNCH)
-    assert play(core.Exited(0, 0), state=launched).phase is Phase.STARTING
-    assert play(core.Exited(0, 0), core.Exited(1, 0), state=launched).phase is Phase.FINISHED
-    state, actions, _ = transition(launched, core.Exited(1, 3), 11.0)
-    assert state.phase is Phase.FAILED and core.KillWorkers("a worker failed") in actions
+    assert play(node_core.WorkerExited(0, 0), state=launched).phase is Phase.STARTING
+    assert (
+        play(node_core.WorkerExited(0, 0), node_core.WorkerExited(1, 0), state=launched).phase
+        is Phase.FINISHED
+    )
+    state, actions, _ = transition(launched, node_core.WorkerExited(1, 3), 11.0)
+    assert state.phase is Phase.FAILED and node_core.KillWorkers("a worker failed") in actions
     again, actions, _ = transition(state, replace(LAUNCH, restart=1), 11.0)
-    assert again.phase is Phase.STARTING and core.Spawn(replace(LAUNCH, restart=1)) in actions
+    assert (
+        again.phase is Phase.STARTING
+        and node_core.SpawnWorkers(replace(LAUNCH, restart=1)) in actions
+    )
 
 
 # ---- hung --------------------------------------------------------------------------------------
@@ -221,7 +279,7 @@ def test_script_without_elastic() -> None:
         ("late heartbeat", False, 14.0, 14.0, "compute", ""),
         ("silent", False, 16.0, 16.0, "compute", "silent and without CPU time for 16 s"),
         (
-            "silent while waiting: its heartbeat has a thread of its own, so all of it stands still",
+            "silent while waiting: the heartbeat thread is stuck too",
             False,
             16.0,
             40.0,
@@ -231,52 +289,79 @@ def test_script_without_elastic() -> None:
         ("silent but using CPU (starved heartbeat)", False, 100.0, 0.1, "compute", ""),
         ("slow but alive", False, 0.1, 59.0, "compute", ""),
         ("slow, using CPU, for an hour", False, 0.1, 0.1, "compute", ""),
-        ("stuck", False, 0.1, 61.0, "compute", "no progress and no CPU time for 61 s while computing"),
+        (
+            "stuck",
+            False,
+            0.1,
+            61.0,
+            "compute",
+            "no progress and no CPU time for 61 s while computing",
+        ),
         ("waiting for others for an hour", False, 0.1, 3600.0, "wait", ""),
         ("installing from a slow disk", False, 0.1, 3600.0, "install", ""),
         ("idle spare", False, 0.1, 3600.0, "idle", ""),
     ],
 )
-def test_hung(what: str, stopped: bool, silent: float, idle: float, activity: str, expected: str) -> None:
+def test_hung(
+    what: str, stopped: bool, silent: float, idle: float, activity: str, expected: str
+) -> None:
     now = 10_000.0
     progress = m.Progress(1, activity, 0, 0)
-    worker = Worker(True, ATTACH[0], progress=progress, seen=now - silent, moved=now - idle)
-    found = hung(worker, stopped, now)
+    worker = WorkerState(
+        True, ATTACH[0], progress=progress, seen=now - silent, active_at=now - idle
+    )
+    found = hang_reason(worker, stopped, now)
     assert bool(found) is bool(expected) and expected in found, what
 
 
 def test_a_hung_worker_is_killed_with_its_cause() -> None:
-    """CPU time counts as movement; a worker that has not attached yet is left alone."""
+    """CPU time counts as activity; a worker that has not attached is never hung."""
     state = play(*RUN)
-    stopped = core.Looked((core.Evidence(1, True, 0.0),))
+    stopped = node_core.WorkersPolled((node_core.ProcessSample(1, True, 0.0),))
     state, actions, reason = transition(state, stopped, 11.0)
-    assert actions == (core.KillWorkers(f"hang: {reason}"),) and state.detect_s == 1.0
-    hung = core.report(play(core.Exited(1, -9), state=state))
-    assert hung.cause == f"hang: {reason}" and hung.hung
-    broke = core.report(play(Said(1, m.Crashed("CUDA error: ECC", 1)), core.Exited(1, 1), state=state))
+    assert actions == (node_core.KillWorkers(f"hang: {reason}"),) and state.detect_s == 1.0
+    hang_reason = node_core.report(play(node_core.WorkerExited(1, -9), state=state))
+    assert hang_reason.cause == f"hang: {reason}" and hang_reason.hung
+    broke = node_core.report(
+        play(
+            WorkerMessage(1, m.Crashed("CUDA error: ECC", 1)),
+            node_core.WorkerExited(1, 1),
+            state=state,
+        )
+    )
     assert broke.cause == "CUDA error: ECC" and not broke.hung, "the worker's last words"
     installed = [m.Halt(2), m.Install(2, plan("a", 2))]
-    assert not core.report(play(core.Exited(1, -9), *START[1:], *installed, state=state)).hung
+    assert not node_core.report(
+        play(node_core.WorkerExited(1, -9), *START[1:], *installed, state=state)
+    ).hung
     assert transition(play(LAUNCH), stopped, 99.0)[1] == ()
 
 
 def test_a_worker_that_does_not_halt_is_hung() -> None:
-    """It waits for nobody then; how long it had waited before does not count. A planned halt it reaches when all do."""
-    waiting = core.Said(0, m.Progress(1, "wait", 0, 0))
-    for boundary, after, why in [(False, 59.0, ""), (False, 61.0, "told to halt"), (True, 3600.0, "")]:
-        state, _, _ = transition(play(*RUN, waiting), core.Looked(()), 1000.0)
+    """Only time after an immediate halt order counts; a planned halt waits for all workers."""
+    waiting = node_core.WorkerMessage(0, m.Progress(1, "wait", 0, 0))
+    for boundary, after, why in [
+        (False, 59.0, ""),
+        (False, 61.0, "order to halt"),
+        (True, 3600.0, ""),
+    ]:
+        state, _, _ = transition(play(*RUN, waiting), node_core.WorkersPolled(()), 1000.0)
         state, _, _ = transition(state, m.Halt(state.epoch + 1, boundary), 1000.0)
         now = 1000.0 + after
-        state, _, _ = transition(state, core.Said(0, m.Progress(1, "wait", 0, 0)), now)
-        state = replace(state, looked=now)
-        _, actions, reason = transition(state, core.Looked((core.Evidence(0, False, 0.0),)), now)
+        state, _, _ = transition(
+            state, node_core.WorkerMessage(0, m.Progress(1, "wait", 0, 0)), now
+        )
+        state = replace(state, polled_at=now)
+        _, actions, reason = transition(
+            state, node_core.WorkersPolled((node_core.ProcessSample(0, False, 0.0),)), now
+        )
         assert bool(actions) is bool(why) and why in reason, (boundary, after, reason)
 
 
-# ---- no healthy worker is killed on a guess ----------------------------------------------------
+# ---- healthy workers are never killed ----------------------------------------------------
 
 
-def watched(
+def kills(
     *,
     activity: str,
     cpu: Callable[[float], float],
@@ -285,9 +370,12 @@ def watched(
     family: Callable[[float], float] = lambda t: 0.0,
     disk: tuple[float, float] = (0, 0),
 ) -> list[str]:
-    """What is done to a worker whose agent looks ten times a second and hears from it five times a second, but not
-    from `gap[0]` to `gap[1]`, when the agent does not run; `cpu`: seconds used by then; `family`: by its descendants.
-    From `disk[0]` to `disk[1]` it is in disk sleep, heartbeat and all."""
+    """Reasons for kills of a worker that is polled every 0.1 s and sends progress every 0.2 s.
+
+    The agent does not run from `gap[0]` to `gap[1]`. `cpu` and `family` give the CPU seconds until
+    a time, by the worker and by its child processes. From `disk[0]` to `disk[1]` the worker is in
+    disk sleep and sends nothing.
+    """
     state, done, heard = play(*RUN), [], 0.0
     for tick in range(int(seconds * 10)):
         now = 10.0 + tick / 10
@@ -295,18 +383,24 @@ def watched(
             continue
         at = now - 10.0
         sleeps = disk[0] <= at < disk[1]
-        look = core.Looked(tuple(core.Evidence(rank, False, cpu(at), sleeps, family(at)) for rank in (0, 1)))
+        look = node_core.WorkersPolled(
+            tuple(
+                node_core.ProcessSample(rank, False, cpu(at), sleeps, family(at)) for rank in (0, 1)
+            )
+        )
         state, actions, _ = transition(state, look, now)
-        done += [action.reason for action in actions if isinstance(action, core.KillWorkers)]
+        done += [action.reason for action in actions if isinstance(action, node_core.KillWorkers)]
         if now - heard >= 0.2 and not sleeps:
             heard = now
             for rank in (0, 1):
-                state, _, _ = transition(state, Said(rank, m.Progress(1, activity, 3, 1)), now)
+                state, _, _ = transition(
+                    state, WorkerMessage(rank, m.Progress(1, activity, 3, 1)), now
+                )
     return done
 
 
 @pytest.mark.parametrize(
-    ("temptation", "activity", "cpu", "gap"),
+    ("situation", "activity", "cpu", "gap"),
     [
         ("a loaded machine: a trickle of CPU", "compute", lambda t: t / 100, (0, 0)),
         ("a long step", "compute", lambda t: t, (0, 0)),
@@ -324,38 +418,45 @@ def watched(
             lambda t: min(t, 20.0) + max(0, t - 90),
             (20, 90),
         ),
-        ("the machine is suspended", "compute", lambda t: t if t < 20 else 20 + max(0.0, t - 90), (20, 90)),
+        (
+            "the machine is suspended",
+            "compute",
+            lambda t: t if t < 20 else 20 + max(0.0, t - 90),
+            (20, 90),
+        ),
     ],
 )
-def test_temptations(temptation: str, activity: str, cpu: Any, gap: tuple[float, float]) -> None:
-    """Two minutes of each; time is the agent's monotonic clock, so a jump of the wall clock is none here."""
-    assert watched(activity=activity, cpu=cpu, seconds=120.0, gap=gap) == [], temptation
+def test_healthy_workers_are_not_killed(
+    situation: str, activity: str, cpu: Any, gap: tuple[float, float]
+) -> None:
+    """Each situation lasts two minutes."""
+    assert kills(activity=activity, cpu=cpu, seconds=120.0, gap=gap) == [], situation
 
 
 @pytest.mark.parametrize("activity", ["compute", "install", "wait"])
-def test_who_waits_for_storage_is_not_killed(activity: str) -> None:
-    """A shared file system stalls for a minute and a half: every worker of every node is silent and idle."""
-    killed = watched(activity=activity, cpu=lambda t: min(t, 20.0), seconds=120.0, disk=(20, 110))
+def test_a_worker_that_waits_for_storage_is_not_killed(activity: str) -> None:
+    """A shared file system stalls for 90 s, so all workers are silent and idle."""
+    killed = kills(activity=activity, cpu=lambda t: min(t, 20.0), seconds=120.0, disk=(20, 110))
     assert killed == []
 
 
-def test_who_waits_for_its_compilers_is_not_killed() -> None:
-    """The main thread stands still for two minutes, while its children compile; one ends, another begins."""
+def test_a_worker_that_waits_for_its_compilers_is_not_killed() -> None:
+    """The main thread is idle for two minutes while child processes compile in turn."""
 
     def compilers(t: float) -> float:
         return t if t < 50 else t - 40
 
-    assert watched(activity="compute", cpu=lambda t: 0.0, seconds=120.0, family=compilers) == []
+    assert kills(activity="compute", cpu=lambda t: 0.0, seconds=120.0, family=compilers) == []
 
 
 @pytest.mark.parametrize("family", [lambda t: 7.0, lambda t: 7.0 + t / 1000])
 def test_idle_children_do_not_hide_a_hang(family: Callable[[float], float]) -> None:
-    """Loaders that only look whether their parent lives use a trickle."""
-    (reason, *_) = watched(activity="compute", cpu=lambda t: 0.0, seconds=120.0, family=family)
+    """Idle data loaders use very little CPU time."""
+    (reason, *_) = kills(activity="compute", cpu=lambda t: 0.0, seconds=120.0, family=family)
     assert "no progress and no CPU time" in reason
 
 
-def test_without_temptation_it_is_killed() -> None:
-    """The same watch finds a worker that is stuck."""
-    (reason, *_) = watched(activity="compute", cpu=lambda t: 0.0, seconds=120.0)
+def test_a_stuck_worker_is_killed() -> None:
+    """The same schedule of polls finds a stuck worker."""
+    (reason, *_) = kills(activity="compute", cpu=lambda t: 0.0, seconds=120.0)
     assert "no progress and no CPU time" in reason

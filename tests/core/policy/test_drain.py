@@ -1,4 +1,4 @@
-"""What a node's own notice leads to: drained in time, once, with others; taken back; a hint only where a spare is."""
+"""Notices of nodes: drains in time, together, withdrawn; hints with and without a spare."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, Note, Send
+from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NoticeKind
-from tests.core.coordinator.test_transitions import halt, running, say, told
+from tests.core.coordinator.test_transitions import halt, running, send_report, sent
 
 LEAVE, HINT, NONE = NoticeKind.LEAVE, NoticeKind.HINT, NoticeKind.NONE
 
@@ -23,16 +23,16 @@ def notice(
     return m.Notice(node, incarnation, kind, "aws", deadline_s, **more)  # type: ignore[arg-type]
 
 
-def notes(actions: tuple[job.Action, ...], kind: str) -> list[dict[str, object]]:
-    return [a.data for a in actions if isinstance(a, Note) and a.kind == kind]
+def entries(actions: tuple[job.JobAction, ...], kind: str) -> list[dict[str, object]]:
+    return [a.data for a in actions if isinstance(a, LogEntry) and a.kind == kind]
 
 
-def test_a_noticed_node_is_drained_at_the_end_of_the_step() -> None:
+def test_a_node_with_a_notice_is_drained_at_the_end_of_the_step() -> None:
     state = running()
-    after, actions, reason = transition(state, notice(state, "node1"), state.ticked)
+    after, actions, reason = transition(state, notice(state, "node1"), state.updated_at)
     assert reason == "node1 leaves within 60 s (aws); epoch 2: drain node1 (aws)"
-    assert told(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
-    (note,) = notes(actions, "notice")
+    assert sent(actions, m.Halt) == [m.Halt(2, boundary=True)] * 3
+    (note,) = entries(actions, "notice")
     assert (note["node"], note["provider"], note["notice"], note["deadline_s"]) == (
         "node1",
         "aws",
@@ -40,41 +40,41 @@ def test_a_noticed_node_is_drained_at_the_end_of_the_step() -> None:
         60.0,
     )
     assert after.members["node1"].draining
-    assert notes(actions, "drain") == [{"node": "node1", "deadline_s": 60.0}]
+    assert entries(actions, "drain") == [{"node": "node1", "deadline_s": 60.0}]
 
 
 def test_short_notice_does_not_wait_for_the_end_of_the_step() -> None:
     state = running()
-    _, actions, _ = transition(state, notice(state, "node1", deadline_s=1.0), state.ticked)
-    assert told(actions, m.Halt) == [m.Halt(2)] * 3
+    _, actions, _ = transition(state, notice(state, "node1", deadline_s=1.0), state.updated_at)
+    assert sent(actions, m.Halt) == [m.Halt(2)] * 3
 
 
-def test_the_margin_grows_with_the_pauses_that_were_seen() -> None:
+def test_the_margin_grows_with_the_measured_pauses() -> None:
     state = running()
     state = state.of(seen=state.seen.grown(pause_s=4.0), timeouts=None)
-    state, *_ = transition(state, job.Tick(), state.ticked)
+    state, *_ = transition(state, job.Tick(), state.updated_at)
     assert state.limits.leave_s == 10.0
-    _, actions, _ = transition(state, notice(state, "node1", deadline_s=9.0), state.ticked)
-    assert told(actions, m.Halt) == [m.Halt(2)] * 3
+    _, actions, _ = transition(state, notice(state, "node1", deadline_s=9.0), state.updated_at)
+    assert sent(actions, m.Halt) == [m.Halt(2)] * 3
 
 
 def test_a_repeated_notice_changes_nothing_and_a_sooner_one_moves_the_deadline() -> None:
     state = running()
-    state, *_ = transition(state, notice(state, "node1"), state.ticked)
+    state, *_ = transition(state, notice(state, "node1"), state.updated_at)
     for deadline_s in (60.0, 59.9, 300.0):
         after, actions, reason = transition(
-            state, notice(state, "node1", deadline_s=deadline_s), state.ticked
+            state, notice(state, "node1", deadline_s=deadline_s), state.updated_at
         )
         assert after == state and actions == () and "known" in reason
-    after, actions, _ = transition(state, notice(state, "node1", deadline_s=20.0), state.ticked)
-    assert after.members["node1"].drain_deadline == pytest.approx(state.ticked + 20.0)
-    assert len(notes(actions, "notice")) == 1 and after.epoch == state.epoch
+    after, actions, _ = transition(state, notice(state, "node1", deadline_s=20.0), state.updated_at)
+    assert after.members["node1"].drain_deadline == pytest.approx(state.updated_at + 20.0)
+    assert len(entries(actions, "notice")) == 1 and after.epoch == state.epoch
 
 
-def test_many_notices_are_one_change() -> None:
+def test_many_notices_lead_to_one_change() -> None:
     state = running()
-    state, *_ = transition(state, notice(state, "node1"), state.ticked)
-    state, _, reason = transition(state, notice(state, "node2"), state.ticked)
+    state, *_ = transition(state, notice(state, "node1"), state.updated_at)
+    state, _, reason = transition(state, notice(state, "node2"), state.updated_at)
     assert state.epoch == 2 and "epoch" not in reason
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
@@ -82,105 +82,115 @@ def test_many_notices_are_one_change() -> None:
     assert state.plan.nodes() == ("node0",)
 
 
-def drained(state: JobState, node: str) -> tuple[JobState, tuple[job.Action, ...]]:
-    """`node` was noticed and holds nothing any more: the running plan is one without it."""
+def drained(state: JobState, node: str) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """State after a notice of `node` and the change to a plan without it."""
     assert state.plan is not None
     first = state.plan.pipelines[0]
     stages = tuple(
-        replace(s, unit=replace(s.unit, node="node0")) if s.unit.node == node else s for s in first.stages
+        replace(s, unit=replace(s.unit, node="node0")) if s.unit.node == node else s
+        for s in first.stages
     )
     rest = tuple(p for p in state.plan.pipelines[1:] if all(s.unit.node != node for s in p.stages))
     plan = replace(state.plan, pipelines=(replace(first, stages=stages), *rest), peers=())
-    state, actions, _ = transition(state.of(plan=plan), job.Tick(), state.ticked)
+    state, actions, _ = transition(state.of(plan=plan), job.Tick(), state.updated_at)
     return state, actions
 
 
 @pytest.mark.parametrize(("final", "word"), [(False, m.Released), (True, m.Stop)])
 def test_a_drained_node_waits_or_ends(final: bool, word: type) -> None:
     state = running()
-    noticed, *_ = transition(state, notice(state, "node2", final=final), state.ticked)
+    noticed, *_ = transition(state, notice(state, "node2", final=final), state.updated_at)
     after, actions = drained(state.of(members=noticed.members), "node2")
     assert "node2" not in after.members
     assert [type(a.message) for a in actions if isinstance(a, Send) and a.node == "node2"] == [word]
-    assert notes(actions, "drained") == [{"node": "node2"}]
+    assert entries(actions, "drained") == [{"node": "node2"}]
 
 
-def test_a_notice_that_is_taken_back_ends_the_drain() -> None:
+def test_a_withdrawn_notice_ends_the_drain() -> None:
     state = running()
-    state, *_ = transition(state, notice(state, "node2"), state.ticked)
-    state, actions, reason = transition(state, notice(state, "node2", NONE), state.ticked)
-    assert "node2 stays after all" in reason and notes(actions, "notice")[0]["notice"] == "none"
+    state, *_ = transition(state, notice(state, "node2"), state.updated_at)
+    state, actions, reason = transition(state, notice(state, "node2", NONE), state.updated_at)
+    assert "node2 stays after all" in reason and entries(actions, "notice")[0]["notice"] == "none"
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
     assert state.plan is not None and set(state.plan.nodes()) == {"node0", "node1", "node2"}
-    _, actions, reason = transition(state, notice(state, "node2", NONE), state.ticked)
-    assert notes(actions, "notice") == [] and "none to take back" in reason
+    _, actions, reason = transition(state, notice(state, "node2", NONE), state.updated_at)
+    assert entries(actions, "notice") == [] and "none to take back" in reason
 
 
-def test_a_paused_job_goes_on_when_the_notices_were_false() -> None:
+def test_a_paused_job_continues_when_the_notices_are_withdrawn() -> None:
     state = running()
     for node in ("node0", "node1", "node2"):
-        state, *_ = transition(state, notice(state, node), state.ticked)
+        state, *_ = transition(state, notice(state, node), state.updated_at)
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
     assert state.phase is JobPhase.PAUSED
-    state, _, _ = transition(state, notice(state, "node1", NONE), state.ticked)
+    state, _, _ = transition(state, notice(state, "node1", NONE), state.updated_at)
     assert state.phase is JobPhase.HALTING
 
 
-def test_the_users_drain_stands_whatever_the_provider_says() -> None:
+def test_a_notice_does_not_change_a_drain_of_the_user() -> None:
     state = running()
-    asked, *_ = transition(state, job.DrainAsked("node2", 60.0), state.ticked)
+    asked, *_ = transition(state, job.DrainRequested("node2", 60.0), state.updated_at)
     for kind in NoticeKind:
-        after, *_ = transition(asked, notice(asked, "node2", kind, 90.0), asked.ticked)
+        after, *_ = transition(asked, notice(asked, "node2", kind, 90.0), asked.updated_at)
         assert after.members["node2"].draining and after.members["node2"].notice is None
-    noticed, *_ = transition(state, notice(state, "node2"), state.ticked)
-    asked, actions, _ = transition(noticed, job.DrainAsked("node2", 600.0), noticed.ticked)
-    assert asked.members["node2"].notice is None and notes(actions, "drain")
-    assert asked.members["node2"].drain_deadline == pytest.approx(state.ticked + 60.0)
+    noticed, *_ = transition(state, notice(state, "node2"), state.updated_at)
+    asked, actions, _ = transition(noticed, job.DrainRequested("node2", 600.0), noticed.updated_at)
+    assert asked.members["node2"].notice is None and entries(actions, "drain")
+    assert asked.members["node2"].drain_deadline == pytest.approx(state.updated_at + 60.0)
 
 
-def test_a_hint_without_a_spare_only_tells_how_long_the_node_stays() -> None:
+def test_a_hint_without_a_spare_only_sets_the_expected_end() -> None:
     state = running()
-    state, actions, reason = transition(state, notice(state, "node1", HINT, 600.0), state.ticked)
+    state, actions, reason = transition(
+        state, notice(state, "node1", HINT, 600.0), state.updated_at
+    )
     assert state.epoch == 1 and "node1 is expected to go within 600 s" in reason
-    assert state.members["node1"].until == pytest.approx(state.ticked + 600.0)
-    assert notes(actions, "notice")[0]["notice"] == "hint"
-    state, actions, _ = transition(state, notice(state, "node1", HINT, 600.0), state.ticked)
+    assert state.members["node1"].expected_end == pytest.approx(state.updated_at + 600.0)
+    assert entries(actions, "notice")[0]["notice"] == "hint"
+    state, actions, _ = transition(state, notice(state, "node1", HINT, 600.0), state.updated_at)
     assert actions == ()
-    state, *_ = transition(state, notice(state, "node1", NONE), state.ticked)
-    assert state.members["node1"].until == 0.0
+    state, *_ = transition(state, notice(state, "node1", NONE), state.updated_at)
+    assert state.members["node1"].expected_end == 0.0
 
 
 def with_spare() -> JobState:
-    """node3 is there, able, and not wanted by the plan."""
+    """State with node3 as a spare."""
     state = running()
     state = state.of(policy=replace(state.policy, max_nodes=3))
     like = state.members["node2"]
     info = replace(like.report.info, node="node3", incarnation="n3.1", vault="node3:1")
-    report = replace(like.report, info=info, phase=NodePhase.IDLE, able=True, ready=(), resumed_at=0.0)
+    report = replace(
+        like.report, info=info, phase=NodePhase.IDLE, able=True, ready=(), resumed_at=0.0
+    )
     spare = replace(like, report=report, rank=3)
     return state.of(members={**state.members, "node3": spare}, considered=("n3.1",))
 
 
-def test_a_hinted_node_makes_place_for_a_spare() -> None:
+def test_a_spare_replaces_a_node_with_a_hint() -> None:
     state = with_spare()
-    state, actions, reason = transition(state, notice(state, "node1", HINT, 600.0), state.ticked)
+    state, actions, reason = transition(
+        state, notice(state, "node1", HINT, 600.0), state.updated_at
+    )
     assert "node1 may go, node3 can step in" in reason
-    assert told(actions, m.Halt)[0] == m.Halt(2, boundary=True)
+    assert sent(actions, m.Halt)[0] == m.Halt(2, boundary=True)
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
-    state, *_ = say(state, "node3", phase=NodePhase.HALTED, epoch=2)
+    state, *_ = send_report(state, "node3", phase=NodePhase.HALTED, epoch=2)
     assert state.phase is JobPhase.INSTALLING and state.plan is not None
-    assert set(state.plan.nodes()) == {"node0", "node2", "node3"} and "node1 left aside" in state.plan.reason
+    assert (
+        set(state.plan.nodes()) == {"node0", "node2", "node3"}
+        and "node1 left aside" in state.plan.reason
+    )
     assert "node1" in state.members, "it stays a spare"
 
 
-def test_a_notice_of_nobody_and_of_a_former_member_changes_nothing() -> None:
+def test_notices_of_unknown_and_former_members_change_nothing() -> None:
     state = running()
     for event in (m.Notice("nobody", "x", LEAVE), m.Notice("node1", "former", LEAVE)):
-        after, actions, _ = transition(state, event, state.ticked)
+        after, actions, _ = transition(state, event, state.updated_at)
         assert after == state and actions == ()
-    over = state.of(ending=job.Finish(0, "done"), phase=JobPhase.FINISHED)
-    _, actions, _ = transition(over, m.Notice("node9", "x", LEAVE), state.ticked)
+    over = state.of(ending=job.JobFinished(0, "done"), phase=JobPhase.FINISHED)
+    _, actions, _ = transition(over, m.Notice("node9", "x", LEAVE), state.updated_at)
     assert actions == (Send("node9", m.Stop(0, "done")),)

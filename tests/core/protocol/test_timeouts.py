@@ -13,10 +13,9 @@ from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.queries import policy_of, status
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.state import JobState, Note, Policy
-from elastic.core.node.node import Said
+from elastic.core.job.state import JobState, LogEntry, Policy
+from elastic.core.node.node import NodeState, WorkerMessage, WorkerState, hang_reason
 from elastic.core.node.node import transition as at_node
-from elastic.core.node.node_state import NodeState, Worker, hung
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.timeouts import (
     DEFAULT_TIMEOUTS,
@@ -135,13 +134,13 @@ def test_policy_and_configuration_agree() -> None:
 def test_limits_are_logged_at_the_start_and_on_changes() -> None:
     state = JobState(policy=Policy(lease_s=3.0))
     state, actions, _ = transition(state, job.Tick(), 1.0)
-    (note,) = [a for a in actions if isinstance(a, Note) and a.kind == "timeouts"]
+    (note,) = [a for a in actions if isinstance(a, LogEntry) and a.kind == "timeouts"]
     assert note.data["silence_s"] == 3.0 and note.data["stuck_s"] == 60.0
     _, actions, _ = transition(state, job.Tick(), 1.1)
     assert actions == ()
-    slow = job.Stepped(StepRecord(0, 1.0, 1.0, 1.0), 90.0)
+    slow = job.StepFinished(StepRecord(0, 1.0, 1.0, 1.0), 90.0)
     state, actions, _ = transition(state, slow, 1.2)
-    (note,) = [a for a in actions if isinstance(a, Note) and a.kind == "timeouts"]
+    (note,) = [a for a in actions if isinstance(a, LogEntry) and a.kind == "timeouts"]
     assert note.data == {
         "prefetch_s": 500.0,
         "measured": {"step_s": 100.0, "microbatch_s": 0.0, "pause_s": 0.0},
@@ -153,15 +152,15 @@ def test_limits_are_logged_at_the_start_and_on_changes() -> None:
 
 def test_long_microbatches_lengthen_the_limit_for_hangs() -> None:
     """Measurements of this node lengthen the time until a worker counts as hung."""
-    state = NodeState(NodeInfo("n", "i", "v:1"), workers=(Worker(alive=True),))
+    state = NodeState(NodeInfo("n", "i", "v:1"), workers=(WorkerState(alive=True),))
     measured = m.MicrobatchTiming(1, 0, 0, 3.0, 6.0)
-    state, _, _ = at_node(state, Said(0, m.Progress(1, "compute", 0, 0, measured)), 10.0)
+    state, _, _ = at_node(state, WorkerMessage(0, m.Progress(1, "compute", 0, 0, measured)), 10.0)
     assert state.limits.stuck_s == 200.0
     worker = state.workers[0]
-    beating = Worker(alive=True, progress=worker.progress, seen=99.0, moved=0.0)
-    assert hung(beating, False, 100.0) and not hung(beating, False, 100.0, state.limits)
-    beating = Worker(alive=True, progress=worker.progress, seen=200.5, moved=0.0)
-    assert hung(beating, False, 201.0, state.limits)
+    beating = WorkerState(alive=True, progress=worker.progress, seen=99.0, active_at=0.0)
+    assert hang_reason(beating, False, 100.0) and not hang_reason(beating, False, 100.0, state.limits)
+    beating = WorkerState(alive=True, progress=worker.progress, seen=200.5, active_at=0.0)
+    assert hang_reason(beating, False, 201.0, state.limits)
 
 
 def test_a_failing_source_is_read_again_before_its_notice_counts_as_false() -> None:

@@ -1,4 +1,4 @@
-"""Simulated agents: the real node transition, with acted-out workers, vault and stream."""
+"""Simulated agents: the real node transition with simulated workers, vault and stream."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase
 
 
 class Link:
-    """One stream to the coordinator: in order both ways; what is under way when it breaks is lost."""
+    """A stream to the coordinator, in order both ways. A break loses messages under way."""
 
     def __init__(self, world: World, agent: Agent) -> None:
         self.world, self.agent, self.open = world, agent, True
         self._at = [0.0, 0.0]
 
     def up(self, message: Any) -> None:
-        self._later(0, lambda: self.world.boss.hear(self, message))
+        self._later(0, lambda: self.world.coordinator.hear(self, message))
 
     def down(self, message: Any) -> None:
-        self._later(1, lambda: self.agent.hear_boss(message))
+        self._later(1, lambda: self.agent.hear_coordinator(message))
 
     def _later(self, way: int, action: Callable[[], None]) -> None:
-        """After some latency, in order, if the stream still is open then."""
+        """Run `action` after some latency, in order, if the stream is still open."""
         self._at[way] = max(self._at[way], self.world.now + self.world.soon(0.001, 0.006))
         self.world.at(self._at[way] - self.world.now, lambda: action() if self.open else None)
 
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def whole(self) -> bool:
-        """Everybody of the plan is there and can be reached."""
+        """All workers of the plan are present and reachable."""
         wanted = {
             (unit.node, rank)
             for unit in self.assignment.plan.units()
@@ -70,7 +70,7 @@ class Agent:
         self.link: Link | None = None
         self.cut_until = 0.0
         self.cuts: list[tuple[float, float]] = []
-        """(from, to) when this node could not be heard."""
+        """(from, to) of the times when this node was unreachable."""
         self.steps: list[m.StepDone] = []
         self._generation = 0
         self._incarnations = itertools.count()
@@ -97,7 +97,7 @@ class Agent:
     def connect(self) -> None:
         if not self.alive or self.link is not None:
             return
-        if not self.world.boss.up:
+        if not self.world.coordinator.up:
             self.world.at(self.world.soon(0.05, 0.4), self.connect)
             return
         self.link = Link(self.world, self)
@@ -112,21 +112,25 @@ class Agent:
         if self.link is not None:
             link, self.link = self.link, None
             link.open = False
-            self.world.at(self.world.soon(0.001, 0.01), lambda: self.world.boss.hear(link, "closed"))
+            self.world.at(
+                self.world.soon(0.001, 0.01), lambda: self.world.coordinator.hear(link, "closed")
+            )
             self.world.at(self.world.soon(0.03, 0.1), self.connect)
 
     def _send(self, message: Any) -> None:
         if self.link is not None and not self.cut:
             self.link.up(message)
 
-    def hear_boss(self, message: Any) -> None:
+    def hear_coordinator(self, message: Any) -> None:
         if not self.alive or self.cut:
             return
         match message:
             case m.Trim(epoch):
                 self.vault.held = {k: v for k, v in self.vault.held.items() if v[0].epoch >= epoch}
             case m.Prefetch():
-                self.world.at(self.world.soon(0.05, 0.5), lambda: self._prefetch(message, self.state.info))
+                self.world.at(
+                    self.world.soon(0.05, 0.5), lambda: self._prefetch(message, self.state.info)
+                )
             case _:
                 self.apply(message)
 
@@ -147,7 +151,7 @@ class Agent:
     # ---- events ---------------------------------------------------------------------------------
 
     def hear_worker(self, worker: Worker, message: Any) -> None:
-        """In the order in which it was said, and only from workers of the present launch."""
+        """Messages arrive in order, and only from workers of the present launch."""
         at = max(self._speak.get(worker.rank, 0.0), self.world.now + self.world.soon(0.0003, 0.002))
         self._speak[worker.rank] = at
         generation = worker.generation
@@ -160,16 +164,16 @@ class Agent:
             case m.StepDone():
                 self.steps.append(message)
                 self._send(message)
-            case core.Exited():
+            case core.WorkerExited():
                 self.apply(message)
             case _:
-                self.apply(core.Said(rank, message))
+                self.apply(core.WorkerMessage(rank, message))
 
-    def held(self, peer: str) -> None:
-        """The peer's vault cannot be reached: told in the name of worker 0, as the replicator does."""
+    def peer_unreachable(self, peer: str) -> None:
+        """Report an unreachable vault of the peer for worker 0, as the replicator does."""
         failed = m.CommFailed(self.state.epoch, (peer,), "backup")
         if self.workers:
-            self.apply(core.Said(0, failed))
+            self.apply(core.WorkerMessage(0, failed))
 
     def _look(self) -> None:
         if not self.alive:
@@ -177,10 +181,12 @@ class Agent:
         self.world.at(LOOK_S, self._look)
         for worker in self.workers:
             if worker.alive and worker.attached and not worker.stopped:
-                self.apply(core.Said(worker.rank, worker.progress()))
-        seen = tuple(core.Evidence(w.rank, w.stopped, w.cpu_s()) for w in self.workers if w.alive)
+                self.apply(core.WorkerMessage(worker.rank, worker.progress()))
+        seen = tuple(
+            core.ProcessSample(w.rank, w.stopped, w.cpu_s()) for w in self.workers if w.alive
+        )
         if seen:
-            self.apply(core.Looked(seen))
+            self.apply(core.WorkersPolled(seen))
 
     def _beat(self) -> None:
         if self.alive:
@@ -198,30 +204,34 @@ class Agent:
         self.state, actions, reason = core.transition(before, event, self.world.now)
         assert self.state.epoch >= before.epoch, "a node's epoch only grows"
         if self.state.phase is not before.phase:
-            self.world.say(f"{self.name} {before.phase} -> {self.state.phase} ({self.state.epoch}): {reason}")
+            self.world.log(
+                f"{self.name} {before.phase} -> {self.state.phase} ({self.state.epoch}): {reason}"
+            )
         for action in actions:
             self._act(action)
 
-    def _act(self, action: core.Action) -> None:
+    def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.Tell(message, rank):
+            case core.SendToWorkers(message, rank):
                 for worker in self.workers:
                     if rank is None or rank == worker.rank:
                         worker.order(message)
-            case core.Spawn():
+            case core.SpawnWorkers():
                 self._generation += 1
-                self.workers = [Worker(self, rank, self._generation) for rank in range(self.world.tp)]
+                self.workers = [
+                    Worker(self, rank, self._generation) for rank in range(self.world.tp)
+                ]
             case core.KillWorkers(reason):
                 self._check_kill(reason)
                 for worker in self.workers:
                     worker.die(-9)
-            case core.Enter(install):
+            case core.EnterEpoch(install):
                 self.fence = max(self.fence, install.epoch)
-            case core.Fence(epoch):
+            case core.FenceVault(epoch):
                 self.fence = max(self.fence, epoch)
-            case core.Report():
+            case core.SendReport():
                 self.report()
-            case core.Leave():
+            case core.EndAgent():
                 self.alive = False
                 self.disconnect()
             case core.Rejoin():
@@ -246,15 +256,17 @@ class Agent:
 
     # ---- backups --------------------------------------------------------------------------------
 
-    def replicate(self, copies: list[tuple[Copy, Any]], peer: str, acked: Callable[[], None]) -> None:
-        """Bring copies to the peer's vault. If it refuses, no acknowledgement; if it is gone, a report."""
+    def replicate(
+        self, copies: list[tuple[Copy, Any]], peer: str, acked: Callable[[], None]
+    ) -> None:
+        """Send copies to the peer's vault. There is no acknowledgement if it refuses them."""
         epoch, target = copies[0][0].epoch, self.world.agents[peer]
 
         def arrive() -> None:
             if not self.alive or self.fence > epoch:
                 return
             if not target.alive:
-                self.held(peer)
+                self.peer_unreachable(peer)
             elif self.cut or target.cut:
                 self.world.at(0.1, arrive)
             elif target.fence <= epoch:
@@ -275,7 +287,7 @@ class Agent:
         return self.alive and not self.cut
 
     def away_s(self, window: float) -> float:
-        """Seconds of the last `window` (and two beats) in which nothing could be heard from here."""
+        """Unreachable seconds of the last `window` plus two heartbeats."""
         begin = self.world.now - window - 2 * BEAT_S
         return sum(max(0.0, min(b, self.world.now) - max(a, begin)) for a, b in self.cuts)
 

@@ -1,6 +1,6 @@
-"""Whole jobs under faults: whatever happens, the job ends as it should, and what must always hold holds.
+"""Whole jobs under random faults: the job ends correctly and the invariants hold.
 
-What always must hold is checked at every decision, in `tests.core.world.world.Boss`.
+The invariants are checked at every decision, in `tests.core.world.world.CoordinatorShell`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ TIMES = st.floats(0.2, 5.0, allow_nan=False)
 def faults(
     kinds: tuple[str, ...], most: int, seconds: tuple[float, ...] = (0.3, 1.0, 2.0, 6.0)
 ) -> st.SearchStrategy:
-    one = st.builds(Fault, st.sampled_from(kinds), TIMES, st.integers(0, 7), st.sampled_from(seconds))
+    one = st.builds(
+        Fault, st.sampled_from(kinds), TIMES, st.integers(0, 7), st.sampled_from(seconds)
+    )
     return st.lists(one, min_size=1, max_size=most)
 
 
@@ -45,60 +47,64 @@ def property_test(examples: int) -> settings:
 @example(57, 1, 1, [Fault("coordinator-save", 0.29, 0, 2.0), Fault("blip", 1.6)])
 @example(3, 2, 1, [Fault("coordinator-save", 0.26, 0, 2.0), Fault("back", 1.98, 1, 0.3)])
 def test_every_job_ends(seed: int, nodes: int, tp: int, planned: list[Fault]) -> None:
-    """Finished; waiting because nobody can train; or given up because no backup was left. Epochs end."""
+    """The job finishes, waits because no node can train, or fails because no backup is left."""
     world = run(seed, nodes, tp, planned)
     world.check_end()
-    assert world.boss.state.epoch <= 2 + 4 * len(planned), "epochs without end"
+    assert world.coordinator.state.epoch <= 2 + 4 * len(planned), "epochs without end"
 
 
 @property_test(40)
 @given(SEEDS, st.integers(1, 4), st.sampled_from(SCHEMES), faults(KINDS, 3))
-def test_every_job_ends_under_every_scheme(seed: int, nodes: int, backup: str, planned: list[Fault]) -> None:
+def test_every_job_ends_under_every_scheme(
+    seed: int, nodes: int, backup: str, planned: list[Fault]
+) -> None:
     run(seed, nodes, 1, planned, backup).check_end()
 
 
 @property_test(40)
 @given(SEEDS, st.integers(1, 4), faults(HARMLESS, 3))
-def test_nothing_is_halted_by_what_is_harmless(seed: int, nodes: int, planned: list[Fault]) -> None:
-    """A slow worker, a broken stream, or a coordinator that is away for a while: training goes on."""
+def test_harmless_faults_halt_nothing(seed: int, nodes: int, planned: list[Fault]) -> None:
+    """Training continues with a slow worker, a broken stream or an absent coordinator."""
     world = run(seed, nodes, 1, planned)
     world.check_end()
-    assert world.boss.state.phase is JobPhase.FINISHED
-    assert world.boss.state.epoch == 1, world.boss.halts
-    assert not world.boss.dropped
+    assert world.coordinator.state.phase is JobPhase.FINISHED
+    assert world.coordinator.state.epoch == 1, world.coordinator.halts
+    assert not world.coordinator.dropped
 
 
 @property_test(40)
 @given(SEEDS, st.integers(2, 4), faults(("join", "join", "drain"), 3, (30.0,)))
 def test_planned_changes_lose_nothing(seed: int, nodes: int, planned: list[Fault]) -> None:
-    """Joining and leaving waits for the end of a step; no micro-batch runs twice and nothing is read back."""
+    """Joins and drains wait for the end of a step, and no micro-batch runs twice."""
     world = run(seed, nodes, 1, planned)
     world.check_end()
-    for epoch, boundary, cause in world.boss.halts[1:]:
+    for epoch, boundary, cause in world.coordinator.halts[1:]:
         assert boundary or cause == "resume", f"epoch {epoch} halted at once: {cause}"
-    for recovered in world.boss.recovered:
+    for recovered in world.coordinator.recovered:
         assert not recovered.change.replayed and not recovered.change.rerun
 
 
 @property_test(40)
 @given(SEEDS, st.integers(2, 4), st.sampled_from([1, 2]), faults(("crash", "hang", *HARMLESS), 3))
-def test_workers_that_die_never_end_a_job(seed: int, nodes: int, tp: int, planned: list[Fault]) -> None:
-    """As long as all vaults live, every job is finished, with every node still a member."""
+def test_dead_workers_never_end_a_job(seed: int, nodes: int, tp: int, planned: list[Fault]) -> None:
+    """While all vaults live, every job finishes with all its members."""
     world = run(seed, nodes, tp, planned)
     world.check_end()
-    assert world.boss.state.phase is JobPhase.FINISHED
-    assert not world.boss.dropped
+    assert world.coordinator.state.phase is JobPhase.FINISHED
+    assert not world.coordinator.dropped
 
 
 @property_test(40)
-@given(SEEDS, st.integers(2, 4), st.sampled_from(["kill", "power", "back"]), TIMES, faults(HARMLESS, 2))
-def test_one_lost_node_is_always_survived(
+@given(
+    SEEDS, st.integers(2, 4), st.sampled_from(["kill", "power", "back"]), TIMES, faults(HARMLESS, 2)
+)
+def test_a_job_survives_one_lost_node(
     seed: int, nodes: int, kind: str, at: float, planned: list[Fault]
 ) -> None:
-    """Also when it is lost while the coordinator is away."""
+    """This includes a loss while the coordinator is away."""
     world = run(seed, nodes, 1, [Fault(kind, at, seed), *planned])
     world.check_end()
-    assert world.boss.state.phase in (JobPhase.FINISHED, JobPhase.WAITING)
+    assert world.coordinator.state.phase in (JobPhase.FINISHED, JobPhase.WAITING)
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

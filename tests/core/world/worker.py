@@ -1,14 +1,15 @@
 """A worker process on the simulated clock: attach, install, train, leave, halt, finish.
 
 It computes and publishes by the rules of `tests.core.worker_model`, in the order of
-`elastic.worker.epoch_session`; computing is a delay. Real stages of a pipeline wait for each other; here
-only the commit makes them meet, and decisions depend on that alone.
+`elastic.worker.epoch_session`; computing is a delay. Stages do not wait for each other's
+micro-batches here: they meet at the commit, and decisions depend on that alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.node import node as core
@@ -30,7 +31,7 @@ class Worker:
         self.left, self.awaits_halt = True, False
         self.newest = m.Halt(0)
         self.model: worker_model.Worker | None = None
-        """Of the newest epoch that it has installed."""
+        """Model of the newest installed epoch."""
         self.record: StepRecord | None = None
         self.activity, self._counter, self._cpu = "idle", 0, 0.0
         self._token = 0
@@ -40,14 +41,14 @@ class Worker:
     # ---- plumbing -------------------------------------------------------------------------------
 
     def _later(self, delay: float, action: Callable[[], None]) -> None:
-        """Do it unless the worker has left its epoch, is dead or stopped by then."""
+        """Run `action` unless the worker has left its epoch, died or stopped by then."""
         token = self._token
         self.world.at(
             delay * self.slowness,
             lambda: action() if token == self._token and self.alive and not self.stopped else None,
         )
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         if self.alive and not self.stopped:
             self.agent.hear_worker(self, message)
 
@@ -69,11 +70,11 @@ class Worker:
 
     def _attach(self) -> None:
         self.attached = True
-        self.say(m.Attach(self.rank, 1, self.world.spec, f"{self.agent.name}:2"))
+        self.send(m.Attach(self.rank, 1, self.world.spec, f"{self.agent.name}:2"))
 
     def die(self, code: int, silent: bool = False) -> None:
         if self.alive:
-            self.agent.hear_worker(self, core.Exited(self.rank, code))
+            self.agent.hear_worker(self, core.WorkerExited(self.rank, code))
             self.alive = False
             if not silent:
                 self._break()
@@ -82,15 +83,17 @@ class Worker:
         self.stopped = True
 
     def _break(self) -> None:
-        """The others in the run see this one's connections end."""
+        """The other workers of the run see the connections end."""
         run = self.run
         for other in list(run.present.values()) if run is not None and not self.agent.cut else []:
             if other is not self and not other.left and other.run is run and not other.agent.cut:
-                other._later(self.world.soon(0.001, 0.03), lambda o=other: o._link_failed((self.agent.name,)))
+                other._later(
+                    self.world.soon(0.001, 0.03), partial(other._link_failed, (self.agent.name,))
+                )
 
     def _link_failed(self, nodes: tuple[str, ...]) -> None:
         if not self.left:
-            self.say(m.CommFailed(self.epoch, nodes, "link"))
+            self.send(m.CommFailed(self.epoch, nodes, "link"))
             self._leave()
 
     # ---- orders ---------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ class Worker:
         halted = m.Halted(self.newest.epoch, -1, record=self.record)
         if self.model is not None:
             halted = replace(self.model.halt(self.newest.epoch), record=self.record)
-        self.say(halted)
+        self.send(halted)
 
     # ---- installing -----------------------------------------------------------------------------
 
@@ -147,13 +150,13 @@ class Worker:
         self._later(self.world.soon(0.02, 0.3), self._fetch)
 
     def _fetch(self) -> None:
-        """Take what the recipes name from the vaults that are said to hold it."""
+        """Fetch the copies of the recipes from the vaults that the recipes name."""
         plan, node = self.assignment.plan, self.agent.name
         at = next((p, s) for p, s, stage in plan.stages() if stage.unit.node == node)
         for recipe in [r for n, r in self.assignment.recipes if n == node and r.shard == self.rank]:
             sources = [*recipe.states, *recipe.updates, *recipe.replay, *recipe.gradients]
             if not all(self._has(copy) for copy in sources):
-                self.say(m.CommFailed(self.epoch, (), f"layer {recipe.layer}: a source is gone"))
+                self.send(m.CommFailed(self.epoch, (), f"layer {recipe.layer}: a source is gone"))
                 self._leave()
                 return
         vaults = {name: agent.vault for name, agent in self.world.agents.items()}
@@ -178,7 +181,7 @@ class Worker:
         self.poke()
 
     def poke(self) -> None:
-        """If everybody is there: begin, or commit."""
+        """Begin or commit if all workers are present."""
         if self.run is None or not self.run.whole or self.left:
             return
         workers = list(self.run.present.values())
@@ -191,12 +194,12 @@ class Worker:
             halt = max(w.newest.epoch if w.newest.boundary else 0 for w in workers)
             for worker in workers:
                 worker.arrived = False
-                worker._later(self.world.soon(0.001, 0.01), lambda w=worker: w._committed(halt))
+                worker._later(self.world.soon(0.001, 0.01), partial(worker._committed, halt))
 
     # ---- training -------------------------------------------------------------------------------
 
     def _ready(self) -> None:
-        self.say(m.Ready(self.epoch, 0.0, 0.0))
+        self.send(m.Ready(self.epoch, 0.0, 0.0))
         self.activity = "compute"
         self._next()
 
@@ -223,12 +226,12 @@ class Worker:
             self.model.publish()
         if not self._resumed:
             self._resumed = True
-            self.say(m.Resumed(self.epoch, self.world.now))
+            self.send(m.Resumed(self.epoch, self.world.now))
         self._send_copies()
         self._next()
 
     def _gate(self) -> None:
-        """The commit is entered only when everything is whole at the peer."""
+        """Enter the commit only when all copies are whole at the peer."""
         assert self.model is not None
         if not self.model.ready:
             self._later(0.005, self._gate)
@@ -247,7 +250,8 @@ class Worker:
             self.model.update()
         self._send_copies()
         if self._first:
-            self.say(m.StepDone(self.epoch, self.record, 0.1, 0.1))
+            assert self.record is not None
+            self.send(m.StepDone(self.epoch, self.record, 0.1, 0.1))
         if halt > self.epoch:
             self._leave(quiet=True)
             return
@@ -257,17 +261,19 @@ class Worker:
 
     @property
     def _first(self) -> bool:
-        """Of all workers, the one that speaks for them."""
+        """This worker reports for all workers."""
         assert self.model is not None
         return (self.model.pipeline, self.model.stage, self.rank) == (0, 0, 0)
 
     def _finish(self) -> None:
         if not self._resumed:
-            self.say(m.Resumed(self.epoch, self.world.now))
-        if self._first and not all(self.world.agents[n].reachable for n in self.assignment.plan.nodes()):
+            self.send(m.Resumed(self.epoch, self.world.now))
+        if self._first and not all(
+            self.world.agents[n].reachable for n in self.assignment.plan.nodes()
+        ):
             self._link_failed(())
             return
-        self.say(m.Finished(self.world.spec.n_steps, "sha" if self._first else ""))
+        self.send(m.Finished(self.world.spec.n_steps, "sha" if self._first else ""))
         self.left, self.left_epoch, self.awaits_halt = True, self.epoch, True
         if self.newest.epoch > self.epoch:
             self._tell_halted()
@@ -275,12 +281,12 @@ class Worker:
     # ---- backups --------------------------------------------------------------------------------
 
     def _send_copies(self) -> None:
-        """Send bundles to the peer one after the other; say when the epoch is protected."""
+        """Send bundles to the peer in turn; report when the epoch is protected."""
         model = self.model
         assert model is not None
         if model.unprotected == 0 and not self._protected:
             self._protected = True
-            self.say(m.Protected(self.epoch))
+            self.send(m.Protected(self.epoch))
         if self._sending or not model.queue:
             return
         assert model.peer is not None

@@ -1,7 +1,8 @@
-"""A simulated cluster: the real decisions of coordinator and nodes, on a simulated clock and network.
+"""A simulated cluster: real decisions of coordinator and nodes, simulated clock and network.
 
-One heap of (time, order) events; every delay comes from one seeded generator, so that a run is a function
-of its seed and its faults. Agents are in `tests.core.world.node`, workers in `tests.core.world.worker`.
+One heap of (time, order) events. One seeded generator gives every delay, so a run is a function of
+its seed and its faults. `tests.core.world.node` has the agents, `tests.core.world.worker` the
+workers.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ OVER = (JobPhase.FINISHED, JobPhase.FAILED)
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to the `node`-th living node (or to the coordinator) at a time.
+    """A fault of the `node`-th living node (or of the coordinator) at a time.
 
-    kill: the node is gone and its connections break. power: gone without a word. back: killed, and its
-    agent started again `seconds` later. crash, hang (SIGSTOP), slow: one worker. partition: nothing goes in
-    or out for `seconds`. blip: the stream to the coordinator breaks. coordinator-kill: back after `seconds`,
-    from its saved state. coordinator-save: the same, but it dies between saving and acting.
-    coordinator-stall: it stops for `seconds`. drain: with a notice of `seconds`. join: a new node.
+    kill: the node is gone and its connections close. power: gone without a closed connection.
+    back: killed, and its agent restarts after `seconds`. crash, hang (SIGSTOP), slow: one worker.
+    partition: no message passes for `seconds`. blip: the stream to the coordinator breaks.
+    coordinator-kill: the coordinator restarts after `seconds` from its saved state.
+    coordinator-save: the same, but it dies between saving and acting.
+    coordinator-stall: it stops for `seconds`. drain: with `seconds` of notice. join: a new node.
     """
 
     kind: str
@@ -49,13 +51,20 @@ class Fault:
 
 class World:
     def __init__(
-        self, seed: int, nodes: int, *, tp: int = 1, steps: int = 5, checks: float = 0.03, **policy: Any
+        self,
+        seed: int,
+        nodes: int,
+        *,
+        tp: int = 1,
+        steps: int = 5,
+        checks: float = 0.03,
+        **policy: Any,
     ):
         self.rng = random.Random(seed)
         self.now = 0.0
         self.tp, self.checks = tp, checks
         self.lifetime_s = 0.0
-        """What nodes that join say of their stay."""
+        """Lifetime that joining nodes announce."""
         self.spec = make_spec(4, 3, steps, tp)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -66,7 +75,7 @@ class World:
         self.faults: list[str] = []
         self.vaults_lost, self.alone = 0, False
         defaults = {"min_nodes": nodes, "max_nodes": 9, "workers_per_node": tp}
-        self.boss = Boss(self, Policy(**{**defaults, **policy}))
+        self.coordinator = CoordinatorShell(self, Policy(**{**defaults, **policy}))
         for _ in range(nodes):
             self.add_node()
 
@@ -78,21 +87,21 @@ class World:
     def soon(self, low: float, high: float) -> float:
         return self.rng.uniform(low, high)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.trail.append(f"{self.now:8.3f} {text}")
 
     def run(self, limit: float = 120.0) -> JobPhase:
-        """Run until the job is over and every node has left, or nothing more is to be expected."""
+        """Run until the job is over and all nodes have left, or no event remains."""
         while self._heap and self._heap[0][0] <= limit:
             self.now, _, action = heapq.heappop(self._heap)
             action()
             if self.over:
                 break
-        return self.boss.state.phase
+        return self.coordinator.state.phase
 
     def check_end(self) -> None:
-        """The job finished; or it waits because nobody can train; or it was given up, and rightly so."""
-        state = self.boss.state
+        """The job finished, or waits because no node can train, or failed for a good reason."""
+        state = self.coordinator.state
         if state.phase is JobPhase.WAITING:
             assert len(state.members) < state.policy.min_nodes, "enough nodes wait for nothing"
             return
@@ -104,11 +113,13 @@ class World:
             return
         assert state.phase in OVER, f"stuck: {state.phase}"
         assert self.over, f"{state.phase}, but {[a.name for a in self.living]} never heard of it"
-        assert self.boss.finish is not None
+        assert self.coordinator.finish is not None
         if state.phase is JobPhase.FAILED:
-            assert self.boss.finish.code == 3 and self.unbacked, "given up although a backup was left"
+            assert self.coordinator.finish.code == 3 and self.unbacked, (
+                "given up although a backup was left"
+            )
         else:
-            assert self.boss.finish.code == 0 and self.boss.finish.params_sha256
+            assert self.coordinator.finish.code == 0 and self.coordinator.finish.params_sha256
 
     @property
     def unbacked(self) -> bool:
@@ -116,14 +127,18 @@ class World:
         return self.vaults_lost > 1 or self.alone
 
     def lose_vault(self, name: str) -> None:
-        """A vault is gone, or out of reach for good; `alone` if in some plan in force nobody kept its backups."""
+        """A vault is lost. Set `alone` if no peer kept its backups under a plan in force."""
         self.vaults_lost += 1
-        plans = [plan for plan in (self.boss.state.plan, self.boss.protected) if plan is not None]
+        plans = [
+            plan
+            for plan in (self.coordinator.state.plan, self.coordinator.protected)
+            if plan is not None
+        ]
         self.alone |= any(name in plan.nodes() and plan.peer_of(name) is None for plan in plans)
 
     @property
     def over(self) -> bool:
-        return self.boss.up and self.boss.state.phase in OVER and not self.living
+        return self.coordinator.up and self.coordinator.state.phase in OVER and not self.living
 
     @property
     def living(self) -> list[Agent]:
@@ -140,12 +155,12 @@ class World:
         self.at(fault.at, lambda: self._inject(fault))
 
     def _inject(self, fault: Fault) -> None:
-        if self.boss.state.phase in OVER:
+        if self.coordinator.state.phase in OVER:
             return
         self.faults.append(fault.kind)
-        self.say(f"FAULT {fault}")
+        self.log(f"FAULT {fault}")
         if fault.kind.startswith("coordinator"):
-            self.boss.suffer(fault.kind, fault.seconds)
+            self.coordinator.suffer(fault.kind, fault.seconds)
             return
         if fault.kind == "join":
             self.add_node()
@@ -164,14 +179,14 @@ class World:
             case "blip":
                 agent.blip()
             case "drain":
-                self.boss.hear(None, job.DrainAsked(agent.name, fault.seconds))
+                self.coordinator.hear(None, job.DrainRequested(agent.name, fault.seconds))
             case kind:
                 agent.hurt_worker(kind, self.rng)
 
 
 @dataclass
-class Boss:
-    """The coordinator's shell: queue, saved state, streams. Checks at each decision what must always hold."""
+class CoordinatorShell:
+    """The coordinator's queue, saved state and streams. Checks the invariants at each decision."""
 
     world: World
     policy: Policy
@@ -187,9 +202,9 @@ class Boss:
         self.backlog: list[tuple[Link | None, Any]] = []
         self.assignments: dict[int, Assignment] = {}
         self.dropped: dict[str, str] = {}
-        """Incarnations that were dropped, and why."""
-        self.finish: job.Finish | None = None
-        self.recovered: list[job.Recovered] = []
+        """Node name per dropped incarnation."""
+        self.finish: job.JobFinished | None = None
+        self.recovered: list[job.ChangeCompleted] = []
         self.protected: Plan | None = None
         """The newest plan whose state is whole at the peers."""
         self.halts: list[tuple[int, bool, str]] = []
@@ -219,25 +234,33 @@ class Boss:
             self.hear(link, message)
 
     def _take(self, link: Link | None, message: Any) -> None:
-        """As `elastic.coordinator.service` does."""
+        """Turn a message into an event, as `elastic.coordinator.service` does."""
         match message:
             case m.NodeReport():
                 assert link is not None
                 node = message.info.node
                 connected = self.sessions.get(node) is not link
                 self.sessions[node] = link
-                self._apply(job.Reported(message, connected))
+                self._apply(job.NodeReported(message, connected))
             case m.Heartbeat():
                 assert link is not None
                 self.sessions.setdefault(message.node, link)
-                self._apply(job.Beat(message.node, message.incarnation, message.step, message.microbatch))
+                self._apply(
+                    job.Heartbeat(
+                        message.node, message.incarnation, message.step, message.microbatch
+                    )
+                )
             case m.StepDone():
-                self._apply(job.Stepped(message.record))
+                self._apply(job.StepFinished(message.record))
             case "closed":
                 for node in [n for n, s in self.sessions.items() if s is link]:
                     del self.sessions[node]
                     if node in self.state.members:
-                        self._apply(job.Closed(node, self.state.members[node].report.info.incarnation))
+                        self._apply(
+                            job.ConnectionClosed(
+                                node, self.state.members[node].report.info.incarnation
+                            )
+                        )
             case _:
                 self._apply(message)
 
@@ -247,17 +270,17 @@ class Boss:
         if self.world.rng.random() < self.world.checks:
             self._same_from_store(before, event)
         self._check(before, event, actions)
-        if not isinstance(event, (job.Beat, job.Tick)) or actions:
+        if not isinstance(event, (job.Heartbeat, job.Tick)) or actions:
             self.saved = self.state
         if actions and reason:
-            self.world.say(f"coordinator {type(event).__name__}: {reason}")
+            self.world.log(f"coordinator {type(event).__name__}: {reason}")
         if self.die_at_save and any(isinstance(a, job.Send) for a in actions):
             self._die(self.die_at_save)
             return
         for action in actions:
             self._act(action)
 
-    def _act(self, action: job.Action) -> None:
+    def _act(self, action: job.JobAction) -> None:
         match action:
             case job.Send(node, message):
                 link = self.sessions.get(node)
@@ -265,9 +288,9 @@ class Boss:
                     link.down(message)
                 if isinstance(message, m.Fenced) and link is not None:
                     del self.sessions[node]
-            case job.Finish():
+            case job.JobFinished():
                 self.finish = action
-            case job.Recovered():
+            case job.ChangeCompleted():
                 self.recovered.append(action)
 
     # ---- faults ---------------------------------------------------------------------------------
@@ -282,7 +305,7 @@ class Boss:
             self._die(seconds)
 
     def _die(self, seconds: float) -> None:
-        self.world.say("coordinator died")
+        self.world.log("coordinator died")
         self.up, self.die_at_save, self.stalled_until = False, 0.0, 0.0
         self.sessions.clear()
         self.backlog.clear()
@@ -295,16 +318,16 @@ class Boss:
         self.up = True
         self.state = codec.loads(JobState, codec.dumps(self.saved))
         assert self.state == self.saved
-        self._apply(job.Adopted())
+        self._apply(job.CoordinatorFailover())
 
-    # ---- what must always be true ---------------------------------------------------------------
+    # ---- invariants ---------------------------------------------------------------
 
     def _same_from_store(self, before: JobState, event: Any) -> None:
         again = codec.loads(JobState, codec.dumps(before))
         assert again == before
         assert transition(again, event, self.world.now)[0] == self.state
 
-    def _check(self, before: JobState, event: Any, actions: tuple[job.Action, ...]) -> None:
+    def _check(self, before: JobState, event: Any, actions: tuple[job.JobAction, ...]) -> None:
         state = self.state
         assert state.epoch >= before.epoch, "epochs only grow"
         if state.phase is not before.phase or state.epoch != before.epoch:
@@ -312,10 +335,10 @@ class Boss:
         phase = before.phase
         for action in actions:
             match action:
-                case job.Note("phase", {"phase": name}):
+                case job.LogEntry("phase", {"phase": name}):
                     assert JobPhase(name) in RULES[phase][1], f"{phase} -> {name} is not declared"
                     phase = JobPhase(name)
-                case job.Note("halt", data):
+                case job.LogEntry("halt", data):
                     self.halts.append((data["epoch"], data["boundary"], data["cause_kind"]))
                 case job.Send(node, m.Install(epoch, assignment)):
                     self._check_install(epoch, assignment)
@@ -326,14 +349,16 @@ class Boss:
             self.dropped[before.members[node].report.info.incarnation] = node
         for member in state.members.values():
             fresh = member.report.phase is m.NodePhase.EMPTY or member.rank >= 0
-            assert member.report.info.incarnation not in self.dropped or fresh, "a fenced incarnation is back"
+            assert member.report.info.incarnation not in self.dropped or fresh, (
+                "a fenced incarnation is back"
+            )
         if state.trimmed > before.trimmed:
             self.protected = state.plan
         if state.phase is JobPhase.FAILED is not before.phase:
             self._check_failure()
 
     def _check_install(self, epoch: int, assignment: Assignment) -> None:
-        """One assignment an epoch, true to what the vaults contain, and nothing older runs on any member."""
+        """One assignment per epoch, from copies that exist; no member runs an older epoch."""
         if epoch in self.assignments:
             assert self.assignments[epoch] == assignment, f"two plans for epoch {epoch}"
             return
@@ -341,15 +366,19 @@ class Boss:
         validate_plan(assignment.plan)
         for node, member in self.state.members.items():
             agent = self.world.agents[node]
-            assert member.halted and member.report.epoch >= epoch, f"{node} has not halted for {epoch}"
+            assert member.halted and member.report.epoch >= epoch, (
+                f"{node} has not halted for {epoch}"
+            )
             running = [w for w in agent.workers if w.alive and not w.left and w.epoch < epoch]
             if agent.alive and agent.state.info.incarnation == member.report.info.incarnation:
                 assert not running, f"{node} still runs epoch {running[0].epoch}"
         if all(self.world.agents[node].alive for node in self.state.members):
-            check_assignment(assignment, self.world.spec, {n: a.vault for n, a in self.world.agents.items()})
+            check_assignment(
+                assignment, self.world.spec, {n: a.vault for n, a in self.world.agents.items()}
+            )
 
     def _check_fence(self, before: JobState, node: str) -> None:
-        """Only who is dead, was cut off for about a lease, or was dropped before is fenced."""
+        """A fenced node is dead, was cut off for about a lease, or was dropped before."""
         agent = self.world.agents[node]
         member = before.members.get(node)
         if (
@@ -363,9 +392,11 @@ class Boss:
         self.world.lose_vault(node)
 
     def _check_failure(self) -> None:
-        """Only where the vaults of all members together do not suffice may a job be given up."""
+        """A job fails only if the vaults of all members together do not suffice."""
         state = self.state
-        assert state.spec is not None and self.world.vaults_lost, "failed although no vault was lost"
+        assert state.spec is not None and self.world.vaults_lost, (
+            "failed although no vault was lost"
+        )
         inventory = tuple(c for node in state.members for c in self.world.agents[node].inventory())
         records = tuple(w.record for a in self.world.agents.values() for w in a.workers if w.record)
         assert state.plan is not None

@@ -40,9 +40,9 @@ class PlayedCluster:
         self.names, self.hosts, self.asked = names, list[PlayedHost](), list[int]()
         self.orders: list[Order] = []
 
-    def look(self) -> fleet.Looked:
+    def look(self) -> fleet.ClusterObserved:
         found = (fleet.Machine(id=n, host=n, domain="zone", reserved=i) for i, n in enumerate(self.names))
-        return fleet.Looked(tuple(found))
+        return fleet.ClusterObserved(tuple(found))
 
     def start(self, machine: fleet.Machine, node: str, order: str, secrets: Mapping[str, bytes]) -> Host:
         self.orders.append(codec.loads(Order, order))

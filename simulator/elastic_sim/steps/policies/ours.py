@@ -17,8 +17,8 @@ from elastic.core.health.compute_speed import SAMPLES, ComputeSpeed
 from elastic.core.job import epoch_change as epoch_change
 from elastic.core.job import join_policy as stay
 from elastic.core.job.state import JobState, Member, Policy
-from elastic.core.policy.backup_policy import STEPS, rechoose
-from elastic.core.policy.straggler_policy import relieve
+from elastic.core.policy.backup_policy import MIN_STEPS, change_backup
+from elastic.core.policy.straggler_policy import rebalance_stragglers
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
@@ -142,7 +142,7 @@ class Ours(Base):
                 return self._replan(job, (), "slow nodes", boundary=True)
         if self._pair_changes(job):
             return self._replan(job, (), "other backup schemes", boundary=True)
-        if self.state.look_again and job.now / 1000 >= self.state.look_again:
+        if self.state.reconsider_at and job.now / 1000 >= self.state.reconsider_at:
             self._consider(job)
         return None
 
@@ -158,7 +158,7 @@ class Ours(Base):
 
     def _meet(self, job: Job, came: Collection[Event], gone: Sequence[Event]) -> None:
         now = job.now / 1000
-        state = stay.count(self.state, now, left=len(gone)).of(ticked=now)
+        state = stay.count_node_seconds(self.state, now, left=len(gone)).of(updated_at=now)
         members = {n: mb for n, mb in state.members.items() if n in job.alive}
         for event in came:
             info = self.world.info(event)
@@ -180,7 +180,7 @@ class Ours(Base):
         if not job.paused:  # moves that were under way came to nothing: who held what is as before them
             self._held = self.state.plan, self._hosts
         now, old = job.now / 1000, self._held[0]
-        state = self.state.of(epoch=self.state.epoch + 1, ticked=now, change=None, plan=old)
+        state = self.state.of(epoch=self.state.epoch + 1, updated_at=now, change=None, plan=old)
         detect_s = 0.0 if boundary or known or not lost else self.detect_s
         self._pulled = False
         loss = Loss()
@@ -191,7 +191,7 @@ class Ours(Base):
         try:
             if not epoch_change.candidates(state):
                 raise InfeasiblePlan("no node can take a stage at present")
-            choice = stay.lasting(state, epoch_change.request(state, state.epoch), now)
+            choice = stay.plan_for_change(state, epoch_change.plan_request(state, state.epoch), now)
         except InfeasiblePlan as error:
             self.state, self._plain = state.of(joining=()), None
             parts = pauses((Use.DETECT, detect_s))
@@ -208,9 +208,9 @@ class Ours(Base):
             links=links_of(self.world.profile, infos),
             gradients=not boundary,
         )
-        considered = tuple(stay.key(mb) for mb in state.members.values())
+        considered = tuple(stay.member_key(mb) for mb in state.members.values())
         self.state = state.of(
-            plan=plan, joining=(), considered=considered, look_again=0.0, trimmed=state.epoch
+            plan=plan, joining=(), considered=considered, reconsider_at=0.0, trimmed=state.epoch
         )
         self._planned = job.steps
         self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
@@ -226,7 +226,7 @@ class Ours(Base):
         parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, moved.seconds))
         if paced:
             lasted = sum(length for _, length in parts) / 1000
-            self.state = self.state.of(pauses=(*self.state.pauses, lasted)[-stay.PAUSES :])
+            self.state = self.state.of(pauses=(*self.state.pauses, lasted)[-stay.MAX_PAUSES :])
         return Change(parts, setup, ms(loss.seconds), back_to, reason)
 
     def _fall_back(
@@ -249,7 +249,7 @@ class Ours(Base):
         """Whether nodes that came are worth a change; if so they pull their layers first."""
         if self._plain is None or self.state.joining or self.state.plan is None:
             return
-        state = self.state.of(ticked=job.now / 1000)
+        state = self.state.of(updated_at=job.now / 1000)
         result = epoch_change.consider_joining(state, job.now / 1000)
         if result is None:
             return
@@ -273,7 +273,7 @@ class Ours(Base):
                 known, epoch=state.plan.epoch, samples=samples, step=job.steps, unit=1.0
             )
         self.state = state.of(paces=paces)
-        result = relieve(self.state, job.now / 1000)
+        result = rebalance_stragglers(self.state, job.now / 1000)
         if result is None:
             return False
         self.state = result[0].of(change=None)
@@ -281,20 +281,20 @@ class Ours(Base):
 
     def _pair_changes(self, job: Job) -> bool:
         """What heartbeats would have told of links, copies and contention, for the coordinator's own rule."""
-        plan, looks = self.state.plan, (job.steps - self._planned) / STEPS
+        plan, looks = self.state.plan, (job.steps - self._planned) / MIN_STEPS
         doubled = looks >= 1 and looks == int(looks) and not int(looks) & (int(looks) - 1)
         if plan is None or self.state.policy.backup != "auto" or not doubled:
             return False  # links and contention stay as they are, and the observed hazard changes by and by
         truth, infos = self._truth, self._infos()
         gauge = BackupMetrics(
             epoch=plan.epoch,
-            steps=STEPS,
+            steps=MIN_STEPS,
             sending=(truth.link.bytes_per_s,) * MIN_SAMPLES,
             copying=(truth.copy_bytes_per_s,) * MIN_SAMPLES,
             slowed=(1 / (1 - min(truth.contention, 0.99)),) * MIN_SAMPLES,
         )
         gauges = {info.incarnation: gauge for info in infos}
-        result = rechoose(self.state.of(gauges=gauges, ticked=job.now / 1000), job.now / 1000)
+        result = change_backup(self.state.of(gauges=gauges, updated_at=job.now / 1000), job.now / 1000)
         if result is None:
             return False
         self.state = result[0].of(change=None)
