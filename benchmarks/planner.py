@@ -4,7 +4,7 @@
 
 - Speed: median seconds of `make_plan` in a warm process.
 - Quality: step time over a proven lower bound (`benchmarks.planner_bound`) on random clusters of two or three types.
-- Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rivals`), every plan priced by the same cost model, for
+- Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rival_planners`), every plan priced by the same cost model, for
   2 to 64 nodes on five models. The table goes to benchmarks/results/planner-rivals.csv.
 
 `--quick` runs a small part of each and writes nothing.
@@ -26,7 +26,7 @@ from functools import partial
 from itertools import repeat
 
 import numpy as np
-from elastic_sim.steps.rivals import Equal, oobleck, varuna
+from elastic_sim.steps.rival_planners import EqualNodes, plan_oobleck, plan_varuna
 from tqdm import tqdm
 
 from benchmarks.planner_bound import lower_bound
@@ -266,7 +266,7 @@ def match(model: str, nodes: int) -> Match:
     microbatches, sequences = STEPS[model]
     profile = zoo_profile(model, ["A40"], microbatch=sequences, link=Link(25e9, 10e-6))
     request = replace(request_of(profile, nodes_of({"A40": nodes}), microbatches), backup="none+none")
-    cluster = Equal(profile, microbatches, profile.devices[0].memory_bytes)
+    cluster = EqualNodes(profile, microbatches, profile.devices[0].memory_bytes)
 
     def price(plan: Plan | None) -> float:
         return math.inf if plan is None else step_s(plan, request)
@@ -275,7 +275,7 @@ def match(model: str, nodes: int) -> Match:
         ours = price(make_plan(request))
     except InfeasiblePlan:
         ours = math.inf
-    theirs = [price(planner(cluster, request.nodes, price)) for planner in (oobleck, varuna)]
+    theirs = [price(planner(cluster, request.nodes, price)) for planner in (plan_oobleck, plan_varuna)]
     return Match(model, nodes, ours, *theirs)
 
 

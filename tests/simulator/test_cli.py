@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from elastic_sim import reproduce
+from elastic_sim.reproduce import tables as reproduce
 from elastic_sim.cli.cli import main
 from elastic_sim.cli.commands import policies_of
-from elastic_sim.steps.policies import makers
+from elastic_sim.steps.policies import policy_factories
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.trace import read
 
@@ -339,4 +339,4 @@ def test_what_is_strange_about_a_replay_is_told(tmp_path: Path) -> None:
 
 def test_all_policies_and_others_are_each_run_once() -> None:
     names = policies_of(("all,ours", "ours:log+snapshot"))
-    assert names == tuple(dict.fromkeys((*makers(), "ours:log+snapshot")))
+    assert names == tuple(dict.fromkeys((*policy_factories(), "ours:log+snapshot")))

@@ -1,14 +1,15 @@
-"""The buyer's question: for this model and budget, which nodes, spot or on demand, how many, and which backup?
+"""The buyer's question: for this model and budget, which nodes, spot or on demand, how many, and
+which backup?
 
-Every mix of so many on-demand nodes, which never go, and so many spot nodes, which come and go as in the traces, is
-replayed on each trace with every policy and seed. Traces count alike, long or short; intervals are over traces, or over
-seeds if there is one, for seeds of one trace share its market. With a budget the mix is advised that makes most samples
-within it, without one the cheapest a sample, beside all others. Nodes beyond what the plan can use wait as spares:
-`spares` and `idle` tell. With `resized` the best mix is tried with fewer and more nodes, too.
+Every mix of so many on-demand nodes, which never go, and so many spot nodes, which come and go as
+in the traces, is replayed on each trace with every policy and seed. Traces count alike, long or
+short; intervals are over traces, or over seeds if there is one, for seeds of one trace share its
+market. With a budget the mix is advised that makes most samples within it, without one the cheapest
+a sample, beside all others. Nodes beyond what the plan can use wait as spares: `spares` and `idle`
+tell. With `resized` the best mix is tried with fewer and more nodes, too.
 
-A recorded trace knows its own nodes only: with more spot nodes than it has it is repeated under other names, shifted in
-time, so that losses do not coincide more than they did.
-"""
+A recorded trace knows its own nodes only: with more spot nodes than it has it is repeated under
+other names, shifted in time, so that losses do not coincide more than they did."""
 
 from __future__ import annotations
 
@@ -19,17 +20,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from elastic.domain.errors import FieldError
-from elastic_sim.replay.replay import Mean, Run, mean_of, run_one
-from elastic_sim.replay.watch import Seen
+from elastic_sim.replay.replay import Mean, PlanInForce, PolicyRun, mean_of, run_one
 from elastic_sim.steps.clusters import NodeType, node_type_of
-from elastic_sim.steps.engine import Outcome
-from elastic_sim.steps.physics import stays
-from elastic_sim.steps.scenario import Scenario, check_same
+from elastic_sim.steps.engine import SimulationResult
+from elastic_sim.steps.physics import node_lifetimes
+from elastic_sim.steps.scenario import Scenario, check_profile_matches
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.steps.world import World
+from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, window
 
-MOST = 256
+MAX_NODES = 256
 """Nodes that are tried for a budget; more are named with --buy."""
 ON_DEMAND = "on-demand"
 """The zone of nodes that never go."""
@@ -65,7 +65,8 @@ class Offer:
     spares: float
     """Nodes that are of use and do nothing, on average over the time."""
     backup: str
-    """The pair of schemes of most of the time that a plan of ours was in force; "": there was none."""
+    """The pair of schemes of most of the time that a plan of ours was in force; "": there was
+    none."""
     backup_share: float
     """Of that time."""
     within: bool
@@ -78,7 +79,7 @@ class Offer:
 class Trial:
     """A mix on one trace with one policy and one seed."""
 
-    run: Run
+    run: PolicyRun
     cost: float
     """Dollars."""
     hours: float
@@ -94,17 +95,22 @@ class Trial:
 
 def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
     """Of so many nodes in all, from all spot to all on demand."""
-    found = [Mix(n, size - n) for size in sizes for i in range(steps + 1) for n in (round(size * i / steps),)]
+    found = [
+        Mix(n, size - n)
+        for size in sizes
+        for i in range(steps + 1)
+        for n in (round(size * i / steps),)
+    ]
     return list(dict.fromkeys(found))
 
 
 def affordable(kind: NodeType, budget_per_h: float, steps: int) -> list[Mix]:
-    """From all spot to all on demand, each with as many nodes as the budget pays while all are there, `MOST` at most;
-    one node where it pays none."""
+    """From all spot to all on demand, each with as many nodes as the budget pays while all are
+    there, `MAX_NODES` at most; one node where it pays none."""
     found = []
     for i in range(steps + 1):
         share = i / steps
-        n = min(MOST, int(budget_per_h / (share * kind.on_demand + (1 - share) * kind.spot)))
+        n = min(MAX_NODES, int(budget_per_h / (share * kind.on_demand + (1 - share) * kind.spot)))
         found.append(Mix(int(share * n), n - int(share * n)) if n else Mix(0, 1))
     return list(dict.fromkeys(found))
 
@@ -119,7 +125,7 @@ def resized(mix: Mix) -> list[Mix]:
     return [one for one in found if min(one.on_demand, one.spot) >= 0 < one.on_demand + one.spot]
 
 
-def answer(best: Offer) -> str:
+def answer_text(best: Offer) -> str:
     """The three questions, answered: which mix, how many spares, which backup."""
     mix, backup = best.mix, f"{best.policy} keeps none of our schemes"
     if best.backup:
@@ -129,7 +135,8 @@ def answer(best: Offer) -> str:
 
 
 def blended(trace: Trace, mix: Mix) -> Trace:
-    """On-demand nodes from start to end beside `mix.spot` nodes of the trace (its first ones, and again shifted)."""
+    """On-demand nodes from start to end beside `mix.spot` nodes of the trace (its first ones, and
+    again shifted)."""
     fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
     most = _most(trace)
     if not most and mix.spot:
@@ -153,8 +160,8 @@ def _most(trace: Trace) -> int:
 
 
 def _shifted(trace: Trace, copy: int) -> Trace:
-    """The same market at another time: begins a golden part of the trace later, and goes round. Who is there at the
-    trace's end goes on in the place of one who was there at its start."""
+    """The same market at another time: begins a golden part of the trace later, and goes round. Who
+    is there at the trace's end goes on in the place of one who was there at its start."""
     shift = trace.end_s * ((copy * 0.618034) % 1.0)
     if not shift:
         return trace
@@ -170,13 +177,17 @@ def _shifted(trace: Trace, copy: int) -> Trace:
     for event in early.events:
         if event.kind == ADD:
             go_on = event.seconds == 0 and bool(left)
-            names[event.node] = left.pop(next(iter(left))).node if go_on else f"{event.node}.{copy}b"
+            names[event.node] = (
+                left.pop(next(iter(left))).node if go_on else f"{event.node}.{copy}b"
+            )
             if go_on:
                 continue
         events.append(replace(event, seconds=event.seconds + late.end_s, node=names[event.node]))
     gone = [Event(late.end_s, REMOVE, node, e.zone, e.type) for node, e in left.items()]
     events.extend(gone)
-    return Trace(tuple(sorted(events, key=lambda e: (e.seconds, e.kind == ADD))), trace.end_s, trace.origin)
+    return Trace(
+        tuple(sorted(events, key=lambda e: (e.seconds, e.kind == ADD))), trace.end_s, trace.origin
+    )
 
 
 def _limited(trace: Trace, most: int) -> list[Event]:
@@ -201,25 +212,29 @@ def offers(
     budget_per_h: float = math.inf,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Offer]:
-    """Every mix with every policy, the best first. `scenarios` differ in their traces alone. Prices are those of the
-    first node type. Raises FieldError."""
+    """Every mix with every policy, the best first. `scenarios` differ in their traces alone. Prices
+    are those of the first node type. Raises FieldError."""
     world, kind = scenarios[0].world(), node_type_of(scenarios[0].nodes_of[0])
     if "model" in scenarios[0].files():
-        check_same(kind, world.profile)
+        check_profile_matches(kind, world.profile)
     found = []
     for mix in options:
-        traces = {one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios}
+        traces = {
+            one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios
+        }
         for policy in policies:
             trials = {
-                one.name(): [_trial(world, kind, trace, policy, seed) for seed, trace in traces[one].items()]
+                one.name(): [
+                    _trial(world, kind, trace, policy, seed) for seed, trace in traces[one].items()
+                ]
                 for one in scenarios
             }
             found.append(_offer(world, mix, policy, trials, budget_per_h))
             progress()
-    return ordered(found, budget_per_h)
+    return ranked(found, budget_per_h)
 
 
-def _trial(world: World, kind: NodeType, trace: Trace, policy: str, seed: int) -> Trial:
+def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, seed: int) -> Trial:
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
@@ -231,7 +246,7 @@ def _trial(world: World, kind: NodeType, trace: Trace, policy: str, seed: int) -
     )
 
 
-def ordered(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
+def ranked(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
     """The best first."""
     if math.isfinite(budget_per_h):
         return sorted(
@@ -245,7 +260,7 @@ def ordered(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
     return sorted(found, key=lambda o: (o.per_million.value, o.dollars_per_h.value))
 
 
-def _pairs(outcome: Outcome, plans: Sequence[Seen | None]) -> Counter[str]:
+def _pairs(outcome: SimulationResult, plans: Sequence[PlanInForce | None]) -> Counter[str]:
     """Milliseconds that each pair of schemes was in force."""
     made = outcome.decisions
     ends = [*(decision.at for decision in made[1:]), outcome.ended]
@@ -257,7 +272,11 @@ def _pairs(outcome: Outcome, plans: Sequence[Seen | None]) -> Counter[str]:
 
 
 def _offer(
-    world: World, mix: Mix, policy: str, trials: Mapping[str, Sequence[Trial]], budget_per_h: float
+    world: SimulatedWorld,
+    mix: Mix,
+    policy: str,
+    trials: Mapping[str, Sequence[Trial]],
+    budget_per_h: float,
 ) -> Offer:
     """`trials`: of each trace, one a seed."""
     every = [one for seeds in trials.values() for one in seeds]
@@ -287,7 +306,11 @@ def _offer(
         backup_share=longest / pairs.total() if backup else 0.0,
         within=dollars.value <= budget_per_h,
         by_trace=tuple(
-            (name, fmean(o.run.samples_per_s for o in seeds), fmean(o.per_million / tokens for o in seeds))
+            (
+                name,
+                fmean(o.run.samples_per_s for o in seeds),
+                fmean(o.per_million / tokens for o in seeds),
+            )
             for name, seeds in trials.items()
         ),
     )
@@ -299,5 +322,5 @@ def _cost(kind: NodeType, trace: Trace) -> float:
         (kind.on_demand if came.zone == ON_DEMAND else kind.spot)
         * ((gone.seconds if gone else trace.end_s) - came.seconds)
         / 3600
-        for came, gone in stays(trace)
+        for came, gone in node_lifetimes(trace)
     )

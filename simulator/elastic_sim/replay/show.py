@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic_sim.replay.advise import Offer
-from elastic_sim.replay.replay import Mean, Summary
-from elastic_sim.steps.policies.base import About
+from elastic_sim.replay.replay import Mean, PolicySummary
+from elastic_sim.steps.policies.base import PolicyDescription
 from elastic_sim.steps.time_accounting import Use
 
 USES = tuple(use.value for use in Use)
 
 
-def as_json(trace: str, model: str, found: Sequence[Summary], **more: Any) -> dict[str, Any]:
-    """{"trace", "model", "policies": {P: {"samples_per_s", "goodput", "cost", "time": {..}, ...}}}. Figures are means
-    over seeds; `margins` holds half the widths of their 95 % intervals. Time is in shares of all node-seconds."""
+def as_json(trace: str, model: str, found: Sequence[PolicySummary], **more: Any) -> dict[str, Any]:
+    """{"trace", "model", "policies": {P: {"samples_per_s", "goodput", "cost", "time": {..}, ...}}}.
+    Figures are means over seeds; `margins` holds half the widths of their 95 % intervals. Time is
+    in shares of all node-seconds."""
     return {
         "trace": trace,
         "model": model,
@@ -25,7 +26,7 @@ def as_json(trace: str, model: str, found: Sequence[Summary], **more: Any) -> di
     }
 
 
-def _policy(one: Summary) -> dict[str, Any]:
+def _policy(one: PolicySummary) -> dict[str, Any]:
     figures = {
         "samples_per_s": one.samples_per_s,
         "goodput": one.goodput,
@@ -46,9 +47,17 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def table(found: Sequence[Summary]) -> str:
-    """A row a policy: figures with intervals, and the shares of node time. Without prices no costs."""
-    head = ["policy", "samples/s", "goodput", "cost $", "$/M samples", *(f"{use} %" for use in USES)]
+def table(found: Sequence[PolicySummary]) -> str:
+    """A row a policy: figures with intervals, and the shares of node time. Without prices no
+    costs."""
+    head = [
+        "policy",
+        "samples/s",
+        "goodput",
+        "cost $",
+        "$/M samples",
+        *(f"{use} %" for use in USES),
+    ]
     rows = [
         [
             one.policy,
@@ -80,7 +89,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def policies(found: Sequence[About]) -> str:
+def policies(found: Sequence[PolicyDescription]) -> str:
     """A paragraph each: what it is, and where its rules and constants come from."""
     lines = []
     for about in found:
@@ -91,7 +100,17 @@ def policies(found: Sequence[About]) -> str:
 
 def advice(found: Sequence[Offer], budget: float) -> str:
     """The best offer in words, and all in a table. `found`: best first."""
-    head = ["mix", "policy", "samples/s", "goodput", "$/h", "$/M samples", "$/M tokens", "idle %", ""]
+    head = [
+        "mix",
+        "policy",
+        "samples/s",
+        "goodput",
+        "$/h",
+        "$/M samples",
+        "$/M tokens",
+        "idle %",
+        "",
+    ]
     rows = [
         [
             str(one.mix),
@@ -114,7 +133,8 @@ def advice(found: Sequence[Offer], budget: float) -> str:
         said = "None of these mixes ever has enough nodes for the model."
     else:
         said = (
-            f"Rent {best.mix}, with {best.policy}: {best.samples_per_s} samples/s for {best.dollars_per_h} dollars an "
+            f"Rent {best.mix}, with {best.policy}: {best.samples_per_s} samples/s for "
+            f"{best.dollars_per_h} dollars an "
             f"hour, {best.per_million_tokens} dollars a million tokens "
             f"(± 95 % over {'traces' if len(best.by_trace) > 1 else 'seeds'})."
         )

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
-from elastic_sim.replay.advise import MOST, Mix, affordable, answer, blended, mixes, offers, resized
+from elastic_sim.replay.advise import MAX_NODES, Mix, affordable, answer_text, blended, mixes, offers, resized
 from elastic_sim.replay.replay import mean_of
 from elastic_sim.steps.clusters import node_type_of
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, check, format_trace
+from elastic_sim.traces.trace import ADD, build_trace, format_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +38,7 @@ def test_mixes_go_from_all_spot_to_all_on_demand() -> None:
 def test_a_blend_has_its_nodes_and_is_a_trace(seed: int, fixed: int, spot: int) -> None:
     trace = generate(MARKET, 3600.0, seed)
     found = blended(trace, Mix(fixed, spot))
-    checked = check(found.events, found.end_s)
+    checked = build_trace(found.events, found.end_s)
     n, most, least = 0, 0, math.inf
     for at, events in checked.steps():
         n += sum(1 if e.kind == ADD else -1 for e in events)
@@ -83,7 +83,7 @@ def test_a_budget_is_spent_on_as_many_nodes_as_it_pays() -> None:
     kind = node_type_of("a40")
     assert affordable(kind, 30.6, 2) == [Mix(0, 33), Mix(7, 8), Mix(10, 0)]
     assert affordable(kind, 0.5, 2) == [Mix(0, 1)], "even that is over it: said so"
-    assert affordable(kind, 1e9, 1) == [Mix(0, MOST), Mix(MOST, 0)]
+    assert affordable(kind, 1e9, 1) == [Mix(0, MAX_NODES), Mix(MAX_NODES, 0)]
     args = ["advise", "--mtbf", "1h", "--duration", "10m", "--nodes", "4", "--model", "bert-large", "--microbatches",
             "16", "--mixes", "1", "--seeds", "1", "--budget", "5"]  # fmt: skip
     found = CliRunner().invoke(main, args)
@@ -106,8 +106,8 @@ def test_the_backup_in_force_and_the_spares_are_named() -> None:
         offers([SCENARIO], [Mix(6, 0)], ("varuna",), (0,)),
     )
     assert (fixed[0].backup, fixed[0].backup_share) == ("log+replica", 1.0)
-    assert "Backup: log+replica, in force 100 % of the time." in answer(fixed[0])
-    assert rival[0].backup == "" and "Backup: varuna keeps none" in answer(rival[0])
+    assert "Backup: log+replica, in force 100 % of the time." in answer_text(fixed[0])
+    assert rival[0].backup == "" and "Backup: varuna keeps none" in answer_text(rival[0])
     assert fixed[0].spares == pytest.approx(fixed[0].idle * 6, abs=1e-3)
     (chosen,) = offers([SCENARIO], [Mix(2, 4)], ("ours",), (0,))
     assert "+" in chosen.backup and 0 < chosen.backup_share <= 1
@@ -200,7 +200,7 @@ def test_a_wrong_model_file_is_named_as_the_model(tmp_path: Path, monkeypatch: p
     assert absent.exit_code == 2 and absent.output.startswith("elastic-sim advise: --model: 'nosuch.json'")
     large = tmp_path / "large.json"
     large.write_text("{}" * 10)
-    monkeypatch.setattr("elastic_sim.traces.trace.MOST_BYTES", 10)
+    monkeypatch.setattr("elastic_sim.traces.trace.MAX_BYTES", 10)
     refused = CliRunner().invoke(main, [*args, str(large)])
     assert (
         refused.exit_code == 2 and "--model: " in refused.output and "20 bytes are too many" in refused.output

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.formulas import discarded, expected_ettr, mttf_hours, wasted_s
+from elastic_sim.reproduce.formulas import committed_share, expected_ettr, mttf_hours, wasted_s_per_failure
 
 
 def test_torchft_on_300_gpus() -> None:
-    committed = discarded(1100 * 60 / 6249, 60)
+    committed = committed_share(1100 * 60 / 6249, 60)
     assert 100 * committed == pytest.approx(82.3, abs=1)
     assert 100 * committed * 29.6 / 30 == pytest.approx(81.2, abs=1)
 
@@ -26,4 +26,4 @@ def test_meta_s_clusters() -> None:
 
 def test_gemini() -> None:
     """A checkpoint in every iteration of 65 s, hidden; fetched in 2.5 s."""
-    assert wasted_s(0.0, 1 / 65, 2.5) == pytest.approx(35.0)
+    assert wasted_s_per_failure(0.0, 1 / 65, 2.5) == pytest.approx(35.0)

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.artifact import MODELS, Bamboo, Oobleck, Table, Varuna, throughputs
-from elastic_sim.reproduce.breakdown import clock_split, oracle, split, step_seconds
-from elastic_sim.traces.trace import ADD, REMOVE, Event, check
+from elastic_sim.reproduce.oobleck_artifact import MODELS, ArtifactBamboo, ArtifactOobleck, ThroughputTable, ArtifactVaruna, throughputs
+from elastic_sim.reproduce.oobleck_artifact import clock_split, oracle, split, step_seconds
+from elastic_sim.traces.trace import ADD, REMOVE, Event, build_trace
 
 from elastic.domain.errors import FieldError
 
 MODEL = MODELS[0]
-FLAT: Table = dict.fromkeys(range(15, 31), MODEL.samples_per_step / 10)
+FLAT: ThroughputTable = dict.fromkeys(range(15, 31), MODEL.samples_per_step / 10)
 """Ten seconds a step whatever nodes there are."""
 
 
 def trace_of(*lost: tuple[float, str], nodes: int = 30, end_s: float = 1000.0):  # type: ignore[no-untyped-def]
     first = [Event(0, ADD, f"n{i}") for i in range(nodes)]
     last = Event(end_s, REMOVE, "n0")
-    return check((*first, *(Event(at, REMOVE, node) for at, node in lost), last), end_s)
+    return build_trace((*first, *(Event(at, REMOVE, node) for at, node in lost), last), end_s)
 
 
 def test_without_losses_steps_follow_each_other() -> None:
-    oobleck = Oobleck(MODEL, FLAT)
+    oobleck = ArtifactOobleck(MODEL, FLAT)
     assert oobleck.run(trace_of()) == pytest.approx(MODEL.samples_per_step / 10)
     assert oobleck.began == 47_000 and len(oobleck.steps) == 95
 
 
 def test_oobleck_does_the_running_step_again() -> None:
-    oobleck = Oobleck(MODEL, FLAT)
+    oobleck = ArtifactOobleck(MODEL, FLAT)
     oobleck.run(trace_of((452.0, "n7")))
     assert [s.ended for s in oobleck.steps if 440_000 < s.ended < 480_000] == [447_000, 464_000, 474_000]
 
@@ -35,19 +35,19 @@ def test_oobleck_does_the_running_step_again() -> None:
 def test_varuna_goes_back_to_its_checkpoint() -> None:
     """From 100.3 s on: the first checkpoint after ten steps, then a loss in the fourth step after it."""
     restart = MODEL.varuna_ms - MODEL.checkpoint_ms
-    varuna = Varuna(MODEL, FLAT, rollback=True)
+    varuna = ArtifactVaruna(MODEL, FLAT, rollback=True)
     varuna.run(trace_of((300.0, "n7"), end_s=350))
     assert varuna.began == 45_000 + restart
     done = varuna.samples()
     assert done[:10] == [MODEL.samples_per_step] * 10
     assert done[10:13] == [0.0] * 3
-    kept = Varuna(MODEL, FLAT, rollback=False)
+    kept = ArtifactVaruna(MODEL, FLAT, rollback=False)
     kept.run(trace_of((300.0, "n7"), end_s=350))
     assert all(kept.samples())
 
 
 def test_bamboo_runs_on_at_half_the_speed_until_the_step_ends() -> None:
-    bamboo = Bamboo(MODEL, FLAT)
+    bamboo = ArtifactBamboo(MODEL, FLAT)
     bamboo.run(trace_of((100.0, "n3"), end_s=400))
     lengths = [step.ended - step.began for step in bamboo.steps]
     assert lengths.count(10_000) == len(lengths) - 2  # the one that was hit, and that after the new deal
@@ -55,7 +55,7 @@ def test_bamboo_runs_on_at_half_the_speed_until_the_step_ends() -> None:
 
 
 def test_two_neighbours_make_everybody_meet() -> None:
-    bamboo = Bamboo(MODEL, FLAT)
+    bamboo = ArtifactBamboo(MODEL, FLAT)
     slots: dict[str, list[tuple[int, int]]] = {}
     original = bamboo.lost
 
@@ -68,7 +68,7 @@ def test_two_neighbours_make_everybody_meet() -> None:
     bamboo.run(trace_of((100.0, "n3"), end_s=101))
     place = slots["n3"][0]
     before = next(node for node, held in slots.items() if (place[0], (place[1] - 1) % 12) in held)
-    again = Bamboo(MODEL, FLAT)
+    again = ArtifactBamboo(MODEL, FLAT)
     meetings = list[str]()
     meet = again.meet
     again.meet = lambda kind: (meetings.append(kind.name), meet(kind))[1]  # type: ignore[method-assign,func-returns-value]
@@ -103,7 +103,7 @@ def test_no_time_is_split_into_nothing() -> None:
 
 def test_the_oracle_takes_the_best_table_at_each_number_of_nodes() -> None:
     """30 nodes for 400 s, then 29 for 600 s; another model's table does not count."""
-    tables: dict[str, Table] = {
+    tables: dict[str, ThroughputTable] = {
         f"oobleck/{MODEL.key}": {**FLAT, 30: 10.0, 29: 1.0},
         f"varuna/{MODEL.key}": {**FLAT, 30: 4.0, 29: 5.0},
         "oobleck/other": dict.fromkeys(range(15, 31), 1e9),
@@ -111,5 +111,5 @@ def test_the_oracle_takes_the_best_table_at_each_number_of_nodes() -> None:
     trace = trace_of((400.0, "n7"))
     assert oracle(MODEL, trace, tables) == pytest.approx((400 * 10 + 600 * 5) / 1000)
     assert oracle(MODEL, trace, {}) == 0.0
-    later = check([Event(e.seconds + 100, e.kind, e.node) for e in trace.events], trace.end_s + 100)
+    later = build_trace([Event(e.seconds + 100, e.kind, e.node) for e in trace.events], trace.end_s + 100)
     assert oracle(MODEL, later, tables) == oracle(MODEL, trace, tables)

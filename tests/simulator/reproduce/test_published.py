@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from elastic_sim import reproduce
+from elastic_sim.reproduce import tables as reproduce
 
 DATA = Path(__file__).parents[4] / "shared/data"
 
@@ -42,7 +42,7 @@ def test_all_that_is_published_of_oobleck_within_a_percent(oobleck: list[reprodu
     assert len(known) == len(reproduce.OOBLECK_PUBLISHED) * 3 + 6 + 1 + 2 * 3 + 2
     for row in known:
         near = row["value"] == pytest.approx(row["published"], rel=0.01)
-        assert near or reproduce.as_printed(row["value"], row["published"]), row
+        assert near or reproduce.rounds_to(row["value"], row["published"]), row
 
 
 def test_oobleck_s_time_and_oracle(oobleck: list[reproduce.Row]) -> None:
@@ -61,7 +61,7 @@ def test_oobleck_s_time_and_oracle(oobleck: list[reproduce.Row]) -> None:
 def test_what_rounds_to_the_published_digits_is_told_so() -> None:
     def told(value: float, published: str) -> str:
         row = {"model": "m", "system": "s", "trace": "t", "value": value}
-        return reproduce.describe([{**row, "published": reproduce.Printed(published)}]).splitlines()[1]
+        return reproduce.describe([{**row, "published": reproduce.PublishedValue(published)}]).splitlines()[1]
 
     assert told(0.2551, "0.26").split()[3:] == ["0.2551", "0.26", "as", "printed"]
     assert told(287.104, "287.10").split()[3:] == ["287.1040", "287.10", "as", "printed"]
@@ -72,4 +72,4 @@ def test_what_rounds_to_the_published_digits_is_told_so() -> None:
 def test_meta_s_hours_are_as_printed() -> None:
     known = [row for row in reproduce.meta(Path()) if row["published"] is not None]
     assert len(known) == 2
-    assert all(reproduce.as_printed(row["value"], row["published"]) for row in known)
+    assert all(reproduce.rounds_to(row["value"], row["published"]) for row in known)

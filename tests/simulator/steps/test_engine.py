@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from elastic_sim.steps.engine import Change, Job, Outcome, Setup, Simulation, Slowdown
-from elastic_sim.steps.time_accounting import Account, Use
+from elastic_sim.steps.engine import Reconfiguration, JobView, SimulationResult, Setup, Simulation, Slowdown
+from elastic_sim.steps.time_accounting import TimeAccount, Use
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,35 +25,35 @@ class Fixed:
         self._pauses, self._lost_ms, self._every = pauses, lost_ms, every
         self._saved = 0
 
-    def setup(self, job: Job) -> Setup | None:
+    def setup(self, job: JobView) -> Setup | None:
         return Setup(len(job.alive), 10_000, 100) if job.alive else None
 
-    def begin(self, job: Job) -> Change:
-        return Change(setup=self.setup(job))
+    def on_start(self, job: JobView) -> Reconfiguration:
+        return Reconfiguration(setup=self.setup(job))
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change:
+    def on_membership(self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]) -> Reconfiguration:
         back = self._saved if self._every and gone else -1
-        return Change(self._pauses, self.setup(job), self._lost_ms if gone else 0, back)
+        return Reconfiguration(self._pauses, self.setup(job), self._lost_ms if gone else 0, back)
 
-    def told(self, job: Job, going: Sequence[Event]) -> None:
+    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> None:
         return None
 
-    def stepped(self, job: Job) -> None:
+    def on_step_end(self, job: JobView) -> None:
         if self._every and job.steps % self._every == 0:
             self._saved = job.steps
 
-    def slowed(self, job: Job) -> None:
+    def on_speed_change(self, job: JobView) -> None:
         return None
 
-    def rang(self, job: Job, name: str) -> None:
+    def on_timer(self, job: JobView, name: str) -> None:
         return None
 
-    def timers(self) -> list[tuple[int, str]]:
+    def take_timers(self) -> list[tuple[int, str]]:
         return []
 
 
 def trace_of(*events: tuple[float, str, str], end_s: float = 100.0) -> Trace:
-    return check([Event(at, kind, node) for at, kind, node in events], end_s)
+    return build_trace([Event(at, kind, node) for at, kind, node in events], end_s)
 
 
 TWO = trace_of((0, ADD, "a"), (0, ADD, "b"), (45, REMOVE, "b"))
@@ -95,7 +95,7 @@ def test_nobody_there_is_no_time() -> None:
 
 def test_the_same_part_of_a_step_is_done_when_its_length_changes() -> None:
     class Halving(Fixed):
-        def setup(self, job: Job) -> Setup | None:
+        def setup(self, job: JobView) -> Setup | None:
             return Setup(1, 10_000 * len(job.alive), 100) if job.alive else None
 
     found = Simulation(TWO, Halving()).run()
@@ -113,7 +113,7 @@ class Wild:
         self._draw = random.Random(seed)
         self._asked: list[tuple[int, str]] = []
 
-    def any(self, job: Job) -> Change:
+    def any(self, job: JobView) -> Reconfiguration:
         draw = self._draw
         if draw.random() < 0.5:
             self._asked.append((draw.randrange(1, 50_000), "again"))
@@ -122,28 +122,28 @@ class Wild:
         used = draw.randrange(len(job.alive) + 1)
         setup = Setup(used, draw.randrange(1, 20_000), draw.randrange(1, 9), draw.random()) if used else None
         back = draw.randrange(job.steps + 1) if draw.random() < 0.2 else -1
-        return Change(pauses, setup, draw.randrange(3000), back)
+        return Reconfiguration(pauses, setup, draw.randrange(3000), back)
 
-    def begin(self, job: Job) -> Change:
+    def on_start(self, job: JobView) -> Reconfiguration:
         return self.any(job)
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change:
+    def on_membership(self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]) -> Reconfiguration:
         return self.any(job)
 
-    def told(self, job: Job, going: Sequence[Event]) -> Change | None:
+    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
         return self.any(job) if self._draw.random() < 0.5 else None
 
-    def slowed(self, job: Job) -> Change | None:
+    def on_speed_change(self, job: JobView) -> Reconfiguration | None:
         assert all(factor > 1 and node in job.alive for node, factor in job.slow.items())
         return self.any(job) if self._draw.random() < 0.5 else None
 
-    def stepped(self, job: Job) -> Change | None:
+    def on_step_end(self, job: JobView) -> Reconfiguration | None:
         return self.any(job) if self._draw.random() < 0.1 else None
 
-    def rang(self, job: Job, name: str) -> Change | None:
+    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
         return self.any(job) if self._draw.random() < 0.5 else None
 
-    def timers(self) -> list[tuple[int, str]]:
+    def take_timers(self) -> list[tuple[int, str]]:
         asked, self._asked = self._asked, []
         return asked
 
@@ -167,12 +167,12 @@ def test_whatever_a_policy_does_every_node_millisecond_is_in_one_use(
     assert first.progress[-1] == (600_000, first.samples)
 
 
-def _told(outcome: Outcome) -> object:
+def _told(outcome: SimulationResult) -> object:
     return outcome.steps, outcome.samples, outcome.account.spans, outcome.decisions, outcome.progress
 
 
 def test_more_cannot_be_lost_than_was_done() -> None:
-    account = Account()
+    account = TimeAccount()
     account.add(1000, 2, 2, Use.USEFUL)
     account.add(1500, 2, 2, Use.PLAN)
     account.add(2000, 2, 1, Use.USEFUL, 0.5)

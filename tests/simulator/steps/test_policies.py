@@ -6,37 +6,37 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from elastic_sim.replay.replay import Run, replay, run_one
-from elastic_sim.steps.clusters import JOBS, Training, node_type_of, training_of
-from elastic_sim.steps.engine import Outcome
-from elastic_sim.steps.physics import Physics, of_settings, prepared, spread
-from elastic_sim.steps.policies import abouts, maker_of, makers
+from elastic_sim.replay.replay import PolicyRun, replay, run_one
+from elastic_sim.steps.clusters import JOBS, TrainingJob, node_type_of, training_of
+from elastic_sim.steps.engine import SimulationResult
+from elastic_sim.steps.physics import ClusterPhysics, physics_from_settings, usable_trace, spread_losses
+from elastic_sim.steps.policies import policy_descriptions, policy_factory, policy_factories
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.steps.world import World
+from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
 from tests.simulator.microbatches.runs import node_ms
 
-QUIET = Physics(boot_s=0.0, noise=0.0)
+QUIET = ClusterPhysics(boot_s=0.0, noise=0.0)
 RANDOM = ("ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo", "oobleck", "parcae",
           "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle", "ceiling")  # fmt: skip
 
 
 @cache
-def world(model: str = "bert-large", kind: str = "a40", physics: Physics = QUIET) -> World:
+def world(model: str = "bert-large", kind: str = "a40", physics: ClusterPhysics = QUIET) -> SimulatedWorld:
     """Few micro-batches, so that plans are found quickly."""
     training = training_of(model)
-    return World(replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics)
+    return SimulatedWorld(replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics)
 
 
 def trace(n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice_s: float = 0.0) -> Trace:
     """`n` nodes from the start."""
     there = [Event(0.0, ADD, f"n{i}") for i in range(n)]
-    return check(
+    return build_trace(
         [
             *there,
             *(
@@ -48,11 +48,11 @@ def trace(n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice
     )
 
 
-def run(policy: str, of: Trace, **kwargs: object) -> Run:
+def run(policy: str, of: Trace, **kwargs: object) -> PolicyRun:
     return run_one(world(**kwargs), of, policy, 0, keep=True)  # type: ignore[arg-type]
 
 
-def outcome(run: Run) -> Outcome:
+def outcome(run: PolicyRun) -> SimulationResult:
     assert run.outcome is not None
     return run.outcome
 
@@ -69,7 +69,7 @@ def outcome(run: Run) -> Outcome:
 def test_nothing_is_counted_twice(
     policy: str, seed: int, mtbf_s: float, repair_s: float, notice_s: float, slow: float
 ) -> None:
-    physics = Physics(stragglers_per_node_h=slow, spread_s=30.0)
+    physics = ClusterPhysics(stragglers_per_node_h=slow, spread_s=30.0)
     market = Market(
         nodes=6, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (2, 2), (4, 1))
     )
@@ -78,8 +78,8 @@ def test_nothing_is_counted_twice(
     first, again = (run_one(there, made, policy, seed, keep=True) for _ in range(2))
     found = outcome(first)
     totals = found.account.totals()
-    assert sum(totals.values()) == found.account.node_ms == node_ms(prepared(made, physics, seed))
-    paid = node_ms(spread(made, physics, seed))
+    assert sum(totals.values()) == found.account.node_ms == node_ms(usable_trace(made, physics, seed))
+    paid = node_ms(spread_losses(made, physics, seed))
     assert round(1000 * sum(first.time.values())) == paid >= found.account.node_ms
     assert all(amount >= 0 for amount in totals.values())
     assert found.account.spans == outcome(again).account.spans
@@ -96,7 +96,7 @@ def test_nobody_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float) -
     market = Market(nodes=6, mtbf_s=mtbf_s, repair_s=200.0, bulk=((1, 3), (2, 1)))
     made = generate(market, 1800.0, seed)
     best = run("oracle", made).samples
-    for policy in makers():
+    for policy in policy_factories():
         if policy != "ceiling":
             assert run(policy, made).samples <= best * 1.005 + world().samples, policy
     assert run("ceiling", made).samples >= best - world().samples
@@ -299,20 +299,20 @@ def test_cost_is_that_of_all_nodes_booting_included() -> None:
 
 
 def test_every_policy_says_where_it_is_from() -> None:
-    names = [about.name for about in abouts()]
-    assert names == list(makers()) and len(set(names)) == len(names)
-    assert all(len(about.source) > 20 and about.what for about in abouts())
+    names = [about.name for about in policy_descriptions()]
+    assert names == list(policy_factories()) and len(set(names)) == len(names)
+    assert all(len(about.source) > 20 and about.what for about in policy_descriptions())
 
 
 @pytest.mark.parametrize("name", ["nobody", "ours:", "ours:stream", "ours:stream+nothing", ""])
 def test_unknown_policies_are_refused(name: str) -> None:
     with pytest.raises(FieldError):
-        maker_of(name)
+        policy_factory(name)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
-def test_every_job_has_a_plan_on_large_nodes(job: Training) -> None:
-    there = World(job, (node_type_of("p5.48xlarge"),), QUIET)
+def test_every_job_has_a_plan_on_large_nodes(job: TrainingJob) -> None:
+    there = SimulatedWorld(job, (node_type_of("p5.48xlarge"),), QUIET)
     found = there.varuna(32)
     assert found is not None and 0 < found.step_s < 24 * 3600
     assert there.compute_s / 32 <= found.step_s, "nobody is faster than all nodes computing all the time"
@@ -332,25 +332,25 @@ def test_every_job_has_a_plan_on_large_nodes(job: Training) -> None:
 )
 def test_unusable_physics_are_refused(settings_: list[str]) -> None:
     with pytest.raises(FieldError):
-        of_settings(settings_)
+        physics_from_settings(settings_)
 
 
 def test_nodes_are_of_use_once_booted() -> None:
-    found = prepared(trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), Physics(), 0)
+    found = usable_trace(trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), ClusterPhysics(), 0)
     assert [(e.seconds, e.node) for e in found.events if e.seconds > 0] == [(245.0, "b")]
 
 
 def test_nodes_that_boot_are_idle() -> None:
     came = trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b"))
-    booting, ready = (run_one(world(physics=Physics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0))
+    booting, ready = (run_one(world(physics=ClusterPhysics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0))
     assert sum(booting.values()) == pytest.approx(sum(ready.values()), abs=1e-6) == node_ms(came) / 1000
     assert booting["idle"] >= 20.0 + 45.0
 
 
 def test_mixed_clusters_need_like_nodes() -> None:
     with pytest.raises(FieldError, match="number of devices"):
-        World(training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET)
+        SimulatedWorld(training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET)
     training = replace(training_of("bert-large"), samples=256)
-    mixed = World(training, (node_type_of("a40"), node_type_of("p3.2xlarge")), QUIET)
-    there = check([Event(0.0, ADD, f"n{i}", type=("V100" if i % 2 else "a40")) for i in range(4)], 3600.0)
+    mixed = SimulatedWorld(training, (node_type_of("a40"), node_type_of("p3.2xlarge")), QUIET)
+    there = build_trace([Event(0.0, ADD, f"n{i}", type=("V100" if i % 2 else "a40")) for i in range(4)], 3600.0)
     assert run_one(mixed, there, "ours", 0).samples > 0

@@ -12,13 +12,13 @@ from typing import ClassVar
 
 import pytest
 from elastic_sim.traces import fetch as module
-from elastic_sim.traces.fetch import ORIGINALS, Original, fetch
+from elastic_sim.traces.fetch import PUBLISHED_TRACES, PublishedTrace, fetch
 from elastic_sim.traces.importers import FORMATS
 
 from elastic.domain.errors import FieldError
 
 DATA = b"0,add,node1\n60000,remove,node1\n"
-GOOD = Original("t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo")
+GOOD = PublishedTrace("t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo")
 
 
 BROKEN = {
@@ -64,7 +64,7 @@ def test_what_is_right_is_kept_and_not_fetched_again(host: str, tmp_path: Path) 
 
 
 def test_other_bytes_are_refused_and_nothing_is_written(host: str, tmp_path: Path) -> None:
-    other = Original("t", GOOD.path, "0" * 64, "bamboo")
+    other = PublishedTrace("t", GOOD.path, "0" * 64, "bamboo")
     with pytest.raises(FieldError, match="it is another file now"):
         fetch(other, tmp_path, host)
     assert not list(tmp_path.iterdir())
@@ -72,10 +72,10 @@ def test_other_bytes_are_refused_and_nothing_is_written(host: str, tmp_path: Pat
 
 def test_what_cannot_be_had_is_said(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FieldError, match="must be reachable"):
-        fetch(Original("x", "owner/x", "0" * 64, "bamboo"), tmp_path, host)
+        fetch(PublishedTrace("x", "owner/x", "0" * 64, "bamboo"), tmp_path, host)
     with pytest.raises(FieldError, match="must be reachable"):
         fetch(GOOD, tmp_path, "http://127.0.0.1:1")
-    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    monkeypatch.setattr(module, "MAX_BYTES", 10)
     with pytest.raises(FieldError, match="a trace is smaller"):
         fetch(GOOD, tmp_path, host)
 
@@ -106,7 +106,7 @@ def test_an_impossible_host_is_named(tmp_path: Path) -> None:
 
 
 def test_originals_are_pinned() -> None:
-    assert len({original.path for original in ORIGINALS.values()}) == len(ORIGINALS) >= 16
-    for original in ORIGINALS.values():
+    assert len({original.path for original in PUBLISHED_TRACES.values()}) == len(PUBLISHED_TRACES) >= 16
+    for original in PUBLISHED_TRACES.values():
         commit = original.path.split("/")[2]
         assert len(commit) == 40 and len(original.sha256) == 64 and original.format in FORMATS

@@ -7,9 +7,9 @@ import random
 from dataclasses import replace
 
 import pytest
-from elastic_sim.traces.generate import Market, fitted, generate, shared_with_inference
-from elastic_sim.traces.statistics import counts, statistics, weibull_shape
-from elastic_sim.traces.trace import ADD, REMOVE, Trace, check, format_trace, parse
+from elastic_sim.traces.generate import Market, fit_market, generate, shared_with_inference
+from elastic_sim.traces.statistics import node_counts, statistics, weibull_shape
+from elastic_sim.traces.trace import ADD, REMOVE, Trace, build_trace, format_trace, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +56,7 @@ def test_a_fitted_market_is_like_the_trace() -> None:
     original = generate(
         Market(nodes=32, mtbf_s=500, repair_s=900, bulk=((1, 2), (4, 1)), shape=0.7), 300 * HOUR, 1
     )
-    market = fitted(original)
+    market = fit_market(original)
     assert market.shape == pytest.approx(0.7, abs=0.08)
     one, other = statistics(original), statistics(generate(market, 300 * HOUR, 2))
     assert other.losses_per_node_hour == pytest.approx(one.losses_per_node_hour, rel=0.1)
@@ -71,8 +71,8 @@ def test_lifetimes_are_weibull_and_fitted(shape: float) -> None:
     made = generate(market, 200 * HOUR, 4)
     found = statistics(made)
     assert found.losses > 1000 and found.lifetime_shape == pytest.approx(shape, rel=0.2)
-    assert fitted(made).lifetime_shape == (1.0 if shape == 1 else found.lifetime_shape)
-    assert fitted(generate(market, 3 * HOUR, 4)).lifetime_shape == 1.0, "few losses do not tell"
+    assert fit_market(made).lifetime_shape == (1.0 if shape == 1 else found.lifetime_shape)
+    assert fit_market(generate(market, 3 * HOUR, 4)).lifetime_shape == 1.0, "few losses do not tell"
 
 
 def test_the_shape_of_lifetimes_that_are_known() -> None:
@@ -87,33 +87,33 @@ def test_the_shape_of_lifetimes_that_are_known() -> None:
 
 def test_zones_notice_and_the_swing_over_the_day_are_fitted() -> None:
     market = Market(nodes=32, mtbf_s=600, repair_s=600, notice_s=120, diurnal=0.5, zones=("a", "b", "c"))
-    found = fitted(generate(market, 20 * 24 * HOUR, 1))
+    found = fit_market(generate(market, 20 * 24 * HOUR, 1))
     assert (found.notice_s, found.zones) == (120, ("a", "b", "c"))
     assert found.diurnal == pytest.approx(0.5, abs=0.1) and found.shape == pytest.approx(1.0, abs=0.1)
-    assert fitted(generate(market, 20 * 24 * HOUR, 1), zones=("x",)).zones == ("x",)
-    assert fitted(generate(market, 12 * HOUR, 1)).diurnal == 0, "half a day does not tell"
+    assert fit_market(generate(market, 20 * 24 * HOUR, 1), zones=("x",)).zones == ("x",)
+    assert fit_market(generate(market, 12 * HOUR, 1)).diurnal == 0, "half a day does not tell"
     for seed in range(5):
-        assert fitted(generate(replace(market, diurnal=0.0), 60 * HOUR, seed)).diurnal < 0.25
+        assert fit_market(generate(replace(market, diurnal=0.0), 60 * HOUR, seed)).diurnal < 0.25
     silent = generate(replace(market, zones=("",), notice_s=0.0), 12 * HOUR, 1)
-    assert fitted(silent).zones == ("a",) and fitted(silent).notice_s == 0
+    assert fit_market(silent).zones == ("a",) and fit_market(silent).notice_s == 0
 
 
 def test_a_part_of_a_day_does_not_look_like_a_swing() -> None:
     """A day and a half has its mornings twice: what counts is losses per second of each hour."""
     market = Market(nodes=64, mtbf_s=60, repair_s=60, diurnal=0.8)
-    assert fitted(generate(market, 36 * HOUR, 2)).diurnal == pytest.approx(0.8, abs=0.12)
-    assert fitted(generate(replace(market, diurnal=0.0), 36 * HOUR, 2)).diurnal == 0
+    assert fit_market(generate(market, 36 * HOUR, 2)).diurnal == pytest.approx(0.8, abs=0.12)
+    assert fit_market(generate(replace(market, diurnal=0.0), 36 * HOUR, 2)).diurnal == 0
 
 
 def test_without_losses_there_is_nothing_to_fit() -> None:
-    trace = check(generate(Market(nodes=2, mtbf_s=1e9), HOUR).events, HOUR)
+    trace = build_trace(generate(Market(nodes=2, mtbf_s=1e9), HOUR).events, HOUR)
     with pytest.raises(FieldError, match="no losses to fit"):
-        fitted(trace)
+        fit_market(trace)
 
 
 def test_inference_takes_nodes_by_day_and_gives_them_back() -> None:
     trace = shared_with_inference(16, 48 * HOUR, least=4, noise=0.0)
-    steps = counts(trace)
+    steps = node_counts(trace)
     assert min(n for _, n in steps) == 4 and max(n for _, n in steps) == 16
     assert max(((at, n) for at, n in steps if at <= 12 * HOUR))[1] == 4
     assert all(event.notice_s == 30 for event in trace.events if event.kind == REMOVE)
@@ -135,7 +135,7 @@ def test_any_market_gives_a_trace(
 ) -> None:
     market = Market(nodes=nodes, mtbf_s=mtbf_s, repair_s=repair_s, shape=shape, diurnal=diurnal)
     trace = generate(market, 12 * HOUR, seed)
-    assert isinstance(trace, Trace) and max(n for _, n in counts(trace)) <= nodes
+    assert isinstance(trace, Trace) and max(n for _, n in node_counts(trace)) <= nodes
     assert sum(event.kind == ADD and event.seconds == 0 for event in trace.events) == nodes
 
 

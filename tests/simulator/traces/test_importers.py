@@ -217,7 +217,7 @@ def test_wrong_values_are_named(kind: str, text: str, why: str) -> None:
 
 
 def test_more_events_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importers, "MOST_EVENTS", 20)
+    monkeypatch.setattr(importers, "MAX_EVENTS", 20)
     with pytest.raises(FieldError, match=r"line 3.*at most 20 events"):
         importers.counts("0,10\n1,0\n2,10\n3,0\n", "counts.csv")
     with pytest.raises(FieldError, match="at most 20 events"):
@@ -297,12 +297,12 @@ def test_a_killed_node_goes_when_the_fault_was_carried_out() -> None:
 
 def test_times_of_another_unit_are_doubted() -> None:
     hours = "".join(f"{hour},{4 + hour % 2}\n{hour + 1},{4 + hour % 2}\n" for hour in range(40))
-    assert "losses per node and hour" in importers.doubt(importers.counts(hours, "file"), "seconds")
-    assert importers.doubt(importers.counts(hours, "file", 3600), "hours") == ""
-    assert "longer than any" in importers.doubt(
+    assert "losses per node and hour" in importers.plausibility_warning(importers.counts(hours, "file"), "seconds")
+    assert importers.plausibility_warning(importers.counts(hours, "file", 3600), "hours") == ""
+    assert "longer than any" in importers.plausibility_warning(
         importers.counts("0,1\n40000,2\n40001,2\n", "file", 3600), "hours"
     )
-    assert "no node" in importers.doubt(importers.counts("0,0\n10,0\n", "file"), "seconds")
+    assert "no node" in importers.plausibility_warning(importers.counts("0,0\n10,0\n", "file"), "seconds")
 
 
 SAMPLES = {
@@ -379,7 +379,7 @@ def test_whatever_a_file_holds_is_a_trace_or_a_clear_error(kind: str, data: st.D
         assert len(str(error)) < 1000 and str(error).encode()
         return
     assert parse(format_trace(trace))[0] == trace
-    assert importers.doubt(trace, "seconds").isascii()
+    assert importers.plausibility_warning(trace, "seconds").isascii()
 
 
 def test_the_samples_are_whole() -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.report.trace_page import trace_page
 from elastic_sim.traces.statistics import statistics
-from elastic_sim.traces.trace import ADD, Event, check, read
+from elastic_sim.traces.trace import ADD, Event, build_trace, read
 
 from tests.simulator.report.figures import body, figures
 
@@ -67,6 +67,6 @@ def test_statistics_as_a_page(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_losses_has_a_page() -> None:
-    charts = figures(trace_page(check([Event(0.0, ADD, "a")], 100.0), "calm"))
+    charts = figures(trace_page(build_trace([Event(0.0, ADD, "a")], 100.0), "calm"))
     assert charts["plot-0"]["data"][0]["y"] == [1, 1]
     assert charts["plot-2"]["data"][0]["y"] == [0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from elastic_sim.traces import trace as traces
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check, format_trace, parse, read, window
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace, format_trace, parse, read, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,7 +90,7 @@ def test_milliseconds_are_noticed() -> None:
 
 
 def test_there_is_a_limit_of_nodes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MOST_NODES", 2)
+    monkeypatch.setattr(traces, "MAX_NODES", 2)
     assert len(parse(GOOD)[0].events) == 4
     with pytest.raises(FieldError, match=r"line 4.*at most 2 nodes at once"):
         parse(GOOD.replace("10.5,remove,a", "10.5,add,c"))
@@ -99,7 +99,7 @@ def test_there_is_a_limit_of_nodes_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_huge_and_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.csv"
     path.write_text(GOOD)
-    monkeypatch.setattr(traces, "MOST_BYTES", 20)
+    monkeypatch.setattr(traces, "MAX_BYTES", 20)
     with pytest.raises(FieldError, match="too many: at most 20"):
         read(path)
     monkeypatch.undo()
@@ -146,7 +146,7 @@ def test_any_trace_comes_back_bit_for_bit(rows: list[tuple[float, str, str, floa
         kind = REMOVE if node in there else ADD
         there.symmetric_difference_update({node})
         made.append(Event(at, kind, node, zone, "", notice if kind == REMOVE else 0.0))
-    trace = check(made, 2e6, "one\ntwo")
+    trace = build_trace(made, 2e6, "one\ntwo")
     assert parse(format_trace(trace))[0] == trace
 
 

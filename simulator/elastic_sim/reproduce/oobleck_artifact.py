@@ -37,7 +37,7 @@ CHECKPOINT_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ArtifactModel:
     """What the artifact says of a model. Milliseconds."""
 
     name: str
@@ -53,11 +53,11 @@ class Model:
 
 
 MODELS = (
-    Model("bert-large", 8192, 2_000, 76_000, 76_000, 15_800, True, "bertLarge"),
-    Model("gpt2", 1024, 2_000, 80_000, 83_000, 11_500, True, "gpt_2_ours"),
-    Model("gpt3-medium", 819, 3_000, 100_000, 78_700, 11_200, True, "gpt_3m"),
-    Model("gpt3-2.7b", 512, 6_000, 230_000, 515_000, 50_000, False, "gpt_3_2_7b"),
-    Model("gpt3-6.7b", 1024, 10_000, 450_000, 701_000, 120_000, False, "gpt_3_6_7b"),
+    ArtifactModel("bert-large", 8192, 2_000, 76_000, 76_000, 15_800, True, "bertLarge"),
+    ArtifactModel("gpt2", 1024, 2_000, 80_000, 83_000, 11_500, True, "gpt_2_ours"),
+    ArtifactModel("gpt3-medium", 819, 3_000, 100_000, 78_700, 11_200, True, "gpt_3m"),
+    ArtifactModel("gpt3-2.7b", 512, 6_000, 230_000, 515_000, 50_000, False, "gpt_3_2_7b"),
+    ArtifactModel("gpt3-6.7b", 1024, 10_000, 450_000, 701_000, 120_000, False, "gpt_3_6_7b"),
 )
 BERT_RESTART_S = dict(
     zip(
@@ -68,10 +68,10 @@ BERT_RESTART_S = dict(
 )
 """Varuna's restart of BERT-large by number of nodes."""
 
-Table = Mapping[int, float]
+ThroughputTable = Mapping[int, float]
 
 
-class Kind(IntEnum):
+class ArtifactEventKind(IntEnum):
     """Events of one millisecond are taken in this order."""
 
     ADD = 1
@@ -86,7 +86,7 @@ class Kind(IntEnum):
 @dataclass(order=True, slots=True)
 class _Event:
     at: int
-    kind: Kind
+    kind: ArtifactEventKind
     node: str = field(default="", compare=False)
     version: int = field(default=0, compare=False)
 
@@ -97,10 +97,10 @@ class _Step:
     ended: int
 
 
-class Simulation:
+class ArtifactSimulation:
     """One system on one trace; subclasses say what a loss costs."""
 
-    def __init__(self, model: Model, throughput: Table) -> None:
+    def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         self.model, self._throughput = model, throughput
         self.now = 0
         self.events: list[_Event] = []
@@ -122,18 +122,18 @@ class Simulation:
     def run(self, trace: Trace) -> float:
         """Samples a second."""
         for event in trace.events:
-            kind = Kind.ADD if event.kind == ADD else Kind.REMOVE
+            kind = ArtifactEventKind.ADD if event.kind == ADD else ArtifactEventKind.REMOVE
             heapq.heappush(self.events, _Event(round(event.seconds * 1000), kind, event.node))
         heapq.heapify(self.events)  # once more, as there: it changes the order of events of one moment
         end = self.events[-1].at if self.events else 0
-        act: dict[Kind, Callable[[_Event], None]] = {
-            Kind.ADD: self._add,
-            Kind.REMOVE: self._remove,
-            Kind.READY: self._ready,
-            Kind.GLOBAL: self._met,
-            Kind.LOCAL: self._met,
-            Kind.STEP: self._stepped,
-            Kind.CHECKPOINT: lambda event: None,
+        act: dict[ArtifactEventKind, Callable[[_Event], None]] = {
+            ArtifactEventKind.ADD: self._add,
+            ArtifactEventKind.REMOVE: self._remove,
+            ArtifactEventKind.READY: self._ready,
+            ArtifactEventKind.GLOBAL: self._met,
+            ArtifactEventKind.LOCAL: self._met,
+            ArtifactEventKind.STEP: self._stepped,
+            ArtifactEventKind.CHECKPOINT: lambda event: None,
         }
         while self.events:
             next_one = heapq.heappop(self.events)
@@ -148,14 +148,14 @@ class Simulation:
 
     def _add(self, event: _Event) -> None:
         self.usable[event.node] = False
-        self.push(READY_MS, Kind.READY, event.node)
+        self.push(READY_MS, ArtifactEventKind.READY, event.node)
 
     def _ready(self, event: _Event) -> None:
         if event.node not in self.usable:
             return
         self.usable[event.node] = True
         if self.status == "stopped":
-            self.meet(Kind.GLOBAL)
+            self.meet(ArtifactEventKind.GLOBAL)
         elif self.status == "meeting":
             self.meeting.append(event.node)
         else:
@@ -179,7 +179,7 @@ class Simulation:
             return
         self.status = "running"
         self.step_ms = self._table()
-        self.push(self.step_ms, Kind.STEP)
+        self.push(self.step_ms, ArtifactEventKind.STEP)
         if self.began is None:
             self.began = self.last_step = self.now
 
@@ -197,14 +197,14 @@ class Simulation:
         at = self.now + self.after_step()
         self.last_step = at
         if self.reconfigures():
-            self.meet(Kind.LOCAL)
+            self.meet(ArtifactEventKind.LOCAL)
         else:
-            self.push(at - self.now + self.step_ms, Kind.STEP)
+            self.push(at - self.now + self.step_ms, ArtifactEventKind.STEP)
 
-    def push(self, after_ms: int, kind: Kind, node: str = "") -> None:
+    def push(self, after_ms: int, kind: ArtifactEventKind, node: str = "") -> None:
         heapq.heappush(self.events, _Event(self.now + after_ms, kind, node, self.version))
 
-    def meet(self, kind: Kind) -> None:
+    def meet(self, kind: ArtifactEventKind) -> None:
         """Begin a rendezvous."""
         self.status = "meeting"
         self.meeting = [node for node, usable in self.usable.items() if usable]
@@ -220,9 +220,9 @@ class Simulation:
 
     def lost(self, node: str) -> None:
         """A node went."""
-        self.meet(Kind.GLOBAL)
+        self.meet(ArtifactEventKind.GLOBAL)
 
-    def meeting_ms(self, kind: Kind) -> int:
+    def meeting_ms(self, kind: ArtifactEventKind) -> int:
         raise NotImplementedError
 
     def resumed(self) -> None:
@@ -244,13 +244,13 @@ class Simulation:
         return False
 
 
-class Oobleck(Simulation):
-    def meeting_ms(self, kind: Kind) -> int:
+class ArtifactOobleck(ArtifactSimulation):
+    def meeting_ms(self, kind: ArtifactEventKind) -> int:
         return self.model.oobleck_ms
 
 
-class Varuna(Simulation):
-    def __init__(self, model: Model, throughput: Table, *, rollback: bool) -> None:
+class ArtifactVaruna(ArtifactSimulation):
+    def __init__(self, model: ArtifactModel, throughput: ThroughputTable, *, rollback: bool) -> None:
         super().__init__(model, throughput)
         self._rollback = rollback
         self._restart_ms = model.varuna_ms
@@ -266,7 +266,7 @@ class Varuna(Simulation):
         self._after_loss = True
         if self._rollback:
             self._forget(0 if self._written is None else self._place(self._written) + 1)
-        self.meet(Kind.GLOBAL)
+        self.meet(ArtifactEventKind.GLOBAL)
 
     def _place(self, at: int) -> int:
         """Of the first beginning or end of a step at `at`, among all; else the last."""
@@ -281,8 +281,8 @@ class Varuna(Simulation):
         rates = self._rates[1::2]
         return [(step.ended - step.began) * rate for step, rate in zip(self.steps, rates, strict=False)]
 
-    def meeting_ms(self, kind: Kind) -> int:
-        return self._restart_ms - (self.model.checkpoint_ms if kind is Kind.GLOBAL else 0)
+    def meeting_ms(self, kind: ArtifactEventKind) -> int:
+        return self._restart_ms - (self.model.checkpoint_ms if kind is ArtifactEventKind.GLOBAL else 0)
 
     def resumed(self) -> None:
         if self.model.key == "bertLarge" and self.pipelines:
@@ -297,7 +297,7 @@ class Varuna(Simulation):
             return 0
         self._after_loss = False
         writing = self.model.checkpoint_ms
-        self.push(2 * writing, Kind.CHECKPOINT)
+        self.push(2 * writing, ArtifactEventKind.CHECKPOINT)
         if self._rollback and self._interrupted():
             self._done = max(0, self._done - CHECKPOINT_STEPS)
             self._rates[-2 * CHECKPOINT_STEPS :] = [0.0] * (2 * CHECKPOINT_STEPS)
@@ -309,24 +309,24 @@ class Varuna(Simulation):
         """Whether a loss lies before the checkpoint in the artifact's queue of events: a heap, as it is in memory."""
         heapq.heapify(self.events)
         for event in self.events:
-            if event.kind is Kind.CHECKPOINT:
-                return any(other.kind is Kind.REMOVE for other in self.events[: self.events.index(event)])
+            if event.kind is ArtifactEventKind.CHECKPOINT:
+                return any(other.kind is ArtifactEventKind.REMOVE for other in self.events[: self.events.index(event)])
         return False
 
 
-class Bamboo(Simulation):
-    def __init__(self, model: Model, throughput: Table) -> None:
+class ArtifactBamboo(ArtifactSimulation):
+    def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         super().__init__(model, throughput)
         self._slowed_at: tuple[int, int] | None = None
         self._handled = False
 
-    def meeting_ms(self, kind: Kind) -> int:
-        return BAMBOO_GLOBAL_MS if kind is Kind.GLOBAL else self.model.bamboo_ms
+    def meeting_ms(self, kind: ArtifactEventKind) -> int:
+        return BAMBOO_GLOBAL_MS if kind is ArtifactEventKind.GLOBAL else self.model.bamboo_ms
 
     def lost(self, node: str) -> None:
         mine = self.slots.pop(node, [])
         if len(mine) > 1:
-            self.meet(Kind.GLOBAL)
+            self.meet(ArtifactEventKind.GLOBAL)
             return
         if mine:
             pipeline, stage = mine[0]
@@ -334,7 +334,7 @@ class Bamboo(Simulation):
             held = (self.slots.get(node, []) for node in self.usable)
             keeper = next((slots for slots in held if before in slots), None)
             if keeper is not None and len(keeper) > 1:
-                self.meet(Kind.GLOBAL)
+                self.meet(ArtifactEventKind.GLOBAL)
                 return
             if keeper is not None:
                 keeper.append(mine[0])
@@ -350,7 +350,7 @@ class Bamboo(Simulation):
         if self._slowed_at is None or self._handled or self._slowed_at[0] != len(self.steps):
             return False
         self._handled = True
-        self.push(int((self.now - self._slowed_at[1]) * (SLOWED - 1)), Kind.STEP)
+        self.push(int((self.now - self._slowed_at[1]) * (SLOWED - 1)), ArtifactEventKind.STEP)
         return True
 
     def reconfigures(self) -> bool:
@@ -361,7 +361,7 @@ class Bamboo(Simulation):
         return (working + self.waiting) // STAGES > self.pipelines
 
 
-def throughputs(text: str) -> dict[str, Table]:
+def throughputs(text: str) -> dict[str, ThroughputTable]:
     """Read the artifact's tables: {"SYSTEM/MODEL": {"tputs": samples/s for 30, 29, ... 15 nodes}}."""
     try:
         rows = json.loads(text)
@@ -374,15 +374,117 @@ def throughputs(text: str) -> dict[str, Table]:
 
 
 def simulate(
-    system: str, model: Model, trace: Trace, tables: Mapping[str, Table], *, recorded: bool
+    system: str, model: ArtifactModel, trace: Trace, tables: Mapping[str, ThroughputTable], *, recorded: bool
 ) -> float:
     """Samples a second of oobleck, varuna or bamboo; 0 where the artifact has no table (out of memory)."""
     table = tables.get(f"{system}/{model.key}")
     if table is None:
         return 0.0
-    made: dict[str, Callable[[], Simulation]] = {
-        "oobleck": lambda: Oobleck(model, table),
-        "varuna": lambda: Varuna(model, table, rollback=not (recorded and model.small)),
-        "bamboo": lambda: Bamboo(model, table),
+    made: dict[str, Callable[[], ArtifactSimulation]] = {
+        "oobleck": lambda: ArtifactOobleck(model, table),
+        "varuna": lambda: ArtifactVaruna(model, table, rollback=not (recorded and model.small)),
+        "bamboo": lambda: ArtifactBamboo(model, table),
     }
     return made[system]().run(trace)
+
+
+class ArtifactOobleckTimes(ArtifactOobleck):
+    """Oobleck, and milliseconds of what it does, counted twice: as the artifact does, and by the clock."""
+
+    def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
+        super().__init__(model, throughput)
+        self.begun_ms = 0
+        """All steps that began, those that a loss ended, too, at their full length."""
+        self.meetings_ms = 0
+        """All rendezvous that began."""
+        self.redone_ms = 0
+        """The full length of a step for each loss."""
+        self.lengths_ms: list[int] = []
+        """Of the steps that were completed, what losses cost them left out."""
+        self.met_ms = 0
+        """Rendezvous between the first one and the last step."""
+        self._met_before_ms = 0
+        self._meeting_since: int | None = None
+
+    def push(self, after_ms: int, kind: ArtifactEventKind, node: str = "") -> None:
+        if kind is ArtifactEventKind.STEP:
+            self.begun_ms += after_ms
+        elif kind is ArtifactEventKind.GLOBAL:
+            self.meetings_ms += after_ms
+        super().push(after_ms, kind, node)
+
+    def lost(self, node: str) -> None:
+        self.redone_ms += self.step_ms
+        super().lost(node)
+
+    def meet(self, kind: ArtifactEventKind) -> None:
+        if self._meeting_since is None:
+            self._meeting_since = self.now
+        super().meet(kind)
+
+    def resumed(self) -> None:
+        if self._meeting_since is not None and self.began is not None:
+            self._met_before_ms += self.now - self._meeting_since
+        self._meeting_since = None
+
+    def after_step(self) -> int:
+        self.lengths_ms.append(self.step_ms)
+        self.met_ms = self._met_before_ms
+        return 0
+
+
+def split(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> dict[str, float]:
+    """Percent of Oobleck's time that is effective, restart and lost work, as the artifact's program prints it
+    (create_training_step_complete_event, create_global_rendezvous_timeout_event and simulate_spot_instance_remove in
+    tools/simulator/oobleck_simulator.py). It takes every step that begins for effective, and for each loss a full step
+    for lost besides, so the parts make more than the time there was; they are percent of their own sum."""
+    run = ArtifactOobleckTimes(model, table)
+    run.run(trace)
+    return _percent(run.begun_ms, run.meetings_ms, run.redone_ms)
+
+
+def clock_split(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> dict[str, float]:
+    """The same by the clock, from the end of the first rendezvous to the last step: completed steps, rendezvous, and
+    the rest, in which steps ran that were not completed."""
+    run = ArtifactOobleckTimes(model, table)
+    run.run(trace)
+    if not run.steps or run.began is None:
+        return _percent(0, 0, 0)
+    span = run.steps[-1].ended - run.began
+    done = sum(run.lengths_ms)
+    return _percent(done, run.met_ms, max(0, span - done - run.met_ms))
+
+
+def _percent(effective_ms: int, restart_ms: int, lost_ms: int) -> dict[str, float]:
+    """0 of everything where there was no time."""
+    parts = {"effective": effective_ms, "restart": restart_ms, "lost work": lost_ms}
+    total = sum(parts.values())
+    return {name: 100 * part / total if total else 0.0 for name, part in parts.items()}
+
+
+def step_seconds(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> tuple[float, float]:
+    """Of Oobleck's completed steps the shortest and the longest, what losses cost them left out."""
+    run = ArtifactOobleckTimes(model, table)
+    run.run(trace)
+    return (min(run.lengths_ms) / 1000, max(run.lengths_ms) / 1000) if run.lengths_ms else (0.0, 0.0)
+
+
+def oracle(model: ArtifactModel, trace: Trace, tables: Mapping[str, ThroughputTable]) -> float:
+    """Samples a second of the best system at every moment: the most of the measured throughputs at the number of nodes
+    that are there (more than 30 count as 30, fewer than 15 as 15, as in the artifact), changes at no cost, from the
+    first node to the trace's end. 0 where no system has a table."""
+    own = [table for name, table in tables.items() if name.partition("/")[2] == model.key]
+    if not own or not trace.events:
+        return 0.0
+    first = since = trace.events[0].seconds
+    samples, nodes = 0.0, 0
+    for event in trace.events:
+        samples += _best(own, nodes) * (event.seconds - since)
+        since = event.seconds
+        nodes += 1 if event.kind == ADD else -1
+    samples += _best(own, nodes) * (trace.end_s - since)
+    return samples / (trace.end_s - first) if trace.end_s > first else 0.0
+
+
+def _best(tables: list[ThroughputTable], nodes: int) -> float:
+    return max(table[min(max(nodes, LEAST), MOST)] for table in tables) if nodes else 0.0

@@ -3,9 +3,9 @@ sizes, groups and processes (liveput/cost.py, cost_cfg.py and monte_carlo.py of 
 
 from __future__ import annotations
 
-from elastic_sim.reproduce.parcae import Model
+from elastic_sim.reproduce.parcae_artifact import ParcaeModel
 
-GPT_1_5B = Model(
+GPT_1_5B = ParcaeModel(
     name="gpt-1.5b",
     throughput={
         (4, 8): 43.468,
@@ -62,7 +62,7 @@ GPT_1_5B = Model(
     least_stages=6,
     build_ms={},
 )
-GPT_6_7B = Model(
+GPT_6_7B = ParcaeModel(
     name="gpt-6.7b",
     throughput={
         (2, 16): 7.147,
@@ -95,7 +95,7 @@ GPT_6_7B = Model(
     extra_ms=2000.0,
     without_stages=(17, 19, 21, 23, 25, 27, 28, 29, 30, 31, 32),
 )
-BERT = Model(
+BERT = ParcaeModel(
     name="bert",
     throughput={
         (16, 2): 530.905,

@@ -33,7 +33,7 @@ GROUP_BASE_MS, GROUP_ADD_MS, GROUPS_ADD = 35.0, 500.0, 1.5
 
 Grid = tuple[int, int]
 """(pipelines D, stages P)."""
-NONE: Grid = (0, 0)
+NO_GRID: Grid = (0, 0)
 """Nothing runs."""
 
 SENDING_MS = {
@@ -45,7 +45,7 @@ SENDING_MS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class ParcaeModel:
     """What the authors measured of a model."""
 
     name: str
@@ -121,10 +121,10 @@ def sending_ms(nbytes: float) -> float:
     return SENDING_MS[a] + (SENDING_MS[b] - SENDING_MS[a]) * (nbytes - a) / (b - a)
 
 
-class Costs:
+class MigrationCosts:
     """Milliseconds of changing from one grid to another."""
 
-    def __init__(self, model: Model, seed: int = 0) -> None:
+    def __init__(self, model: ParcaeModel, seed: int = 0) -> None:
         self.model, self._draw = model, random.Random(seed)
         self._known: dict[tuple[int, Grid, int, Grid], float] = {}
         self._recuts: dict[tuple[Grid, int], float] = {}
@@ -143,7 +143,7 @@ class Costs:
 
     def moving(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
         """Expected, when `lost` of `nodes` go, whichever."""
-        if old == NONE:
+        if old == NO_GRID:
             return self._recut(old, 0, new)
         key = nodes, old, lost, new
         if key not in self._known:
@@ -226,15 +226,15 @@ def minutes(trace: Trace) -> list[Minute]:
     return found
 
 
-def ideal(model: Model, trace: Trace) -> float:
+def ideal(model: ParcaeModel, trace: Trace) -> float:
     """Samples a second."""
     found = [model.best(nodes) for nodes, _, _ in minutes(trace)]
     return sum(model.throughput[grid] for grid in found if grid) / len(found)
 
 
-def reactive(model: Model, trace: Trace) -> float:
+def reactive(model: ParcaeModel, trace: Trace) -> float:
     """Samples a second."""
-    costs, left, samples = Costs(model), 0.0, 0.0
+    costs, left, samples = MigrationCosts(model), 0.0, 0.0
     steps = minutes(trace)
     for number, (nodes, came, went) in enumerate(steps):
         grid = model.best(nodes)
@@ -249,13 +249,13 @@ def reactive(model: Model, trace: Trace) -> float:
     return samples / (len(steps) * MINUTE_S)
 
 
-def forecasting(model: Model, trace: Trace) -> float:
+def proactive(model: ParcaeModel, trace: Trace) -> float:
     """Parcae's samples a second when it knows what comes."""
-    costs, steps = Costs(model), minutes(trace)
-    nodes, grid, left, samples = 0, NONE, 0.0, 0.0
+    costs, steps = MigrationCosts(model), minutes(trace)
+    nodes, grid, left, samples = 0, NO_GRID, 0.0, 0.0
     for number, (there, _, went) in enumerate(steps):
         if not model.grids(there):
-            nodes, grid, left = there, NONE, 0.0
+            nodes, grid, left = there, NO_GRID, 0.0
             continue
         chosen = _solve(model, costs, nodes, grid, left, steps[number : number + LOOK_AHEAD])
         cost = costs.moving(nodes, grid, went, chosen)
@@ -267,7 +267,7 @@ def forecasting(model: Model, trace: Trace) -> float:
     return samples / (len(steps) * MINUTE_S)
 
 
-def _solve(model: Model, costs: Costs, nodes: int, grid: Grid, left: float, coming: Sequence[Minute]) -> Grid:
+def _solve(model: ParcaeModel, costs: MigrationCosts, nodes: int, grid: Grid, left: float, coming: Sequence[Minute]) -> Grid:
     """The grid for the first of the coming minutes that leads to the most samples over all of them."""
     states: dict[Grid, tuple[float, float, Grid | None]] = {grid: (0.0, left, None)}
     """Grid: (samples, milliseconds of a change that are left, grid of the first minute)."""
