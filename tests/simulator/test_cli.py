@@ -90,7 +90,7 @@ def test_a_wrong_unit_of_our_own_format_is_told(hour: float, why: str, tmp_path:
         assert done.exit_code == 0 and done.stdout, done.output
         if why:
             assert done.stderr.startswith(f"elastic-sim: {source}: ") and done.stderr.count("\n") == 1
-            assert why in done.stderr and "are times seconds indeed?" in done.stderr
+            assert why in done.stderr and "are times really seconds?" in done.stderr
         else:
             assert done.stderr == ""
     assert read(out)[0] == read(source)[0]
@@ -100,7 +100,7 @@ def test_a_wrong_unit_of_our_own_format_is_told(hour: float, why: str, tmp_path:
     ("kind", "text", "why"),
     [
         ("counts", "0,0\n0,4\n500,4\n400,2\n", "source, line 4: '400,2' is not usable: times must ascend"),
-        ("bamboo", "0,add,a\n9,remove,b\n", "source, line 2: '9,remove,b' is not usable: b is not there"),
+        ("bamboo", "0,add,a\n9,remove,b\n", "source, line 2: '9,remove,b' is not usable: b is not present"),
     ],
 )
 def test_a_bad_row_of_another_form_is_one_line(kind: str, text: str, why: str, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_repairs_are_told(tmp_path: Path) -> None:
     path.write_text(GOOD.replace("10,remove,a", "10,remove,b"))
     assert run("traces", "stats", str(path)).exit_code == 2
     done = run("traces", "convert", str(path), str(out), "--repair")
-    assert done.exit_code == 0 and "line 3: dropped: b is not there" in done.output
+    assert done.exit_code == 0 and "line 3: dropped: b is not present" in done.output
 
 
 @pytest.mark.parametrize(

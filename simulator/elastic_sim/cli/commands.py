@@ -230,7 +230,7 @@ def advise(
             found = advice.ranked([*found, *priced(advice.resized(found[0].mix))], budget)
     click.echo(show.advice(found, budget))
     best = found[0]
-    if best.within and math.isfinite(best.per_million.value):
+    if best.within and math.isfinite(best.per_million_samples.value):
         click.echo(f"\n{advice.answer_text(best)}")
     if out is not None:
         offers = [

@@ -1,21 +1,28 @@
-"""The simulation in Oobleck's artifact (Jang et al., SOSP 2023, branch sosp23-artifact, tools/simulator): its rules,
-its constants, whole milliseconds; the program is our own.
+"""The simulation in Oobleck's artifact, with its models of Oobleck, Varuna and Bamboo.
 
-Nodes take 45 s from their arrival until they can be used. A rendezvous takes those that can be used when it begins, and
-those that become so meanwhile; who leaves meanwhile makes it begin again. A step's time follows from the nodes that
-can be used, by a table of measured samples/s for 30 to 15 nodes (more count as 30, fewer as 15). It does not begin
-before twelve are there. Nodes that come wait for the next rendezvous. A simulation ends with the trace's last event;
-the result is the samples of all steps over the time from the first rendezvous to the last step.
+Source: Jang et al., SOSP 2023, branch sosp23-artifact, tools/simulator. Rules and constants are the
+artifact's, in whole milliseconds; this code is our own.
 
-- **Oobleck**: every loss begins a rendezvous of 2 to 10 s; a step that is not over by its end begins again.
-- **Varuna**: every loss begins one of 49 to 701 s, less the time of a checkpoint. After every tenth step, and after the
-  first one that follows a loss, a checkpoint is written. A loss takes back all steps since the last one; a loss while
-  one is written takes ten steps. Where rollback is off (the authors' choice for three models on recorded traces)
-  neither does.
-- **Bamboo**: twelve stages. A lost node's predecessor does its work too, at 1.5 times the step's time; if it does so
-  already, everybody meets for 30 s. After a step with doubled nodes, if others wait or more than 5 % are at risk, or if
-  another pipeline is possible, nodes are dealt out anew in 76 s and more.
-"""
+A node is usable 45 s after its arrival. A rendezvous takes all nodes that are usable when it begins
+or become so meanwhile; a node that leaves meanwhile makes it begin again. The step time follows
+from the number of usable nodes, by a table of measured samples/s for 30 to 15 nodes (more count as
+30, fewer as 15). Training does not begin with fewer than twelve nodes. Nodes that join wait for the
+next rendezvous. The simulation ends with the trace's last event. Its result is the samples of all
+steps, divided by the time from the first rendezvous to the last step.
+
+- **Oobleck**: every loss begins a rendezvous of 2 to 10 s. A step that has not ended by then begins
+  again.
+- **Varuna**: every loss begins a rendezvous of 49 to 701 s, less the time of a checkpoint. A
+  checkpoint follows every tenth step, and the first step after a loss. A loss takes back all steps
+  since the last checkpoint; a loss during a checkpoint takes back ten steps. The authors switch
+  this rollback off for three models on recorded traces.
+- **Bamboo**: twelve stages. The predecessor of a lost node also does its work, at 1.5 times the
+  step time. If the predecessor already does two nodes' work, a rendezvous takes 30 s. Nodes are
+  redistributed in 76 s or more after a step with doubled nodes, if others wait or more than 5 % are
+  at risk, or if another pipeline is possible.
+
+`split`, `clock_split` and `step_seconds` tell where Oobleck's time goes in this simulation.
+`oracle` is the best system at each number of nodes, if changes cost nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +37,7 @@ from elastic_sim.traces.trace import ADD, Trace
 
 READY_MS = 45_000
 STAGES = 12
-MOST, LEAST = 30, 15
+MAX_NODES, MIN_NODES = 30, 15
 SLOWED = 1.5
 BAMBOO_GLOBAL_MS = 30_000
 CHECKPOINT_STEPS = 10
@@ -38,7 +45,7 @@ CHECKPOINT_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class ArtifactModel:
-    """What the artifact says of a model. Milliseconds."""
+    """Constants of a model in the artifact. Times in milliseconds."""
 
     name: str
     samples_per_step: int
@@ -47,9 +54,9 @@ class ArtifactModel:
     varuna_ms: int
     checkpoint_ms: int
     small: bool
-    """Varuna's rollback is off on recorded traces."""
+    """Whether Varuna's rollback is off on recorded traces."""
     key: str
-    """In the file of measured throughputs."""
+    """Name in the file of measured throughputs."""
 
 
 MODELS = (
@@ -61,18 +68,26 @@ MODELS = (
 )
 BERT_RESTART_S = dict(
     zip(
-        range(MOST, LEAST - 1, -1),
-        (71.3, 67.6, 67.6, 49.1, 112, 108.3, 104.6, 100.9, 97.2, 93.5, 89.8, 86.1, 82.4, 78.7, 75, 71.3),
+        range(MAX_NODES, MIN_NODES - 1, -1),
+        (
+            71.3, 67.6, 67.6, 49.1, 112, 108.3, 104.6, 100.9,
+            97.2, 93.5, 89.8, 86.1, 82.4, 78.7, 75, 71.3,
+        ),
         strict=True,
     )
-)
-"""Varuna's restart of BERT-large by number of nodes."""
+)  # fmt: skip
+"""Restart time of Varuna for BERT-large, by number of nodes."""
 
 ThroughputTable = Mapping[int, float]
+"""Samples per second by number of nodes."""
+
+
+def _in_table(nodes: int) -> int:
+    return min(max(nodes, MIN_NODES), MAX_NODES)
 
 
 class ArtifactEventKind(IntEnum):
-    """Events of one millisecond are taken in this order."""
+    """Kinds of events, in the order in which those of one millisecond are processed."""
 
     ADD = 1
     REMOVE = 2
@@ -98,16 +113,16 @@ class _Step:
 
 
 class ArtifactSimulation:
-    """One system on one trace; subclasses say what a loss costs."""
+    """One system on one trace; subclasses define the cost of a loss."""
 
     def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         self.model, self._throughput = model, throughput
         self.now = 0
         self.events: list[_Event] = []
         self.usable: dict[str, bool] = {}
-        """Nodes that are there, and whether they can be used."""
+        """Nodes present, and whether they are usable."""
         self.slots: dict[str, list[tuple[int, int]]] = {}
-        """Node: the (pipeline, stage)s that it runs."""
+        """(pipeline, stage) pairs that each node runs."""
         self.pipelines = 0
         self.meeting: list[str] = []
         self.status = "stopped"
@@ -120,11 +135,13 @@ class ArtifactSimulation:
         self.steps: list[_Step] = []
 
     def run(self, trace: Trace) -> float:
-        """Samples a second."""
+        """Run the trace; returns samples per second."""
         for event in trace.events:
             kind = ArtifactEventKind.ADD if event.kind == ADD else ArtifactEventKind.REMOVE
             heapq.heappush(self.events, _Event(round(event.seconds * 1000), kind, event.node))
-        heapq.heapify(self.events)  # once more, as there: it changes the order of events of one moment
+        heapq.heapify(
+            self.events
+        )  # as in the artifact: it changes the order of events of one moment
         end = self.events[-1].at if self.events else 0
         act: dict[ArtifactEventKind, Callable[[_Event], None]] = {
             ArtifactEventKind.ADD: self._add,
@@ -144,7 +161,7 @@ class ArtifactSimulation:
         span = self.steps[-1].ended - (self.began or 0) if self.steps else 0
         return sum(self.samples()) / span * 1000 if span > 0 else 0.0
 
-    # ---- what happens ----
+    # ---- events ----
 
     def _add(self, event: _Event) -> None:
         self.usable[event.node] = False
@@ -166,11 +183,11 @@ class ArtifactSimulation:
         self.lost(event.node)
 
     def _met(self, event: _Event) -> None:
-        """A rendezvous is over, or begins again."""
+        """A rendezvous has ended, or begins again."""
         if any(node not in self.usable for node in self.meeting):
             self.meet(event.kind)
             return
-        self._deal()
+        self._assign_places()
         self.version += 1
         self.meeting = []
         self.resumed()
@@ -178,15 +195,15 @@ class ArtifactSimulation:
             self.status = "stopped"
             return
         self.status = "running"
-        self.step_ms = self._table()
+        self.step_ms = self._step_length_ms()
         self.push(self.step_ms, ArtifactEventKind.STEP)
         if self.began is None:
             self.began = self.last_step = self.now
 
-    def _deal(self) -> None:
+    def _assign_places(self) -> None:
         self.pipelines = len(self.meeting) // STAGES
         wanted = [(p, s) for p in range(self.pipelines) for s in range(STAGES)]
-        for number, node in enumerate(self.meeting):  # others keep what they had
+        for number, node in enumerate(self.meeting):  # others keep their places
             self.slots[node] = wanted[number : number + 1]
         self.waiting = max(0, len(self.meeting) - len(wanted))
 
@@ -210,26 +227,24 @@ class ArtifactSimulation:
         self.meeting = [node for node, usable in self.usable.items() if usable]
         self.push(self.meeting_ms(kind), kind)
 
-    def _table(self) -> int:
-        """Milliseconds of a step."""
-        nodes = min(max(sum(self.usable.values()), LEAST), MOST)
-        rate = self._throughput[nodes]
+    def _step_length_ms(self) -> int:
+        rate = self._throughput[_in_table(sum(self.usable.values()))]
         return int(self.model.samples_per_step / rate * 1000) if rate else 10**12
 
-    # ---- what systems differ in ----
+    # ---- differences between systems ----
 
     def lost(self, node: str) -> None:
-        """A node went."""
+        """A node was lost."""
         self.meet(ArtifactEventKind.GLOBAL)
 
     def meeting_ms(self, kind: ArtifactEventKind) -> int:
         raise NotImplementedError
 
     def resumed(self) -> None:
-        """A rendezvous is over."""
+        """A rendezvous has ended."""
 
     def delayed(self) -> bool:
-        """Whether the step is not over yet after all."""
+        """Whether the step takes longer after all."""
         return False
 
     def after_step(self) -> int:
@@ -237,30 +252,38 @@ class ArtifactSimulation:
         return 0
 
     def samples(self) -> list[float]:
-        """Of each step, those that count."""
+        """Samples of each step that count."""
         return [float(self.model.samples_per_step)] * len(self.steps)
 
     def reconfigures(self) -> bool:
+        """Whether a local rendezvous follows the step."""
         return False
 
 
 class ArtifactOobleck(ArtifactSimulation):
+    """Oobleck in the artifact."""
+
     def meeting_ms(self, kind: ArtifactEventKind) -> int:
         return self.model.oobleck_ms
 
 
 class ArtifactVaruna(ArtifactSimulation):
-    def __init__(self, model: ArtifactModel, throughput: ThroughputTable, *, rollback: bool) -> None:
+    """Varuna in the artifact."""
+
+    def __init__(
+        self, model: ArtifactModel, throughput: ThroughputTable, *, rollback: bool
+    ) -> None:
         super().__init__(model, throughput)
         self._rollback = rollback
         self._restart_ms = model.varuna_ms
         self._written: int | None = None
-        """When the last checkpoint was complete."""
+        """Completion of the last checkpoint."""
         self._after_loss = False
         self._done = 0
         self._rates: list[float] = []
-        """Two for each step, samples a millisecond; 0: it was lost. As in the artifact's program, a checkpoint that
-        fails before the tenth step makes this list longer than that of steps, and rates those of earlier ones."""
+        """Two entries per step, in samples per millisecond; 0: the step was lost. As in the
+        artifact's program, a checkpoint that fails before the tenth step makes this list longer
+        than the list of steps, so that rates shift to earlier steps."""
 
     def lost(self, node: str) -> None:
         self._after_loss = True
@@ -269,25 +292,28 @@ class ArtifactVaruna(ArtifactSimulation):
         self.meet(ArtifactEventKind.GLOBAL)
 
     def _place(self, at: int) -> int:
-        """Of the first beginning or end of a step at `at`, among all; else the last."""
+        """Index of `at` among the beginnings and ends of all steps; else the last index."""
         ends = [end for step in self.steps for end in (step.began, step.ended)]
         return ends.index(at) if at in ends else len(ends) - 1
 
     def _forget(self, first: int) -> None:
-        """Nothing from `first` on counts."""
+        """Discard all entries from `first` on."""
         self._rates[first:] = [0.0] * len(self._rates[first:])
 
     def samples(self) -> list[float]:
         rates = self._rates[1::2]
-        return [(step.ended - step.began) * rate for step, rate in zip(self.steps, rates, strict=False)]
+        pairs = zip(self.steps, rates, strict=False)
+        return [(step.ended - step.began) * rate for step, rate in pairs]
 
     def meeting_ms(self, kind: ArtifactEventKind) -> int:
-        return self._restart_ms - (self.model.checkpoint_ms if kind is ArtifactEventKind.GLOBAL else 0)
+        return self._restart_ms - (
+            self.model.checkpoint_ms if kind is ArtifactEventKind.GLOBAL else 0
+        )
 
     def resumed(self) -> None:
         if self.model.key == "bertLarge" and self.pipelines:
-            nodes = min(max(sum(self.usable.values()), LEAST), MOST)
-            self._restart_ms = int(BERT_RESTART_S[nodes] * 1000)
+            nodes = sum(self.usable.values())
+            self._restart_ms = int(BERT_RESTART_S[_in_table(nodes)] * 1000)
 
     def after_step(self) -> int:
         self._done += 1
@@ -306,15 +332,21 @@ class ArtifactVaruna(ArtifactSimulation):
         return writing
 
     def _interrupted(self) -> bool:
-        """Whether a loss lies before the checkpoint in the artifact's queue of events: a heap, as it is in memory."""
+        """Whether a loss precedes the checkpoint in the artifact's event queue.
+
+        As in the artifact, precedes means the order of the heap in memory.
+        """
         heapq.heapify(self.events)
         for event in self.events:
             if event.kind is ArtifactEventKind.CHECKPOINT:
-                return any(other.kind is ArtifactEventKind.REMOVE for other in self.events[: self.events.index(event)])
+                before = self.events[: self.events.index(event)]
+                return any(other.kind is ArtifactEventKind.REMOVE for other in before)
         return False
 
 
 class ArtifactBamboo(ArtifactSimulation):
+    """Bamboo in the artifact."""
+
     def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         super().__init__(model, throughput)
         self._slowed_at: tuple[int, int] | None = None
@@ -346,7 +378,7 @@ class ArtifactBamboo(ArtifactSimulation):
         self._slowed_at, self._handled = None, False
 
     def delayed(self) -> bool:
-        """The step in which a node was lost lasts longer from then on."""
+        """The rest of a step with a loss takes 1.5 times as long."""
         if self._slowed_at is None or self._handled or self._slowed_at[0] != len(self.steps):
             return False
         self._handled = True
@@ -362,21 +394,34 @@ class ArtifactBamboo(ArtifactSimulation):
 
 
 def throughputs(text: str) -> dict[str, ThroughputTable]:
-    """Read the artifact's tables: {"SYSTEM/MODEL": {"tputs": samples/s for 30, 29, ... 15 nodes}}."""
+    """Read the artifact's tables: {"SYSTEM/MODEL": {"tputs": samples/s for 30, 29, ... 15
+    nodes}}."""
     try:
         rows = json.loads(text)
         return {
-            name: dict(zip(range(MOST, LEAST - 1, -1), map(float, row["tputs"]), strict=True))
+            name: dict(
+                zip(range(MAX_NODES, MIN_NODES - 1, -1), map(float, row["tputs"]), strict=True)
+            )
             for name, row in rows.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FieldError("throughput tables", text[:60], f"16 numbers each are needed: {error}") from None
+        raise FieldError(
+            "throughput tables", text[:60], f"16 numbers each are needed: {error}"
+        ) from None
 
 
 def simulate(
-    system: str, model: ArtifactModel, trace: Trace, tables: Mapping[str, ThroughputTable], *, recorded: bool
+    system: str,
+    model: ArtifactModel,
+    trace: Trace,
+    tables: Mapping[str, ThroughputTable],
+    *,
+    recorded: bool,
 ) -> float:
-    """Samples a second of oobleck, varuna or bamboo; 0 where the artifact has no table (out of memory)."""
+    """Samples per second of oobleck, varuna or bamboo; 0 if there is no table (out of memory).
+
+    `recorded`: the trace was recorded, so that Varuna's rollback is off for small models.
+    """
     table = tables.get(f"{system}/{model.key}")
     if table is None:
         return 0.0
@@ -389,20 +434,20 @@ def simulate(
 
 
 class ArtifactOobleckTimes(ArtifactOobleck):
-    """Oobleck, and milliseconds of what it does, counted twice: as the artifact does, and by the clock."""
+    """Oobleck with two accounts of its time: as the artifact counts it, and by the clock."""
 
     def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         super().__init__(model, throughput)
         self.begun_ms = 0
-        """All steps that began, those that a loss ended, too, at their full length."""
+        """Full length of all steps that began, including those that a loss ended."""
         self.meetings_ms = 0
-        """All rendezvous that began."""
+        """Length of all rendezvous that began."""
         self.redone_ms = 0
-        """The full length of a step for each loss."""
+        """The full length of one step per loss."""
         self.lengths_ms: list[int] = []
-        """Of the steps that were completed, what losses cost them left out."""
+        """Lengths of the completed steps, without the cost of losses."""
         self.met_ms = 0
-        """Rendezvous between the first one and the last step."""
+        """Time of rendezvous between the first one and the last step."""
         self._met_before_ms = 0
         self._meeting_since: int | None = None
 
@@ -434,18 +479,23 @@ class ArtifactOobleckTimes(ArtifactOobleck):
 
 
 def split(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> dict[str, float]:
-    """Percent of Oobleck's time that is effective, restart and lost work, as the artifact's program prints it
-    (create_training_step_complete_event, create_global_rendezvous_timeout_event and simulate_spot_instance_remove in
-    tools/simulator/oobleck_simulator.py). It takes every step that begins for effective, and for each loss a full step
-    for lost besides, so the parts make more than the time there was; they are percent of their own sum."""
+    """Percent of Oobleck's time that is effective, restart and lost work, as the artifact prints
+    it.
+
+    The artifact counts every step that begins as effective, and one more full step per loss as
+    lost, so the parts exceed the true time. They are percent of their own sum. Source:
+    create_training_step_complete_event, create_global_rendezvous_timeout_event and
+    simulate_spot_instance_remove in tools/simulator/oobleck_simulator.py."""
     run = ArtifactOobleckTimes(model, table)
     run.run(trace)
     return _percent(run.begun_ms, run.meetings_ms, run.redone_ms)
 
 
 def clock_split(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> dict[str, float]:
-    """The same by the clock, from the end of the first rendezvous to the last step: completed steps, rendezvous, and
-    the rest, in which steps ran that were not completed."""
+    """The same by the clock, from the end of the first rendezvous to the last step.
+
+    Completed steps, rendezvous, and the rest, which is the time of steps that were not completed.
+    """
     run = ArtifactOobleckTimes(model, table)
     run.run(trace)
     if not run.steps or run.began is None:
@@ -456,23 +506,27 @@ def clock_split(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> d
 
 
 def _percent(effective_ms: int, restart_ms: int, lost_ms: int) -> dict[str, float]:
-    """0 of everything where there was no time."""
+    """Percent of each part; 0 if there was no time."""
     parts = {"effective": effective_ms, "restart": restart_ms, "lost work": lost_ms}
     total = sum(parts.values())
     return {name: 100 * part / total if total else 0.0 for name, part in parts.items()}
 
 
 def step_seconds(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> tuple[float, float]:
-    """Of Oobleck's completed steps the shortest and the longest, what losses cost them left out."""
+    """Seconds of Oobleck's shortest and longest completed step, without the cost of losses."""
     run = ArtifactOobleckTimes(model, table)
     run.run(trace)
-    return (min(run.lengths_ms) / 1000, max(run.lengths_ms) / 1000) if run.lengths_ms else (0.0, 0.0)
+    return (
+        (min(run.lengths_ms) / 1000, max(run.lengths_ms) / 1000) if run.lengths_ms else (0.0, 0.0)
+    )
 
 
 def oracle(model: ArtifactModel, trace: Trace, tables: Mapping[str, ThroughputTable]) -> float:
-    """Samples a second of the best system at every moment: the most of the measured throughputs at the number of nodes
-    that are there (more than 30 count as 30, fewer than 15 as 15, as in the artifact), changes at no cost, from the
-    first node to the trace's end. 0 where no system has a table."""
+    """Samples per second of the best system at every moment, if changes cost nothing.
+
+    The mean from the first node to the trace's end. As in the artifact, more than 30 nodes count as
+    30, and fewer than 15 as 15. 0 if no system has a table.
+    """
     own = [table for name, table in tables.items() if name.partition("/")[2] == model.key]
     if not own or not trace.events:
         return 0.0
@@ -487,4 +541,4 @@ def oracle(model: ArtifactModel, trace: Trace, tables: Mapping[str, ThroughputTa
 
 
 def _best(tables: list[ThroughputTable], nodes: int) -> float:
-    return max(table[min(max(nodes, LEAST), MOST)] for table in tables) if nodes else 0.0
+    return max(table[_in_table(nodes)] for table in tables) if nodes else 0.0

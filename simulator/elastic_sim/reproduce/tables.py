@@ -1,4 +1,8 @@
-"""Published tables, from the published rules and constants of each system."""
+"""Published tables beside the values that we compute from the published rules and constants.
+
+`TABLES` maps the name of a table to a function that returns its rows. The tables in `RECORDED` need
+recorded traces, which are not part of this repository.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from elastic.domain.errors import FieldError
-from elastic_sim.reproduce import oobleck_artifact as artifact, formulas, parcae_measurements as parcae_models
-from elastic_sim.reproduce.parcae_artifact import proactive, ideal, reactive
+from elastic_sim.reproduce import formulas, oobleck_artifact
+from elastic_sim.reproduce import parcae_measurements as parcae_models
+from elastic_sim.reproduce.parcae_artifact import ideal, proactive, reactive
 from elastic_sim.traces.importers import bamboo
 from elastic_sim.traces.importers import parcae as parcae_trace
 from elastic_sim.traces.trace import Trace
 
 Row = dict[str, Any]
-"""model, system, trace, value, published (None: not published)."""
+"""Keys: model, system, trace, value, published (None: not published)."""
 
 
 class PublishedValue(float):
-    """A published value as it was printed: 287.10 has two decimals."""
+    """A published value with the digits that were printed: 287.10 has two decimals."""
 
     text: str
     decimals: int
@@ -31,7 +36,7 @@ class PublishedValue(float):
 
 
 def published_values(text: str) -> tuple[PublishedValue, ...]:
-    """Values with blanks between them."""
+    """Values from a text with blanks between them."""
     return tuple(PublishedValue(word) for word in text.split())
 
 
@@ -58,24 +63,31 @@ OOBLECK_PUBLISHED = {
     ("scaled-p3", "gpt2"): published_values("14.3 64.6 66.8"),
     ("scaled-p3", "gpt3-6.7b"): published_values("0.00 0.00 2.68"),
 }
-"""Samples/s of Bamboo, Varuna and Oobleck, as the authors' program prints them (0: out of memory)."""
+"""Samples/s of Bamboo, Varuna and Oobleck, printed by the authors' program (0: out of memory)."""
 ORACLE_PUBLISHED = {
     **{("gpt3-6.7b", name): PublishedValue("4.69") for name in ("6h", "3h", "1h", "30m", "10m")},
     ("gpt3-6.7b", "scaled-p3"): PublishedValue("4.80"),
 }
-"""Samples/s of the best system at each number of nodes, changes at no cost: integrated from the artifact's tables."""
+"""Samples/s of the best system at each number of nodes, if changes cost nothing.
+
+Integrated from the artifact's tables.
+"""
 SHARE_PUBLISHED = {("gpt3-6.7b", "scaled-p3"): PublishedValue("56")}
-"""What Oobleck makes, percent of that."""
-SPLIT_PUBLISHED = {"bert-large": published_values("95.5 0.3 4.2"), "gpt3-6.7b": published_values("75.9 1.0 23.1")}
-"""Percent of Oobleck's time, with a failure every ten minutes, that is effective, restart and lost work, as the
-authors' program prints them (BERT-large also in the README of tools/simulator)."""
+"""Samples/s of Oobleck, in percent of that."""
+SPLIT_PUBLISHED = {
+    "bert-large": published_values("95.5 0.3 4.2"),
+    "gpt3-6.7b": published_values("75.9 1.0 23.1"),
+}
+"""Percent of Oobleck's time that is effective, restart and lost work, with a failure every ten
+minutes, printed by the authors' program (BERT-large also in the README of tools/simulator)."""
 STEPS_PUBLISHED = {"gpt3-6.7b": published_values("186 312")}
-"""Seconds of Oobleck's shortest and longest step there."""
+"""Seconds of Oobleck's shortest and longest step in the same runs."""
 
 
 def data_directory(given: Path | None) -> Path:
-    """Where recorded traces lie. Raises FieldError if there are none."""
-    places = [given] if given else [Path(p) for p in (os.environ.get("ELASTIC_DATA"), "../shared/data") if p]
+    """The directory of recorded traces: `given`, ELASTIC_DATA, or a default. Raises FieldError."""
+    defaults = (os.environ.get("ELASTIC_DATA"), "../shared/data")
+    places = [given] if given else [Path(place) for place in defaults if place]
     for place in places:
         if (place / "traces").is_dir():
             return place
@@ -84,55 +96,75 @@ def data_directory(given: Path | None) -> Path:
 
 
 def oobleck(data: Path) -> list[Row]:
-    """Five models, seven traces, three systems, as in the artifact of Oobleck; then the oracle, and where time goes."""
-    tables = artifact.throughputs(_read(data / "reference/oobleck_throughput.json"))
+    """Oobleck's artifact: five models, seven traces, three systems; the oracle; use of time."""
+    tables = oobleck_artifact.throughputs(_read(data / "reference/oobleck_throughput.json"))
     traces = {
-        name: bamboo(_read(data / "traces/oobleck" / file), file) for name, file in OOBLECK_TRACES.items()
+        name: bamboo(_read(data / "traces/oobleck" / file), file)
+        for name, file in OOBLECK_TRACES.items()
     }
     rows = []
     for name, trace in traces.items():
-        for model in artifact.MODELS:
+        for model in oobleck_artifact.MODELS:
             published = OOBLECK_PUBLISHED.get((name, model.name), (None, None, None))
             for system, value in zip(("bamboo", "varuna", "oobleck"), published, strict=True):
-                found = artifact.simulate(system, model, trace, tables, recorded=name.startswith("scaled"))
+                found = oobleck_artifact.simulate(
+                    system, model, trace, tables, recorded=name.startswith("scaled")
+                )
                 rows.append(_row(model.name, system, name, found, value))
-    made = {(row["model"], row["trace"]): row["value"] for row in rows if row["system"] == "oobleck"}
+    made = {
+        (row["model"], row["trace"]): row["value"] for row in rows if row["system"] == "oobleck"
+    }
     return rows + _oracles(traces, tables, made) + _times(traces["10m"], tables)
 
 
 def _oracles(
-    traces: Mapping[str, Trace], tables: Mapping[str, artifact.ThroughputTable], made: Mapping[tuple[str, str], float]
+    traces: Mapping[str, Trace],
+    tables: Mapping[str, oobleck_artifact.ThroughputTable],
+    made: Mapping[tuple[str, str], float],
 ) -> list[Row]:
-    """The oracle of each model and trace, and what Oobleck makes of it."""
+    """The oracle of each model and trace, and Oobleck's share of it."""
     rows = []
     for name, trace in traces.items():
-        for model in artifact.MODELS:
-            key, best = (model.name, name), artifact.oracle(model, trace, tables)
+        for model in oobleck_artifact.MODELS:
+            key, best = (model.name, name), oobleck_artifact.oracle(model, trace, tables)
             share = 100 * made[key] / best if best else 0.0
             rows.append(_row(model.name, "oracle", name, best, ORACLE_PUBLISHED.get(key)))
             rows.append(
-                _row(model.name, "oobleck", f"{name}: of the oracle, %", share, SHARE_PUBLISHED.get(key))
+                _row(
+                    model.name,
+                    "oobleck",
+                    f"{name}: of the oracle, %",
+                    share,
+                    SHARE_PUBLISHED.get(key),
+                )
             )
     return rows
 
 
-def _times(trace: Trace, tables: Mapping[str, artifact.ThroughputTable]) -> list[Row]:
-    """Where Oobleck's time goes with a failure every ten minutes: as the artifact counts it, and by the clock."""
+def _times(trace: Trace, tables: Mapping[str, oobleck_artifact.ThroughputTable]) -> list[Row]:
+    """Oobleck's use of time, with a failure every ten minutes: the artifact's count, and the
+    clock."""
     rows = []
-    for model in artifact.MODELS:
+    for model in oobleck_artifact.MODELS:
         table, none = tables.get(f"oobleck/{model.key}"), (None, None, None)
         if table is None:
             continue
         published: Sequence[PublishedValue | None] = SPLIT_PUBLISHED.get(model.name, none)
-        counted = artifact.split(model, trace, table)
-        for (part, value), told in zip(counted.items(), published, strict=True):
-            rows.append(_row(model.name, "oobleck", f"10m: {part}, %", value, told))
-        for part, value in artifact.clock_split(model, trace, table).items():
+        counted = oobleck_artifact.split(model, trace, table)
+        for (part, value), printed in zip(counted.items(), published, strict=True):
+            rows.append(_row(model.name, "oobleck", f"10m: {part}, %", value, printed))
+        for part, value in oobleck_artifact.clock_split(model, trace, table).items():
             rows.append(_row(model.name, "oobleck", f"10m: {part}, % by the clock", value, None))
         ends: Sequence[PublishedValue | None] = STEPS_PUBLISHED.get(model.name, none[:2])
-        steps = zip(("shortest", "longest"), artifact.step_seconds(model, trace, table), ends, strict=True)
+        steps = zip(
+            ("shortest", "longest"),
+            oobleck_artifact.step_seconds(model, trace, table),
+            ends,
+            strict=True,
+        )
         rows += [
-            _row(model.name, "oobleck", f"10m: {end} step, s", value, told) for end, value, told in steps
+            _row(model.name, "oobleck", f"10m: {end} step, s", value, printed)
+            for end, value, printed in steps
         ]
     return rows
 
@@ -156,13 +188,16 @@ PARCAE_PUBLISHED = {
     ("bert", "ladp"): published_values("357.86 303.80 344.17"),
     ("bert", "lasp"): published_values("337.06 329.54 333.97"),
 }
-"""Samples/s: ideal, reactive, Parcae with a perfect forecast, as the authors' program prints them (samples in all, over
-the hour's seconds; for gpt-6.7b and bert with 400 and 100 draws of which nodes are lost, on the same events). Of
-gpt-6.7b and ladp it prints none: it ends with an error where nodes are fewer than its twelve stages."""
+"""Samples/s of ideal, reactive, and Parcae with a perfect forecast, printed by the authors'
+program.
+
+Total samples divided by the seconds of the hour. For gpt-6.7b and bert, the program uses 400 and
+100 draws of the lost nodes, on the same events. It prints no value for gpt-6.7b on ladp, because it
+ends with an error when there are fewer nodes than its twelve stages. """
 
 
 def parcae(data: Path) -> list[Row]:
-    """Four hours of p3: the ideal, a reactive system, and Parcae when it knows what comes."""
+    """Four hours of p3: the ideal, a reactive system, and Parcae with a perfect forecast."""
     rows = []
     for name, file in PARCAE_TRACES.items():
         trace = parcae_trace(_read(data / "traces/parcae" / file), file)
@@ -175,36 +210,54 @@ def parcae(data: Path) -> list[Row]:
 
 
 def torchft(data: Path) -> list[Row]:
-    """Of 300 GPUs in 30 groups with a failure a minute: percent of steps committed, and of work done."""
+    """300 GPUs in 30 groups, a failure per minute: percent of committed steps and of finished
+    work."""
     committed = 100 * formulas.committed_share(1100 * 60 / 6249, 60)
     return [
         _row(
-            "llama3-300-l40s", "torchft", "a failure a minute: steps committed, %", committed, PublishedValue("82.3")
+            "llama3-300-l40s",
+            "torchft",
+            "a failure a minute: steps committed, %",
+            committed,
+            PublishedValue("82.3"),
         ),
         _row(
-            "llama3-300-l40s", "torchft", "times 29.6 of 30 groups, %", committed * 29.6 / 30, PublishedValue("81.2")
+            "llama3-300-l40s",
+            "torchft",
+            "times 29.6 of 30 groups, %",
+            committed * 29.6 / 30,
+            PublishedValue("81.2"),
         ),
     ]
 
 
 def meta(data: Path) -> list[Row]:
-    """Mean time to failure by size of a job, hours; expected share of time that trains, percent."""
+    """Mean time to failure in hours and expected share of training time in percent, by job size."""
     rows = []
     for cluster, rate in (("rsc-1", 6.50), ("rsc-2", 2.34)):
         for gpus in (1024, 16_384, 131_072):
             hours = formulas.mttf_hours(gpus / 8, rate)
-            published = {("rsc-1", 16_384): PublishedValue("1.8"), ("rsc-1", 131_072): PublishedValue("0.23")}
-            rows.append(_row(f"{gpus} GPUs", cluster, "MTTF, hours", hours, published.get((cluster, gpus))))
+            published = {
+                ("rsc-1", 16_384): PublishedValue("1.8"),
+                ("rsc-1", 131_072): PublishedValue("0.23"),
+            }
+            rows.append(
+                _row(f"{gpus} GPUs", cluster, "MTTF, hours", hours, published.get((cluster, gpus)))
+            )
             ettr = formulas.expected_ettr(
                 gpus / 8, rate / 1000, restart_days=5 / 1440, interval_days=60 / 1440
             )
-            rows.append(_row(f"{gpus} GPUs", cluster, "E[ETTR], hourly checkpoints, %", 100 * ettr, None))
+            rows.append(
+                _row(f"{gpus} GPUs", cluster, "E[ETTR], hourly checkpoints, %", 100 * ettr, None)
+            )
     return rows
 
 
 def gemini(data: Path) -> list[Row]:
-    """Seconds a failure costs with a checkpoint in peers' memory in every iteration of 65 s, fetched in 2.5 s. Nothing
-    that is published says what came out; the formula is its authors'."""
+    """Cost of a failure with a checkpoint in peers' memory per step of 65 s, fetched in 2.5 s.
+
+    The formula is the authors'; they published no value.
+    """
     found = formulas.wasted_s_per_failure(0.0, 1 / 65, 2.5)
     return [_row("gpt-100b", "gemini", "wasted time of a failure, s", found, None)]
 
@@ -219,23 +272,24 @@ TABLES: dict[str, Callable[[Path], list[Row]]] = {
 
 
 RECORDED = ("oobleck", "parcae")
-"""Those that need recorded traces."""
+"""Tables that need recorded traces."""
 
 
 def describe(rows: Sequence[Row]) -> str:
-    """A table for the terminal."""
-    lines = [f"{'model':<16} {'system':<10} {'trace':<40} {'value':>10} {'published':>10} {'off by':>10}"]
+    """The rows as a table for the terminal."""
+    lines = [
+        f"{'model':<16} {'system':<10} {'trace':<40} {'value':>10} {'published':>10} {'off by':>10}"
+    ]
     for row in rows:
         value, published = row["value"], row["published"]
-        told = "" if published is None else f"{published.text:>10} {_off(value, published):>10}"
-        lines.append(
-            f"{row['model']:<16} {row['system']:<10} {row['trace']:<40} {value:>10.4f} {told}".rstrip()
-        )
+        shown = "" if published is None else f"{published.text:>10} {_off(value, published):>10}"
+        name = f"{row['model']:<16} {row['system']:<10} {row['trace']:<40}"
+        lines.append(f"{name} {value:>10.4f} {shown}".rstrip())
     return "\n".join(lines)
 
 
 def rounds_to(value: float, published: PublishedValue) -> bool:
-    """Whether `value` rounds to the digits that were published."""
+    """Whether `value` rounds to the published digits."""
     return f"{value:.{published.decimals}f}" == published.text
 
 
@@ -245,8 +299,16 @@ def _off(value: float, published: PublishedValue) -> str:
     return f"{100 * (value / published - 1):+.2f} %" if published else "-"
 
 
-def _row(model: str, system: str, trace: str, value: float, published: PublishedValue | None) -> Row:
-    return {"model": model, "system": system, "trace": trace, "value": value, "published": published}
+def _row(
+    model: str, system: str, trace: str, value: float, published: PublishedValue | None
+) -> Row:
+    return {
+        "model": model,
+        "system": system,
+        "trace": trace,
+        "value": value,
+        "published": published,
+    }
 
 
 def _read(path: Path) -> str:

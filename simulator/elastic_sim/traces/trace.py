@@ -128,21 +128,22 @@ class TraceBuilder:
 
 def _problem(event: Event, last: float, present: dict[str, None], end_s: float) -> str | None:
     """The rule that an event violates, or None; a valid event updates `present`."""
-    if not math.isfinite(event.seconds) or event.seconds < 0:
-        return "a time in seconds from 0 up"
-    if event.seconds > end_s:
-        return f"the trace ends at {end_s:g} s: no event after that"
-    if event.seconds > MAX_SECONDS:
-        return "at most a hundred years"
-    if event.seconds < last:
-        return f"times must ascend; the row before is at {last:g} s"
-    for text in (event.node, event.zone, event.type):
-        if text and not _NAME.fullmatch(text):
-            return "names of letters, digits and . : _ - /, at most 128"
-    if not event.node:
-        return "a node must be named"
-    if not math.isfinite(event.notice_s) or event.notice_s < 0:
-        return "a notice is seconds from 0 up"
+    names = (event.node, event.zone, event.type)
+    rules = (
+        (math.isfinite(event.seconds) and event.seconds >= 0, "a time in seconds from 0 up"),
+        (event.seconds <= end_s, f"the trace ends at {end_s:g} s: no event after that"),
+        (event.seconds <= MAX_SECONDS, "at most a hundred years"),
+        (event.seconds >= last, f"times must ascend; the row before is at {last:g} s"),
+        (
+            all(_NAME.fullmatch(name) for name in names if name),
+            "names of letters, digits and . : _ - /, at most 128",
+        ),
+        (bool(event.node), "a node must be named"),
+        (math.isfinite(event.notice_s) and event.notice_s >= 0, "a notice is seconds from 0 up"),
+    )
+    for holds, remedy in rules:
+        if not holds:
+            return remedy
     if event.kind == ADD:
         if event.node in present:
             return f"{event.node} is present already"

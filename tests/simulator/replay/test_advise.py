@@ -107,7 +107,7 @@ def test_the_backup_in_force_and_the_spares_are_named() -> None:
     )
     assert (fixed[0].backup, fixed[0].backup_share) == ("log+replica", 1.0)
     assert "Backup: log+replica, in force 100 % of the time." in answer_text(fixed[0])
-    assert rival[0].backup == "" and "Backup: varuna keeps none" in answer_text(rival[0])
+    assert rival[0].backup == "" and "Backup: varuna has none" in answer_text(rival[0])
     assert fixed[0].spares == pytest.approx(fixed[0].idle * 6, abs=1e-3)
     (chosen,) = offers([SCENARIO], [Mix(2, 4)], ("ours",), (0,))
     assert "+" in chosen.backup and 0 < chosen.backup_share <= 1

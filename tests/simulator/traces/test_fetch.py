@@ -65,7 +65,7 @@ def test_what_is_right_is_kept_and_not_fetched_again(host: str, tmp_path: Path) 
 
 def test_other_bytes_are_refused_and_nothing_is_written(host: str, tmp_path: Path) -> None:
     other = PublishedTrace("t", GOOD.path, "0" * 64, "bamboo")
-    with pytest.raises(FieldError, match="it is another file now"):
+    with pytest.raises(FieldError, match="the file has changed"):
         fetch(other, tmp_path, host)
     assert not list(tmp_path.iterdir())
 

@@ -117,7 +117,7 @@ def test_our_own_events() -> None:
     [
         ("bamboo", "0,add\n", "line 1.*3 fields"),
         ("bamboo", "0,add,a\nx,remove,a\n", "line 2.*number from 0 up"),
-        ("bamboo", "0,remove,a\n", "line 1: '0,remove,a'.*a is not there"),
+        ("bamboo", "0,remove,a\n", "line 1: '0,remove,a'.*a is not present"),
         ("bamboo", "-5,add,a\n", "line 1"),
         ("counts", "0,1.5\n", "whole number"),
         ("counts", "5,1\n1,2\n", "line 2: '1,2'.*ascend; the row before is at 5"),
@@ -188,7 +188,7 @@ LOST_EARLY = """{"at": 100, "kind": "coordinator"}
         ("parcae", '[0, "add", {"nodes": 5, "duration": 1}]', "line 1: nodes: '5'.*a list of names"),
         ("parcae", '[0, "add", {"nodes": "abc", "duration": 1}]', "line 1: nodes: 'abc'.*a list of names"),
         ("parcae", f'[1{"0" * 400}, "add", {{"nodes": ["a"], "duration": 1}}]', "line 1.*from 0 up"),
-        ("parcae", PARCAE.format(960000, "ghost"), r"file, line 2: '960000,remove,ghost'.*ghost is not there"),
+        ("parcae", PARCAE.format(960000, "ghost"), r"file, line 2: '960000,remove,ghost'.*ghost is not present"),
         ("parcae", PARCAE.format(29999.5, "a"), r"file, line 2: '29999.5'.*ascend; the row before is at 30000"),
         ("events", run_of({"at": 99, "kind": "lost", "node": "node0"}), "line 3: at: 99 .*the first row is at 100"),
         ("events", LOST_EARLY, "line 3: at: 150.0 .*node2 joined later, at 200"),

@@ -32,8 +32,8 @@ def test_what_is_written_is_read_back() -> None:
         pytest.param("", 1, "the first line must be seconds", id="empty"),
         pytest.param("0,add,a\n", 1, "traces import", id="another-format"),
         pytest.param(GOOD.replace("20,add,a", "5,add,a"), 5, "times must ascend", id="wrong-order"),
-        pytest.param(GOOD.replace("remove,a", "remove,c"), 4, "c is not there", id="unknown-node"),
-        pytest.param(GOOD.replace("0,add,b", "0,add,a"), 3, "a is there already", id="twice"),
+        pytest.param(GOOD.replace("remove,a", "remove,c"), 4, "c is not present", id="unknown-node"),
+        pytest.param(GOOD.replace("0,add,b", "0,add,a"), 3, "a is present already", id="twice"),
         pytest.param(GOOD.replace("0,add,b", "-1,add,b"), 3, "seconds from 0 up", id="negative-time"),
         pytest.param(GOOD.replace("10.5", "nan"), 4, "seconds from 0 up", id="no-number"),
         pytest.param(GOOD.replace("10.5", "1e400"), 4, "seconds from 0 up", id="endless"),
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_back() -> None:
         pytest.param(GOOD.replace("30,end", "15,end"), 5, "the trace ends at 15 s", id="after-the-end"),
         pytest.param(GOOD + "40,add,c,,,\n", 7, "nothing may follow", id="more-after-the-end"),
         pytest.param(
-            GOOD.replace("30,end,,", "30,end,a,"), 6, "the end has a time alone", id="end-of-a-node"
+            GOOD.replace("30,end,,", "30,end,a,"), 6, "the end has only a time", id="end-of-a-node"
         ),
     ],
 )
@@ -56,7 +56,7 @@ def test_bad_rows_are_refused_with_their_line(text: str, line: int, why: str) ->
 
 
 def test_a_bad_row_is_shown_as_the_file_has_it() -> None:
-    with pytest.raises(FieldError, match=r"t\.csv, line 4: '1234567\.25,remove,c,z1,p3,120'.*c is not there"):
+    with pytest.raises(FieldError, match=r"t\.csv, line 4: '1234567\.25,remove,c,z1,p3,120'.*c is not present"):
         parse(GOOD.replace("10.5,remove,a", "1234567.25,remove,c").replace("30,end", "1e9,end"), "t.csv")
     with pytest.raises(FieldError, match=r"line 5: '4e9,add,a,z2,p3,'.*at most a hundred years"):
         parse(GOOD.replace("20,add", "4e9,add").replace("30,end", "5e9,end"), "t.csv")
@@ -72,7 +72,7 @@ def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_short_is_refused() -> None:
-    with pytest.raises(FieldError, match=r"cut short.*20,end"):
+    with pytest.raises(FieldError, match=r"truncated.*20,end"):
         parse(GOOD.removesuffix("30,end,,,,\n"))
     with pytest.raises(FieldError, match="6 fields"):
         parse(GOOD[:-25])
@@ -120,8 +120,8 @@ def test_repairs_are_told() -> None:
     ]
     assert found.end_s == 9
     told = {repair.line: repair.text for repair in repairs}
-    assert told[2] == told[3] == "sorted by time" and "c is not there" in told[4]
-    assert told[5].startswith("dropped: a time") and told[0] == "no end: taken as 9 s"
+    assert told[2] == told[3] == "sorted by time" and "c is not present" in told[4]
+    assert told[5].startswith("dropped: a time") and told[0] == "no end: set to 9 s"
     assert parse(format_trace(found))[0] == found
 
 

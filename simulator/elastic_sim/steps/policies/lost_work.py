@@ -4,7 +4,7 @@ At the fault, every pipeline has finished the same share of its micro-batches. U
 micro-batches of all pipelines are abandoned, and the pipelines fill again. Of the finished ones,
 the gradients of the lost stage are missing where they were not saved:
 
-    stream:k     those since the last copy (0 to k - 1), and copies not yet acknowledged (at most two)
+    stream:k     those since the last copy (0 to k - 1), and at most two unacknowledged copies
     reduce:k     those since the last sum, and those of the sum under way
     log          all, but only the lost layers run again, from messages of neighbours
     recompute    all that the pipeline finished
