@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from elastic_sim.reproduce import tables as reproduce
 from elastic_sim.cli.cli import main
 from elastic_sim.cli.commands import policies_of
+from elastic_sim.reproduce import tables as reproduce
 from elastic_sim.steps.policies import policy_factories
 from elastic_sim.traces import trace as traces
-from elastic_sim.traces.trace import read
+from elastic_sim.traces.trace import Event, read
 
 from tests.patience import LONG_S
 
@@ -142,7 +142,7 @@ def test_a_run_is_imported_with_its_types(tmp_path: Path) -> None:
 def test_files_that_are_too_large_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "p3.csv"
     source.write_text("0,add,n1\n60000,remove,n1\n")
-    monkeypatch.setattr(traces, "MOST_BYTES", 20)
+    monkeypatch.setattr(traces, "MAX_BYTES", 20)
     done = run("traces", "import", "bamboo", str(source), str(tmp_path / "out.csv"))
     assert done.exit_code == 2 and "too many: at most 20" in done.output
 
@@ -277,7 +277,7 @@ def test_it_starts_without_torch() -> None:
 
 def test_failure_rates_are_of_the_cluster_or_of_each_node(tmp_path: Path) -> None:
     """32 nodes of which each is lost every 32 hours lose one an hour; two at a time, every other hour."""
-    made = []
+    made = list[tuple[Event, ...]]()
     for rate, bulk in (("1h", "1"), ("32h/node", "1"), ("16h/node", "2"), ("2h", "2")):
         out = tmp_path / f"{len(made)}.csv"
         done = run("traces", "generate", str(out), "--mtbf", rate, "--bulk", bulk, "--duration", "2d")

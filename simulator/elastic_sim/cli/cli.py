@@ -11,7 +11,6 @@ import click
 
 from elastic.command_line import TIME, CommandLine
 from elastic.domain.errors import FieldError
-from elastic_sim.reproduce import tables
 from elastic_sim.cli.commands import advise, doubted, policies, replay
 from elastic_sim.cli.options import FILE, RATE, PerNode, mtbf_of, sizes_of, stored, writable
 from elastic_sim.cli.sweep_command import sweep
@@ -19,6 +18,7 @@ from elastic_sim.microbatches.physics import Physics
 from elastic_sim.microbatches.physics import read as read_physics
 from elastic_sim.microbatches.validate import as_json as report_json
 from elastic_sim.microbatches.validate import measure, told, validate
+from elastic_sim.reproduce import tables
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.fetch import HOST, PUBLISHED_TRACES, fetch
 from elastic_sim.traces.generate import Market, fit_market, generate, shared_with_inference
@@ -191,9 +191,10 @@ def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
     """Download recorded traces (all, or those named) and check them."""
     unknown = [name for name in names if name not in PUBLISHED_TRACES]
     if unknown:
-        raise FieldError("trace", unknown[0], f"one of {', '.join(ORIGINALS)}")
+        raise FieldError("trace", unknown[0], f"one of {', '.join(PUBLISHED_TRACES)}")
     for name in names or PUBLISHED_TRACES:
-        click.echo(f"{name}: {fetch(ORIGINALS[name], directory, host)} ({ORIGINALS[name].format})")
+        original = PUBLISHED_TRACES[name]
+        click.echo(f"{name}: {fetch(original, directory, host)} ({original.format})")
 
 
 @main.command("reproduce")

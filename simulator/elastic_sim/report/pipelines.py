@@ -11,8 +11,7 @@ from elastic.planning.capacity.svg import Panel
 from elastic.planning.cost.predict import predict
 from elastic.planning.schedule.schedule import actions_of
 from elastic.planning.schedule.timeline import Timeline, simulate
-from elastic_sim.replay.replay import PolicyRun
-from elastic_sim.replay.replay import PlanInForce
+from elastic_sim.replay.replay import PlanInForce, PolicyRun
 from elastic_sim.steps.world import SimulatedWorld
 
 DRAWN = 6

@@ -129,21 +129,13 @@ def _oracles(
             key, best = (model.name, name), oobleck_artifact.oracle(model, trace, tables)
             share = 100 * made[key] / best if best else 0.0
             rows.append(_row(model.name, "oracle", name, best, ORACLE_PUBLISHED.get(key)))
-            rows.append(
-                _row(
-                    model.name,
-                    "oobleck",
-                    f"{name}: of the oracle, %",
-                    share,
-                    SHARE_PUBLISHED.get(key),
-                )
-            )
+            text, published = f"{name}: of the oracle, %", SHARE_PUBLISHED.get(key)
+            rows.append(_row(model.name, "oobleck", text, share, published))
     return rows
 
 
 def _times(trace: Trace, tables: Mapping[str, oobleck_artifact.ThroughputTable]) -> list[Row]:
-    """Oobleck's use of time, with a failure every ten minutes: the artifact's count, and the
-    clock."""
+    """Oobleck's use of time with a failure every ten minutes, as counted and by the clock."""
     rows = []
     for model in oobleck_artifact.MODELS:
         table, none = tables.get(f"oobleck/{model.key}"), (None, None, None)
@@ -156,16 +148,9 @@ def _times(trace: Trace, tables: Mapping[str, oobleck_artifact.ThroughputTable])
         for part, value in oobleck_artifact.clock_split(model, trace, table).items():
             rows.append(_row(model.name, "oobleck", f"10m: {part}, % by the clock", value, None))
         ends: Sequence[PublishedValue | None] = STEPS_PUBLISHED.get(model.name, none[:2])
-        steps = zip(
-            ("shortest", "longest"),
-            oobleck_artifact.step_seconds(model, trace, table),
-            ends,
-            strict=True,
-        )
-        rows += [
-            _row(model.name, "oobleck", f"10m: {end} step, s", value, printed)
-            for end, value, printed in steps
-        ]
+        seconds = oobleck_artifact.step_seconds(model, trace, table)
+        for end, value, printed in zip(("shortest", "longest"), seconds, ends, strict=True):
+            rows.append(_row(model.name, "oobleck", f"10m: {end} step, s", value, printed))
     return rows
 
 
@@ -188,12 +173,12 @@ PARCAE_PUBLISHED = {
     ("bert", "ladp"): published_values("357.86 303.80 344.17"),
     ("bert", "lasp"): published_values("337.06 329.54 333.97"),
 }
-"""Samples/s of ideal, reactive, and Parcae with a perfect forecast, printed by the authors'
-program.
+"""Samples/s of ideal, reactive and Parcae with a perfect forecast, from the authors' program.
 
 Total samples divided by the seconds of the hour. For gpt-6.7b and bert, the program uses 400 and
 100 draws of the lost nodes, on the same events. It prints no value for gpt-6.7b on ladp, because it
-ends with an error when there are fewer nodes than its twelve stages. """
+ends with an error when there are fewer nodes than its twelve stages.
+"""
 
 
 def parcae(data: Path) -> list[Row]:
@@ -210,46 +195,34 @@ def parcae(data: Path) -> list[Row]:
 
 
 def torchft(data: Path) -> list[Row]:
-    """300 GPUs in 30 groups, a failure per minute: percent of committed steps and of finished
-    work."""
+    """300 GPUs in 30 groups, a failure per minute: percent of committed steps and of work."""
     committed = 100 * formulas.committed_share(1100 * 60 / 6249, 60)
+    values = (
+        ("a failure a minute: steps committed, %", committed, "82.3"),
+        ("times 29.6 of 30 groups, %", committed * 29.6 / 30, "81.2"),
+    )
     return [
-        _row(
-            "llama3-300-l40s",
-            "torchft",
-            "a failure a minute: steps committed, %",
-            committed,
-            PublishedValue("82.3"),
-        ),
-        _row(
-            "llama3-300-l40s",
-            "torchft",
-            "times 29.6 of 30 groups, %",
-            committed * 29.6 / 30,
-            PublishedValue("81.2"),
-        ),
+        _row("llama3-300-l40s", "torchft", text, value, PublishedValue(published))
+        for text, value, published in values
     ]
 
 
 def meta(data: Path) -> list[Row]:
     """Mean time to failure in hours and expected share of training time in percent, by job size."""
+    published = {
+        ("rsc-1", 16_384): PublishedValue("1.8"),
+        ("rsc-1", 131_072): PublishedValue("0.23"),
+    }
     rows = []
     for cluster, rate in (("rsc-1", 6.50), ("rsc-2", 2.34)):
         for gpus in (1024, 16_384, 131_072):
-            hours = formulas.mttf_hours(gpus / 8, rate)
-            published = {
-                ("rsc-1", 16_384): PublishedValue("1.8"),
-                ("rsc-1", 131_072): PublishedValue("0.23"),
-            }
-            rows.append(
-                _row(f"{gpus} GPUs", cluster, "MTTF, hours", hours, published.get((cluster, gpus)))
-            )
+            size, nodes = f"{gpus} GPUs", gpus / 8
+            hours = formulas.mttf_hours(nodes, rate)
+            rows.append(_row(size, cluster, "MTTF, hours", hours, published.get((cluster, gpus))))
             ettr = formulas.expected_ettr(
-                gpus / 8, rate / 1000, restart_days=5 / 1440, interval_days=60 / 1440
+                nodes, rate / 1000, restart_days=5 / 1440, interval_days=60 / 1440
             )
-            rows.append(
-                _row(f"{gpus} GPUs", cluster, "E[ETTR], hourly checkpoints, %", 100 * ettr, None)
-            )
+            rows.append(_row(size, cluster, "E[ETTR], hourly checkpoints, %", 100 * ettr, None))
     return rows
 
 

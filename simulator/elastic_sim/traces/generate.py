@@ -48,34 +48,22 @@ class Market:
     type: str = ""
 
     def __post_init__(self) -> None:
-        upto = "seconds, 0 to a hundred years"
+        sizes_usable = (
+            bool(self.bulk)
+            and all(n >= 1 and w > 0 for n, w in self.bulk)
+            and math.isfinite(sum(w for _, w in self.bulk))
+        )
+        upto, shape = "at most a hundred years", self.lifetime_shape
         rules = (
             ("nodes", self.nodes, 1 <= self.nodes <= MAX_NODES, f"from 1 to {MAX_NODES} nodes"),
-            (
-                "mtbf",
-                self.mtbf_s,
-                0 < self.mtbf_s <= MAX_SECONDS,
-                "seconds above 0, at most a hundred years",
-            ),
-            ("repair", self.repair_s, 0 <= self.repair_s <= MAX_SECONDS, upto),
-            ("notice", self.notice_s, 0 <= self.notice_s <= MAX_SECONDS, upto),
+            ("mtbf", self.mtbf_s, 0 < self.mtbf_s <= MAX_SECONDS, f"seconds above 0, {upto}"),
+            ("repair", self.repair_s, 0 <= self.repair_s <= MAX_SECONDS, f"seconds, {upto}"),
+            ("notice", self.notice_s, 0 <= self.notice_s <= MAX_SECONDS, f"seconds, {upto}"),
             ("shape", self.shape, 0.1 <= self.shape <= 10, "from 0.1 to 10"),
-            (
-                "lifetime_shape",
-                self.lifetime_shape,
-                0.1 <= self.lifetime_shape <= 10,
-                "from 0.1 to 10",
-            ),
+            ("lifetime_shape", shape, 0.1 <= shape <= 10, "from 0.1 to 10"),
             ("diurnal", self.diurnal, 0 <= self.diurnal <= 1, "from 0 to 1"),
             ("zones", self.zones, len(self.zones) > 0, "at least one zone"),
-            (
-                "bulk",
-                self.bulk,
-                bool(self.bulk)
-                and all(n >= 1 and w > 0 for n, w in self.bulk)
-                and math.isfinite(sum(w for _, w in self.bulk)),
-                "sizes from 1 up; weights above 0 with a finite sum",
-            ),
+            ("bulk", self.bulk, sizes_usable, "sizes from 1 up; weights above 0, finite sum"),
         )
         for name, value, good, remedy in rules:
             if not good:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from elastic_sim.microbatches.physics import ClusterPhysics as Fine
+from elastic_sim.microbatches.physics import Physics as Fine
 from elastic_sim.microbatches.world import Job, simulate
 from elastic_sim.replay.replay import run_one
 from elastic_sim.steps.clusters import node_type_of, training_of
@@ -56,7 +56,9 @@ def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
 )
 def test_levels_agree(of: Trace, pair: str) -> None:
     training = training_of("bert-large")
-    world = SimulatedWorld(replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE)
+    world = SimulatedWorld(
+        replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE
+    )
     coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
     job = Job(
         steps=10_000,

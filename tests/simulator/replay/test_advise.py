@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
-from elastic_sim.replay.advise import MAX_NODES, Mix, affordable, answer_text, blended, mixes, offers, resized
+from elastic_sim.replay.advise import (
+    MAX_NODES,
+    Mix,
+    affordable,
+    answer_text,
+    blended,
+    mixes,
+    offers,
+    resized,
+)
 from elastic_sim.replay.replay import mean_of
 from elastic_sim.steps.clusters import node_type_of
 from elastic_sim.steps.scenario import Scenario
@@ -60,13 +69,19 @@ def test_more_of_the_same_market_is_not_lost_together() -> None:
 
 def test_offers_are_priced_and_ordered() -> None:
     found = offers([SCENARIO], mixes([6], 1), ("ours", "varuna"), (0, 1))
-    assert [o.per_million.value for o in found] == sorted(o.per_million.value for o in found)
+    assert [o.per_million_samples.value for o in found] == sorted(
+        o.per_million_samples.value for o in found
+    )
     by = {(o.mix.on_demand, o.policy): o for o in found}
     assert by[6, "ours"].dollars_per_h.value == pytest.approx(6 * 3.06)
     assert by[0, "ours"].dollars_per_h.value < 6 * 0.91
     assert by[6, "ours"].samples_per_s.value > by[0, "ours"].samples_per_s.value
     assert (
-        0 < by[0, "varuna"].goodput.value < by[0, "ours"].goodput.value < by[6, "ours"].goodput.value <= 1.01
+        0
+        < by[0, "varuna"].goodput.value
+        < by[0, "ours"].goodput.value
+        < by[6, "ours"].goodput.value
+        <= 1.01
     )
 
 
@@ -84,8 +99,10 @@ def test_a_budget_is_spent_on_as_many_nodes_as_it_pays() -> None:
     assert affordable(kind, 30.6, 2) == [Mix(0, 33), Mix(7, 8), Mix(10, 0)]
     assert affordable(kind, 0.5, 2) == [Mix(0, 1)], "even that is over it: said so"
     assert affordable(kind, 1e9, 1) == [Mix(0, MAX_NODES), Mix(MAX_NODES, 0)]
-    args = ["advise", "--mtbf", "1h", "--duration", "10m", "--nodes", "4", "--model", "bert-large", "--microbatches",
-            "16", "--mixes", "1", "--seeds", "1", "--budget", "5"]  # fmt: skip
+    args = [
+        "advise", "--mtbf", "1h", "--duration", "10m", "--nodes", "4", "--model", "bert-large",
+        "--microbatches", "16", "--mixes", "1", "--seeds", "1", "--budget", "5",
+    ]  # fmt: skip
     found = CliRunner().invoke(main, args)
     assert found.exit_code == 0 and found.output.startswith("Rent 0 on demand + "), found.output
     over = offers([SCENARIO], [Mix(6, 0), Mix(0, 6)], ("ours",), (0,), 0.1)
@@ -115,8 +132,10 @@ def test_the_backup_in_force_and_the_spares_are_named() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
-    args = ["advise", "--mtbf", "10m", "--nodes", "6", "--duration", "1h", "--model", "bert-large", "--microbatches",
-            "16", "--buy", "4,6", "--mixes", "1", "--seeds", "1", "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--mtbf", "10m", "--nodes", "6", "--duration", "1h", "--model", "bert-large",
+        "--microbatches", "16", "--buy", "4,6", "--mixes", "1", "--seeds", "1", "--json", str(out),
+    ]  # fmt: skip
     found = CliRunner().invoke(main, args)
     assert found.exit_code == 0, found.output
     assert found.output.startswith("Rent ")
@@ -129,8 +148,11 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_without_sizes_the_best_mix_is_tried_with_fewer_and_more(tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
-    args = ["advise", "--mtbf", "10m", "--nodes", "6", "--duration", "10m", "--model", "bert-large", "--microbatches",
-            "16", "--mixes", "1", "--seeds", "1", "--policy", "varuna", "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--mtbf", "10m", "--nodes", "6", "--duration", "10m", "--model", "bert-large",
+        "--microbatches", "16", "--mixes", "1", "--seeds", "1", "--policy", "varuna", "--json",
+        str(out),
+    ]  # fmt: skip
     found = CliRunner().invoke(main, args)
     assert found.exit_code == 0, found.output
     sizes = [offer["on_demand"] + offer["spot"] for offer in json.loads(out.read_text())["offers"]]
@@ -138,23 +160,30 @@ def test_without_sizes_the_best_mix_is_tried_with_fewer_and_more(tmp_path: Path)
 
 
 def test_several_traces_count_alike(tmp_path: Path) -> None:
-    """A long one no more than a short one; intervals are over traces, not over the seeds that share them."""
+    """A long one no more than a short one; intervals are over traces, not over the seeds that share
+    them."""
     calm, rough, out = tmp_path / "calm.csv", tmp_path / "rough.csv", tmp_path / "advice.json"
     calm.write_text(format_trace(generate(replace(MARKET, mtbf_s=7200.0), 7200.0, 1)))
     rough.write_text(format_trace(generate(replace(MARKET, mtbf_s=200.0), 1800.0, 1)))
-    args = ["advise", "--model", "bert-large", "--microbatches", "16", "--buy", "6", "--mixes", "1", "--seeds", "2",
-            "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--model", "bert-large", "--microbatches", "16", "--buy", "6", "--mixes", "1",
+        "--seeds", "2", "--json", str(out),
+    ]  # fmt: skip
     alone = {}
     for path in (calm, rough):
         assert CliRunner().invoke(main, [*args, str(path)]).exit_code == 0
         told = json.loads(out.read_text())
-        alone[path.name] = next(o for o in told["offers"] if o["spot"] == 6)["samples_per_s"]["value"]
+        alone[path.name] = next(o for o in told["offers"] if o["spot"] == 6)["samples_per_s"][
+            "value"
+        ]
     found = CliRunner().invoke(main, [*args, str(calm), str(rough)])
     assert found.exit_code == 0, found.output
     told = json.loads(out.read_text())
     assert told["traces"] == ["calm.csv", "rough.csv"]
     both = next(o for o in told["offers"] if o["spot"] == 6)
-    assert {name: one["samples_per_s"] for name, one in both["by_trace"].items()} == pytest.approx(alone)
+    assert {name: one["samples_per_s"] for name, one in both["by_trace"].items()} == pytest.approx(
+        alone
+    )
     assert alone["rough.csv"] < alone["calm.csv"]
     assert both["samples_per_s"]["value"] == pytest.approx(sum(alone.values()) / 2)
     assert both["samples_per_s"]["margin"] == pytest.approx(mean_of(list(alone.values())).margin)
@@ -168,15 +197,20 @@ def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
     path, out = tmp_path / "prof.json", tmp_path / "advice.json"
     profile = zoo_profile("bert-large", ["A40"])
     path.write_text(format_profile(profile))
-    args = ["advise", "--mtbf", "10m", "--nodes", "4", "--duration", "10m", "--model", str(path), "--microbatches",
-            "16", "--buy", "4", "--mixes", "1", "--seeds", "1", "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--mtbf", "10m", "--nodes", "4", "--duration", "10m", "--model", str(path),
+        "--microbatches", "16", "--buy", "4", "--mixes", "1", "--seeds", "1", "--json", str(out),
+    ]  # fmt: skip
     free = CliRunner().invoke(main, args)
     assert free.exit_code == 2 and "--nodes-of" in free.output and "a40" in free.output
     priced = CliRunner().invoke(main, [*args, "--nodes-of", "a40"])
     assert priced.exit_code == 0, priced.output
     fixed = next(o for o in json.loads(out.read_text())["offers"] if o["on_demand"] == 4)
     assert fixed["dollars_per_h"]["value"] == pytest.approx(4 * 3.06)
-    for name, why in (("g4dn.xlarge", "have a T4"), ("p5.48xlarge", "have 8 devices, the profile's 1")):
+    for name, why in (
+        ("g4dn.xlarge", "have a T4"),
+        ("p5.48xlarge", "have 8 devices, the profile's 1"),
+    ):
         for command in ("advise", "replay"):
             there = args if command == "advise" else ["replay", *args[1:11]]
             wrong = CliRunner().invoke(main, [*there, "--nodes-of", name])
@@ -189,32 +223,54 @@ def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
     both = tmp_path / "both.json"
     both.write_text(format_profile(two))
     mixed = CliRunner().invoke(
-        main, ["advise", "--mtbf", "10m", "--model", str(both), "--microbatches", "16", "--nodes-of", "a40"]
+        main,
+        [
+            "advise",
+            "--mtbf",
+            "10m",
+            "--model",
+            str(both),
+            "--microbatches",
+            "16",
+            "--nodes-of",
+            "a40",
+        ],
     )
-    assert mixed.exit_code == 2 and "several device types" in mixed.output and "other" in mixed.output
+    assert (
+        mixed.exit_code == 2 and "several device types" in mixed.output and "other" in mixed.output
+    )
 
 
-def test_a_wrong_model_file_is_named_as_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_model_file_is_named_as_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = ["advise", "--mtbf", "10m", "--nodes-of", "a40", "--microbatches", "8", "--model"]
     absent = CliRunner().invoke(main, [*args, "nosuch.json"])
-    assert absent.exit_code == 2 and absent.output.startswith("elastic-sim advise: --model: 'nosuch.json'")
+    assert absent.exit_code == 2 and absent.output.startswith(
+        "elastic-sim advise: --model: 'nosuch.json'"
+    )
     large = tmp_path / "large.json"
     large.write_text("{}" * 10)
     monkeypatch.setattr("elastic_sim.traces.trace.MAX_BYTES", 10)
     refused = CliRunner().invoke(main, [*args, str(large)])
     assert (
-        refused.exit_code == 2 and "--model: " in refused.output and "20 bytes are too many" in refused.output
+        refused.exit_code == 2
+        and "--model: " in refused.output
+        and "20 bytes are too many" in refused.output
     )
     events = tmp_path / "events.jsonl"
     events.write_text("{}" * 10)
     refused = CliRunner().invoke(main, ["advise", str(events)])
     assert (
-        refused.exit_code == 2 and "TRACE: " in refused.output and "20 bytes are too many" in refused.output
+        refused.exit_code == 2
+        and "TRACE: " in refused.output
+        and "20 bytes are too many" in refused.output
     )
 
 
 @pytest.mark.parametrize(
-    "more", [["--buy", "x"], ["--buy", "0"], ["--budget", "-1"], ["--policy", "nobody"], ["--model", "x"]]
+    "more",
+    [["--buy", "x"], ["--buy", "0"], ["--budget", "-1"], ["--policy", "nobody"], ["--model", "x"]],
 )
 def test_what_cannot_be_advised_is_refused(more: list[str]) -> None:
     found = CliRunner().invoke(main, ["advise", "--mtbf", "10m", *more])

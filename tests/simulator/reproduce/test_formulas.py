@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.formulas import committed_share, expected_ettr, mttf_hours, wasted_s_per_failure
+from elastic_sim.reproduce.formulas import (
+    committed_share,
+    expected_ettr,
+    mttf_hours,
+    wasted_s_per_failure,
+)
 
 
 def test_torchft_on_300_gpus() -> None:
@@ -20,7 +25,9 @@ def test_meta_s_clusters() -> None:
     assert perfect == pytest.approx(1.0)
     hourly = expected_ettr(2048, 0.0065, restart_days=5 / 1440, interval_days=60 / 1440)
     assert hourly == pytest.approx(1 - 13.312 * 35 / 1440)
-    writing = expected_ettr(2048, 0.0065, restart_days=5 / 1440, interval_days=60 / 1440, write_days=3 / 1440)
+    writing = expected_ettr(
+        2048, 0.0065, restart_days=5 / 1440, interval_days=60 / 1440, write_days=3 / 1440
+    )
     assert writing == pytest.approx(hourly / 1.05)
 
 

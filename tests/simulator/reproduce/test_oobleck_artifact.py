@@ -1,10 +1,21 @@
-"""The artifact's simulation on small traces; against its published values: tests/simulator/reproduce/test_published.py."""
+"""The artifact's simulation on small traces; against its published values:
+tests/simulator/reproduce/test_published.py."""
 
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.oobleck_artifact import MODELS, ArtifactBamboo, ArtifactOobleck, ThroughputTable, ArtifactVaruna, throughputs
-from elastic_sim.reproduce.oobleck_artifact import clock_split, oracle, split, step_seconds
+from elastic_sim.reproduce.oobleck_artifact import (
+    MODELS,
+    ArtifactBamboo,
+    ArtifactOobleck,
+    ArtifactVaruna,
+    ThroughputTable,
+    clock_split,
+    oracle,
+    split,
+    step_seconds,
+    throughputs,
+)
 from elastic_sim.traces.trace import ADD, REMOVE, Event, build_trace
 
 from elastic.domain.errors import FieldError
@@ -29,11 +40,16 @@ def test_without_losses_steps_follow_each_other() -> None:
 def test_oobleck_does_the_running_step_again() -> None:
     oobleck = ArtifactOobleck(MODEL, FLAT)
     oobleck.run(trace_of((452.0, "n7")))
-    assert [s.ended for s in oobleck.steps if 440_000 < s.ended < 480_000] == [447_000, 464_000, 474_000]
+    assert [s.ended for s in oobleck.steps if 440_000 < s.ended < 480_000] == [
+        447_000,
+        464_000,
+        474_000,
+    ]
 
 
 def test_varuna_goes_back_to_its_checkpoint() -> None:
-    """From 100.3 s on: the first checkpoint after ten steps, then a loss in the fourth step after it."""
+    """From 100.3 s on: the first checkpoint after ten steps, then a loss in the fourth step after
+    it."""
     restart = MODEL.varuna_ms - MODEL.checkpoint_ms
     varuna = ArtifactVaruna(MODEL, FLAT, rollback=True)
     varuna.run(trace_of((300.0, "n7"), end_s=350))
@@ -50,7 +66,9 @@ def test_bamboo_runs_on_at_half_the_speed_until_the_step_ends() -> None:
     bamboo = ArtifactBamboo(MODEL, FLAT)
     bamboo.run(trace_of((100.0, "n3"), end_s=400))
     lengths = [step.ended - step.began for step in bamboo.steps]
-    assert lengths.count(10_000) == len(lengths) - 2  # the one that was hit, and that after the new deal
+    assert (
+        lengths.count(10_000) == len(lengths) - 2
+    )  # the one that was hit, and that after the new deal
     assert max(lengths) == 10_000 + MODEL.bamboo_ms
 
 
@@ -83,12 +101,15 @@ def test_tables_of_another_form_are_refused() -> None:
 
 
 def test_where_time_goes_with_one_loss() -> None:
-    """From 47 s: 40 steps and half of another, a rendezvous of 2 s, 54 steps; one runs when the trace ends."""
+    """From 47 s: 40 steps and half of another, a rendezvous of 2 s, 54 steps; one runs when the
+    trace ends."""
     trace = trace_of((452.0, "n7"))
     counted = split(MODEL, trace, FLAT)
     begun, meetings, lost = (40 + 1 + 54 + 1) * 10, 2 * 2, 10
     total = begun + meetings + lost
-    assert list(counted.values()) == pytest.approx([100 * part / total for part in (begun, meetings, lost)])
+    assert list(counted.values()) == pytest.approx(
+        [100 * part / total for part in (begun, meetings, lost)]
+    )
     clock = clock_split(MODEL, trace, FLAT)
     span = 400 + 5 + 2 + 540
     assert list(clock.values()) == pytest.approx([100 * part / span for part in (940, 2, 5)])
@@ -111,5 +132,7 @@ def test_the_oracle_takes_the_best_table_at_each_number_of_nodes() -> None:
     trace = trace_of((400.0, "n7"))
     assert oracle(MODEL, trace, tables) == pytest.approx((400 * 10 + 600 * 5) / 1000)
     assert oracle(MODEL, trace, {}) == 0.0
-    later = build_trace([Event(e.seconds + 100, e.kind, e.node) for e in trace.events], trace.end_s + 100)
+    later = build_trace(
+        [Event(e.seconds + 100, e.kind, e.node) for e in trace.events], trace.end_s + 100
+    )
     assert oracle(MODEL, later, tables) == oracle(MODEL, trace, tables)

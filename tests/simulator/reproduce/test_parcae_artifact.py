@@ -1,16 +1,25 @@
-"""Parcae's rules on small traces; against its published values: tests/simulator/reproduce/test_published.py."""
+"""Parcae's rules on small traces; against its published values:
+tests/simulator/reproduce/test_published.py."""
 
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.parcae_artifact import NO_GRID, MigrationCosts, proactive, ideal, minutes, reactive, sending_ms
+from elastic_sim.reproduce.parcae_artifact import (
+    NO_GRID,
+    MigrationCosts,
+    ideal,
+    minutes,
+    proactive,
+    reactive,
+    sending_ms,
+)
 from elastic_sim.reproduce.parcae_measurements import BERT, GPT_1_5B, GPT_6_7B, MODELS
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 
 def trace_of(*changes: tuple[int, int], end: int = 30) -> Trace:
     """(minute, nodes from then on)."""
-    events, there, made = [], [], 0
+    events, there, made = list[Event](), list[str](), 0
     for minute, nodes in changes:
         while len(there) < nodes:
             made += 1
@@ -35,7 +44,11 @@ def test_sending_follows_the_measured_points() -> None:
 def test_stages_cover_all_layers(model) -> None:  # type: ignore[no-untyped-def]
     for _, stages in model.throughput:
         ends = model.cut(stages)
-        assert ends[0] == 0 and ends[-1] == len(model.sizes) == model.layers + 2 and len(ends) == stages + 1
+        assert (
+            ends[0] == 0
+            and ends[-1] == len(model.sizes) == model.layers + 2
+            and len(ends) == stages + 1
+        )
         assert sum(model.stage_parameters(stages)) == sum(model.sizes)
 
 

@@ -18,7 +18,11 @@ def test_parcae_s_optimizer() -> None:
     for (model, trace), published in reproduce.PARCAE_PUBLISHED.items():
         for system, value in zip(("ideal", "reactive", "parcae"), published, strict=True):
             found = 100 * values[model, trace, system] / values[model, trace, "ideal"]
-            assert found == pytest.approx(100 * value / published[0], abs=0.5), (model, trace, system)
+            assert found == pytest.approx(100 * value / published[0], abs=0.5), (
+                model,
+                trace,
+                system,
+            )
             assert values[model, trace, system] == pytest.approx(value, rel=0.003)
 
 
@@ -30,7 +34,11 @@ def oobleck() -> list[reproduce.Row]:
 
 
 def test_oobleck_s_artifact(oobleck: list[reproduce.Row]) -> None:
-    rows = [row for row in oobleck if row["trace"] in reproduce.OOBLECK_TRACES and row["system"] != "oracle"]
+    rows = [
+        row
+        for row in oobleck
+        if row["trace"] in reproduce.OOBLECK_TRACES and row["system"] != "oracle"
+    ]
     assert len(rows) == 5 * 7 * 3
     known = [row for row in rows if row["published"] is not None]
     assert len(known) == len(reproduce.OOBLECK_PUBLISHED) * 3
@@ -46,8 +54,13 @@ def test_all_that_is_published_of_oobleck_within_a_percent(oobleck: list[reprodu
 
 
 def test_oobleck_s_time_and_oracle(oobleck: list[reproduce.Row]) -> None:
-    """gpt3-6.7b: to more digits than are published, from the authors' program and from its tables."""
-    found = {(row["system"], row["trace"]): row["value"] for row in oobleck if row["model"] == "gpt3-6.7b"}
+    """gpt3-6.7b: to more digits than are published, from the authors' program and from its
+    tables."""
+    found = {
+        (row["system"], row["trace"]): row["value"]
+        for row in oobleck
+        if row["model"] == "gpt3-6.7b"
+    }
     told = {"effective": 75.86726, "restart": 1.04125, "lost work": 23.09148}
     for part, value in told.items():
         assert found["oobleck", f"10m: {part}, %"] == pytest.approx(value, abs=1e-4)
@@ -61,7 +74,9 @@ def test_oobleck_s_time_and_oracle(oobleck: list[reproduce.Row]) -> None:
 def test_what_rounds_to_the_published_digits_is_told_so() -> None:
     def told(value: float, published: str) -> str:
         row = {"model": "m", "system": "s", "trace": "t", "value": value}
-        return reproduce.describe([{**row, "published": reproduce.PublishedValue(published)}]).splitlines()[1]
+        return reproduce.describe(
+            [{**row, "published": reproduce.PublishedValue(published)}]
+        ).splitlines()[1]
 
     assert told(0.2551, "0.26").split()[3:] == ["0.2551", "0.26", "as", "printed"]
     assert told(287.104, "287.10").split()[3:] == ["287.1040", "287.10", "as", "printed"]

@@ -1,4 +1,5 @@
-"""The engine: node-milliseconds add up, samples count once, and the same seed gives the same outcome."""
+"""The engine: node-milliseconds add up, samples count once, and the same seed gives the same
+outcome."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from elastic_sim.steps.engine import Reconfiguration, JobView, SimulationResult, Setup, Simulation, Slowdown
+from elastic_sim.steps.engine import (
+    JobView,
+    Reconfiguration,
+    Setup,
+    Simulation,
+    SimulationResult,
+    Slowdown,
+)
 from elastic_sim.steps.time_accounting import TimeAccount, Use
 from elastic_sim.traces.generate import Market, generate
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
@@ -17,7 +25,8 @@ from tests.simulator.microbatches.runs import node_ms
 
 
 class Fixed:
-    """A step of ten seconds whatever there is; a loss costs `pauses`, and takes back what it says."""
+    """A step of ten seconds whatever there is; a loss costs `pauses`, and takes back what it
+    says."""
 
     name = "fixed"
 
@@ -31,9 +40,11 @@ class Fixed:
     def on_start(self, job: JobView) -> Reconfiguration:
         return Reconfiguration(setup=self.setup(job))
 
-    def on_membership(self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]) -> Reconfiguration:
-        back = self._saved if self._every and gone else -1
-        return Reconfiguration(self._pauses, self.setup(job), self._lost_ms if gone else 0, back)
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration:
+        back = self._saved if self._every and lost else -1
+        return Reconfiguration(self._pauses, self.setup(job), self._lost_ms if lost else 0, back)
 
     def on_notice(self, job: JobView, leaving: Sequence[Event]) -> None:
         return None
@@ -82,7 +93,9 @@ def test_going_back_to_a_checkpoint_takes_samples_back() -> None:
 
 
 def test_a_second_loss_ends_the_pauses_of_the_first() -> None:
-    trace = trace_of((0, ADD, "a"), (0, ADD, "b"), (0, ADD, "c"), (20, REMOVE, "b"), (21, REMOVE, "c"))
+    trace = trace_of(
+        (0, ADD, "a"), (0, ADD, "b"), (0, ADD, "c"), (20, REMOVE, "b"), (21, REMOVE, "c")
+    )
     found = Simulation(trace, Fixed((Use.DETECT, 5000))).run()
     assert found.account.totals()[Use.DETECT] == 2 * 1000 + 5000
 
@@ -99,7 +112,7 @@ def test_the_same_part_of_a_step_is_done_when_its_length_changes() -> None:
             return Setup(1, 10_000 * len(job.alive), 100) if job.alive else None
 
     found = Simulation(TWO, Halving()).run()
-    # two steps of 20 s and a quarter of the third; then three quarters of one of 10 s, and four and a half more
+    # Two steps of 20 s and a quarter of the third. Then the rest of it at 10 s per step, and 4.5 more.
     assert found.steps == 2 + 1 + 4
     assert found.account.totals()[Use.IDLE] == 45_000
 
@@ -117,17 +130,27 @@ class Wild:
         draw = self._draw
         if draw.random() < 0.5:
             self._asked.append((draw.randrange(1, 50_000), "again"))
-        pauses = tuple((draw.choice(list(Use)), draw.randrange(5000)) for _ in range(draw.randrange(4)))
-        pauses = tuple((use, ms) for use, ms in pauses if use not in (Use.USEFUL, Use.REDUNDANT, Use.IDLE))
+        pauses = tuple(
+            (draw.choice(list(Use)), draw.randrange(5000)) for _ in range(draw.randrange(4))
+        )
+        pauses = tuple(
+            (use, ms) for use, ms in pauses if use not in (Use.USEFUL, Use.REDUNDANT, Use.IDLE)
+        )
         used = draw.randrange(len(job.alive) + 1)
-        setup = Setup(used, draw.randrange(1, 20_000), draw.randrange(1, 9), draw.random()) if used else None
+        setup = (
+            Setup(used, draw.randrange(1, 20_000), draw.randrange(1, 9), draw.random())
+            if used
+            else None
+        )
         back = draw.randrange(job.steps + 1) if draw.random() < 0.2 else -1
         return Reconfiguration(pauses, setup, draw.randrange(3000), back)
 
     def on_start(self, job: JobView) -> Reconfiguration:
         return self.any(job)
 
-    def on_membership(self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]) -> Reconfiguration:
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration:
         return self.any(job)
 
     def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
@@ -153,22 +176,34 @@ class Wild:
 def test_whatever_a_policy_does_every_node_millisecond_is_in_one_use(
     seed: int, mtbf_s: float, repair_s: float, notice_s: float
 ) -> None:
-    market = Market(nodes=5, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (3, 1)))
+    market = Market(
+        nodes=5, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (3, 1))
+    )
     trace = generate(market, 600.0, seed)
     noise = random.Random(seed + 1)
     factors = [noise.uniform(0.7, 1.5) for _ in range(1 << 16)]
-    slow = [Slowdown(at * 20_000, at * 25_000 + 1, f"node{at % 7}", 1.0 + at) for at in range(1, 20)]
-    first, again = (Simulation(trace, Wild(seed), factors.__getitem__, slow).run() for _ in range(2))
+    slow = [
+        Slowdown(at * 20_000, at * 25_000 + 1, f"node{at % 7}", 1.0 + at) for at in range(1, 20)
+    ]
+    first, again = (
+        Simulation(trace, Wild(seed), factors.__getitem__, slow).run() for _ in range(2)
+    )
     totals = first.account.totals()
     assert sum(totals.values()) == first.account.node_ms == node_ms(trace)
     assert all(amount >= 0 for amount in totals.values())
     assert first.ended == first.account.ended == 600_000
-    assert _told(first) == _told(again)
+    assert _comparable(first) == _comparable(again)
     assert first.progress[-1] == (600_000, first.samples)
 
 
-def _told(outcome: SimulationResult) -> object:
-    return outcome.steps, outcome.samples, outcome.account.spans, outcome.decisions, outcome.progress
+def _comparable(outcome: SimulationResult) -> object:
+    return (
+        outcome.steps,
+        outcome.samples,
+        outcome.account.spans,
+        outcome.decisions,
+        outcome.progress,
+    )
 
 
 def test_more_cannot_be_lost_than_was_done() -> None:

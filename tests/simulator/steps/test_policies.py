@@ -1,4 +1,5 @@
-"""Policies: whatever happens nothing is counted twice, and each follows the rules that it is a model of."""
+"""Policies: whatever happens nothing is counted twice, and each follows the rules that it is a
+model of."""
 
 from __future__ import annotations
 
@@ -9,8 +10,13 @@ import pytest
 from elastic_sim.replay.replay import PolicyRun, replay, run_one
 from elastic_sim.steps.clusters import JOBS, TrainingJob, node_type_of, training_of
 from elastic_sim.steps.engine import SimulationResult
-from elastic_sim.steps.physics import ClusterPhysics, physics_from_settings, usable_trace, spread_losses
-from elastic_sim.steps.policies import policy_descriptions, policy_factory, policy_factories
+from elastic_sim.steps.physics import (
+    ClusterPhysics,
+    physics_from_settings,
+    spread_losses,
+    usable_trace,
+)
+from elastic_sim.steps.policies import policy_descriptions, policy_factories, policy_factory
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.generate import Market, generate
@@ -22,18 +28,27 @@ from elastic.domain.errors import FieldError
 from tests.simulator.microbatches.runs import node_ms
 
 QUIET = ClusterPhysics(boot_s=0.0, noise=0.0)
-RANDOM = ("ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo", "oobleck", "parcae",
-          "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle", "ceiling")  # fmt: skip
+RANDOM = (
+    "ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo",
+    "oobleck", "parcae", "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle",
+    "ceiling",
+)  # fmt: skip
 
 
 @cache
-def world(model: str = "bert-large", kind: str = "a40", physics: ClusterPhysics = QUIET) -> SimulatedWorld:
+def world(
+    model: str = "bert-large", kind: str = "a40", physics: ClusterPhysics = QUIET
+) -> SimulatedWorld:
     """Few micro-batches, so that plans are found quickly."""
     training = training_of(model)
-    return SimulatedWorld(replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics)
+    return SimulatedWorld(
+        replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics
+    )
 
 
-def trace(n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice_s: float = 0.0) -> Trace:
+def trace(
+    n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice_s: float = 0.0
+) -> Trace:
     """`n` nodes from the start."""
     there = [Event(0.0, ADD, f"n{i}") for i in range(n)]
     return build_trace(
@@ -49,7 +64,7 @@ def trace(n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice
 
 
 def run(policy: str, of: Trace, **kwargs: object) -> PolicyRun:
-    return run_one(world(**kwargs), of, policy, 0, keep=True)  # type: ignore[arg-type]
+    return run_one(world(**kwargs), of, policy, 0, keep=True)
 
 
 def outcome(run: PolicyRun) -> SimulationResult:
@@ -78,7 +93,9 @@ def test_nothing_is_counted_twice(
     first, again = (run_one(there, made, policy, seed, keep=True) for _ in range(2))
     found = outcome(first)
     totals = found.account.totals()
-    assert sum(totals.values()) == found.account.node_ms == node_ms(usable_trace(made, physics, seed))
+    assert (
+        sum(totals.values()) == found.account.node_ms == node_ms(usable_trace(made, physics, seed))
+    )
     paid = node_ms(spread_losses(made, physics, seed))
     assert round(1000 * sum(first.time.values())) == paid >= found.account.node_ms
     assert all(amount >= 0 for amount in totals.values())
@@ -147,7 +164,11 @@ def test_a_node_that_comes_enters_at_the_end_of_a_step() -> None:
     found = outcome(run("ours", came))
     assert found.account.totals()[Use.LOST] == 0
     (entered,) = [d for d in found.decisions if "join" in d.change.reason]
-    assert entered.at > 1_000_000 and entered.change.setup is not None and entered.change.setup.nodes == 6
+    assert (
+        entered.at > 1_000_000
+        and entered.change.setup is not None
+        and entered.change.setup.nodes == 6
+    )
 
 
 def test_ours_goes_back_to_the_checkpoint_only_when_all_copies_are_gone() -> None:
@@ -172,20 +193,34 @@ def test_oobleck_redoes_the_iteration_and_lets_who_came_enter_after_a_step() -> 
     there = trace(6, (1000.0, ADD, "n9"), (2000.0, REMOVE, "n2"))
     found = outcome(run("oobleck", there))
     _, entered, lost = found.decisions
-    assert entered.at > 1_000_000 and not entered.change.lost_ms and "joined" in entered.change.reason
-    assert lost.at == 2_000_000 and lost.change.lost_ms >= 2_000_000, "all that was done of the step"
+    assert (
+        entered.at > 1_000_000 and not entered.change.lost_ms and "joined" in entered.change.reason
+    )
+    assert lost.at == 2_000_000 and lost.change.lost_ms >= 2_000_000, (
+        "all that was done of the step"
+    )
     assert found.account.totals()[Use.DETECT] == 6 * 5000
 
 
 def test_systems_with_fixed_grids_grow_where_it_pays() -> None:
     """They began with two nodes; eight more came."""
     there = trace(2, *((60.0, ADD, f"m{i}") for i in range(8)), end_s=7200.0)
-    for policy in ("torchft", "recycle", "bamboo", "oobleck", "spares", "gemini", "checkpoint", "varuna"):
+    for policy in (
+        "torchft",
+        "recycle",
+        "bamboo",
+        "oobleck",
+        "spares",
+        "gemini",
+        "checkpoint",
+        "varuna",
+    ):
         assert run(policy, there).samples > 0.5 * run("oracle", there).samples, policy
 
 
 def test_a_loss_during_a_recovery_finds_what_was_there_before_it() -> None:
-    """The second node was to have what the first one lost: moves that were under way came to nothing."""
+    """The second node was to have what the first one lost: moves that were under way came to
+    nothing."""
     both = trace(6, (2000.0, REMOVE, "n0"), (2000.5, REMOVE, "n3"))
     found = outcome(run("ours:recompute+replica", both, model="gpt3-2.7b"))
     first, second = [d for d in found.decisions if d.at >= 2_000_000][:2]
@@ -220,7 +255,8 @@ def test_bamboo_takes_over_one_loss_and_restarts_after_adjacent_ones() -> None:
 
 
 def test_bamboo_s_losses_one_after_the_other_are_adjacent_until_it_is_rebalanced() -> None:
-    """The second hits who had taken over for the first, in the same step; a step later it would be one more."""
+    """The second hits who had taken over for the first, in the same step; a step later it would be
+    one more."""
     at_once = trace(8, (1000.0, REMOVE, "n1"), (1000.2, REMOVE, "n2"))
     fatal = outcome(run("bamboo", at_once, model="bert-large"))
     assert any("adjacent" in d.change.reason for d in fatal.decisions)
@@ -264,7 +300,8 @@ def test_gemini_reads_the_checkpoint_when_a_node_and_its_keeper_are_lost() -> No
 
 @pytest.mark.parametrize("policy", RANDOM[:-2])
 def test_nobody_s_state_outlives_everybody(policy: str) -> None:
-    """All nodes go at once, others come later: what counts then is in durable storage, or (Parcae) with servers."""
+    """All nodes go at once, others come later: what counts then is in durable storage, or (Parcae)
+    with servers."""
     went = [(2000.0, REMOVE, f"n{i}") for i in range(6)]
     came = [(2600.0, ADD, f"m{i}") for i in range(6)]
     found = outcome(run(policy, trace(6, *went, *came)))
@@ -315,7 +352,9 @@ def test_every_job_has_a_plan_on_large_nodes(job: TrainingJob) -> None:
     there = SimulatedWorld(job, (node_type_of("p5.48xlarge"),), QUIET)
     found = there.varuna(32)
     assert found is not None and 0 < found.step_s < 24 * 3600
-    assert there.compute_s / 32 <= found.step_s, "nobody is faster than all nodes computing all the time"
+    assert there.compute_s / 32 <= found.step_s, (
+        "nobody is faster than all nodes computing all the time"
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,21 +375,33 @@ def test_unusable_physics_are_refused(settings_: list[str]) -> None:
 
 
 def test_nodes_are_of_use_once_booted() -> None:
-    found = usable_trace(trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), ClusterPhysics(), 0)
+    found = usable_trace(
+        trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), ClusterPhysics(), 0
+    )
     assert [(e.seconds, e.node) for e in found.events if e.seconds > 0] == [(245.0, "b")]
 
 
 def test_nodes_that_boot_are_idle() -> None:
     came = trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b"))
-    booting, ready = (run_one(world(physics=ClusterPhysics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0))
-    assert sum(booting.values()) == pytest.approx(sum(ready.values()), abs=1e-6) == node_ms(came) / 1000
+    booting, ready = (
+        run_one(world(physics=ClusterPhysics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0)
+    )
+    assert (
+        sum(booting.values())
+        == pytest.approx(sum(ready.values()), abs=1e-6)
+        == node_ms(came) / 1000
+    )
     assert booting["idle"] >= 20.0 + 45.0
 
 
 def test_mixed_clusters_need_like_nodes() -> None:
     with pytest.raises(FieldError, match="number of devices"):
-        SimulatedWorld(training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET)
+        SimulatedWorld(
+            training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET
+        )
     training = replace(training_of("bert-large"), samples=256)
     mixed = SimulatedWorld(training, (node_type_of("a40"), node_type_of("p3.2xlarge")), QUIET)
-    there = build_trace([Event(0.0, ADD, f"n{i}", type=("V100" if i % 2 else "a40")) for i in range(4)], 3600.0)
+    there = build_trace(
+        [Event(0.0, ADD, f"n{i}", type=("V100" if i % 2 else "a40")) for i in range(4)], 3600.0
+    )
     assert run_one(mixed, there, "ours", 0).samples > 0

@@ -6,7 +6,13 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from elastic_sim.steps.rival_planners import EqualNodes, StepSeconds, plan_oobleck, best_template, plan_varuna
+from elastic_sim.steps.rival_planners import (
+    EqualNodes,
+    StepSeconds,
+    best_template,
+    plan_oobleck,
+    plan_varuna,
+)
 
 from elastic.domain.types import LayerSpec, NodeInfo, Plan
 from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
@@ -20,10 +26,13 @@ def cluster(
 ) -> EqualNodes:
     """Layers of these seconds (a third of them forward); each holds ten bytes."""
     layers = tuple(
-        LayerSpec(2, 4, 4, t / 3, 2 * t / 3, activation_bytes=activation, output_bytes=0) for t in times
+        LayerSpec(2, 4, 4, t / 3, 2 * t / 3, activation_bytes=activation, output_bytes=0)
+        for t in times
     )
     device = Device("x", tuple(LayerTimes(t / 3, 2 * t / 3) for t in times))
-    return EqualNodes(Profile(model="m", layers=layers, devices=(device,), link=Link(1e9)), microbatches, memory)
+    return EqualNodes(
+        Profile(model="m", layers=layers, devices=(device,), link=Link(1e9)), microbatches, memory
+    )
 
 
 def nodes(count: int) -> list[NodeInfo]:

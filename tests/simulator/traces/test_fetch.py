@@ -18,7 +18,9 @@ from elastic_sim.traces.importers import FORMATS
 from elastic.domain.errors import FieldError
 
 DATA = b"0,add,node1\n60000,remove,node1\n"
-GOOD = PublishedTrace("t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo")
+GOOD = PublishedTrace(
+    "t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo"
+)
 
 
 BROKEN = {
@@ -70,7 +72,9 @@ def test_other_bytes_are_refused_and_nothing_is_written(host: str, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_had_is_said(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_said(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(FieldError, match="must be reachable"):
         fetch(PublishedTrace("x", "owner/x", "0" * 64, "bamboo"), tmp_path, host)
     with pytest.raises(FieldError, match="must be reachable"):
@@ -97,7 +101,10 @@ def test_what_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").mkdir()
     with pytest.raises(FieldError, match="--to"):
         fetch(GOOD, tmp_path, host)
-    assert file.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {"file", "t.csv"}
+    assert file.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {
+        "file",
+        "t.csv",
+    }
 
 
 def test_an_impossible_host_is_named(tmp_path: Path) -> None:
@@ -106,7 +113,11 @@ def test_an_impossible_host_is_named(tmp_path: Path) -> None:
 
 
 def test_originals_are_pinned() -> None:
-    assert len({original.path for original in PUBLISHED_TRACES.values()}) == len(PUBLISHED_TRACES) >= 16
+    assert (
+        len({original.path for original in PUBLISHED_TRACES.values()})
+        == len(PUBLISHED_TRACES)
+        >= 16
+    )
     for original in PUBLISHED_TRACES.values():
         commit = original.path.split("/")[2]
         assert len(commit) == 40 and len(original.sha256) == 64 and original.format in FORMATS

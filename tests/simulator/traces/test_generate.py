@@ -86,10 +86,14 @@ def test_the_shape_of_lifetimes_that_are_known() -> None:
 
 
 def test_zones_notice_and_the_swing_over_the_day_are_fitted() -> None:
-    market = Market(nodes=32, mtbf_s=600, repair_s=600, notice_s=120, diurnal=0.5, zones=("a", "b", "c"))
+    market = Market(
+        nodes=32, mtbf_s=600, repair_s=600, notice_s=120, diurnal=0.5, zones=("a", "b", "c")
+    )
     found = fit_market(generate(market, 20 * 24 * HOUR, 1))
     assert (found.notice_s, found.zones) == (120, ("a", "b", "c"))
-    assert found.diurnal == pytest.approx(0.5, abs=0.1) and found.shape == pytest.approx(1.0, abs=0.1)
+    assert found.diurnal == pytest.approx(0.5, abs=0.1) and found.shape == pytest.approx(
+        1.0, abs=0.1
+    )
     assert fit_market(generate(market, 20 * 24 * HOUR, 1), zones=("x",)).zones == ("x",)
     assert fit_market(generate(market, 12 * HOUR, 1)).diurnal == 0, "half a day does not tell"
     for seed in range(5):
@@ -175,10 +179,16 @@ def test_statistics_of_a_small_trace() -> None:
         "0,add,a,,,\n0,add,b,,,\n1800,remove,a,,,\n1800,remove,b,,,\n1800,add,c,,,\n2700,remove,c,,,30\n3600,end,,,,\n"
     )[0]
     found = statistics(trace)
-    assert (found.losses, found.loss_events, found.bulk_most, found.joins, found.notices) == (3, 2, 2, 1, 1)
-    assert found.node_hours == pytest.approx((2 * 1800 + 900) / 3600) and found.nodes_mean == pytest.approx(
-        1.25
+    assert (found.losses, found.loss_events, found.bulk_most, found.joins, found.notices) == (
+        3,
+        2,
+        2,
+        1,
+        1,
     )
+    assert found.node_hours == pytest.approx(
+        (2 * 1800 + 900) / 3600
+    ) and found.nodes_mean == pytest.approx(1.25)
     assert found.losses_per_node_hour == pytest.approx(3 / 1.25)
     assert (found.lifetime_median_s, found.between_losses_mean_s) == (1800, 900)
     assert (found.nodes_least, found.nodes_most) == (0, 2)

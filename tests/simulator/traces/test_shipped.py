@@ -16,12 +16,16 @@ from elastic_sim.traces.trace import ADD, Event, build_trace, read
 from tests.simulator.report.figures import body, figures
 
 TRACES = Path(__file__).parents[3] / "traces"
-COMMANDS = re.findall(r"^    elastic-sim (traces generate .*)$", (TRACES / "README.md").read_text(), re.M)
+COMMANDS = re.findall(
+    r"^    elastic-sim (traces generate .*)$", (TRACES / "README.md").read_text(), re.M
+)
 
 
 def test_every_trace_is_named_labelled_and_usable() -> None:
     files = sorted(TRACES.glob("*.csv"))
-    assert {f"traces/{file.name}" for file in files} == {shlex.split(command)[2] for command in COMMANDS}
+    assert {f"traces/{file.name}" for file in files} == {
+        shlex.split(command)[2] for command in COMMANDS
+    }
     for file in files:
         found, repairs = read(file)
         assert found.events and not repairs
@@ -55,14 +59,20 @@ def test_statistics_as_a_page(tmp_path: Path) -> None:
         assert max(nodes["y"]) == told.nodes_most
         assert longer["y"][0] == 100 and longer["y"][-1] == pytest.approx(0)
         assert sum(bulks["y"]) == told.loss_events and sum(hours["y"]) == told.losses
-        assert sum(n * events for n, events in zip(bulks["x"], bulks["y"], strict=True)) == told.losses
+        assert (
+            sum(n * events for n, events in zip(bulks["x"], bulks["y"], strict=True)) == told.losses
+        )
         assert charts["plot-3"]["layout"]["yaxis"]["title"]["text"] == "lost nodes"
     odd = tmp_path / "<b>.csv"
     odd.write_bytes((TRACES / "steady-32.csv").read_bytes())
     out = tmp_path / "odd.html"
-    assert CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(out)]).exit_code == 0
+    assert (
+        CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(out)]).exit_code == 0
+    )
     assert "<b>" not in body(out.read_text())
-    refused = CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(tmp_path / "no/x.html")])
+    refused = CliRunner().invoke(
+        main, ["traces", "stats", str(odd), "--html", str(tmp_path / "no/x.html")]
+    )
     assert refused.exit_code == 2 and "does not exist" in refused.output
 
 

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from elastic_sim.traces import trace as traces
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace, format_trace, parse, read, window
+from elastic_sim.traces.trace import (
+    ADD,
+    REMOVE,
+    Event,
+    Trace,
+    build_trace,
+    format_trace,
+    parse,
+    read,
+    window,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,17 +42,25 @@ def test_what_is_written_is_read_back() -> None:
         pytest.param("", 1, "the first line must be seconds", id="empty"),
         pytest.param("0,add,a\n", 1, "traces import", id="another-format"),
         pytest.param(GOOD.replace("20,add,a", "5,add,a"), 5, "times must ascend", id="wrong-order"),
-        pytest.param(GOOD.replace("remove,a", "remove,c"), 4, "c is not present", id="unknown-node"),
+        pytest.param(
+            GOOD.replace("remove,a", "remove,c"), 4, "c is not present", id="unknown-node"
+        ),
         pytest.param(GOOD.replace("0,add,b", "0,add,a"), 3, "a is present already", id="twice"),
-        pytest.param(GOOD.replace("0,add,b", "-1,add,b"), 3, "seconds from 0 up", id="negative-time"),
+        pytest.param(
+            GOOD.replace("0,add,b", "-1,add,b"), 3, "seconds from 0 up", id="negative-time"
+        ),
         pytest.param(GOOD.replace("10.5", "nan"), 4, "seconds from 0 up", id="no-number"),
         pytest.param(GOOD.replace("10.5", "1e400"), 4, "seconds from 0 up", id="endless"),
-        pytest.param(GOOD.replace("10.5,remove", "10.5,vanish"), 4, "add, remove or end", id="unknown-event"),
+        pytest.param(
+            GOOD.replace("10.5,remove", "10.5,vanish"), 4, "add, remove or end", id="unknown-event"
+        ),
         pytest.param(GOOD.replace("p3,120", "p3,-5"), 4, "notice", id="negative-notice"),
         pytest.param(GOOD.replace(",z1,p3,\n", ",z1\n"), 2, "6 fields", id="missing-fields"),
         pytest.param(GOOD.replace("add,a,", "add,a b,"), 2, "names of letters", id="strange-name"),
         pytest.param(GOOD.replace("add,b,", "add,,"), 3, "a node must be named", id="no-name"),
-        pytest.param(GOOD.replace("30,end", "15,end"), 5, "the trace ends at 15 s", id="after-the-end"),
+        pytest.param(
+            GOOD.replace("30,end", "15,end"), 5, "the trace ends at 15 s", id="after-the-end"
+        ),
         pytest.param(GOOD + "40,add,c,,,\n", 7, "nothing may follow", id="more-after-the-end"),
         pytest.param(
             GOOD.replace("30,end,,", "30,end,a,"), 6, "the end has only a time", id="end-of-a-node"
@@ -56,8 +74,13 @@ def test_bad_rows_are_refused_with_their_line(text: str, line: int, why: str) ->
 
 
 def test_a_bad_row_is_shown_as_the_file_has_it() -> None:
-    with pytest.raises(FieldError, match=r"t\.csv, line 4: '1234567\.25,remove,c,z1,p3,120'.*c is not present"):
-        parse(GOOD.replace("10.5,remove,a", "1234567.25,remove,c").replace("30,end", "1e9,end"), "t.csv")
+    with pytest.raises(
+        FieldError, match=r"t\.csv, line 4: '1234567\.25,remove,c,z1,p3,120'.*c is not present"
+    ):
+        parse(
+            GOOD.replace("10.5,remove,a", "1234567.25,remove,c").replace("30,end", "1e9,end"),
+            "t.csv",
+        )
     with pytest.raises(FieldError, match=r"line 5: '4e9,add,a,z2,p3,'.*at most a hundred years"):
         parse(GOOD.replace("20,add", "4e9,add").replace("30,end", "5e9,end"), "t.csv")
 
@@ -96,7 +119,9 @@ def test_there_is_a_limit_of_nodes_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         parse(GOOD.replace("10.5,remove,a", "10.5,add,c"))
 
 
-def test_huge_and_unreadable_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_and_unreadable_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "t.csv"
     path.write_text(GOOD)
     monkeypatch.setattr(traces, "MAX_BYTES", 20)
@@ -132,7 +157,9 @@ def test_a_window_begins_with_who_is_there() -> None:
 
 
 events = st.lists(
-    st.tuples(st.floats(0, 1e6), st.sampled_from("abcdef"), st.sampled_from(["", "z"]), st.floats(0, 600)),
+    st.tuples(
+        st.floats(0, 1e6), st.sampled_from("abcdef"), st.sampled_from(["", "z"]), st.floats(0, 600)
+    ),
     max_size=40,
 )
 
@@ -151,7 +178,9 @@ def test_any_trace_comes_back_bit_for_bit(rows: list[tuple[float, str, str, floa
 
 
 fields = st.one_of(
-    st.sampled_from(["0", "1", "-1", "1e999", "nan", "", "add", "remove", "end", "a", "b", '"', "\x00", "é"]),
+    st.sampled_from(
+        ["0", "1", "-1", "1e999", "nan", "", "add", "remove", "end", "a", "b", '"', "\x00", "é"]
+    ),
     st.text(max_size=5),
 )
 
