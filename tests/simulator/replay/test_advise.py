@@ -1,4 +1,4 @@
-"""What to rent: mixes of spot and on-demand nodes are priced and ordered as asked."""
+"""Advice on nodes to rent: prices and order of mixes of spot and on-demand nodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_mixes_go_from_all_spot_to_all_on_demand() -> None:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), fixed=st.integers(0, 5), spot=st.integers(0, 20))
-def test_a_blend_has_its_nodes_and_is_a_trace(seed: int, fixed: int, spot: int) -> None:
+def test_trace_of_a_mix_is_valid_and_has_its_nodes(seed: int, fixed: int, spot: int) -> None:
     trace = generate(MARKET, 3600.0, seed)
     found = blended(trace, Mix(fixed, spot))
     checked = build_trace(found.events, found.end_s)
@@ -58,7 +58,7 @@ def test_a_blend_has_its_nodes_and_is_a_trace(seed: int, fixed: int, spot: int) 
     assert all(e.kind == ADD for e in checked.events if e.zone == "on-demand")
 
 
-def test_more_of_the_same_market_is_not_lost_together() -> None:
+def test_copies_of_a_market_are_not_lost_together() -> None:
     trace = generate(MARKET, 3600.0, 3)
     twice = blended(trace, Mix(0, 12))
     names = {e.node for e in twice.events if e.kind == ADD and e.seconds == 0}
@@ -94,7 +94,7 @@ def test_within_a_budget_the_fastest_comes_first() -> None:
     )
 
 
-def test_a_budget_is_spent_on_as_many_nodes_as_it_pays() -> None:
+def test_a_budget_buys_as_many_nodes_as_it_pays_for() -> None:
     kind = node_type_of("a40")
     assert affordable(kind, 30.6, 2) == [Mix(0, 33), Mix(7, 8), Mix(10, 0)]
     assert affordable(kind, 0.5, 2) == [Mix(0, 1)], "even that is over it: said so"
@@ -109,7 +109,7 @@ def test_a_budget_is_spent_on_as_many_nodes_as_it_pays() -> None:
     assert [o.mix for o in over] == [Mix(0, 6), Mix(6, 0)], "nothing fits: the cheapest first"
 
 
-def test_fewer_and_more_of_the_best_mix() -> None:
+def test_smaller_and_larger_mixes() -> None:
     assert resized(Mix(8, 24)) == [Mix(8, 20), Mix(8, 28)]
     assert resized(Mix(16, 0)) == [Mix(14, 0), Mix(18, 0)]
     assert resized(Mix(3, 1)) == [Mix(3, 0), Mix(3, 2)]
@@ -117,7 +117,7 @@ def test_fewer_and_more_of_the_best_mix() -> None:
 
 
 def test_the_backup_in_force_and_the_spares_are_named() -> None:
-    """A fixed pair is named as it is; rivals have none."""
+    """A fixed pair of schemes is named; rivals have none."""
     fixed, rival = (
         offers([SCENARIO], [Mix(6, 0)], ("ours:log+replica",), (0,)),
         offers([SCENARIO], [Mix(6, 0)], ("varuna",), (0,)),
@@ -130,7 +130,7 @@ def test_the_backup_in_force_and_the_spares_are_named() -> None:
     assert "+" in chosen.backup and 0 < chosen.backup_share <= 1
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_advise_command(tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
     args = [
         "advise", "--mtbf", "10m", "--nodes", "6", "--duration", "1h", "--model", "bert-large",
@@ -139,14 +139,14 @@ def test_the_command(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, args)
     assert found.exit_code == 0, found.output
     assert found.output.startswith("Rent ")
-    told = json.loads(out.read_text())["offers"]
-    assert f"Backup: {told[0]['backup']}, in force" in found.output and "Spares: " in found.output
-    assert len(told) == 4 and told[0]["per_million_tokens"]["value"] > 0
+    advice = json.loads(out.read_text())["offers"]
+    assert f"Backup: {advice[0]['backup']}, in force" in found.output and "Spares: " in found.output
+    assert len(advice) == 4 and advice[0]["per_million_tokens"]["value"] > 0
     small = CliRunner().invoke(main, [*args, "--budget", "0.01"])
     assert small.exit_code == 0 and "Nothing fits 0.01 dollars" in small.output
 
 
-def test_without_sizes_the_best_mix_is_tried_with_fewer_and_more(tmp_path: Path) -> None:
+def test_without_sizes_smaller_and_larger_mixes_are_tried(tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
     args = [
         "advise", "--mtbf", "10m", "--nodes", "6", "--duration", "10m", "--model", "bert-large",
@@ -159,9 +159,8 @@ def test_without_sizes_the_best_mix_is_tried_with_fewer_and_more(tmp_path: Path)
     assert sorted(sizes) == [28, 32, 32, 36]
 
 
-def test_several_traces_count_alike(tmp_path: Path) -> None:
-    """A long one no more than a short one; intervals are over traces, not over the seeds that share
-    them."""
+def test_several_traces_have_equal_weight(tmp_path: Path) -> None:
+    """Long and short traces have equal weight; intervals are over traces, not over their seeds."""
     calm, rough, out = tmp_path / "calm.csv", tmp_path / "rough.csv", tmp_path / "advice.json"
     calm.write_text(format_trace(generate(replace(MARKET, mtbf_s=7200.0), 7200.0, 1)))
     rough.write_text(format_trace(generate(replace(MARKET, mtbf_s=200.0), 1800.0, 1)))
@@ -172,15 +171,15 @@ def test_several_traces_count_alike(tmp_path: Path) -> None:
     alone = {}
     for path in (calm, rough):
         assert CliRunner().invoke(main, [*args, str(path)]).exit_code == 0
-        told = json.loads(out.read_text())
-        alone[path.name] = next(o for o in told["offers"] if o["spot"] == 6)["samples_per_s"][
+        advice = json.loads(out.read_text())
+        alone[path.name] = next(o for o in advice["offers"] if o["spot"] == 6)["samples_per_s"][
             "value"
         ]
     found = CliRunner().invoke(main, [*args, str(calm), str(rough)])
     assert found.exit_code == 0, found.output
-    told = json.loads(out.read_text())
-    assert told["traces"] == ["calm.csv", "rough.csv"]
-    both = next(o for o in told["offers"] if o["spot"] == 6)
+    advice = json.loads(out.read_text())
+    assert advice["traces"] == ["calm.csv", "rough.csv"]
+    both = next(o for o in advice["offers"] if o["spot"] == 6)
     assert {name: one["samples_per_s"] for name, one in both["by_trace"].items()} == pytest.approx(
         alone
     )
@@ -193,7 +192,7 @@ def test_several_traces_count_alike(tmp_path: Path) -> None:
 
 
 def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
-    """Without a named type everything would be free, and fit any budget."""
+    """Without a named type, all nodes would be free and fit any budget."""
     path, out = tmp_path / "prof.json", tmp_path / "advice.json"
     profile = zoo_profile("bert-large", ["A40"])
     path.write_text(format_profile(profile))
@@ -241,7 +240,7 @@ def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
     )
 
 
-def test_a_wrong_model_file_is_named_as_the_model(
+def test_an_invalid_model_file_is_reported_as_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ["advise", "--mtbf", "10m", "--nodes-of", "a40", "--microbatches", "8", "--model"]
@@ -272,7 +271,7 @@ def test_a_wrong_model_file_is_named_as_the_model(
     "more",
     [["--buy", "x"], ["--buy", "0"], ["--budget", "-1"], ["--policy", "nobody"], ["--model", "x"]],
 )
-def test_what_cannot_be_advised_is_refused(more: list[str]) -> None:
+def test_invalid_advice_requests_are_refused(more: list[str]) -> None:
     found = CliRunner().invoke(main, ["advise", "--mtbf", "10m", *more])
     assert (
         found.exit_code == 2

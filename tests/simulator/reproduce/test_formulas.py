@@ -1,4 +1,4 @@
-"""Published single figures."""
+"""Formulas of single published figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_torchft_on_300_gpus() -> None:
 
 
 def test_meta_s_clusters() -> None:
-    """16,384 GPUs, eight a node: 1.8 h on RSC-1."""
+    """16,384 GPUs, eight per node: 1.8 h on RSC-1."""
     assert mttf_hours(16_384 / 8, 6.50) == pytest.approx(1.8, rel=0.01)
     assert mttf_hours(16_384 / 8, 2.34) == pytest.approx(5.0, rel=0.01)
     perfect = expected_ettr(2048, 0.0065, restart_days=0, interval_days=1e-9)
@@ -32,5 +32,5 @@ def test_meta_s_clusters() -> None:
 
 
 def test_gemini() -> None:
-    """A checkpoint in every iteration of 65 s, hidden; fetched in 2.5 s."""
+    """A hidden checkpoint in every step of 65 s, fetched in 2.5 s."""
     assert wasted_s_per_failure(0.0, 1 / 65, 2.5) == pytest.approx(35.0)

@@ -1,5 +1,4 @@
-"""The artifact's simulation on small traces; against its published values:
-tests/simulator/reproduce/test_published.py."""
+"""The artifact's simulation on small traces. test_published.py has the published values."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from elastic.domain.errors import FieldError
 
 MODEL = MODELS[0]
 FLAT: ThroughputTable = dict.fromkeys(range(15, 31), MODEL.samples_per_step / 10)
-"""Ten seconds a step whatever nodes there are."""
+"""Ten seconds per step for any number of nodes."""
 
 
 def trace_of(*lost: tuple[float, str], nodes: int = 30, end_s: float = 1000.0):  # type: ignore[no-untyped-def]
@@ -37,7 +36,7 @@ def test_without_losses_steps_follow_each_other() -> None:
     assert oobleck.began == 47_000 and len(oobleck.steps) == 95
 
 
-def test_oobleck_does_the_running_step_again() -> None:
+def test_oobleck_repeats_the_running_step() -> None:
     oobleck = ArtifactOobleck(MODEL, FLAT)
     oobleck.run(trace_of((452.0, "n7")))
     assert [s.ended for s in oobleck.steps if 440_000 < s.ended < 480_000] == [
@@ -48,8 +47,7 @@ def test_oobleck_does_the_running_step_again() -> None:
 
 
 def test_varuna_goes_back_to_its_checkpoint() -> None:
-    """From 100.3 s on: the first checkpoint after ten steps, then a loss in the fourth step after
-    it."""
+    """From 100.3 s on: a checkpoint after ten steps, and a loss in the fourth step after it."""
     restart = MODEL.varuna_ms - MODEL.checkpoint_ms
     varuna = ArtifactVaruna(MODEL, FLAT, rollback=True)
     varuna.run(trace_of((300.0, "n7"), end_s=350))
@@ -62,7 +60,7 @@ def test_varuna_goes_back_to_its_checkpoint() -> None:
     assert all(kept.samples())
 
 
-def test_bamboo_runs_on_at_half_the_speed_until_the_step_ends() -> None:
+def test_bamboo_is_slower_until_the_step_ends() -> None:
     bamboo = ArtifactBamboo(MODEL, FLAT)
     bamboo.run(trace_of((100.0, "n3"), end_s=400))
     lengths = [step.ended - step.began for step in bamboo.steps]
@@ -72,7 +70,7 @@ def test_bamboo_runs_on_at_half_the_speed_until_the_step_ends() -> None:
     assert max(lengths) == 10_000 + MODEL.bamboo_ms
 
 
-def test_two_neighbours_make_everybody_meet() -> None:
+def test_loss_of_two_neighbours_begins_a_global_rendezvous() -> None:
     bamboo = ArtifactBamboo(MODEL, FLAT)
     slots: dict[str, list[tuple[int, int]]] = {}
     original = bamboo.lost
@@ -94,15 +92,14 @@ def test_two_neighbours_make_everybody_meet() -> None:
     assert meetings[:2] == ["GLOBAL", "GLOBAL"]
 
 
-def test_tables_of_another_form_are_refused() -> None:
+def test_tables_in_another_format_are_refused() -> None:
     for text in ("[]", '{"a": {"tputs": [1]}}', "x"):
         with pytest.raises(FieldError, match="16 numbers"):
             throughputs(text)
 
 
-def test_where_time_goes_with_one_loss() -> None:
-    """From 47 s: 40 steps and half of another, a rendezvous of 2 s, 54 steps; one runs when the
-    trace ends."""
+def test_use_of_time_with_one_loss() -> None:
+    """From 47 s: 40.5 steps, a rendezvous of 2 s, 54 steps; the trace ends during another."""
     trace = trace_of((452.0, "n7"))
     counted = split(MODEL, trace, FLAT)
     begun, meetings, lost = (40 + 1 + 54 + 1) * 10, 2 * 2, 10
@@ -116,14 +113,14 @@ def test_where_time_goes_with_one_loss() -> None:
     assert step_seconds(MODEL, trace, FLAT) == (10.0, 10.0)
 
 
-def test_no_time_is_split_into_nothing() -> None:
+def test_no_time_gives_zero_shares() -> None:
     few = trace_of(nodes=5)
     assert set(clock_split(MODEL, few, FLAT).values()) == {0.0}
     assert step_seconds(MODEL, few, FLAT) == (0.0, 0.0)
 
 
 def test_the_oracle_takes_the_best_table_at_each_number_of_nodes() -> None:
-    """30 nodes for 400 s, then 29 for 600 s; another model's table does not count."""
+    """30 nodes for 400 s, then 29 for 600 s; the table of another model is ignored."""
     tables: dict[str, ThroughputTable] = {
         f"oobleck/{MODEL.key}": {**FLAT, 30: 10.0, 29: 1.0},
         f"varuna/{MODEL.key}": {**FLAT, 30: 4.0, 29: 5.0},

@@ -1,5 +1,4 @@
-"""Parcae's rules on small traces; against its published values:
-tests/simulator/reproduce/test_published.py."""
+"""Parcae's rules on small traces. test_published.py has the published values."""
 
 from __future__ import annotations
 
@@ -66,13 +65,13 @@ def test_without_changes_only_the_start_costs() -> None:
     assert proactive(GPT_1_5B, trace) == pytest.approx(best, rel=0.03)
 
 
-def test_too_few_nodes_train_nothing_and_begin_again() -> None:
+def test_training_pauses_without_enough_nodes() -> None:
     trace = trace_of((0, 16), (5, 8), (10, 16))
     found = proactive(GPT_6_7B, trace)
     assert 0 < found < ideal(GPT_6_7B, trace) < GPT_6_7B.throughput[GPT_6_7B.best(16) or NO_GRID]
 
 
-def test_a_move_within_stages_is_cheaper_than_one_between_them() -> None:
+def test_a_move_within_stages_is_cheaper_than_between_stages() -> None:
     costs = MigrationCosts(GPT_1_5B)
     stay, within, recut = (
         costs.moving(32, (4, 8), *more) for more in ((0, (4, 8)), (1, (3, 8)), (1, (3, 10)))
@@ -93,7 +92,7 @@ def test_a_move_within_stages_is_cheaper_than_one_between_them() -> None:
         (BERT, (1, 16), 8696, 1596),
     ],
 )
-def test_restarts_cost_what_the_authors_program_says(model, grid, adding, removing) -> None:  # type: ignore[no-untyped-def]
+def test_restart_costs_equal_those_of_the_authors_program(model, grid, adding, removing) -> None:  # type: ignore[no-untyped-def]
     costs = MigrationCosts(model)
     assert costs.restart(grid, adding=True) == pytest.approx(adding, abs=0.01)
     assert costs.restart(grid, adding=False) == pytest.approx(removing, abs=0.01)
@@ -109,7 +108,7 @@ def test_restarts_cost_what_the_authors_program_says(model, grid, adding, removi
         (18, (4, 4), 0, (10, 2), 14298.300),
     ],
 )
-def test_moves_of_bert_cost_what_the_authors_program_says(nodes, old, lost, new, ms) -> None:  # type: ignore[no-untyped-def]
+def test_bert_migration_costs_equal_those_of_the_authors_program(nodes, old, lost, new, ms) -> None:  # type: ignore[no-untyped-def]
     assert MigrationCosts(BERT).moving(nodes, old, lost, new) == pytest.approx(ms, abs=0.01)
 
 
@@ -130,6 +129,6 @@ def test_bert_s_best_grids(nodes, grid) -> None:  # type: ignore[no-untyped-def]
     assert BERT.best(nodes) == grid
 
 
-def test_every_grid_of_a_timed_model_has_a_time_to_build() -> None:
+def test_every_grid_of_a_timed_model_has_a_build_time() -> None:
     for model in (GPT_6_7B, BERT):
         assert {stages for _, stages in model.grids(32)} <= set(model.build_ms)

@@ -1,5 +1,4 @@
-"""The engine: node-milliseconds add up, samples count once, and the same seed gives the same
-outcome."""
+"""The engine: node-milliseconds add up, samples count once, and runs are repeatable."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ from hypothesis import strategies as st
 from tests.simulator.microbatches.runs import node_ms
 
 
-class Fixed:
-    """A step of ten seconds whatever there is; a loss costs `pauses`, and takes back what it
-    says."""
+class FixedPolicy:
+    """Steps take ten seconds. A loss costs `pauses` and `lost_ms`, or a rollback (`every`)."""
 
     name = "fixed"
 
@@ -71,13 +69,15 @@ TWO = trace_of((0, ADD, "a"), (0, ADD, "b"), (45, REMOVE, "b"))
 
 
 def test_without_losses_all_is_useful() -> None:
-    found = Simulation(trace_of((0, ADD, "a"), end_s=95), Fixed()).run()
+    found = Simulation(trace_of((0, ADD, "a"), end_s=95), FixedPolicy()).run()
     assert (found.steps, found.samples) == (9, 900)
     assert found.account.totals()[Use.USEFUL] == found.account.node_ms == 95_000
 
 
 def test_a_loss_costs_its_pauses_and_what_it_takes_back() -> None:
-    found = Simulation(TWO, Fixed((Use.DETECT, 1000), (Use.TRANSFER, 2500), lost_ms=2000)).run()
+    found = Simulation(
+        TWO, FixedPolicy((Use.DETECT, 1000), (Use.TRANSFER, 2500), lost_ms=2000)
+    ).run()
     totals = found.account.totals()
     assert totals[Use.DETECT] == 1000 and totals[Use.TRANSFER] == 2500
     assert totals[Use.LOST] == 2 * 2000, "of both nodes that did it"
@@ -87,7 +87,7 @@ def test_a_loss_costs_its_pauses_and_what_it_takes_back() -> None:
 
 
 def test_going_back_to_a_checkpoint_takes_samples_back() -> None:
-    found = Simulation(TWO, Fixed(every=3)).run()
+    found = Simulation(TWO, FixedPolicy(every=3)).run()
     assert found.account.totals()[Use.LOST] == 2 * 15_000  # from step 3 to 4.5
     assert found.steps == 3 + 5 and found.samples == 800
 
@@ -96,29 +96,29 @@ def test_a_second_loss_ends_the_pauses_of_the_first() -> None:
     trace = trace_of(
         (0, ADD, "a"), (0, ADD, "b"), (0, ADD, "c"), (20, REMOVE, "b"), (21, REMOVE, "c")
     )
-    found = Simulation(trace, Fixed((Use.DETECT, 5000))).run()
+    found = Simulation(trace, FixedPolicy((Use.DETECT, 5000))).run()
     assert found.account.totals()[Use.DETECT] == 2 * 1000 + 5000
 
 
-def test_nobody_there_is_no_time() -> None:
+def test_no_nodes_means_no_time() -> None:
     trace = trace_of((10, ADD, "a"), (40, REMOVE, "a"), end_s=100)
-    found = Simulation(trace, Fixed()).run()
+    found = Simulation(trace, FixedPolicy()).run()
     assert found.account.node_ms == 30_000 and found.steps == 3
 
 
-def test_the_same_part_of_a_step_is_done_when_its_length_changes() -> None:
-    class Halving(Fixed):
+def test_finished_share_of_a_step_survives_a_change_of_length() -> None:
+    class Halving(FixedPolicy):
         def setup(self, job: JobView) -> Setup | None:
             return Setup(1, 10_000 * len(job.alive), 100) if job.alive else None
 
     found = Simulation(TWO, Halving()).run()
-    # Two steps of 20 s and a quarter of the third. Then the rest of it at 10 s per step, and 4.5 more.
+    # 2.25 steps of 20 s; then the rest of the third at 10 s per step, and 4.5 more.
     assert found.steps == 2 + 1 + 4
     assert found.account.totals()[Use.IDLE] == 45_000
 
 
-class Wild:
-    """Answers everything with something random."""
+class RandomPolicy:
+    """Answers every event at random."""
 
     name = "wild"
 
@@ -173,7 +173,7 @@ class Wild:
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(5, 500), st.floats(0, 300), st.floats(0, 30))
-def test_whatever_a_policy_does_every_node_millisecond_is_in_one_use(
+def test_every_node_millisecond_has_one_use(
     seed: int, mtbf_s: float, repair_s: float, notice_s: float
 ) -> None:
     market = Market(
@@ -186,7 +186,7 @@ def test_whatever_a_policy_does_every_node_millisecond_is_in_one_use(
         Slowdown(at * 20_000, at * 25_000 + 1, f"node{at % 7}", 1.0 + at) for at in range(1, 20)
     ]
     first, again = (
-        Simulation(trace, Wild(seed), factors.__getitem__, slow).run() for _ in range(2)
+        Simulation(trace, RandomPolicy(seed), factors.__getitem__, slow).run() for _ in range(2)
     )
     totals = first.account.totals()
     assert sum(totals.values()) == first.account.node_ms == node_ms(trace)
@@ -206,7 +206,7 @@ def _comparable(outcome: SimulationResult) -> object:
     )
 
 
-def test_more_cannot_be_lost_than_was_done() -> None:
+def test_only_useful_time_can_be_lost() -> None:
     account = TimeAccount()
     account.add(1000, 2, 2, Use.USEFUL)
     account.add(1500, 2, 2, Use.PLAN)

@@ -1,5 +1,4 @@
-"""Policies: whatever happens nothing is counted twice, and each follows the rules that it is a
-model of."""
+"""Policies: no time is counted twice, and each policy follows the rules of its system."""
 
 from __future__ import annotations
 
@@ -109,7 +108,7 @@ def test_nothing_is_counted_twice(
 
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), mtbf_s=st.floats(200, 3000))
-def test_nobody_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float) -> None:
+def test_no_policy_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float) -> None:
     market = Market(nodes=6, mtbf_s=mtbf_s, repair_s=200.0, bulk=((1, 3), (2, 1)))
     made = generate(market, 1800.0, seed)
     best = run("oracle", made).samples
@@ -146,20 +145,20 @@ def test_a_loss_costs_ours_its_lease_and_less_than_a_step() -> None:
 
 
 def test_a_noticed_loss_costs_ours_no_work() -> None:
-    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
-    totals = outcome(run("ours", told)).account.totals()
+    noticed = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
+    totals = outcome(run("ours", noticed)).account.totals()
     assert totals[Use.LOST] == totals[Use.DETECT] == 0
     assert totals[Use.PLAN] > 0
 
 
 def test_a_notice_that_is_too_short_is_a_loss_that_is_known() -> None:
-    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=2.1)
-    found = outcome(run("ours", told, model="gpt3-2.7b"))
+    noticed = trace(6, (1000.0, REMOVE, "n2"), notice_s=2.1)
+    found = outcome(run("ours", noticed, model="gpt3-2.7b"))
     assert found.account.totals()[Use.DETECT] == 0
     assert any("notice runs out" in d.change.reason for d in found.decisions)
 
 
-def test_a_node_that_comes_enters_at_the_end_of_a_step() -> None:
+def test_a_new_node_enters_at_the_end_of_a_step() -> None:
     came = trace(5, (1000.0, ADD, "n9"))
     found = outcome(run("ours", came))
     assert found.account.totals()[Use.LOST] == 0
@@ -171,8 +170,8 @@ def test_a_node_that_comes_enters_at_the_end_of_a_step() -> None:
     )
 
 
-def test_ours_goes_back_to_the_checkpoint_only_when_all_copies_are_gone() -> None:
-    """One pipeline: a node and the one that keeps its copies."""
+def test_ours_restores_the_checkpoint_only_without_any_copy() -> None:
+    """One pipeline: a node and the peer with its copies."""
     whole = outcome(run("ours:log+snapshot", trace(4, (2000.0, REMOVE, "n0")), model="gpt2"))
     assert not any("checkpoint" in d.change.reason for d in whole.decisions)
     many = trace(6, *((2000.0, REMOVE, f"n{i}") for i in range(4)))
@@ -181,7 +180,7 @@ def test_ours_goes_back_to_the_checkpoint_only_when_all_copies_are_gone() -> Non
     assert lost.account.totals()[Use.LOST] > 0
 
 
-def test_ours_gives_a_slow_node_less() -> None:
+def test_ours_gives_a_slow_node_less_work() -> None:
     physics = replace(QUIET, stragglers_per_node_h=3.0, straggler_factor=3.0, straggler_s=3000.0)
     found = outcome(run_one(world("gpt3-2.7b", physics=physics), trace(6), "ours", 2, keep=True))
     assert any("slow nodes" in d.change.reason for d in found.decisions)
@@ -189,7 +188,7 @@ def test_ours_gives_a_slow_node_less() -> None:
     assert found.samples > 1.1 * waiting.samples
 
 
-def test_oobleck_redoes_the_iteration_and_lets_who_came_enter_after_a_step() -> None:
+def test_oobleck_repeats_the_step_and_admits_nodes_after_a_step() -> None:
     there = trace(6, (1000.0, ADD, "n9"), (2000.0, REMOVE, "n2"))
     found = outcome(run("oobleck", there))
     _, entered, lost = found.decisions
@@ -202,8 +201,8 @@ def test_oobleck_redoes_the_iteration_and_lets_who_came_enter_after_a_step() -> 
     assert found.account.totals()[Use.DETECT] == 6 * 5000
 
 
-def test_systems_with_fixed_grids_grow_where_it_pays() -> None:
-    """They began with two nodes; eight more came."""
+def test_systems_with_fixed_grids_grow_if_it_pays_off() -> None:
+    """The job begins with two nodes; eight more join."""
     there = trace(2, *((60.0, ADD, f"m{i}") for i in range(8)), end_s=7200.0)
     for policy in (
         "torchft",
@@ -218,9 +217,8 @@ def test_systems_with_fixed_grids_grow_where_it_pays() -> None:
         assert run(policy, there).samples > 0.5 * run("oracle", there).samples, policy
 
 
-def test_a_loss_during_a_recovery_finds_what_was_there_before_it() -> None:
-    """The second node was to have what the first one lost: moves that were under way came to
-    nothing."""
+def test_a_loss_during_a_recovery_starts_from_the_state_before_it() -> None:
+    """The second lost node was to receive the state of the first, but transfers were unfinished."""
     both = trace(6, (2000.0, REMOVE, "n0"), (2000.5, REMOVE, "n3"))
     found = outcome(run("ours:recompute+replica", both, model="gpt3-2.7b"))
     first, second = [d for d in found.decisions if d.at >= 2_000_000][:2]
@@ -237,9 +235,9 @@ def test_varuna_goes_back_to_the_tenth_step() -> None:
     assert kept.samples > found.samples
 
 
-def test_varuna_writes_a_checkpoint_when_it_is_told() -> None:
-    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
-    found = outcome(run("varuna", told))
+def test_varuna_writes_a_checkpoint_on_notice() -> None:
+    noticed = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
+    found = outcome(run("varuna", noticed))
     assert any(d.change.reason.startswith("notice") for d in found.decisions)
     assert found.samples > run("varuna", LOSS).samples
 
@@ -254,9 +252,11 @@ def test_bamboo_takes_over_one_loss_and_restarts_after_adjacent_ones() -> None:
     assert any("adjacent" in d.change.reason or "few" in d.change.reason for d in fatal.decisions)
 
 
-def test_bamboo_s_losses_one_after_the_other_are_adjacent_until_it_is_rebalanced() -> None:
-    """The second hits who had taken over for the first, in the same step; a step later it would be
-    one more."""
+def test_bamboo_counts_successive_losses_as_adjacent_until_rebalanced() -> None:
+    """The second loss, in the same step, hits the node that took over for the first.
+
+    A step later, after the rebalancing, it is a single loss again.
+    """
     at_once = trace(8, (1000.0, REMOVE, "n1"), (1000.2, REMOVE, "n2"))
     fatal = outcome(run("bamboo", at_once, model="bert-large"))
     assert any("adjacent" in d.change.reason for d in fatal.decisions)
@@ -287,7 +287,7 @@ def test_gemini_loses_the_running_step_alone() -> None:
     assert loss.change.back_to == steps
 
 
-def test_gemini_reads_the_checkpoint_when_a_node_and_its_keeper_are_lost() -> None:
+def test_gemini_reads_the_checkpoint_if_a_node_and_its_peer_are_lost() -> None:
     pair, others = (
         outcome(run("gemini", trace(8, (2000.0, REMOVE, "n2"), (2000.5, REMOVE, second))))
         for second in ("n3", "n4")
@@ -299,9 +299,8 @@ def test_gemini_reads_the_checkpoint_when_a_node_and_its_keeper_are_lost() -> No
 
 
 @pytest.mark.parametrize("policy", RANDOM[:-2])
-def test_nobody_s_state_outlives_everybody(policy: str) -> None:
-    """All nodes go at once, others come later: what counts then is in durable storage, or (Parcae)
-    with servers."""
+def test_state_does_not_survive_the_loss_of_all_nodes(policy: str) -> None:
+    """All nodes are lost at once; later ones read durable storage or Parcae's servers."""
     went = [(2000.0, REMOVE, f"n{i}") for i in range(6)]
     came = [(2600.0, ADD, f"m{i}") for i in range(6)]
     found = outcome(run(policy, trace(6, *went, *came)))
@@ -310,7 +309,7 @@ def test_nobody_s_state_outlives_everybody(policy: str) -> None:
     assert totals[Use.LOST] > 0 or policy.startswith(("parcae", "varuna-no-rollback"))
 
 
-def test_spares_replace_who_is_lost() -> None:
+def test_spares_replace_lost_nodes() -> None:
     found = outcome(run("spares", trace(10, (1000.0, REMOVE, "n2"), (2000.0, REMOVE, "n3"))))
     assert found.account.totals()[Use.IDLE] > 0
     assert found.decisions[-1].change.setup is None or found.steps > 0
@@ -329,13 +328,13 @@ def test_replay_measures_against_the_oracle() -> None:
     assert all(len(one.runs) == 3 and sum(one.time.values()) == pytest.approx(1.0) for one in found)
 
 
-def test_cost_is_that_of_all_nodes_booting_included() -> None:
+def test_cost_includes_booting_nodes() -> None:
     there = trace(2, (1800.0, REMOVE, "n0"), (1800.0, ADD, "n5"))
     found = run("ours", there)
     assert found.cost == pytest.approx(node_type_of("a40").spot * 2)
 
 
-def test_every_policy_says_where_it_is_from() -> None:
+def test_every_policy_names_its_source() -> None:
     names = [about.name for about in policy_descriptions()]
     assert names == list(policy_factories()) and len(set(names)) == len(names)
     assert all(len(about.source) > 20 and about.what for about in policy_descriptions())
@@ -369,19 +368,19 @@ def test_every_job_has_a_plan_on_large_nodes(job: TrainingJob) -> None:
         ["noise=1000"],
     ],
 )
-def test_unusable_physics_are_refused(settings_: list[str]) -> None:
+def test_invalid_physics_are_refused(settings_: list[str]) -> None:
     with pytest.raises(FieldError):
         physics_from_settings(settings_)
 
 
-def test_nodes_are_of_use_once_booted() -> None:
+def test_nodes_are_usable_after_boot() -> None:
     found = usable_trace(
         trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), ClusterPhysics(), 0
     )
     assert [(e.seconds, e.node) for e in found.events if e.seconds > 0] == [(245.0, "b")]
 
 
-def test_nodes_that_boot_are_idle() -> None:
+def test_booting_nodes_are_idle() -> None:
     came = trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b"))
     booting, ready = (
         run_one(world(physics=ClusterPhysics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0)
@@ -394,7 +393,7 @@ def test_nodes_that_boot_are_idle() -> None:
     assert booting["idle"] >= 20.0 + 45.0
 
 
-def test_mixed_clusters_need_like_nodes() -> None:
+def test_mixed_clusters_need_equal_device_counts() -> None:
     with pytest.raises(FieldError, match="number of devices"):
         SimulatedWorld(
             training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET

@@ -1,4 +1,4 @@
-"""The models of the rivals' planners do what their papers say."""
+"""The models of the rivals' planners follow their papers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_varuna_is_a_grid_of_equal_cuts() -> None:
         assert max(shares) - min(shares) <= 1
 
 
-def test_varuna_recomputes_where_memory_asks_for_it() -> None:
+def test_varuna_recomputes_only_if_memory_requires_it() -> None:
     found = cluster([1.0] * 4, memory=46.0, activation=5)
     plan = plan_varuna(found, nodes(1), finish(found))
     assert plan is None

@@ -1,4 +1,4 @@
-"""Downloads, from a real HTTP server on this machine: right bytes are kept, others are not."""
+"""Downloads from a local HTTP server: right files are kept, all others are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def host() -> Iterator[str]:
     server.server_close()
 
 
-def test_what_is_right_is_kept_and_not_fetched_again(host: str, tmp_path: Path) -> None:
+def test_a_right_file_is_kept_and_not_downloaded_again(host: str, tmp_path: Path) -> None:
     path = fetch(GOOD, tmp_path / "traces", host)
     assert path.read_bytes() == DATA and Handler.asked == [f"/{GOOD.path}"]
     assert fetch(GOOD, tmp_path / "traces", host) == path and len(Handler.asked) == 1
@@ -65,14 +65,14 @@ def test_what_is_right_is_kept_and_not_fetched_again(host: str, tmp_path: Path) 
     assert fetch(GOOD, tmp_path / "traces", host).read_bytes() == DATA
 
 
-def test_other_bytes_are_refused_and_nothing_is_written(host: str, tmp_path: Path) -> None:
+def test_other_content_is_refused_and_nothing_is_written(host: str, tmp_path: Path) -> None:
     other = PublishedTrace("t", GOOD.path, "0" * 64, "bamboo")
     with pytest.raises(FieldError, match="the file has changed"):
         fetch(other, tmp_path, host)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_had_is_said(
+def test_unreachable_and_oversized_files_are_refused(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(FieldError, match="must be reachable"):
@@ -85,14 +85,14 @@ def test_what_cannot_be_had_is_said(
 
 
 @pytest.mark.parametrize("how", sorted(BROKEN))
-def test_broken_answers_are_said(how: str, host: str, tmp_path: Path) -> None:
-    """Nonsense for a status line, and bodies that end too early."""
+def test_broken_responses_are_refused(how: str, host: str, tmp_path: Path) -> None:
+    """An invalid status line, and bodies that end too early."""
     with pytest.raises(FieldError, match="must be reachable"):
         fetch(replace(GOOD, path=f"owner/broken/{how}"), tmp_path, host)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
+def test_a_target_that_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for target in (file, file / "below"):
@@ -107,12 +107,12 @@ def test_what_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
     }
 
 
-def test_an_impossible_host_is_named(tmp_path: Path) -> None:
+def test_an_invalid_host_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match="--host"):
         fetch(GOOD, tmp_path, "http://a b")
 
 
-def test_originals_are_pinned() -> None:
+def test_published_traces_are_pinned() -> None:
     assert (
         len({original.path for original in PUBLISHED_TRACES.values()})
         == len(PUBLISHED_TRACES)

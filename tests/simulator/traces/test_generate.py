@@ -1,4 +1,4 @@
-"""Made-up traces: the same from the same seed, and with the rates that were asked for."""
+"""Generated traces: the same seed gives the same trace, with the rates of the market."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
     assert "generated, not recorded" in first and parse(first)[0] == generate(market, 20 * HOUR, 1)
 
 
-def test_rates_are_those_asked_for() -> None:
+def test_rates_match_the_market() -> None:
     market = Market(nodes=64, mtbf_s=600, repair_s=1200, bulk=((1, 1), (3, 1)), notice_s=120)
     found = statistics(generate(market, 500 * HOUR, 3))
     assert found.between_losses_mean_s == pytest.approx(600, rel=0.05)
@@ -34,7 +34,7 @@ def test_rates_are_those_asked_for() -> None:
     assert found.notices == found.losses
 
 
-def test_more_is_lost_by_day() -> None:
+def test_loss_rate_is_higher_by_day() -> None:
     market = Market(nodes=200, mtbf_s=300, repair_s=60, diurnal=0.9)
     trace = generate(market, 20 * 24 * HOUR, 0)
     hours = [event.seconds % (24 * HOUR) / HOUR for event in trace.events if event.kind == REMOVE]
@@ -66,7 +66,7 @@ def test_a_fitted_market_is_like_the_trace() -> None:
 
 @pytest.mark.parametrize("shape", [0.5, 1.0, 2.0])
 def test_lifetimes_are_weibull_and_fitted(shape: float) -> None:
-    """Nearly: somebody has to go at each of the cluster's losses, however old they all are."""
+    """The shape is approximate: at each loss a node must be lost, even if all are old."""
     market = Market(nodes=32, mtbf_s=600.0, repair_s=600.0, lifetime_shape=shape)
     made = generate(market, 200 * HOUR, 4)
     found = statistics(made)
@@ -75,8 +75,8 @@ def test_lifetimes_are_weibull_and_fitted(shape: float) -> None:
     assert fit_market(generate(market, 3 * HOUR, 4)).lifetime_shape == 1.0, "few losses do not tell"
 
 
-def test_the_shape_of_lifetimes_that_are_known() -> None:
-    """Drawn from the distribution itself, a third of them cut short by the end of the record."""
+def test_shape_of_known_lifetimes() -> None:
+    """Lifetimes drawn from the distribution itself; the record's end censors a third of them."""
     draw = random.Random(5)
     for shape in (0.6, 1.0, 3.0):
         drawn = [(draw.weibullvariate(1000.0, shape), draw.uniform(0, 3000.0)) for _ in range(3000)]
@@ -85,7 +85,7 @@ def test_the_shape_of_lifetimes_that_are_known() -> None:
         assert lasting and weibull_shape(ended, lasting) == pytest.approx(shape, rel=0.06)
 
 
-def test_zones_notice_and_the_swing_over_the_day_are_fitted() -> None:
+def test_zones_notice_and_diurnal_amplitude_are_fitted() -> None:
     market = Market(
         nodes=32, mtbf_s=600, repair_s=600, notice_s=120, diurnal=0.5, zones=("a", "b", "c")
     )
@@ -102,8 +102,8 @@ def test_zones_notice_and_the_swing_over_the_day_are_fitted() -> None:
     assert fit_market(silent).zones == ("a",) and fit_market(silent).notice_s == 0
 
 
-def test_a_part_of_a_day_does_not_look_like_a_swing() -> None:
-    """A day and a half has its mornings twice: what counts is losses per second of each hour."""
+def test_a_partial_day_is_not_a_diurnal_rate() -> None:
+    """A day and a half has two mornings: the fit uses losses per second of each hour."""
     market = Market(nodes=64, mtbf_s=60, repair_s=60, diurnal=0.8)
     assert fit_market(generate(market, 36 * HOUR, 2)).diurnal == pytest.approx(0.8, abs=0.12)
     assert fit_market(generate(replace(market, diurnal=0.0), 36 * HOUR, 2)).diurnal == 0
@@ -115,7 +115,7 @@ def test_without_losses_there_is_nothing_to_fit() -> None:
         fit_market(trace)
 
 
-def test_inference_takes_nodes_by_day_and_gives_them_back() -> None:
+def test_inference_takes_nodes_by_day_and_returns_them() -> None:
     trace = shared_with_inference(16, 48 * HOUR, least=4, noise=0.0)
     steps = node_counts(trace)
     assert min(n for _, n in steps) == 4 and max(n for _, n in steps) == 16
@@ -167,7 +167,7 @@ def test_any_market_gives_a_trace(
         ("bulk", ()),
     ],
 )
-def test_impossible_markets_are_refused(field: str, value: object) -> None:
+def test_invalid_markets_are_refused(field: str, value: object) -> None:
     good = {"nodes": 4, "mtbf_s": 600.0, field: value}
     with pytest.raises(FieldError, match=rf"market\.{field.removesuffix('_s')}"):
         Market(**good)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Recorded traces of others: small ones of every format, and what is refused."""
+"""Importers: small files of every format, and refused files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic.domain.codec import encode
 from elastic.domain.errors import FieldError
 
 
-def told(trace: Trace) -> list[tuple[float, str, str]]:
+def rows_of(trace: Trace) -> list[tuple[float, str, str]]:
     return [(e.seconds, e.kind, e.node) for e in trace.events]
 
 
@@ -25,7 +25,7 @@ def test_bamboo_and_oobleck() -> None:
     trace = importers.bamboo(
         "0,add,node1\n0,add,node2\n60000,remove,node1\n60000,add,node3\n", "p3.csv"
     )
-    assert told(trace) == [
+    assert rows_of(trace) == [
         (0, ADD, "node1"),
         (0, ADD, "node2"),
         (60, REMOVE, "node1"),
@@ -36,7 +36,7 @@ def test_bamboo_and_oobleck() -> None:
 
 def test_counts_over_time() -> None:
     trace = importers.counts("0,0\n10,0\n10,2\n20,2\n20,1\n30,1\n", "counts.csv")
-    assert told(trace) == [(10, ADD, "node1"), (10, ADD, "node2"), (20, REMOVE, "node2")]
+    assert rows_of(trace) == [(10, ADD, "node1"), (10, ADD, "node2"), (20, REMOVE, "node2")]
     assert importers.counts("0,1\n0.5,1\n", "hours.csv", unit_s=3600).end_s == 1800
 
 
@@ -47,7 +47,7 @@ def test_parcae() -> None:
         [120000, "remove", {"nodes": ["n0"], "duration": 60000}],
     ]
     trace = importers.parcae("\n".join(map(json.dumps, rows)), "segment.txt")
-    assert told(trace) == [(0, ADD, "n0"), (0, ADD, "n1"), (120, REMOVE, "n0")]
+    assert rows_of(trace) == [(0, ADD, "n0"), (0, ADD, "n1"), (120, REMOVE, "n0")]
     assert trace.end_s == 180
 
 
@@ -94,7 +94,7 @@ def test_scaling_activities() -> None:
         row("Launching a new EC2 instance: i-2", 3, 4, "Failed"),
     ]
     trace = importers.scaling_activities(json.dumps({"Activities": rows}), "asg.json")
-    assert told(trace) == [
+    assert rows_of(trace) == [
         (0, ADD, "i-0"),
         (0, ADD, "i-1"),
         (780, REMOVE, "i-0"),
@@ -106,7 +106,7 @@ def test_scaling_activities() -> None:
 def test_skypilot() -> None:
     text = json.dumps({"metadata": {"gap_seconds": 600}, "data": [1, 1, 0, 2]})
     trace = importers.skypilot(text, "sky.json")
-    assert told(trace) == [
+    assert rows_of(trace) == [
         (0, ADD, "node1"),
         (1200, REMOVE, "node1"),
         (1800, ADD, "node2"),
@@ -127,7 +127,7 @@ def test_our_own_events() -> None:
     ]
     trace = importers.elastic_events("\n".join(map(json.dumps, rows)) + "\n", "events.jsonl")
     came = [(1, ADD, "node0"), (1.5, ADD, "node1"), (10, REMOVE, "node1"), (20, ADD, "node1")]
-    assert told(trace) == [*came, (25, REMOVE, "node0")]
+    assert rows_of(trace) == [*came, (25, REMOVE, "node0")]
     assert trace.events[0].zone == "a" and trace.end_s == 30
 
 
@@ -159,12 +159,12 @@ def test_our_own_events() -> None:
         ("events", "[1]\n", "an object a line"),
     ],
 )
-def test_what_is_of_another_form_is_refused(kind: str, text: str, why: str) -> None:
+def test_other_formats_are_refused(kind: str, text: str, why: str) -> None:
     with pytest.raises(FieldError, match=why):
         importers.FORMATS[kind](text, "file")
 
 
-def test_prices_of_another_form_are_refused() -> None:
+def test_prices_in_another_format_are_refused() -> None:
     with pytest.raises(FieldError, match="SpotPriceHistory"):
         importers.spot_prices("[]", "prices.json", 1.0)
     rows = {"SpotPriceHistory": [{"Timestamp": "yesterday"}]}
@@ -311,7 +311,7 @@ def test_wrong_values_are_named(kind: str, text: str, why: str) -> None:
         importers.FORMATS[kind](text, "file", **more)
 
 
-def test_more_events_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_events_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importers, "MAX_EVENTS", 20)
     with pytest.raises(FieldError, match=r"line 3.*at most 20 events"):
         importers.counts("0,10\n1,0\n2,10\n3,0\n", "counts.csv")
@@ -322,7 +322,7 @@ def test_more_events_than_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("bid", "nodes", "field"), [(float("nan"), 1, "--bid"), (0.0, 1, "--bid"), (1.0, -3, "--nodes")]
 )
-def test_bids_and_nodes_make_sense(bid: float, nodes: int, field: str) -> None:
+def test_invalid_bids_and_node_counts_are_refused(bid: float, nodes: int, field: str) -> None:
     with pytest.raises(FieldError, match=field):
         importers.spot_prices(prices(), "prices.json", bid, nodes)
 
@@ -337,22 +337,22 @@ def test_products_are_not_mixed() -> None:
     with pytest.raises(FieldError, match=r"Linux/UNIX.*Windows.*--product"):
         importers.spot_prices(text, "prices.json", 1.0)
     trace = importers.spot_prices(text, "prices.json", 1.0, product="Linux/UNIX")
-    assert told(trace) == [(0, ADD, "a-p3-1")] and trace.end_s == 7200
+    assert rows_of(trace) == [(0, ADD, "a-p3-1")] and trace.end_s == 7200
     with pytest.raises(FieldError, match=r"--product.*SUSE.*the file has 'Linux/UNIX', 'Windows'"):
         importers.spot_prices(text, "prices.json", 1.0, product="SUSE")
 
 
-def test_activities_that_are_not_done_do_not_count() -> None:
+def test_unfinished_activities_are_ignored() -> None:
     text = activities(StatusCode="InProgress", EndTime=None)
     trace = importers.scaling_activities(text, "asg.json")
-    assert told(trace) == [(0, ADD, "i-1"), (3540, REMOVE, "i-1")]
+    assert rows_of(trace) == [(0, ADD, "i-1"), (3540, REMOVE, "i-1")]
 
 
 def left(trace: Trace) -> list[tuple[float, str, float]]:
     return [(e.seconds, e.node, e.notice_s) for e in trace.events if e.kind == REMOVE]
 
 
-def test_a_drained_node_goes_when_its_notice_runs_out() -> None:
+def test_a_drained_node_leaves_when_its_notice_ends() -> None:
     drain = {"kind": "drain", "at": 110.0, "node": "node0", "deadline_s": 120.0}
     drained = {"kind": "drained", "at": 115.0, "node": "node0"}
     trace = importers.elastic_events(run_of(drain, drained), "events.jsonl")
@@ -368,7 +368,7 @@ def test_a_drained_node_goes_when_its_notice_runs_out() -> None:
     ]
 
 
-def test_a_notice_that_was_taken_back_is_none() -> None:
+def test_a_withdrawn_notice_is_ignored() -> None:
     drain = {"kind": "drain", "at": 110.0, "node": "node0", "deadline_s": 120.0}
     stays = {"kind": "notice", "at": 111.0, "node": "node0", "notice": "none"}
     lost = {"kind": "lost", "at": 150.0, "node": "node0"}
@@ -377,7 +377,7 @@ def test_a_notice_that_was_taken_back_is_none() -> None:
     ]
 
 
-def test_a_killed_node_goes_when_the_fault_was_carried_out() -> None:
+def test_a_killed_node_is_lost_at_its_fault() -> None:
     rows = [
         {"kind": "lost", "at": 112.0, "node": "node0"},
         {"kind": "step", "at": 120.0},
@@ -396,7 +396,7 @@ def test_a_killed_node_goes_when_the_fault_was_carried_out() -> None:
         importers.elastic_events(run_of(*rows), "events.jsonl", "[]")
 
 
-def test_times_of_another_unit_are_doubted() -> None:
+def test_implausible_units_of_time_give_a_warning() -> None:
     hours = "".join(f"{hour},{4 + hour % 2}\n{hour + 1},{4 + hour % 2}\n" for hour in range(40))
     assert "losses per node and hour" in importers.plausibility_warning(
         importers.counts(hours, "file"), "seconds"
@@ -480,7 +480,7 @@ def broken_csv(data: st.DataObject, kind: str) -> str:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("kind", sorted(importers.FORMATS))
-def test_whatever_a_file_holds_is_a_trace_or_a_clear_error(kind: str, data: st.DataObject) -> None:
+def test_any_file_gives_a_trace_or_a_clear_error(kind: str, data: st.DataObject) -> None:
     text = (broken_csv if kind in ("bamboo", "counts") else broken_json)(data, kind)
     more: dict[str, object] = {"bid": 1.0} if kind == "spot-prices" else {}
     if kind == "events":
@@ -495,7 +495,7 @@ def test_whatever_a_file_holds_is_a_trace_or_a_clear_error(kind: str, data: st.D
     assert importers.plausibility_warning(trace, "seconds").isascii()
 
 
-def test_the_samples_are_whole() -> None:
+def test_sample_files_are_valid() -> None:
     for kind, text in SAMPLES.items():
         more = {"bid": 1.0} if kind == "spot-prices" else {}
         assert importers.FORMATS[kind](text, "file", **more).events

@@ -1,4 +1,4 @@
-"""The traces that are shipped are what their README says they are."""
+"""The shipped traces agree with their README."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_same_command_gives_the_same_bytes(command: str, tmp_path: Path) -> 
     assert (tmp_path / "again.csv").read_bytes() == shipped.read_bytes()
 
 
-def test_statistics_as_a_page(tmp_path: Path) -> None:
+def test_page_of_statistics(tmp_path: Path) -> None:
     """Plots of every shipped trace; the same bytes twice; names are escaped."""
     for file in sorted(TRACES.glob("*.csv")):
         pages = []
@@ -54,13 +54,13 @@ def test_statistics_as_a_page(tmp_path: Path) -> None:
         assert pages[0] == pages[1]
         assert "Still there after" in body(pages[0])
         charts = figures(pages[0])
-        told = statistics(read(file)[0])
+        measured = statistics(read(file)[0])
         nodes, longer, bulks, hours = (charts[f"plot-{i}"]["data"][0] for i in range(4))
-        assert max(nodes["y"]) == told.nodes_most
+        assert max(nodes["y"]) == measured.nodes_most
         assert longer["y"][0] == 100 and longer["y"][-1] == pytest.approx(0)
-        assert sum(bulks["y"]) == told.loss_events and sum(hours["y"]) == told.losses
+        assert sum(bulks["y"]) == measured.loss_events and sum(hours["y"]) == measured.losses
         assert (
-            sum(n * events for n, events in zip(bulks["x"], bulks["y"], strict=True)) == told.losses
+            sum(n * events for n, events in zip(bulks["x"], bulks["y"], strict=True)) == measured.losses
         )
         assert charts["plot-3"]["layout"]["yaxis"]["title"]["text"] == "lost nodes"
     odd = tmp_path / "<b>.csv"

@@ -1,4 +1,4 @@
-"""Traces: what is read, what is refused with its line, what is repaired."""
+"""Traces: reading, refusals that name the line, repairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADER = "seconds,event,node,zone,type,notice\n"
 GOOD = HEADER + "0,add,a,z1,p3,\n0,add,b,,,\n10.5,remove,a,z1,p3,120\n20,add,a,z2,p3,\n30,end,,,,\n"
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_a_written_trace_is_read_back() -> None:
     found, repairs = parse("# recorded somewhere\n" + GOOD)
     assert repairs == () and found.origin == "recorded somewhere"
     assert found.events[2] == Event(10.5, REMOVE, "a", "z1", "p3", 120.0)
@@ -94,14 +94,14 @@ def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert read(path)[0].origin == "from a spreadsheet"
 
 
-def test_a_file_that_was_cut_short_is_refused() -> None:
+def test_a_truncated_file_is_refused() -> None:
     with pytest.raises(FieldError, match=r"truncated.*20,end"):
         parse(GOOD.removesuffix("30,end,,,,\n"))
     with pytest.raises(FieldError, match="6 fields"):
         parse(GOOD[:-25])
 
 
-def test_milliseconds_are_noticed() -> None:
+def test_milliseconds_are_refused() -> None:
     rows = "".join(f"{1000 * 3600 * hour},add,n{hour},,,\n" for hour in range(24))
     with pytest.raises(FieldError, match="divide them by 1000"):
         parse(f"{HEADER}{rows}{86400000},end,,,,\n")
@@ -112,7 +112,7 @@ def test_milliseconds_are_noticed() -> None:
     assert parse(HEADER + "0,add,a,,,\n50000,remove,a,,,\n100000,end,,,,\n")[0].end_s == 100000
 
 
-def test_there_is_a_limit_of_nodes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "MAX_NODES", 2)
     assert len(parse(GOOD)[0].events) == 4
     with pytest.raises(FieldError, match=r"line 4.*at most 2 nodes at once"):
@@ -135,7 +135,7 @@ def test_huge_and_unreadable_files_are_refused(
         read(tmp_path / "absent.csv")
 
 
-def test_repairs_are_told() -> None:
+def test_repairs_are_returned() -> None:
     text = HEADER + "5,add,b,,,\n0,add,a,,,\n7,remove,c,,,\nx,add,d,,,\n9,remove,b,,,\n"
     found, repairs = parse(text, repair=True)
     assert [(e.seconds, e.kind, e.node) for e in found.events] == [
@@ -144,13 +144,13 @@ def test_repairs_are_told() -> None:
         (9, REMOVE, "b"),
     ]
     assert found.end_s == 9
-    told = {repair.line: repair.text for repair in repairs}
-    assert told[2] == told[3] == "sorted by time" and "c is not present" in told[4]
-    assert told[5].startswith("dropped: a time") and told[0] == "no end: set to 9 s"
+    changes = {repair.line: repair.text for repair in repairs}
+    assert changes[2] == changes[3] == "sorted by time" and "c is not present" in changes[4]
+    assert changes[5].startswith("dropped: a time") and changes[0] == "no end: set to 9 s"
     assert parse(format_trace(found))[0] == found
 
 
-def test_a_window_begins_with_who_is_there() -> None:
+def test_a_window_begins_with_the_nodes_present() -> None:
     found = window(parse(GOOD)[0], 10.5, 25)
     assert [(e.seconds, e.kind, e.node) for e in found.events] == [(0, ADD, "b"), (9.5, ADD, "a")]
     assert found.end_s == 14.5
@@ -187,7 +187,7 @@ fields = st.one_of(
 
 @settings(max_examples=200)
 @given(st.lists(st.lists(fields, max_size=8), max_size=12), st.booleans(), st.booleans())
-def test_whatever_a_file_holds_is_a_trace_or_a_clear_error(
+def test_any_file_gives_a_trace_or_a_clear_error(
     rows: list[list[str]], headed: bool, repair: bool
 ) -> None:
     text = (HEADER if headed else "") + "\n".join(",".join(row) for row in rows)
