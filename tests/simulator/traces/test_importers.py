@@ -156,7 +156,7 @@ def test_our_own_events() -> None:
         ("scaling-activities", "{}", "Activities"),
         ("scaling-activities", '{"Activities": [{}]}', r"Activities\[0\]"),
         ("skypilot", "[]", "gap_seconds"),
-        ("events", "[1]\n", "an object a line"),
+        ("events", "[1]\n", "one object per line"),
     ],
 )
 def test_other_formats_are_refused(kind: str, text: str, why: str) -> None:
