@@ -59,9 +59,8 @@ def test_page_of_statistics(tmp_path: Path) -> None:
         assert max(nodes["y"]) == measured.nodes_most
         assert longer["y"][0] == 100 and longer["y"][-1] == pytest.approx(0)
         assert sum(bulks["y"]) == measured.loss_events and sum(hours["y"]) == measured.losses
-        assert (
-            sum(n * events for n, events in zip(bulks["x"], bulks["y"], strict=True)) == measured.losses
-        )
+        pairs = zip(bulks["x"], bulks["y"], strict=True)
+        assert sum(n * events for n, events in pairs) == measured.losses
         assert charts["plot-3"]["layout"]["yaxis"]["title"]["text"] == "lost nodes"
     odd = tmp_path / "<b>.csv"
     odd.write_bytes((TRACES / "steady-32.csv").read_bytes())
