@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_sim.replay.replay import Mean, mean_of
-from elastic_sim.reproduce import data_directory
+from elastic_sim.reproduce.tables import data_directory
 from elastic_sim.steps.policies import ORACLES, RIVALS
 
 from benchmarks.results import Row, save

@@ -6,7 +6,7 @@
 - Speed: median seconds of `make_plan` in a warm process.
 - Quality: step time over a proven lower bound (`benchmarks.planner_bound`) on random clusters of
   two or three device types.
-- Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rivals`) for 2 to 64 nodes
+- Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rival_planners`) for 2 to 64 nodes
   on five models. The same cost model prices every plan. The table is written to
   benchmarks/results/planner-rivals.csv.
 
@@ -29,7 +29,7 @@ from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
-from elastic_sim.steps.rivals import Equal, oobleck, varuna
+from elastic_sim.steps.rival_planners import EqualNodes, plan_oobleck, plan_varuna
 from tqdm import tqdm
 
 from benchmarks.planner_bound import lower_bound
@@ -299,7 +299,7 @@ def compare(model: str, nodes: int) -> PlanComparison:
     request = replace(
         request_of(profile, nodes_of({"A40": nodes}), microbatches), backup="none+none"
     )
-    cluster = Equal(profile, microbatches, profile.devices[0].memory_bytes)
+    cluster = EqualNodes(profile, microbatches, profile.devices[0].memory_bytes)
 
     def price(plan: Plan | None) -> float:
         return math.inf if plan is None else step_s(plan, request)
@@ -308,7 +308,7 @@ def compare(model: str, nodes: int) -> PlanComparison:
         ours = price(make_plan(request))
     except InfeasiblePlan:
         ours = math.inf
-    theirs = [price(planner(cluster, request.nodes, price)) for planner in (oobleck, varuna)]
+    theirs = [price(planner(cluster, request.nodes, price)) for planner in (plan_oobleck, plan_varuna)]
     return PlanComparison(model, nodes, ours, *theirs)
 
 

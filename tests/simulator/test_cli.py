@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from elastic_sim import reproduce
 from elastic_sim.cli.cli import main
 from elastic_sim.cli.commands import policies_of
-from elastic_sim.steps.policies import makers
+from elastic_sim.reproduce import tables as reproduce
+from elastic_sim.steps.policies import policy_factories
 from elastic_sim.traces import trace as traces
-from elastic_sim.traces.trace import read
+from elastic_sim.traces.trace import Event, read
 
 from tests.patience import LONG_S
 
@@ -90,7 +90,7 @@ def test_a_wrong_unit_of_our_own_format_is_told(hour: float, why: str, tmp_path:
         assert done.exit_code == 0 and done.stdout, done.output
         if why:
             assert done.stderr.startswith(f"elastic-sim: {source}: ") and done.stderr.count("\n") == 1
-            assert why in done.stderr and "are times seconds indeed?" in done.stderr
+            assert why in done.stderr and "are times really seconds?" in done.stderr
         else:
             assert done.stderr == ""
     assert read(out)[0] == read(source)[0]
@@ -100,7 +100,7 @@ def test_a_wrong_unit_of_our_own_format_is_told(hour: float, why: str, tmp_path:
     ("kind", "text", "why"),
     [
         ("counts", "0,0\n0,4\n500,4\n400,2\n", "source, line 4: '400,2' is not usable: times must ascend"),
-        ("bamboo", "0,add,a\n9,remove,b\n", "source, line 2: '9,remove,b' is not usable: b is not there"),
+        ("bamboo", "0,add,a\n9,remove,b\n", "source, line 2: '9,remove,b' is not usable: b is not present"),
     ],
 )
 def test_a_bad_row_of_another_form_is_one_line(kind: str, text: str, why: str, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_run_is_imported_with_its_types(tmp_path: Path) -> None:
 def test_files_that_are_too_large_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "p3.csv"
     source.write_text("0,add,n1\n60000,remove,n1\n")
-    monkeypatch.setattr(traces, "MOST_BYTES", 20)
+    monkeypatch.setattr(traces, "MAX_BYTES", 20)
     done = run("traces", "import", "bamboo", str(source), str(tmp_path / "out.csv"))
     assert done.exit_code == 2 and "too many: at most 20" in done.output
 
@@ -179,7 +179,7 @@ def test_repairs_are_told(tmp_path: Path) -> None:
     path.write_text(GOOD.replace("10,remove,a", "10,remove,b"))
     assert run("traces", "stats", str(path)).exit_code == 2
     done = run("traces", "convert", str(path), str(out), "--repair")
-    assert done.exit_code == 0 and "line 3: dropped: b is not there" in done.output
+    assert done.exit_code == 0 and "line 3: dropped: b is not present" in done.output
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_it_starts_without_torch() -> None:
 
 def test_failure_rates_are_of_the_cluster_or_of_each_node(tmp_path: Path) -> None:
     """32 nodes of which each is lost every 32 hours lose one an hour; two at a time, every other hour."""
-    made = []
+    made = list[tuple[Event, ...]]()
     for rate, bulk in (("1h", "1"), ("32h/node", "1"), ("16h/node", "2"), ("2h", "2")):
         out = tmp_path / f"{len(made)}.csv"
         done = run("traces", "generate", str(out), "--mtbf", rate, "--bulk", bulk, "--duration", "2d")
@@ -339,4 +339,4 @@ def test_what_is_strange_about_a_replay_is_told(tmp_path: Path) -> None:
 
 def test_all_policies_and_others_are_each_run_once() -> None:
     names = policies_of(("all,ours", "ours:log+snapshot"))
-    assert names == tuple(dict.fromkeys((*makers(), "ours:log+snapshot")))
+    assert names == tuple(dict.fromkeys((*policy_factories(), "ours:log+snapshot")))

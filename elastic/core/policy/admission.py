@@ -37,7 +37,7 @@ def admit(
         return with_record(state, node, record), (entry,), True
     reason = "; ".join(f"{check.name}: {check.remedy}" for check in failed)
     repeated = now < record.refused_until
-    record, retry_s = diagnosis.refused(record, now, limits)
+    record, retry_s = diagnosis.record_refusal(record, now, limits)
     retry_s = round(retry_s, 3)
     refusal = Send(node, JoinRefused(reason, retry_s))
     entry = LogEntry("preflight", {**data, "reason": reason, "retry_s": retry_s})

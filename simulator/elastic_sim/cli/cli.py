@@ -11,7 +11,6 @@ import click
 
 from elastic.command_line import TIME, CommandLine
 from elastic.domain.errors import FieldError
-from elastic_sim import reproduce as tables
 from elastic_sim.cli.commands import advise, doubted, policies, replay
 from elastic_sim.cli.options import FILE, RATE, PerNode, mtbf_of, sizes_of, stored, writable
 from elastic_sim.cli.sweep_command import sweep
@@ -19,9 +18,10 @@ from elastic_sim.microbatches.physics import Physics
 from elastic_sim.microbatches.physics import read as read_physics
 from elastic_sim.microbatches.validate import as_json as report_json
 from elastic_sim.microbatches.validate import measure, told, validate
+from elastic_sim.reproduce import tables
 from elastic_sim.traces import trace as traces
-from elastic_sim.traces.fetch import HOST, ORIGINALS, fetch
-from elastic_sim.traces.generate import Market, fitted, generate, shared_with_inference
+from elastic_sim.traces.fetch import HOST, PUBLISHED_TRACES, fetch
+from elastic_sim.traces.generate import Market, fit_market, generate, shared_with_inference
 from elastic_sim.traces.importers import FORMATS, UNITS
 from elastic_sim.traces.statistics import Statistics, statistics
 
@@ -59,7 +59,7 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
 @click.option("--bid", type=float, help="spot-prices: a zone's nodes are there up to this price")
 @click.option(
     "--nodes",
-    type=click.IntRange(1, traces.MOST_NODES),
+    type=click.IntRange(1, traces.MAX_NODES),
     default=1,
     help="spot-prices: nodes of a zone",
 )
@@ -78,8 +78,8 @@ def import_(
     elif kind == "counts" and hours:
         more, unit = {"unit_s": 3600.0}, "hours"
     elif kind == "events" and (config := source.parent / "config.json").is_file():
-        more = {"config": traces.text_of(config, "file")}
-    found = FORMATS[kind](traces.text_of(source, "file"), source.name, **more)
+        more = {"config": traces.read_text(config, "file")}
+    found = FORMATS[kind](traces.read_text(source, "file"), source.name, **more)
     _write(found, out, f", times read as {unit}")
     if kind != "events":  # runs that were made to fail lose more
         hint = " --hours takes them for hours" if kind == "counts" and not hours else ""
@@ -165,7 +165,7 @@ def generate_(
         made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice)
     else:
         market = (
-            fitted(traces.read(like)[0], zones=names)
+            fit_market(traces.read(like)[0], zones=names)
             if like is not None
             else Market(
                 nodes=nodes,
@@ -189,11 +189,12 @@ def generate_(
 @click.option("--host", default=HOST, help="a mirror of the authors' repositories")
 def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
     """Download recorded traces (all, or those named) and check them."""
-    unknown = [name for name in names if name not in ORIGINALS]
+    unknown = [name for name in names if name not in PUBLISHED_TRACES]
     if unknown:
-        raise FieldError("trace", unknown[0], f"one of {', '.join(ORIGINALS)}")
-    for name in names or ORIGINALS:
-        click.echo(f"{name}: {fetch(ORIGINALS[name], directory, host)} ({ORIGINALS[name].format})")
+        raise FieldError("trace", unknown[0], f"one of {', '.join(PUBLISHED_TRACES)}")
+    for name in names or PUBLISHED_TRACES:
+        original = PUBLISHED_TRACES[name]
+        click.echo(f"{name}: {fetch(original, directory, host)} ({original.format})")
 
 
 @main.command("reproduce")

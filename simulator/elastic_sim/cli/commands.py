@@ -24,7 +24,7 @@ from elastic_sim.steps import policies as known
 from elastic_sim.steps.clusters import NODE_TYPES, node_type_of
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
-from elastic_sim.traces.importers import doubt
+from elastic_sim.traces.importers import plausibility_warning
 from elastic_sim.traces.trace import Trace
 
 Callback = Callable[..., None]
@@ -108,7 +108,7 @@ def scenarios_of(traces: Sequence[Path], told: dict[str, Any]) -> list[Scenario]
 
 def doubted(found: Trace, source: Path | str, unit: str = "seconds", hint: str = "") -> None:
     """Warn of a trace that is unlike any market."""
-    if strange := doubt(found, unit):
+    if strange := plausibility_warning(found, unit):
         click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
 
 
@@ -122,9 +122,9 @@ def warn(scenarios: Sequence[Scenario]) -> None:
 def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
     """--policy, repeated or comma-separated; all: every one. Raises FieldError."""
     names = [name.strip() for text in told for name in text.split(",") if name.strip()] or list(DEFAULT)
-    names = [one for name in names for one in (known.makers() if name == "all" else (name,))]
+    names = [one for name in names for one in (known.policy_factories() if name == "all" else (name,))]
     for name in names:
-        known.maker_of(name)
+        known.policy_factory(name)
     return tuple(dict.fromkeys(names))
 
 
@@ -165,7 +165,7 @@ def replay(
 @click.command(cls=Command)
 def policies() -> None:
     """What each policy does, and where its rules and constants come from."""
-    click.echo(show.policies(known.abouts()))
+    click.echo(show.policies(known.policy_descriptions()))
 
 
 @click.command(cls=Command)
@@ -229,11 +229,11 @@ def advise(
         )
         found = priced(mixes)
         if not buy:
-            found = advice.ordered([*found, *priced(advice.resized(found[0].mix))], budget)
+            found = advice.ranked([*found, *priced(advice.resized(found[0].mix))], budget)
     click.echo(show.advice(found, budget))
     best = found[0]
-    if best.within and math.isfinite(best.per_million.value):
-        click.echo(f"\n{advice.answer(best)}")
+    if best.within and math.isfinite(best.per_million_samples.value):
+        click.echo(f"\n{advice.answer_text(best)}")
     if out is not None:
         offers = [
             {**row, "spares": one.spares, "backup": one.backup, "backup_share": one.backup_share}

@@ -12,7 +12,7 @@ from elastic.planning.plan.plan import format_plan
 from elastic_sim.microbatches.clock import BEGIN_S
 from elastic_sim.microbatches.environment import Environment
 from elastic_sim.microbatches.training import Run
-from elastic_sim.steps.time_accounting import Account, Use
+from elastic_sim.steps.time_accounting import TimeAccount, Use
 
 IDLE = (JobPhase.WAITING, JobPhase.PAUSED, JobPhase.FINISHED, JobPhase.FAILED)
 
@@ -45,7 +45,7 @@ class Outcome:
     """As `recoveries` in summary.json."""
     events: tuple[dict[str, Any], ...]
     """As events.jsonl has them; `at` is seconds since the beginning of the trace."""
-    account: Account
+    account: TimeAccount
 
     @property
     def samples_per_s(self) -> float:
@@ -61,7 +61,7 @@ class Meter:
 
     def __init__(self, world: Environment, runs: Mapping[int, Run], state: JobState) -> None:
         """`runs`: those of the cluster, by epoch. `state`: the job's first."""
-        self._world, self._runs, self.account = world, runs, Account()
+        self._world, self._runs, self.account = world, runs, TimeAccount()
         self.state = state
         """Newest state of the job."""
         self.sent_at = 0.0

@@ -22,7 +22,7 @@ from elastic.planning.cost.profile import LinkProfile, Profile, check_profile
 from elastic_sim.microbatches.physics import Physics
 from elastic_sim.microbatches.story import Story, readiness, tell
 from elastic_sim.microbatches.world import Anchored, Job
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 ACTED = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.JOIN)
 """Injected faults that can be simulated."""
@@ -165,7 +165,7 @@ def _trace(
             later.append((at + deadline, Event(0.0, REMOVE, node, notice_s=deadline)))
     later += [(at, Event(0.0, REMOVE, node)) for node, (at, _) in killed.items()]
     last = max(at for at, _ in ended) - begin
-    trace = check(tuple(start), 4 * last + 60.0, "from events.jsonl", str(path))
+    trace = build_trace(tuple(start), 4 * last + 60.0, "from events.jsonl", str(path))
     later.sort(key=lambda pair: pair[0])
     told = [_anchored(at, event, begin, ended, event.node in ready) for at, event in later]
     return trace, tuple(_at_its_point(one, killed) for one in told)

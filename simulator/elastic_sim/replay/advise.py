@@ -1,14 +1,14 @@
-"""The buyer's question: for this model and budget, which nodes, spot or on demand, how many, and which backup?
+"""Advises on nodes to rent: spot or on demand, how many, and with which backup.
 
-Every mix of so many on-demand nodes, which never go, and so many spot nodes, which come and go as in the traces, is
-replayed on each trace with every policy and seed. Traces count alike, long or short; intervals are over traces, or over
-seeds if there is one, for seeds of one trace share its market. With a budget the mix is advised that makes most samples
-within it, without one the cheapest a sample, beside all others. Nodes beyond what the plan can use wait as spares:
-`spares` and `idle` tell. With `resized` the best mix is tried with fewer and more nodes, too.
+Every mix of on-demand nodes, which are never lost, and spot nodes, which follow the traces, is
+replayed on each trace with every policy and seed. All traces have the same weight. Intervals are
+over traces, or over seeds if there is one trace, because seeds of one trace share its market. With
+a budget, the best mix makes the most samples within it; without one, it has the lowest cost per
+sample. Nodes that the plan cannot use wait as spares. `resized` gives slightly smaller and larger
+mixes.
 
-A recorded trace knows its own nodes only: with more spot nodes than it has it is repeated under other names, shifted in
-time, so that losses do not coincide more than they did.
-"""
+A recorded trace has a fixed number of nodes. For more spot nodes it is repeated under other names
+and shifted in time, so that losses coincide as rarely as in the recording."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from elastic.domain.errors import FieldError
-from elastic_sim.replay.replay import Mean, Run, mean_of, run_one
-from elastic_sim.replay.watch import Seen
+from elastic_sim.replay.replay import Mean, PlanInForce, PolicyRun, mean_of, run_one
 from elastic_sim.steps.clusters import NodeType, node_type_of
-from elastic_sim.steps.engine import Outcome
-from elastic_sim.steps.physics import stays
-from elastic_sim.steps.scenario import Scenario, check_same
+from elastic_sim.steps.engine import SimulationResult
+from elastic_sim.steps.physics import node_lifetimes
+from elastic_sim.steps.scenario import Scenario, check_profile_matches
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.steps.world import World
+from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, window
 
-MOST = 256
-"""Nodes that are tried for a budget; more are named with --buy."""
+MAX_NODES = 256
+"""Largest number of nodes tried for a budget; `--buy` can name more."""
 ON_DEMAND = "on-demand"
-"""The zone of nodes that never go."""
+"""Zone of nodes that are never lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What is rented."""
+    """Numbers of rented nodes."""
 
     on_demand: int
     spot: int
-    """Asked for; how many there are the trace says."""
+    """Requested; the trace decides how many are present."""
 
     def __str__(self) -> str:
         return f"{self.on_demand} on demand + {self.spot} spot"
@@ -49,68 +48,71 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a mix with a backup scheme gives."""
+    """Result of a mix with one policy, over all traces and seeds."""
 
     mix: Mix
     policy: str
     samples_per_s: Mean
     dollars_per_h: Mean
-    per_million: Mean
-    """Dollars a million samples; inf if none is made."""
+    per_million_samples: Mean
+    """Dollars; inf if there are no samples."""
     per_million_tokens: Mean
+    """Dollars."""
     goodput: Mean
-    """Samples over those of the best plan for all nodes of the mix, were they always there."""
+    """Samples divided by those of the best plan if all nodes of the mix were always present."""
     idle: float
-    """Share of node time that nothing was done in: nodes that wait as spares, or do not fit."""
+    """Share of node time without any use."""
     spares: float
-    """Nodes that are of use and do nothing, on average over the time."""
+    """Mean number of usable nodes that wait."""
     backup: str
-    """The pair of schemes of most of the time that a plan of ours was in force; "": there was none."""
+    """The pair of backup schemes that was in force longest; "": none, for rivals."""
     backup_share: float
-    """Of that time."""
+    """Its share of the time in which our plans were in force."""
     within: bool
-    """The budget."""
+    """Whether it is within the budget."""
     by_trace: tuple[tuple[str, float, float], ...]
-    """(trace, samples a second, dollars a million tokens), means over seeds."""
+    """(trace, samples per second, dollars per million tokens), means over seeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A mix on one trace with one policy and one seed."""
+    """Result of a mix on one trace with one policy and one seed."""
 
-    run: Run
+    run: PolicyRun
     cost: float
     """Dollars."""
     hours: float
     spare_s: float
-    """Node-seconds of nodes that are of use and do nothing."""
+    """Node-seconds of usable nodes that wait."""
     pairs: Counter[str]
-    """Milliseconds that each pair of schemes was in force."""
+    """Milliseconds in which each pair of backup schemes was in force."""
 
     @property
-    def per_million(self) -> float:
+    def per_million_samples(self) -> float:
         return 1e6 * self.cost / self.run.samples if self.run.samples else math.inf
 
 
 def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
-    """Of so many nodes in all, from all spot to all on demand."""
-    found = [Mix(n, size - n) for size in sizes for i in range(steps + 1) for n in (round(size * i / steps),)]
-    return list(dict.fromkeys(found))
+    """Mixes of `sizes` nodes in total, from all spot to all on demand."""
+    on_demand = [(size, round(size * i / steps)) for size in sizes for i in range(steps + 1)]
+    return list(dict.fromkeys(Mix(n, size - n) for size, n in on_demand))
 
 
 def affordable(kind: NodeType, budget_per_h: float, steps: int) -> list[Mix]:
-    """From all spot to all on demand, each with as many nodes as the budget pays while all are there, `MOST` at most;
-    one node where it pays none."""
+    """Mixes from all spot to all on demand, each with as many nodes as the budget pays for.
+
+    At most `MAX_NODES`; one spot node if the budget pays for none.
+    """
     found = []
     for i in range(steps + 1):
         share = i / steps
-        n = min(MOST, int(budget_per_h / (share * kind.on_demand + (1 - share) * kind.spot)))
+        n = min(MAX_NODES, int(budget_per_h / (share * kind.on_demand + (1 - share) * kind.spot)))
         found.append(Mix(int(share * n), n - int(share * n)) if n else Mix(0, 1))
     return list(dict.fromkeys(found))
 
 
 def resized(mix: Mix) -> list[Mix]:
-    """An eighth fewer nodes, and an eighth more, of spot ones if it has any."""
+    """The mix with an eighth fewer and an eighth more nodes, of spot nodes if it has any."""
     by = max(1, round((mix.on_demand + mix.spot) / 8))
     if mix.spot:
         found = [Mix(mix.on_demand, mix.spot - by), Mix(mix.on_demand, mix.spot + by)]
@@ -119,9 +121,9 @@ def resized(mix: Mix) -> list[Mix]:
     return [one for one in found if min(one.on_demand, one.spot) >= 0 < one.on_demand + one.spot]
 
 
-def answer(best: Offer) -> str:
-    """The three questions, answered: which mix, how many spares, which backup."""
-    mix, backup = best.mix, f"{best.policy} keeps none of our schemes"
+def answer_text(best: Offer) -> str:
+    """One line: the mix, its spares and its backup."""
+    mix, backup = best.mix, f"{best.policy} has none of our schemes"
     if best.backup:
         backup = f"{best.backup}, in force {100 * best.backup_share:.0f} % of the time"
     spares = f"{best.spares:.1f} nodes wait on average"
@@ -129,11 +131,11 @@ def answer(best: Offer) -> str:
 
 
 def blended(trace: Trace, mix: Mix) -> Trace:
-    """On-demand nodes from start to end beside `mix.spot` nodes of the trace (its first ones, and again shifted)."""
+    """Trace of a mix: on-demand nodes, and `mix.spot` nodes of the trace and its shifted copies."""
     fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
     most = _most(trace)
     if not most and mix.spot:
-        raise FieldError("trace", trace.origin[:60], "it has no nodes; give another one")
+        raise FieldError("trace", trace.origin[:60], "it has no nodes; name another one")
     events: list[Event] = []
     wanted, copy = mix.spot, 0
     while wanted > 0:
@@ -153,8 +155,10 @@ def _most(trace: Trace) -> int:
 
 
 def _shifted(trace: Trace, copy: int) -> Trace:
-    """The same market at another time: begins a golden part of the trace later, and goes round. Who is there at the
-    trace's end goes on in the place of one who was there at its start."""
+    """The same market, shifted in time by a golden fraction of the trace, with wrap-around.
+
+    At the seam, a node that is present at the trace's end replaces one present at its start.
+    """
     shift = trace.end_s * ((copy * 0.618034) % 1.0)
     if not shift:
         return trace
@@ -169,26 +173,27 @@ def _shifted(trace: Trace, copy: int) -> Trace:
     names: dict[str, str] = {}
     for event in early.events:
         if event.kind == ADD:
-            go_on = event.seconds == 0 and bool(left)
-            names[event.node] = left.pop(next(iter(left))).node if go_on else f"{event.node}.{copy}b"
-            if go_on:
+            if event.seconds == 0 and left:
+                names[event.node] = left.pop(next(iter(left))).node
                 continue
-        events.append(replace(event, seconds=event.seconds + late.end_s, node=names[event.node]))
-    gone = [Event(late.end_s, REMOVE, node, e.zone, e.type) for node, e in left.items()]
-    events.extend(gone)
-    return Trace(tuple(sorted(events, key=lambda e: (e.seconds, e.kind == ADD))), trace.end_s, trace.origin)
+            names[event.node] = f"{event.node}.{copy}b"
+        at = event.seconds + late.end_s
+        events.append(replace(event, seconds=at, node=names[event.node]))
+    events.extend(Event(late.end_s, REMOVE, node, e.zone, e.type) for node, e in left.items())
+    events.sort(key=lambda e: (e.seconds, e.kind == ADD))
+    return Trace(tuple(events), trace.end_s, trace.origin)
 
 
 def _limited(trace: Trace, most: int) -> list[Event]:
-    """No more than `most` nodes at a time: who comes when there are so many is not rented."""
-    here: set[str] = set()
+    """Events with at most `most` nodes at a time; further nodes are not rented."""
+    present: set[str] = set()
     found = []
     for event in trace.events:
-        if event.kind == ADD and len(here) < most:
-            here.add(event.node)
+        if event.kind == ADD and len(present) < most:
+            present.add(event.node)
             found.append(event)
-        elif event.kind != ADD and event.node in here:
-            here.discard(event.node)
+        elif event.kind != ADD and event.node in present:
+            present.discard(event.node)
             found.append(event)
     return found
 
@@ -201,29 +206,36 @@ def offers(
     budget_per_h: float = math.inf,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Offer]:
-    """Every mix with every policy, the best first. `scenarios` differ in their traces alone. Prices are those of the
-    first node type. Raises FieldError."""
+    """Every mix with every policy, the best first.
+
+    `scenarios` differ only in their traces. Prices are those of the first node type. Raises
+    FieldError.
+    """
     world, kind = scenarios[0].world(), node_type_of(scenarios[0].nodes_of[0])
     if "model" in scenarios[0].files():
-        check_same(kind, world.profile)
+        check_profile_matches(kind, world.profile)
     found = []
     for mix in options:
-        traces = {one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios}
+        traces = {
+            one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios
+        }
         for policy in policies:
             trials = {
-                one.name(): [_trial(world, kind, trace, policy, seed) for seed, trace in traces[one].items()]
+                one.name(): [
+                    _trial(world, kind, trace, policy, seed) for seed, trace in traces[one].items()
+                ]
                 for one in scenarios
             }
             found.append(_offer(world, mix, policy, trials, budget_per_h))
             progress()
-    return ordered(found, budget_per_h)
+    return ranked(found, budget_per_h)
 
 
-def _trial(world: World, kind: NodeType, trace: Trace, policy: str, seed: int) -> Trial:
+def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, seed: int) -> Trial:
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
-        run=replace(run, outcome=None, seen=()),  # they are large
+        run=replace(run, outcome=None, seen=()),  # large
         cost=_cost(kind, trace),
         hours=trace.end_s / 3600,
         spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,
@@ -231,8 +243,8 @@ def _trial(world: World, kind: NodeType, trace: Trace, policy: str, seed: int) -
     )
 
 
-def ordered(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
-    """The best first."""
+def ranked(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
+    """Offers in order, the best first."""
     if math.isfinite(budget_per_h):
         return sorted(
             found,
@@ -242,11 +254,11 @@ def ordered(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
                 o.dollars_per_h.value,
             ),
         )
-    return sorted(found, key=lambda o: (o.per_million.value, o.dollars_per_h.value))
+    return sorted(found, key=lambda o: (o.per_million_samples.value, o.dollars_per_h.value))
 
 
-def _pairs(outcome: Outcome, plans: Sequence[Seen | None]) -> Counter[str]:
-    """Milliseconds that each pair of schemes was in force."""
+def _pairs(outcome: SimulationResult, plans: Sequence[PlanInForce | None]) -> Counter[str]:
+    """Milliseconds in which each pair of backup schemes was in force."""
     made = outcome.decisions
     ends = [*(decision.at for decision in made[1:]), outcome.ended]
     found = Counter[str]()
@@ -257,14 +269,18 @@ def _pairs(outcome: Outcome, plans: Sequence[Seen | None]) -> Counter[str]:
 
 
 def _offer(
-    world: World, mix: Mix, policy: str, trials: Mapping[str, Sequence[Trial]], budget_per_h: float
+    world: SimulatedWorld,
+    mix: Mix,
+    policy: str,
+    trials: Mapping[str, Sequence[Trial]],
+    budget_per_h: float,
 ) -> Offer:
-    """`trials`: of each trace, one a seed."""
+    """`trials`: one per seed, by trace."""
     every = [one for seeds in trials.values() for one in seeds]
 
     def over(figure: Callable[[Trial], float]) -> Mean:
-        told = [[figure(one) for one in seeds] for seeds in trials.values()]
-        return mean_of(told[0] if len(told) == 1 else [fmean(values) for values in told])
+        values = [[figure(one) for one in seeds] for seeds in trials.values()]
+        return mean_of(values[0] if len(values) == 1 else [fmean(some) for some in values])
 
     tokens = world.profile.tokens_per_microbatch / world.training.microbatch
     dollars = over(lambda one: one.cost / one.hours)
@@ -278,8 +294,8 @@ def _offer(
         policy=policy,
         samples_per_s=over(lambda one: one.run.samples_per_s),
         dollars_per_h=dollars,
-        per_million=over(lambda one: one.per_million),
-        per_million_tokens=over(lambda one: one.per_million / tokens),
+        per_million_samples=over(lambda one: one.per_million_samples),
+        per_million_tokens=over(lambda one: one.per_million_samples / tokens),
         goodput=over(lambda one: one.run.samples_per_s / full),
         idle=sum(one.run.time["idle"] for one in every) / whole,
         spares=sum(one.spare_s for one in every) / sum(3600 * one.hours for one in every),
@@ -287,17 +303,21 @@ def _offer(
         backup_share=longest / pairs.total() if backup else 0.0,
         within=dollars.value <= budget_per_h,
         by_trace=tuple(
-            (name, fmean(o.run.samples_per_s for o in seeds), fmean(o.per_million / tokens for o in seeds))
+            (
+                name,
+                fmean(o.run.samples_per_s for o in seeds),
+                fmean(o.per_million_samples / tokens for o in seeds),
+            )
             for name, seeds in trials.items()
         ),
     )
 
 
 def _cost(kind: NodeType, trace: Trace) -> float:
-    """Dollars: on-demand nodes at their price, spot nodes at theirs, while they are there."""
+    """Dollars for all nodes while they are present, each at its price."""
     return sum(
-        (kind.on_demand if came.zone == ON_DEMAND else kind.spot)
-        * ((gone.seconds if gone else trace.end_s) - came.seconds)
+        (kind.on_demand if added.zone == ON_DEMAND else kind.spot)
+        * ((removed.seconds if removed else trace.end_s) - added.seconds)
         / 3600
-        for came, gone in stays(trace)
+        for added, removed in node_lifetimes(trace)
     )

@@ -1,4 +1,4 @@
-"""What a replay says in the terminal and in JSON."""
+"""Formats results for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic_sim.replay.advise import Offer
-from elastic_sim.replay.replay import Mean, Summary
-from elastic_sim.steps.policies.base import About
+from elastic_sim.replay.replay import Mean, PolicySummary
+from elastic_sim.steps.policies.base import PolicyDescription
 from elastic_sim.steps.time_accounting import Use
 
 USES = tuple(use.value for use in Use)
 
 
-def as_json(trace: str, model: str, found: Sequence[Summary], **more: Any) -> dict[str, Any]:
-    """{"trace", "model", "policies": {P: {"samples_per_s", "goodput", "cost", "time": {..}, ...}}}. Figures are means
-    over seeds; `margins` holds half the widths of their 95 % intervals. Time is in shares of all node-seconds."""
+def as_json(trace: str, model: str, found: Sequence[PolicySummary], **more: Any) -> dict[str, Any]:
+    """{"trace", "model", "policies": {P: {"samples_per_s", "goodput", "cost", "time": {..}, ...}}}.
+
+    Figures are means over seeds; `margins` has half the widths of their 95 % intervals. Times are
+    shares of all node-seconds.
+    """
     return {
         "trace": trace,
         "model": model,
@@ -25,7 +28,7 @@ def as_json(trace: str, model: str, found: Sequence[Summary], **more: Any) -> di
     }
 
 
-def _policy(one: Summary) -> dict[str, Any]:
+def _policy(one: PolicySummary) -> dict[str, Any]:
     figures = {
         "samples_per_s": one.samples_per_s,
         "goodput": one.goodput,
@@ -42,13 +45,21 @@ def _policy(one: Summary) -> dict[str, Any]:
 
 
 def finite(value: float) -> float | None:
-    """JSON knows no infinity."""
+    """The value, or None if it is infinite, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
 
-def table(found: Sequence[Summary]) -> str:
-    """A row a policy: figures with intervals, and the shares of node time. Without prices no costs."""
-    head = ["policy", "samples/s", "goodput", "cost $", "$/M samples", *(f"{use} %" for use in USES)]
+def table(found: Sequence[PolicySummary]) -> str:
+    """One row per policy: figures with intervals, and shares of node time. No costs without
+    prices."""
+    head = [
+        "policy",
+        "samples/s",
+        "goodput",
+        "cost $",
+        "$/M samples",
+        *(f"{use} %" for use in USES),
+    ]
     rows = [
         [
             one.policy,
@@ -68,7 +79,7 @@ def three(mean: Mean) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need; the first one to the left."""
+    """Rows with aligned columns; the first one is left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -80,8 +91,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def policies(found: Sequence[About]) -> str:
-    """A paragraph each: what it is, and where its rules and constants come from."""
+def policies(found: Sequence[PolicyDescription]) -> str:
+    """A paragraph per policy: name, behaviour, source."""
     lines = []
     for about in found:
         mark = "" if about.ours or about.name in ("oracle", "ceiling") else " (a model of it)"
@@ -90,8 +101,18 @@ def policies(found: Sequence[About]) -> str:
 
 
 def advice(found: Sequence[Offer], budget: float) -> str:
-    """The best offer in words, and all in a table. `found`: best first."""
-    head = ["mix", "policy", "samples/s", "goodput", "$/h", "$/M samples", "$/M tokens", "idle %", ""]
+    """The best offer in words, and all offers in a table. `found`: best first."""
+    head = [
+        "mix",
+        "policy",
+        "samples/s",
+        "goodput",
+        "$/h",
+        "$/M samples",
+        "$/M tokens",
+        "idle %",
+        "",
+    ]
     rows = [
         [
             str(one.mix),
@@ -99,7 +120,7 @@ def advice(found: Sequence[Offer], budget: float) -> str:
             str(one.samples_per_s),
             three(one.goodput),
             str(one.dollars_per_h),
-            str(one.per_million),
+            str(one.per_million_samples),
             str(one.per_million_tokens),
             f"{100 * one.idle:.1f}",
             "" if one.within else "over the budget",
@@ -109,25 +130,28 @@ def advice(found: Sequence[Offer], budget: float) -> str:
     best = found[0]
     if not best.within:
         least = min(found, key=lambda one: one.dollars_per_h.value)
-        said = f"Nothing fits {budget:g} dollars an hour: the cheapest, {least.mix}, takes {least.dollars_per_h}."
-    elif math.isinf(best.per_million.value):
-        said = "None of these mixes ever has enough nodes for the model."
+        text = (
+            f"Nothing fits {budget:g} dollars per hour: the cheapest, {least.mix}, costs "
+            f"{least.dollars_per_h}."
+        )
+    elif math.isinf(best.per_million_samples.value):
+        text = "None of these mixes ever has enough nodes for the model."
     else:
-        said = (
-            f"Rent {best.mix}, with {best.policy}: {best.samples_per_s} samples/s for {best.dollars_per_h} dollars an "
-            f"hour, {best.per_million_tokens} dollars a million tokens "
-            f"(± 95 % over {'traces' if len(best.by_trace) > 1 else 'seeds'})."
+        text = (
+            f"Rent {best.mix}, with {best.policy}: {best.samples_per_s} samples/s for "
+            f"{best.dollars_per_h} dollars per hour, {best.per_million_tokens} dollars per million "
+            f"tokens (± 95 % over {'traces' if len(best.by_trace) > 1 else 'seeds'})."
         )
         if len(best.by_trace) > 1:
-            said += "".join(
-                f"\n  {name}: {rate:.4g} samples/s, {cost:.4g} dollars a million tokens"
+            text += "".join(
+                f"\n  {name}: {rate:.4g} samples/s, {cost:.4g} dollars per million tokens"
                 for name, rate, cost in best.by_trace
             )
-    return f"{said}\n\n{aligned([head, *rows])}"
+    return f"{text}\n\n{aligned([head, *rows])}"
 
 
 def offers_json(found: Sequence[Offer]) -> list[dict[str, Any]]:
-    """As `advice` has them."""
+    """The offers as JSON, in the given order."""
     return [
         {
             "on_demand": one.mix.on_demand,
@@ -145,7 +169,7 @@ def offers_json(found: Sequence[Offer]) -> list[dict[str, Any]]:
                     ("samples_per_s", one.samples_per_s),
                     ("goodput", one.goodput),
                     ("dollars_per_h", one.dollars_per_h),
-                    ("per_million_samples", one.per_million),
+                    ("per_million_samples", one.per_million_samples),
                     ("per_million_tokens", one.per_million_tokens),
                 )
             },

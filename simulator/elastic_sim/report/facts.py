@@ -11,11 +11,11 @@ from pathlib import Path
 from elastic.domain.version import VERSION
 from elastic.planning.cost.catalogue import find_hardware, find_model
 from elastic_sim.report.durations import duration
-from elastic_sim.steps.physics import Physics
-from elastic_sim.steps.policies import abouts, maker_of
-from elastic_sim.steps.policies.base import About
+from elastic_sim.steps.physics import ClusterPhysics
+from elastic_sim.steps.policies import policy_descriptions, policy_factory
+from elastic_sim.steps.policies.base import PolicyDescription
 from elastic_sim.steps.scenario import Scenario
-from elastic_sim.steps.world import World
+from elastic_sim.steps.world import SimulatedWorld
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ def field_docs(kind: type) -> dict[str, str]:
     return found
 
 
-def constants(physics: Physics) -> list[Fact]:
+def constants(physics: ClusterPhysics) -> list[Fact]:
     """Every constant of the simulated world."""
-    docs, usual = field_docs(Physics), Physics()
+    docs, usual = field_docs(ClusterPhysics), ClusterPhysics()
     found = [
         Fact(
             field.name,
@@ -55,13 +55,13 @@ def constants(physics: Physics) -> list[Fact]:
             docs.get(field.name, ""),
             getattr(physics, field.name) != getattr(usual, field.name),
         )
-        for field in fields(Physics)
+        for field in fields(ClusterPhysics)
     ]
-    rule = " ".join(str(inspect.getdoc(Physics.restart_s)).split())
+    rule = " ".join(str(inspect.getdoc(ClusterPhysics.restart_s)).split())
     return [*found, Fact("restart_s", f"{physics.restart_s(32):g} at 32", rule)]
 
 
-def title(scenario: Scenario, world: World) -> str:
+def title(scenario: Scenario, world: SimulatedWorld) -> str:
     """What is simulated, in a line."""
     model = "a measured profile" if "model" in scenario.files() else world.training.model
     kinds = ", ".join(kind.name for kind in world.types)
@@ -71,12 +71,12 @@ def title(scenario: Scenario, world: World) -> str:
     return f"{model} on {m.nodes} {kinds} nodes, a loss every {duration(m.mtbf_s)}"
 
 
-def setting(scenario: Scenario, world: World) -> list[Fact]:
+def setting(scenario: Scenario, world: SimulatedWorld) -> list[Fact]:
     """The job, its nodes, and how these come and go."""
     return [*_job(scenario, world), *_nodes(scenario, world), *market(scenario)]
 
 
-def _job(scenario: Scenario, world: World) -> list[Fact]:
+def _job(scenario: Scenario, world: SimulatedWorld) -> list[Fact]:
     job, profile = world.training, world.profile
     measured = "model" in scenario.files()
     size = sum(layer.param_bytes for layer in profile.layers) / 2**30
@@ -93,7 +93,7 @@ def _source_of_model(model: str, measured: bool) -> str:
     return "a measured profile" if measured else find_model(model).source
 
 
-def _nodes(scenario: Scenario, world: World) -> list[Fact]:
+def _nodes(scenario: Scenario, world: SimulatedWorld) -> list[Fact]:
     found = []
     for kind in world.types:
         value = (
@@ -131,18 +131,18 @@ def market(scenario: Scenario) -> list[Fact]:
     return found
 
 
-def about(policy: str) -> About:
+def about(policy: str) -> PolicyDescription:
     """What a policy says of itself; of any pair of backup schemes, too."""
-    known = next((one for one in abouts() if one.name == policy), None)
+    known = next((one for one in policy_descriptions() if one.name == policy), None)
     if known is not None:
         return known
-    from elastic_sim.steps.policies.ours import Ours
+    from elastic_sim.steps.policies.ours import OurPolicy
 
-    maker_of(policy)
-    return Ours.told_of(policy.partition(":")[2])
+    policy_factory(policy)
+    return OurPolicy.describe(policy.partition(":")[2])
 
 
-def is_model(told: About) -> bool:
+def is_model(told: PolicyDescription) -> bool:
     """Of somebody else's system."""
     return not told.ours and told.name not in ("oracle", "ceiling")
 

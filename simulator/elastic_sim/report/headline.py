@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_sim.replay.replay import ORACLE, Mean, Summary, mean_of
+from elastic_sim.replay.replay import ORACLE, Mean, PolicySummary, mean_of
 from elastic_sim.report import facts
 
 
-def headline(found: Sequence[Summary]) -> str:
+def headline(found: Sequence[PolicySummary]) -> str:
     """How ours does against the oracle and against the best other policy, seed by seed."""
     real = [one for one in found if one.policy not in (ORACLE, "ceiling")]
     if not real:
@@ -26,7 +26,7 @@ def headline(found: Sequence[Summary]) -> str:
     return f"{text}; {compared(first, max(others, key=lambda one: one.goodput.value))}."
 
 
-def compared(first: Summary, other: Summary) -> str:
+def compared(first: PolicySummary, other: PolicySummary) -> str:
     """Samples of one over those of the other, in pairs of the same seed."""
     name = other.policy if not facts.is_model(facts.about(other.policy)) else f"our model of {other.policy}"
     pairs = [(a.samples, b.samples) for a, b in zip(first.runs, other.runs, strict=True)]
@@ -44,7 +44,7 @@ def compared(first: Summary, other: Summary) -> str:
     )
 
 
-def ahead(first: Summary, other: Summary) -> Mean:
+def ahead(first: PolicySummary, other: PolicySummary) -> Mean:
     """By which part one makes more than the other, in pairs of the same seed."""
     return mean_of([a.samples / b.samples - 1 for a, b in zip(first.runs, other.runs, strict=True)])
 

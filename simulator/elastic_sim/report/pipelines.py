@@ -11,9 +11,8 @@ from elastic.planning.capacity.svg import Panel
 from elastic.planning.cost.predict import predict
 from elastic.planning.schedule.schedule import actions_of
 from elastic.planning.schedule.timeline import Timeline, simulate
-from elastic_sim.replay.replay import Run
-from elastic_sim.replay.watch import Seen
-from elastic_sim.steps.world import World
+from elastic_sim.replay.replay import PlanInForce, PolicyRun
+from elastic_sim.steps.world import SimulatedWorld
 
 DRAWN = 6
 """Micro-batches beyond twice a pipeline's depth are left out of its picture."""
@@ -28,14 +27,14 @@ class Picture:
     panels: tuple[Panel, ...]
 
 
-def pictures(world: World, run: Run | None) -> list[Picture]:
+def pictures(world: SimulatedWorld, run: PolicyRun | None) -> list[Picture]:
     """Of a run whose plans were kept; none for others."""
     if run is None or run.outcome is None:
         return []
     decisions = run.outcome.decisions
     ends = [*(decision.at for decision in decisions[1:]), run.outcome.ended]
     lasted: dict[str, int] = {}
-    first: dict[str, Seen] = {}
+    first: dict[str, PlanInForce] = {}
     for decision, seen, end in zip(decisions, run.seen, ends, strict=True):
         if seen is not None and decision.change.setup is not None:
             text = decision.change.setup.text
@@ -52,7 +51,7 @@ def pictures(world: World, run: Run | None) -> list[Picture]:
     return [_picture(world, title, text, first[text]) for text, title in titles.items()]
 
 
-def _picture(world: World, title: str, text: str, seen: Seen) -> Picture:
+def _picture(world: SimulatedWorld, title: str, text: str, seen: PlanInForce) -> Picture:
     found = report(seen.plan, world.profile, seen.nodes, samples=world.training.microbatch)
     told = (
         f"{len(seen.plan.nodes())} nodes, pipelines of depth {text}; the planner expects a step of "
@@ -61,7 +60,7 @@ def _picture(world: World, title: str, text: str, seen: Seen) -> Picture:
     return Picture(title, told, tuple(_panels(world, seen, found.pipelines)))
 
 
-def _panels(world: World, seen: Seen, reports: tuple[PipelineReport, ...]) -> Iterable[Panel]:
+def _panels(world: SimulatedWorld, seen: PlanInForce, reports: tuple[PipelineReport, ...]) -> Iterable[Panel]:
     """Pipelines that are alike are drawn once, with so few micro-batches that boxes can be seen."""
     alike: dict[object, list[int]] = {}
     for p, pipeline in enumerate(seen.plan.pipelines):
@@ -86,7 +85,7 @@ def _shape(pipeline: Pipeline) -> object:
     return pipeline.schedule, len(pipeline.microbatches), cuts
 
 
-def _short(world: World, seen: Seen, pipeline: Pipeline, drawn: int) -> Timeline:
+def _short(world: SimulatedWorld, seen: PlanInForce, pipeline: Pipeline, drawn: int) -> Timeline:
     few = replace(pipeline, microbatches=tuple(range(drawn)))
     plan: Plan = replace(
         seen.plan, pipelines=(few,), n_microbatches=drawn, peers=(), gradients="none", state="none"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_sim.replay.replay import ORACLE, Mean, Run, Summary
+from elastic_sim.replay.replay import ORACLE, Mean, PolicyRun, PolicySummary
 from elastic_sim.report import charts, facts
 from elastic_sim.report.durations import clock, duration, round_step
 from elastic_sim.report.headline import headline
@@ -15,10 +15,10 @@ from elastic_sim.report.pages import chart, page
 from elastic_sim.report.pipelines import pictures
 from elastic_sim.report.throughput import throughput
 from elastic_sim.report.words import command_line
-from elastic_sim.steps.engine import Outcome
+from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.traces.statistics import counts
+from elastic_sim.traces.statistics import node_counts
 from elastic_sim.traces.trace import ADD, Trace
 
 WINDOWS = 150
@@ -54,7 +54,7 @@ class Choices:
     """(when, nodes, plan, pause, reason)."""
 
 
-def report(scenario: Scenario, found: Sequence[Summary], policies: Sequence[str], seeds: int) -> str:
+def report(scenario: Scenario, found: Sequence[PolicySummary], policies: Sequence[str], seeds: int) -> str:
     """The page. Runs must have kept their outcomes; `found` is without the oracle unless it was asked for."""
     world = scenario.world()
     first = [one.runs[0] for one in found]
@@ -92,7 +92,7 @@ def report(scenario: Scenario, found: Sequence[Summary], policies: Sequence[str]
 # ---- the table ----
 
 
-def lines(found: Sequence[Summary]) -> list[Line]:
+def lines(found: Sequence[PolicySummary]) -> list[Line]:
     real = [one for one in found if one.policy not in (ORACLE, "ceiling")]
     best = max((one.goodput.value for one in real), default=0.0)
     made = []
@@ -131,7 +131,7 @@ def mean(value: Mean, digits: int | None = None, unit: str = "", before: str = "
 # ---- charts ----
 
 
-def goodput(found: Sequence[Summary]) -> Any:
+def goodput(found: Sequence[PolicySummary]) -> Any:
     return charts.goodput_bars(
         [one.policy for one in found],
         [100 * one.goodput.value for one in found],
@@ -139,12 +139,12 @@ def goodput(found: Sequence[Summary]) -> Any:
     )
 
 
-def uses(found: Sequence[Summary]) -> Any:
+def uses(found: Sequence[PolicySummary]) -> Any:
     shares = [{use: 100 * one.time[use.value] for use in Use} for one in found]
     return charts.time_bars([one.policy for one in found], shares)
 
 
-def over_time(trace: Trace, runs: Sequence[Run], window_s: float) -> Any:
+def over_time(trace: Trace, runs: Sequence[PolicyRun], window_s: float) -> Any:
     """Nodes and throughput, with losses and changes of plan."""
     rates = [throughput(kept(run), window_s) for run in runs]
     rows = [
@@ -160,7 +160,7 @@ def over_time(trace: Trace, runs: Sequence[Run], window_s: float) -> Any:
         for i, (run, row) in enumerate(zip(runs, rates, strict=True))
     ]
     oracle = next((r for run, r in zip(runs, rates, strict=True) if run.policy == ORACLE), ())
-    return charts.over_time(trace.end_s, window_s, counts(trace), losses(trace), rows, oracle)
+    return charts.over_time(trace.end_s, window_s, node_counts(trace), losses(trace), rows, oracle)
 
 
 def losses(trace: Trace) -> list[tuple[float, str]]:
@@ -172,12 +172,12 @@ def losses(trace: Trace) -> list[tuple[float, str]]:
     return [(at, f"{' '.join(names)} lost") for at, names in found.items()]
 
 
-def kept(run: Run) -> Outcome:
+def kept(run: PolicyRun) -> SimulationResult:
     assert run.outcome is not None, "replay(..., keep=True)"
     return run.outcome
 
 
-def choices(index: int, run: Run) -> Choices:
+def choices(index: int, run: PolicyRun) -> Choices:
     """Decisions of a run, the first ones of very many."""
     decisions = kept(run).decisions
     rows = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from elastic_sim.steps.engine import Outcome
+from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.time_accounting import Use
 
 
-def throughput(outcome: Outcome, window_s: float) -> list[float]:
+def throughput(outcome: SimulationResult, window_s: float) -> list[float]:
     """Samples a second that counted in the end, by window: useful time, at the pace of the setup of that moment."""
     width = window_s * 1000
     n = max(1, -(-outcome.ended // round(width)))

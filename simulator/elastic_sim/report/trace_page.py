@@ -9,8 +9,8 @@ from typing import Any
 
 from elastic_sim.report import charts
 from elastic_sim.report.pages import chart, page
-from elastic_sim.steps.physics import stays
-from elastic_sim.traces.statistics import counts, statistics
+from elastic_sim.steps.physics import node_lifetimes
+from elastic_sim.traces.statistics import node_counts, statistics
 from elastic_sim.traces.trace import ADD, Trace
 
 
@@ -19,7 +19,7 @@ def trace_page(trace: Trace, name: str) -> str:
     found = statistics(trace)
     told = [(key.replace("_", " "), f"{value:.4g}") for key, value in asdict(found).items()]
     figures = {
-        "Nodes over time": charts.steps(counts(trace), trace.end_s, "time", "nodes"),
+        "Nodes over time": charts.steps(node_counts(trace), trace.end_s, "time", "nodes"),
         "Still there after": _lifetimes(trace),
         "Nodes lost at once": _bulks(trace),
         "Losses by hour": _hours(trace),
@@ -44,7 +44,7 @@ def trace_page(trace: Trace, name: str) -> str:
 
 def _lifetimes(trace: Trace) -> Any:
     """Of the nodes that were lost, the share that stayed longer."""
-    ended = sorted(gone.seconds - came.seconds for came, gone in stays(trace) if gone is not None)
+    ended = sorted(gone.seconds - came.seconds for came, gone in node_lifetimes(trace) if gone is not None)
     rows = [(0.0, 100.0), *((length, 100.0 * (1 - (i + 1) / len(ended))) for i, length in enumerate(ended))]
     return charts.steps(rows, ended[-1] if ended else 1.0, "lifetime", "share of the lost nodes (%)")
 

@@ -1,10 +1,10 @@
-"""A job on a trace, step by step, on virtual time (whole milliseconds). What a loss costs is for the policy to say.
+"""Simulates a job on a trace, step by step, on virtual time in whole milliseconds.
 
-The engine knows nothing of plans: a policy answers every event with what the cluster does next (`Change`): pauses, one
-after the other, then a setup that makes so many samples in so many milliseconds. The order of events of one moment is
-fixed: the trace's own, as one event; then timers, in the order in which they were set. The same trace, policy and seed
-give the same outcome.
-"""
+The engine knows nothing of plans. A policy answers every event with a `Reconfiguration`: pauses,
+one after the other, then a setup that makes a number of samples in a number of milliseconds. Events
+of one moment are processed in a fixed order: those of the trace as one event, then notices and
+speed changes, then timers in the order in which they were set. The same trace, policy and seed
+therefore give the same result."""
 
 from __future__ import annotations
 
@@ -13,71 +13,73 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from elastic_sim.steps.time_accounting import Account, Use
+from elastic_sim.steps.time_accounting import TimeAccount, Use
 from elastic_sim.traces.trace import ADD, Event, Trace
 
-Noise = Callable[[int], float]
-"""How much longer than it should the n-th step begun takes."""
+StepNoise = Callable[[int], float]
+"""Factor on the duration of the n-th step that begins; repeated steps count again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What runs between two changes."""
+    """Configuration that runs between two reconfigurations."""
 
     nodes: int
-    """Used; others are idle."""
+    """Nodes in use; all others are idle."""
     step_ms: int
     samples: int
-    """Of a step."""
+    """Samples per step."""
     redundant: float = 0.0
+    """Share of the useful nodes' time that only protects against losses."""
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What follows an event."""
+class Reconfiguration:
+    """Answer of a policy to an event."""
 
     pauses: tuple[tuple[Use, int], ...] = ()
-    """(use, milliseconds) of all nodes that are there, in order, before the setup runs."""
+    """(use, milliseconds) of all nodes present, in order, before the setup runs."""
     setup: Setup | None = None
-    """None: nothing runs until the next change."""
+    """None: nothing runs until the next reconfiguration."""
     lost_ms: int = 0
-    """Of the running step's work, what has to be done again."""
+    """Useful time of the running step that must be repeated."""
     back_to: int = -1
-    """Steps that are left, after going back; -1: all that are done."""
+    """Number of steps that remain after a rollback; -1: all finished ones."""
     reason: str = ""
-    go_on: bool = False
-    """Pauses of the change before that are not over go on, ahead of these."""
+    keep_pauses: bool = False
+    """Finish the pauses of the previous reconfiguration first."""
 
 
 @dataclass(slots=True)
-class Job:
-    """What a policy sees."""
+class JobView:
+    """State of the job that a policy sees."""
 
     now: int = 0
+    """Milliseconds."""
     alive: dict[str, Event] = field(default_factory=dict)
-    """Nodes that are there, by name, in the order of their coming."""
+    """Nodes present, by name, in the order in which they joined."""
     steps: int = 0
-    """Done and not taken back."""
+    """Finished steps, without those that a rollback discarded."""
     progress_ms: int = 0
     """Useful time in the running step."""
     length_ms: int = 1
-    """Of the running step, as it really takes."""
+    """True duration of the running step."""
     slow: dict[str, float] = field(default_factory=dict)
-    """Nodes that compute slower than they should, and how much."""
+    """Slowdown factor of each straggler."""
     setup: Setup | None = None
     paused: bool = False
-    """Pauses of the last change are not over."""
+    """Whether pauses of the last reconfiguration remain."""
 
     @property
     def fraction(self) -> float:
-        """Of the running step, what is done."""
+        """Finished share of the running step."""
         return self.progress_ms / self.length_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A node computes slower for a while, whoever uses it."""
+    """A node computes slower by `factor` from `at` to `until` (milliseconds)."""
 
     at: int
     until: int
@@ -85,52 +87,55 @@ class Slowdown:
     factor: float
 
 
-class Policy(Protocol):
-    """How a system answers to what happens. None: it goes on as it is."""
+class ElasticPolicy(Protocol):
+    """Behaviour of a training system. An answer of None leaves everything as it is."""
 
     @property
     def name(self) -> str: ...
 
-    def begin(self, job: Job) -> Change: ...
+    def on_start(self, job: JobView) -> Reconfiguration: ...
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
-        """Nodes came or went (`job.alive` is after it)."""
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration | None:
+        """Nodes joined or were lost; `job.alive` is the state after that."""
 
-    def told(self, job: Job, going: Sequence[Event]) -> Change | None:
-        """Nodes were told that they go; `Event.seconds` says when."""
+    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
+        """Nodes got notice that they will leave at `Event.seconds`."""
 
-    def slowed(self, job: Job) -> Change | None:
-        """A node turned slow, or is as quick as it should again (`job.slow`)."""
+    def on_speed_change(self, job: JobView) -> Reconfiguration | None:
+        """A node became slow or recovered (`job.slow`)."""
 
-    def stepped(self, job: Job) -> Change | None:
-        """A step is done."""
+    def on_step_end(self, job: JobView) -> Reconfiguration | None: ...
 
-    def rang(self, job: Job, name: str) -> Change | None:
-        """A timer that `timers` asked for is over."""
+    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None: ...
 
-    def timers(self) -> list[tuple[int, str]]:
-        """(milliseconds from now, name) to be set since the last call."""
+    def take_timers(self) -> list[tuple[int, str]]:
+        """(milliseconds from now, name) of the timers requested since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """A change as it was made."""
+class DecisionRecord:
+    """A reconfiguration, with its time in milliseconds and the number of nodes present."""
 
     at: int
     nodes: int
-    change: Change
+    change: Reconfiguration
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
+    """Result of one simulation."""
+
     policy: str
     ended: int
+    """Milliseconds."""
     steps: int
     samples: int
-    account: Account
-    decisions: tuple[Decision, ...]
+    account: TimeAccount
+    decisions: tuple[DecisionRecord, ...]
     progress: tuple[tuple[int, int], ...]
-    """(milliseconds, samples until then), at every change; going back shows."""
+    """(milliseconds, samples so far) at every reconfiguration; a rollback lowers the samples."""
 
     @property
     def samples_per_s(self) -> float:
@@ -138,60 +143,45 @@ class Outcome:
 
 
 class Simulation:
-    """One policy on one trace."""
+    """One policy on one trace. `observe` is called with every reconfiguration."""
 
     def __init__(
         self,
         trace: Trace,
-        policy: Policy,
-        noise: Noise | None = None,
+        policy: ElasticPolicy,
+        noise: StepNoise | None = None,
         slowdowns: Sequence[Slowdown] = (),
+        observe: Callable[[Reconfiguration], None] | None = None,
     ) -> None:
-        self._trace, self._policy = trace, policy
+        self._trace, self._policy, self._observe = trace, policy, observe
         self._noise, self._slowdowns = noise, slowdowns
-        self._job, self._account = Job(), Account()
+        self._job, self._account = JobView(), TimeAccount()
         self._pauses: list[tuple[Use, int]] = []
-        self._begun = 0
-        """Steps, those done again counted again."""
+        self._steps_begun = 0
         self._samples = 0
         self._spent = 0
-        """Useful milliseconds in the running step as they were; `Job.progress_ms` follows the setup."""
-        self._done: list[tuple[int, int]] = []
-        """(samples, useful milliseconds) of each step, oldest first: to go back over."""
+        """Useful milliseconds in the running step. `JobView.progress_ms` is rescaled with the
+        setup."""
+        self._finished: list[tuple[int, int]] = []
+        """(samples, useful milliseconds) of each finished step, for rollbacks."""
         self._queue: list[tuple[int, int, int, str, Any]] = []
-        """(at, rank, number, what, events or what else it is about)."""
-        self._number = 0
-        self._decisions: list[Decision] = []
+        """(time, priority, counter, kind of event, argument)."""
+        self._counter = 0
+        self._decisions: list[DecisionRecord] = []
         self._progress: list[tuple[int, int]] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         end = round(self._trace.end_s * 1000)
-        for at, events in self._trace.steps():
-            self._push(round(at * 1000), 0, "events", events)
-            told = [e for e in events if e.kind != ADD and e.notice_s > 0]
-            for event in told:
-                moment = max(0, round((event.seconds - event.notice_s) * 1000))
-                self._push(moment, 1, "told", (event,))
-        for slow in self._slowdowns:
-            self._push(slow.at, 1, "slow", (slow.node, slow.factor))
-            self._push(slow.until, 1, "slow", (slow.node, 1.0))
-        self._events_of_the_start()
-        self._take(self._policy.begin(self._job))
+        self._fill_queue()
+        self._apply_first_events()
+        self._reconfigure(self._policy.on_start(self._job))
         while self._queue and self._queue[0][0] <= end:
-            at, _, _, what, events = heapq.heappop(self._queue)
-            self._until(at)
-            if what == "events":
-                self._take(self._changed(events))
-            elif what == "told":
-                going = [event for event in events if event.node in self._job.alive]
-                self._take(self._policy.told(self._job, going) if going else None)
-            elif what == "slow":
-                self._slow(*events)
-            else:
-                self._take(self._policy.rang(self._job, what))
-        self._until(end)
-        self._note()
-        return Outcome(
+            at, _, _, kind, argument = heapq.heappop(self._queue)
+            self._advance(at)
+            self._reconfigure(self._dispatch(kind, argument))
+        self._advance(end)
+        self._record_progress()
+        return SimulationResult(
             self._policy.name,
             end,
             self._job.steps,
@@ -201,9 +191,46 @@ class Simulation:
             tuple(self._progress),
         )
 
-    # ---- time passes ----
+    def _fill_queue(self) -> None:
+        for at, events in self._trace.steps():
+            self._push(round(at * 1000), 0, "events", events)
+            for event in events:
+                if event.kind != ADD and event.notice_s > 0:
+                    notice_at = max(0, round((event.seconds - event.notice_s) * 1000))
+                    self._push(notice_at, 1, "notice", (event,))
+        for slow in self._slowdowns:
+            self._push(slow.at, 1, "speed", (slow.node, slow.factor))
+            self._push(slow.until, 1, "speed", (slow.node, 1.0))
 
-    def _until(self, at: int) -> None:
+    def _apply_first_events(self) -> None:
+        while self._queue and self._queue[0][0] == 0:
+            _, _, _, kind, argument = heapq.heappop(self._queue)
+            if kind == "events":
+                self._apply(argument)
+
+    def _dispatch(self, kind: str, argument: Any) -> Reconfiguration | None:
+        """Update the job view and let the policy answer."""
+        job, policy = self._job, self._policy
+        if kind == "events":
+            joined, lost = self._apply(argument)
+            return policy.on_membership(job, joined, lost) if joined or lost else None
+        if kind == "notice":
+            leaving = [event for event in argument if event.node in job.alive]
+            return policy.on_notice(job, leaving) if leaving else None
+        if kind == "speed":
+            node, factor = argument
+            if node not in job.alive or job.slow.get(node, 1.0) == factor:
+                return None
+            if factor > 1.0:
+                job.slow[node] = factor
+            else:
+                del job.slow[node]
+            return policy.on_speed_change(job)
+        return policy.on_timer(job, argument)
+
+    # ---- time ----
+
+    def _advance(self, at: int) -> None:
         """Let time pass up to `at`: pauses first, then steps."""
         job = self._job
         while job.now < at:
@@ -219,57 +246,38 @@ class Simulation:
             elif job.setup is None:
                 self._spend(at - job.now, 0, Use.IDLE)
             else:
-                self._work(at)
+                self._work(job.setup, at)
 
-    def _work(self, at: int) -> None:
-        """Useful time up to `at`, or the end of a step after which the policy changes something."""
-        job, setup = self._job, self._job.setup
-        assert setup is not None
+    def _work(self, setup: Setup, at: int) -> None:
+        """Compute up to `at` or to the end of the running step."""
+        job = self._job
         passed = min(job.length_ms - job.progress_ms, at - job.now)
         self._spend(passed, setup.nodes, Use.USEFUL, setup.redundant)
         job.progress_ms += passed
         self._spent += passed
         if job.progress_ms >= job.length_ms:
-            self._done.append((setup.samples, self._spent))
+            self._finished.append((setup.samples, self._spent))
             self._samples += setup.samples
             job.progress_ms = self._spent = 0
             job.steps += 1
-            self._begun += 1
-            job.length_ms = self._length(setup)
-            self._take(self._policy.stepped(job))
+            self._steps_begun += 1
+            job.length_ms = self._step_length_ms(setup)
+            self._reconfigure(self._policy.on_step_end(job))
 
-    def _length(self, setup: Setup) -> int:
-        """Of the running step."""
-        return max(1, round(setup.step_ms * self._noise(self._begun))) if self._noise else setup.step_ms
-
-    def _slow(self, node: str, factor: float) -> None:
-        slow = self._job.slow
-        if node not in self._job.alive or slow.get(node, 1.0) == factor:
-            return
-        if factor > 1.0:
-            slow[node] = factor
-        else:
-            del slow[node]
-        self._take(self._policy.slowed(self._job))
+    def _step_length_ms(self, setup: Setup) -> int:
+        if self._noise is None:
+            return setup.step_ms
+        return max(1, round(setup.step_ms * self._noise(self._steps_begun)))
 
     def _spend(self, passed: int, used: int, use: Use, redundant: float = 0.0) -> None:
         self._job.now += passed
         self._account.add(self._job.now, len(self._job.alive), used, use, redundant)
 
-    # ---- something happens ----
-
-    def _events_of_the_start(self) -> None:
-        while self._queue and self._queue[0][0] == 0:
-            _, _, _, what, events = heapq.heappop(self._queue)
-            if what == "events":
-                self._apply(events)
-
-    def _changed(self, events: Sequence[Event]) -> Change | None:
-        came, gone = self._apply(events)
-        return self._policy.changed(self._job, came, gone) if came or gone else None
+    # ---- changes ----
 
     def _apply(self, events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-        """What came and stays, and what went and was there before."""
+        """(nodes that joined and are still present, nodes that were present before and are
+        lost)."""
         before = dict(self._job.alive)
         for event in events:
             if event.kind == ADD:
@@ -277,47 +285,49 @@ class Simulation:
             else:
                 self._job.alive.pop(event.node, None)
                 self._job.slow.pop(event.node, None)
-        came = [e for n, e in self._job.alive.items() if before.get(n) is not e]
-        gone = [e for e in events if e.kind != ADD and e.node in before]
-        return came, gone
+        joined = [e for n, e in self._job.alive.items() if before.get(n) is not e]
+        lost = [e for e in events if e.kind != ADD and e.node in before]
+        return joined, lost
 
-    def _take(self, change: Change | None) -> None:
-        """Do what the policy says."""
+    def _reconfigure(self, change: Reconfiguration | None) -> None:
+        """Carry out the answer of the policy, if any, and set its timers."""
         job = self._job
         if change is not None:
             if change.back_to >= 0:
-                self._go_back(change.back_to)
+                self._roll_back(change.back_to)
             elif change.lost_ms:
                 lost = min(change.lost_ms, self._spent)
                 self._account.lose(lost)
                 self._spent -= lost
                 job.progress_ms = max(0, job.progress_ms - lost) if self._spent else 0
-            if change.setup is not None:  # the same part of the step is done, whatever a step takes now
-                length = self._length(change.setup)
+            if change.setup is not None:  # the finished share of the step stays the same
+                length = self._step_length_ms(change.setup)
                 job.progress_ms = job.progress_ms * length // job.length_ms
                 job.length_ms = length
-            before = self._pauses if change.go_on else []
+            before = self._pauses if change.keep_pauses else []
             self._pauses = [*before, *(pause for pause in change.pauses if pause[1] > 0)]
             job.setup, job.paused = change.setup, bool(self._pauses)
-            self._decisions.append(Decision(job.now, len(job.alive), change))
-            self._note()
-        for after, name in self._policy.timers():
-            self._push(job.now + after, 2, name, ())
+            self._decisions.append(DecisionRecord(job.now, len(job.alive), change))
+            self._record_progress()
+            if self._observe is not None:
+                self._observe(change)
+        for after, name in self._policy.take_timers():
+            self._push(job.now + after, 2, "timer", name)
 
-    def _go_back(self, steps: int) -> None:
+    def _roll_back(self, steps: int) -> None:
         job = self._job
         lost = self._spent
         while job.steps > steps:
-            samples, spent = self._done.pop()
+            samples, spent = self._finished.pop()
             lost += spent
             self._samples -= samples
             job.steps -= 1
         job.progress_ms = self._spent = 0
         self._account.lose(lost)
 
-    def _push(self, at: int, rank: int, what: str, events: Any) -> None:
-        self._number += 1
-        heapq.heappush(self._queue, (at, rank, self._number, what, events))
+    def _push(self, at: int, priority: int, kind: str, argument: Any) -> None:
+        self._counter += 1
+        heapq.heappush(self._queue, (at, priority, self._counter, kind, argument))
 
-    def _note(self) -> None:
+    def _record_progress(self) -> None:
         self._progress.append((self._job.now, self._samples))

@@ -1,6 +1,7 @@
-"""What happens in the simulated world, the same for every policy: how long things take, and what goes wrong.
+"""Durations and random disturbances of the simulated cluster, the same for every policy.
 
-Constants carry their source. The planner never sees them: it goes by its own estimates, as in a real run.
+Each constant names its source. The planner never sees them: it uses its own estimates, as in a real
+run. The functions below turn a recorded trace into the trace that a job sees.
 """
 
 from __future__ import annotations
@@ -13,80 +14,89 @@ from math import log2
 import numpy as np
 
 from elastic.domain.errors import FieldError
-from elastic_sim.steps.engine import Noise, Slowdown
+from elastic_sim.steps.engine import Slowdown, StepNoise
 from elastic_sim.traces.trace import ADD, Event, Trace
 
 NOISE_STEPS = 4096
-"""Factors that are drawn; longer runs go round."""
-MOST_NOISE = 3.0
-"""One step in twenty then takes 360 times what it should, or a 360th of it: more than that is a slip."""
+"""Number of noise factors that are drawn; longer runs repeat them."""
+MAX_NOISE = 3.0
+"""With this value, one step in twenty takes 360 times its duration, or a 360th of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Physics:
-    """How long things take. Seconds, bytes, fractions."""
+class ClusterPhysics:
+    """Durations in seconds, sizes in bytes, and fractions."""
 
     boot_s: float = 45.0
-    """From a node's coming to its being of use: image, drivers, processes (Oobleck's artifact: node boot)."""
+    """From a node's arrival until it is usable: image, drivers, processes (Oobleck's artifact: node
+    boot)."""
     storage_bytes_per_s: float = 0.78e9
-    """Durable storage of up to 30 devices, more in proportion (Oobleck's artifact: 14 bytes of 6.7e9 parameters in
-    120 s on 30 devices)."""
+    """Durable storage of up to 30 devices; more devices get more in proportion (Oobleck's artifact:
+    14 bytes of 6.7e9 parameters in 120 s on 30 devices)."""
     groups_base_s: float = 0.035
-    """Building the groups of an epoch (Parcae's measurements) ..."""
+    """Constant part of building the process groups of an epoch (Parcae's measurements)."""
     group_s: float = 0.0393
-    """... and for each group that a node is in (the same; groups of other nodes are built meanwhile: assumed)."""
+    """For each group that a node is in (Parcae's measurements); groups of other nodes are built at
+    the same time (assumed)."""
     decide_s: float = 0.3
-    """Gathering reports, planning, telling everybody (ours on 32 to 64 nodes: 0.02 to 0.6 s)."""
+    """Gathering reports, planning, notifying all nodes (ours on 32 to 64 nodes: 0.02 to 0.6 s)."""
     contention: float = 0.3
-    """Seconds that a second of transfer adds to computing (assumed; our CPU runs: 0.1 to 0.5)."""
+    """Seconds that one second of transfer adds to computing (assumed; our CPU runs: 0.1 to 0.5)."""
     copy_bytes_per_s: float = 10e9
     """From a device to host memory (PCIe 3 x16, somewhat below its peak: assumed)."""
     copy_exposed: float = 0.1
-    """Of the seconds of such copies, on streams of their own beside computing, what lengthens a step (assumed)."""
+    """Share of these copies' time that lengthens a step, since they run on streams of their own
+    (assumed)."""
     noise: float = 0.02
-    """Standard deviation of the logarithm of a step's length (assumed)."""
+    """Standard deviation of the logarithm of a step's duration (assumed)."""
     spread_s: float = 0.0
-    """Losses of one moment really happen within so many seconds before it: recorded traces know minutes only."""
+    """Losses of one moment happen within this time before it: recorded traces only have minutes."""
     stragglers_per_node_h: float = 0.0
-    """Nodes that turn slow."""
+    """Rate at which nodes become slow, per node and hour."""
     straggler_factor: float = 1.5
-    """How much slower."""
+    """Factor on the compute time of a slow node."""
     straggler_s: float = 900.0
-    """For how long, on average (exponential)."""
+    """Mean duration of a slowdown (exponential)."""
 
     def __post_init__(self) -> None:
         positive = ("storage_bytes_per_s", "copy_bytes_per_s", "straggler_s")
         for field in fields(self):
-            value = getattr(self, field.name)
-            least = 1e-9 if field.name in positive else 1.0 if field.name == "straggler_factor" else 0.0
-            most = MOST_NOISE if field.name == "noise" else 1e18
+            name, value = field.name, getattr(self, field.name)
+            least = 1e-9 if name in positive else 1.0 if name == "straggler_factor" else 0.0
+            most = MAX_NOISE if name == "noise" else 1e18
             if not isinstance(value, (int, float)) or not least <= value <= most:
                 upto = "up" if most == 1e18 else f"to {most:g}"
-                raise FieldError(f"physics.{field.name}", value, f"a number from {least:g} {upto}")
+                raise FieldError(f"physics.{name}", value, f"a number from {least:g} {upto}")
 
     def restart_s(self, devices: int) -> float:
-        """All processes are started again: launch, imports, contexts, groups; state not counted. 50 s at 16 devices,
-        58 s more for each doubling: through Varuna's 49 to 112 s at 15 to 30 (Oobleck's artifact) and ByteRobust's
-        454 s at 2,048, 545 s at 4,096."""
+        """Restart of all processes: launch, imports, contexts, groups, without loading the state.
+
+        50 s at 16 devices and 58 s more for each doubling, fitted to Varuna's 49 to 112 s at 15 to
+        30 devices (Oobleck's artifact) and ByteRobust's 454 s at 2,048 and 545 s at 4,096 devices.
+        """
         return 50.0 + 58.0 * max(0.0, log2(max(devices, 1) / 16))
 
     def storage_s(self, nbytes: float, devices: int) -> float:
-        """Writing to durable storage, or reading from it, all devices together."""
+        """Seconds to write to durable storage or read from it, all devices together."""
         return nbytes / (self.storage_bytes_per_s * max(1.0, devices / 30))
 
     @property
-    def copying_bytes_per_s(self) -> float:
-        """As a step feels it; 0: not at all."""
+    def exposed_copy_bytes_per_s(self) -> float:
+        """Apparent rate of device copies, from the time that they add to a step; 0: they add
+        none."""
         return self.copy_bytes_per_s / self.copy_exposed if self.copy_exposed else 0.0
 
     def groups_s(self, pipelines: int, depth: int) -> float:
-        """Processes stay, groups are built anew: a node is in one over its pipeline's `depth` and up to `pipelines`."""
+        """Building process groups while the processes stay.
+
+        A node is in one group for its pipeline's `depth` and in up to `pipelines` others.
+        """
         return self.groups_base_s + self.group_s * (pipelines + depth + 1)
 
 
-def of_settings(settings: Sequence[str], base: Physics | None = None) -> Physics:
+def physics_from_settings(settings: Sequence[str]) -> ClusterPhysics:
     """Physics with NAME=NUMBER settings changed. Raises FieldError."""
-    names = [field.name for field in fields(Physics)]
+    names = [field.name for field in fields(ClusterPhysics)]
     changes = {}
     for setting in settings:
         name, _, text = setting.partition("=")
@@ -96,11 +106,11 @@ def of_settings(settings: Sequence[str], base: Physics | None = None) -> Physics
             raise FieldError("--physics", setting, "write NAME=NUMBER, as boot_s=90") from None
         if name not in names:
             raise FieldError("--physics", setting, f"the names are {', '.join(names)}")
-    return replace(base or Physics(), **changes)
+    return ClusterPhysics(**changes)
 
 
-def noise_of(physics: Physics, seed: int) -> Noise | None:
-    """The same for every policy: how long the n-th step takes."""
+def step_noise(physics: ClusterPhysics, seed: int) -> StepNoise | None:
+    """Noise factors on step durations, the same for every policy."""
     if not physics.noise:
         return None
     draw = np.random.default_rng((seed, 1))
@@ -108,63 +118,66 @@ def noise_of(physics: Physics, seed: int) -> Noise | None:
     return lambda step: factors[step % NOISE_STEPS]
 
 
-def slowdowns_of(physics: Physics, trace: Trace, seed: int) -> list[Slowdown]:
-    """When which node is slow."""
+def draw_slowdowns(physics: ClusterPhysics, trace: Trace, seed: int) -> list[Slowdown]:
+    """Intervals in which nodes are slow, the same for every policy."""
     if not physics.stragglers_per_node_h:
         return []
-    draw = random.Random(f"{seed} stragglers")
+    rng = random.Random(f"{seed} stragglers")
     found = []
-    for event, removal in stays(trace):
+    for event, removal in node_lifetimes(trace):
         at, until = event.seconds, removal.seconds if removal else trace.end_s
         while True:
-            at += draw.expovariate(physics.stragglers_per_node_h / 3600)
-            ends = at + draw.expovariate(1 / physics.straggler_s)
+            at += rng.expovariate(physics.stragglers_per_node_h / 3600)
+            ends = at + rng.expovariate(1 / physics.straggler_s)
             if at >= until:
                 break
-            found.append(Slowdown(round(at * 1000), round(ends * 1000), event.node, physics.straggler_factor))
+            begin_ms, end_ms = round(at * 1000), round(ends * 1000)
+            found.append(Slowdown(begin_ms, end_ms, event.node, physics.straggler_factor))
             at = ends
     return found
 
 
-def stays(trace: Trace) -> list[tuple[Event, Event | None]]:
-    """(coming, going or None) of every node, in the order of their coming."""
+def node_lifetimes(trace: Trace) -> list[tuple[Event, Event | None]]:
+    """(add event, remove event or None) of every node, in the order in which nodes were added."""
     found: dict[int, tuple[Event, Event | None]] = {}
-    here: dict[str, int] = {}
+    present: dict[str, int] = {}
     for number, event in enumerate(trace.events):
         if event.kind == ADD:
-            here[event.node] = number
+            present[event.node] = number
             found[number] = event, None
         else:
-            first = here.pop(event.node)
-            found[first] = found[first][0], event
+            added = present.pop(event.node)
+            found[added] = found[added][0], event
     return list(found.values())
 
 
-def spread(trace: Trace, physics: Physics, seed: int) -> Trace:
+def spread_losses(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
     """The trace with the losses of one moment spread over the time before it."""
-    draw = random.Random(f"{seed} spread")
-    there = []
-    for event, removal in stays(trace):
+    rng = random.Random(f"{seed} spread")
+    lifetimes = []
+    for event, removal in node_lifetimes(trace):
         until = removal.seconds if removal else trace.end_s
         if removal and physics.spread_s:
-            until = max(event.seconds, until - draw.uniform(0.0, physics.spread_s))
-        there.append((event, removal, event.seconds, until))
-    return _of_stays(trace, there)
+            until = max(event.seconds, until - rng.uniform(0.0, physics.spread_s))
+        lifetimes.append((event, removal, event.seconds, until))
+    return _from_lifetimes(trace, lifetimes)
 
 
-def prepared(trace: Trace, physics: Physics, seed: int) -> Trace:
-    """The trace as a job sees it: spread, and nodes that come are of use once booted."""
-    there = []
-    for event, removal in stays(spread(trace, physics, seed)):
+def usable_trace(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
+    """The trace that a job sees: losses are spread, and new nodes appear once they have booted."""
+    lifetimes = []
+    for event, removal in node_lifetimes(spread_losses(trace, physics, seed)):
         begin = event.seconds + (physics.boot_s if event.seconds > 0 else 0.0)
-        there.append((event, removal, begin, removal.seconds if removal else trace.end_s))
-    return _of_stays(trace, there)
+        lifetimes.append((event, removal, begin, removal.seconds if removal else trace.end_s))
+    return _from_lifetimes(trace, lifetimes)
 
 
-def _of_stays(trace: Trace, there: Sequence[tuple[Event, Event | None, float, float]]) -> Trace:
-    """A trace of (coming, going, from, until); who is there for no time is left out."""
+def _from_lifetimes(
+    trace: Trace, lifetimes: Sequence[tuple[Event, Event | None, float, float]]
+) -> Trace:
+    """A trace from (add, remove, from, until), without nodes that are present for no time."""
     rows: list[tuple[float, Event]] = []
-    for event, removal, begin, until in there:
+    for event, removal, begin, until in lifetimes:
         if begin >= until:
             continue
         rows.append((begin, replace(event, seconds=begin)))
@@ -175,8 +188,8 @@ def _of_stays(trace: Trace, there: Sequence[tuple[Event, Event | None, float, fl
 
 
 def node_ms(trace: Trace) -> int:
-    """Node-milliseconds of all nodes while they are there, moments rounded as the engine does."""
+    """Node-milliseconds of all nodes while they are present, rounded as the engine rounds."""
     return sum(
         round(1000 * (removal.seconds if removal else trace.end_s)) - round(1000 * event.seconds)
-        for event, removal in stays(trace)
+        for event, removal in node_lifetimes(trace)
     )

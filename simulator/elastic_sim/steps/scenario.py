@@ -1,5 +1,7 @@
-"""What is simulated: a trace or a failure rate, a model, a kind of cluster. Prints to JSON and reads back, so that it
-can be sent to other processes and compared."""
+"""A scenario: a trace or a failure rate, a model, and a kind of cluster.
+
+It converts to JSON and back, so that it can be sent to other processes and compared.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from typing import Any
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.catalogue import HARDWARE
 from elastic.planning.cost.profile import Profile, parse_profile
-from elastic_sim.steps.clusters import NodeType, Training, node_type_of, training_of
-from elastic_sim.steps.physics import of_settings
-from elastic_sim.steps.world import World
+from elastic_sim.steps.clusters import NodeType, TrainingJob, node_type_of, training_of
+from elastic_sim.steps.physics import physics_from_settings
+from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces import importers
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.generate import Market, generate
@@ -23,41 +25,42 @@ from elastic_sim.traces.trace import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything but policies and seeds."""
+    """Everything that a simulation needs except policy and seed."""
 
     trace: str = ""
-    """A file: our format, our events.jsonl, or one of Bamboo's, Oobleck's, Parcae's; "": made up, see `market`."""
+    """A file in our format, our events.jsonl, or a trace of Bamboo, Oobleck or Parcae. Empty: the
+    trace is generated from `market`."""
     first_s: float = 0.0
     last_s: float = 0.0
-    """The part of it; 0: to its end."""
+    """The simulated part of the trace; `last_s` 0: to its end."""
     market: Market | None = None
     duration_s: float = 86400.0
-    """Of a trace that is made up."""
+    """Length of a generated trace."""
     model: str = "gpt3-6.7b"
-    """By name, or the file of a measured profile."""
+    """A name, or the file of a measured profile."""
     microbatches: int = 0
-    """Of a step; needed with a profile, which does not know it; 0: as `clusters` says."""
+    """Per step. 0: the number in `clusters`. A measured profile needs a number here."""
     nodes_of: tuple[str, ...] = ("a40",)
-    """Node types; the first is that of nodes whose trace names none."""
+    """Node types. Nodes whose trace names no type have the first one."""
     notice_s: float = -1.0
-    """Every loss is announced so long before; below 0: as the trace says."""
+    """Notice before every loss; below 0: that of the trace."""
     physics: tuple[str, ...] = ()
-    """NAME=NUMBER."""
+    """NAME=NUMBER settings of `ClusterPhysics`."""
 
     def name(self) -> str:
-        """Of the trace, for people."""
+        """Name of the trace for reports."""
         if self.trace:
             return Path(self.trace).name
         assert self.market is not None
         return f"mtbf {self.market.mtbf_s:g} s"
 
     def files(self) -> dict[str, str]:
-        """What it is read from: path by field."""
+        """Paths of the input files, by field."""
         found = {"trace": self.trace, "model": self.model if _is_file(self.model) else ""}
         return {name: path for name, path in found.items() if path}
 
     def trace_of(self, seed: int) -> Trace:
-        """Raises FieldError."""
+        """The trace for a seed. Raises FieldError."""
         if self.trace:
             found = _read(self.trace)
         elif self.market is not None:
@@ -67,64 +70,68 @@ class Scenario:
         if self.first_s or self.last_s:
             end = self.last_s or found.end_s
             if not self.first_s < end <= found.end_s:
-                raise FieldError(
-                    "--from, --to", f"{self.first_s:g}, {end:g}", f"a part of 0 to {found.end_s:g} s"
-                )
+                given = f"{self.first_s:g}, {end:g}"
+                raise FieldError("--from, --to", given, f"a part of 0 to {found.end_s:g} s")
             found = traces.window(found, self.first_s, end)
         if self.notice_s >= 0:
-            told = tuple(
-                e if e.kind == traces.ADD else replace(e, notice_s=self.notice_s) for e in found.events
+            events = tuple(
+                e if e.kind == traces.ADD else replace(e, notice_s=self.notice_s)
+                for e in found.events
             )
-            found = replace(found, events=told)
+            found = replace(found, events=events)
         return found
 
-    def world(self) -> World:
-        """Remembered: its tables of plans are dear. Raises FieldError."""
+    def world(self) -> SimulatedWorld:
+        """The simulated world, cached because its plans are expensive. Raises FieldError."""
         return _world(self.model, self.microbatches, self.nodes_of, self.physics)
 
     def dumps(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
 
-def loads(text: str) -> Scenario:
-    """What `Scenario.dumps` wrote. Raises FieldError."""
+def parse_scenario(text: str) -> Scenario:
+    """The scenario that `Scenario.dumps` wrote. Raises FieldError."""
     try:
-        told: dict[str, Any] = json.loads(text)
-        market = told.pop("market")
+        values: dict[str, Any] = json.loads(text)
+        market = values.pop("market")
         if market is not None:
             market["bulk"] = tuple((int(n), float(w)) for n, w in market["bulk"])
             market["zones"] = tuple(market["zones"])
             market = Market(**market)
         for name in ("nodes_of", "physics"):
-            told[name] = tuple(told[name])
-        return Scenario(market=market, **told)
+            values[name] = tuple(values[name])
+        return Scenario(market=market, **values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FieldError("scenario", text[:80], f"as Scenario.dumps writes it: {error}") from error
 
 
 @lru_cache(maxsize=8)
 def _read(path: str) -> Trace:
-    """Whatever form the file has."""
+    """Read a trace in any known format, which its first lines tell."""
     file = Path(path)
     try:
         head = file.open("rb").read(4096).decode("utf-8-sig", "replace")
     except OSError as error:
         raise FieldError("TRACE", path, f"a readable file is needed: {error}") from error
-    first = next((line for line in head.splitlines() if line.strip() and not line.startswith("#")), "")
+    first = next(
+        (line for line in head.splitlines() if line.strip() and not line.startswith("#")), ""
+    )
     if first.replace(" ", "") == ",".join(traces.HEADER):
         return traces.read(file)[0]
     if file.suffix == ".jsonl":
-        return importers.elastic_events(traces.text_of(file, "TRACE"), file.name)
+        return importers.elastic_events(traces.read_text(file, "TRACE"), file.name)
     if first.startswith("["):
-        return importers.parcae(traces.text_of(file, "TRACE"), file.name)
+        return importers.parcae(traces.read_text(file, "TRACE"), file.name)
     if first.count(",") == 2 and first.split(",")[1].strip() in ("add", "remove"):
-        return importers.bamboo(traces.text_of(file, "TRACE"), file.name)
-    return traces.read(file)[0]  # says what is wrong with it
+        return importers.bamboo(traces.read_text(file, "TRACE"), file.name)
+    return traces.read(file)[0]  # raises the error that names the fault
 
 
 @lru_cache(maxsize=8)
-def _world(model: str, microbatches: int, nodes_of: tuple[str, ...], physics: tuple[str, ...]) -> World:
-    settings = of_settings(physics)
+def _world(
+    model: str, microbatches: int, nodes_of: tuple[str, ...], physics: tuple[str, ...]
+) -> SimulatedWorld:
+    settings = physics_from_settings(physics)
     if microbatches < 0:
         raise FieldError("--microbatches", microbatches, "at least 1")
     if _is_file(model):
@@ -132,25 +139,31 @@ def _world(model: str, microbatches: int, nodes_of: tuple[str, ...], physics: tu
     training = training_of(model)
     if microbatches:
         training = replace(training, samples=microbatches * training.microbatch)
-    return World(training, tuple(node_type_of(name) for name in nodes_of), settings)
+    return SimulatedWorld(training, tuple(node_type_of(name) for name in nodes_of), settings)
 
 
 def _is_file(model: str) -> bool:
     return Path(model).suffix == ".json" or "/" in model
 
 
-def _measured(path: Path, microbatches: int, nodes_of: tuple[str, ...], settings: Any) -> World:
-    """The world of a profile that `elastic profile` wrote: one node type, free of charge unless it is named."""
-    profile: Profile = parse_profile(traces.text_of(path, "--model"))
+def _measured(
+    path: Path, microbatches: int, nodes_of: tuple[str, ...], settings: Any
+) -> SimulatedWorld:
+    """The world of a profile that `elastic profile` wrote.
+
+    It has one node type. Its price is 0 unless `nodes_of` names the type.
+    """
+    profile: Profile = parse_profile(traces.read_text(path, "--model"))
     if not microbatches:
-        raise FieldError(
-            "--microbatches", microbatches, "a profile does not say how many a step has; give it"
-        )
+        remedy = "a profile does not have their number per step; name it"
+        raise FieldError("--microbatches", microbatches, remedy)
     if len(profile.devices) > 1:
         names = ", ".join(device.name for device in profile.devices)
-        raise FieldError("--model", str(path), f"it has several device types ({names}); leave one in it")
+        raise FieldError("--model", str(path), f"it has several device types ({names}); keep one")
     if len(nodes_of) > 1:
-        raise FieldError("--nodes-of", ",".join(nodes_of), "a profile is of one node type; name one")
+        raise FieldError(
+            "--nodes-of", ",".join(nodes_of), "a profile is of one node type; name one"
+        )
     device = profile.devices[0].name
     kind = NodeType(
         name="profile",
@@ -163,18 +176,26 @@ def _measured(path: Path, microbatches: int, nodes_of: tuple[str, ...], settings
     )
     if nodes_of != Scenario().nodes_of:
         known = node_type_of(nodes_of[0])
-        check_same(known, profile)
+        check_profile_matches(known, profile)
         kind = replace(kind, name=known.name, on_demand=known.on_demand, spot=known.spot)
-    training = Training(model=profile.model, samples=microbatches, microbatch=1, source=str(path))
-    return World(training, (kind,), settings, profile)
+    training = TrainingJob(
+        model=profile.model, samples=microbatches, microbatch=1, source=str(path)
+    )
+    return SimulatedWorld(training, (kind,), settings, profile)
 
 
-def check_same(kind: NodeType, profile: Profile) -> None:
-    """A measured profile is of nodes of this type, as far as it tells. Raises FieldError."""
+def check_profile_matches(kind: NodeType, profile: Profile) -> None:
+    """Raises FieldError if the devices of a measured profile are not those of the node type."""
     if kind.devices != profile.tp:
-        remedy = f"its nodes have {kind.devices} devices, the profile's {profile.tp} (tp); name a type that has as many"
+        remedy = (
+            f"its nodes have {kind.devices} devices, the profile's {profile.tp} (tp); "
+            "name a type that has as many"
+        )
         raise FieldError("--nodes-of", kind.name, remedy)
     device = profile.devices[0].name
     if device != kind.device and device in (one.name for one in HARDWARE):
-        remedy = f"its nodes have a {kind.device}, the profile is of a {device}; name a type that has one"
+        remedy = (
+            f"its nodes have a {kind.device}, the profile is of a {device}; "
+            "name a type that has one"
+        )
         raise FieldError("--nodes-of", kind.name, remedy)

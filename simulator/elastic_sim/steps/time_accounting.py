@@ -1,6 +1,6 @@
-"""Where the nodes' time went, to the millisecond: every node is in one use at every moment.
+"""Accounts for the nodes' time: every node has exactly one use in every millisecond.
 
-node-milliseconds in = useful + detect + plan + transfer + lost + redundant + idle.
+node-milliseconds = useful + detect + plan + transfer + lost + redundant + idle.
 """
 
 from __future__ import annotations
@@ -11,63 +11,66 @@ from enum import StrEnum
 
 
 class Use(StrEnum):
+    """Use of a node's time."""
+
     USEFUL = "useful"
-    """Computing what counts in the end."""
+    """Computing that counts in the end."""
     DETECT = "detect"
-    """From a loss to the moment at which somebody knows."""
+    """From a loss until it is detected."""
     PLAN = "plan"
-    """Deciding, meeting, starting processes."""
+    """Planning, rendezvous, starting processes."""
     TRANSFER = "transfer"
-    """Moving state; reading and writing checkpoints that training waits for."""
+    """Moving state; reading and writing checkpoints while training waits."""
     LOST = "lost"
-    """Computing what was lost and done again."""
+    """Computing that was lost and is repeated."""
     REDUNDANT = "redundant"
-    """Computing that only guards against losses."""
+    """Computing that only protects against losses."""
     IDLE = "idle"
-    """There, and not used, or still booting."""
+    """Present, but not used or still booting."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch in which nothing changed. Milliseconds."""
+class TimeSpan:
+    """An interval in which nothing changed. Times in milliseconds."""
 
     began: int
     ended: int
     alive: int
-    """Nodes that are there."""
+    """Nodes present."""
     used: int
-    """Of these, nodes that do `use`; the others are idle."""
+    """Nodes with this `use`; the others are idle."""
     use: Use
     redundant: float = 0.0
-    """Of what useful nodes do, the part that only guards against losses."""
+    """Share of the useful nodes' time that only protects against losses."""
 
     def shares(self) -> Iterator[tuple[Use, int]]:
-        """Node-milliseconds by use; whole numbers that add up."""
+        """(use, node-milliseconds): whole numbers that add up to all nodes' time."""
         length = self.ended - self.began
         yield Use.IDLE, (self.alive - self.used) * length
-        guarding = int(self.used * length * self.redundant) if self.use is Use.USEFUL else 0
-        yield Use.REDUNDANT, guarding
-        yield self.use, self.used * length - guarding
+        useful = self.use is Use.USEFUL
+        redundant = int(self.used * length * self.redundant) if useful else 0
+        yield Use.REDUNDANT, redundant
+        yield self.use, self.used * length - redundant
 
 
-class Account:
-    """Spans of one run, in order and without gaps."""
+class TimeAccount:
+    """Time spans of one run, in order and without gaps."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
 
     @property
     def ended(self) -> int:
         return self.spans[-1].ended if self.spans else 0
 
     def add(self, until: int, alive: int, used: int, use: Use, redundant: float = 0.0) -> None:
-        """From where the last span ended to `until`."""
+        """Add a span from the end of the last one to `until`. Raises ValueError."""
         began = self.ended
         if until < began or not 0 <= used <= alive:
             raise ValueError(f"{used} of {alive} nodes from {began} to {until} ms")
         if until == began:
             return
-        span = Span(began, until, alive, used, use, redundant)
+        span = TimeSpan(began, until, alive, used, use, redundant)
         last = self.spans[-1] if self.spans else None
         if last is not None and replace(last, ended=until) == replace(span, began=last.began):
             self.spans[-1] = replace(last, ended=until)
@@ -75,16 +78,16 @@ class Account:
             self.spans.append(span)
 
     def lose(self, useful_ms: int) -> None:
-        """The last `useful_ms` of useful time, whatever lay in between, came to nothing."""
+        """Turn the last `useful_ms` of useful time into lost time. Raises ValueError."""
         at = len(self.spans) - 1
         while useful_ms > 0 and at >= 0:
             span = self.spans[at]
             if span.use is Use.USEFUL:
                 length = span.ended - span.began
-                gone = min(length, useful_ms)
-                useful_ms -= gone
-                lost = replace(span, began=span.ended - gone, use=Use.LOST, redundant=0.0)
-                kept = [replace(span, ended=span.ended - gone)] if gone < length else []
+                lost_ms = min(length, useful_ms)
+                useful_ms -= lost_ms
+                lost = replace(span, began=span.ended - lost_ms, use=Use.LOST, redundant=0.0)
+                kept = [replace(span, ended=span.ended - lost_ms)] if lost_ms < length else []
                 self.spans[at : at + 1] = [*kept, lost]
             at -= 1
         if useful_ms:
@@ -100,5 +103,5 @@ class Account:
 
     @property
     def node_ms(self) -> int:
-        """Of all nodes that were there."""
+        """Node-milliseconds of all nodes present."""
         return sum(span.alive * (span.ended - span.began) for span in self.spans)

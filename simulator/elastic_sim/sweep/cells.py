@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.version import VERSION
-from elastic_sim.replay.replay import ORACLE, Run, run_one
+from elastic_sim.replay.replay import ORACLE, PolicyRun, run_one
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 
@@ -117,7 +117,7 @@ def checked(cells: Sequence[Cell]) -> None:
         scenario.trace_of(0)
 
 
-def result_of(run: Run) -> Result:
+def result_of(run: PolicyRun) -> Result:
     return {
         "samples": run.samples,
         "samples_per_s": run.samples_per_s,
@@ -128,11 +128,11 @@ def result_of(run: Run) -> Result:
     }
 
 
-def run_of(cell: Cell, result: Result) -> Run:
+def run_of(cell: Cell, result: Result) -> PolicyRun:
     """Goodput not yet known. Raises ValueError for what is no result."""
     if set(result) != set(FIGURES) or set(result["time"]) != {use.value for use in Use}:
         raise ValueError(f"figures of a cell are {', '.join(FIGURES)}")
-    return Run(
+    return PolicyRun(
         policy=cell.policy,
         seed=cell.seed,
         samples=int(result["samples"]),

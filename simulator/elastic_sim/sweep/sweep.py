@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from elastic.domain.errors import FieldError
 from elastic_sim.replay import show
-from elastic_sim.replay.replay import ORACLE, Summary, summary, with_goodput
+from elastic_sim.replay.replay import ORACLE, PolicySummary, summarize, with_goodput
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import Backend, Cell, Result, defined, run_of
 
@@ -46,9 +46,9 @@ class Row:
     """One scenario of a finished sweep, all policies."""
 
     scenario: Scenario
-    found: tuple[Summary, ...]
+    found: tuple[PolicySummary, ...]
 
-    def of(self, policy: str) -> Summary:
+    def of(self, policy: str) -> PolicySummary:
         return next(one for one in self.found if one.policy == policy)
 
 
@@ -140,7 +140,7 @@ def rows_of(cells: Sequence[Cell], done: Mapping[str, Result]) -> list[Row]:
                 runs.setdefault(cell.policy, {})[cell.seed] = run_of(cell, done[cell.key])
         oracles = runs[ORACLE]
         summaries = [
-            summary([with_goodput(run, oracles[seed]) for seed, run in sorted(by_seed.items())])
+            summarize([with_goodput(run, oracles[seed]) for seed, run in sorted(by_seed.items())])
             for by_seed in runs.values()
         ]
         found.append(Row(scenario, tuple(summaries)))

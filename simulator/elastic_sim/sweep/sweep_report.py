@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_sim.replay.replay import ORACLE, Mean, Summary
+from elastic_sim.replay.replay import ORACLE, Mean, PolicySummary
 from elastic_sim.report import charts, facts
 from elastic_sim.report.durations import duration
 from elastic_sim.report.headline import ahead
@@ -135,7 +135,7 @@ def samples(row: Row) -> str:
     return mean(row.of(ORACLE).samples_per_s)
 
 
-def _cost(one: Summary) -> str:
+def _cost(one: PolicySummary) -> str:
     value = one.cost_per_million
     if math.isfinite(value.value):
         return mean(value, 0 if value.value >= 100 else 2, "", "$")

@@ -1,6 +1,7 @@
-"""Made-up traces: at a chosen failure rate, fitted to a recorded one, or as a cluster shared with inference gives them.
+"""Generates traces: at a failure rate, like a recorded trace, or of a cluster shared with
+inference.
 
-All randomness comes from one seed, in one order: the same seed, the same trace.
+All randomness comes from one seed, in one order, so the same seed gives the same trace.
 """
 
 from __future__ import annotations
@@ -16,131 +17,135 @@ import numpy as np
 
 from elastic.domain.errors import FieldError
 from elastic_sim.traces.statistics import Statistics, statistics
-from elastic_sim.traces.trace import ADD, MOST_NODES, MOST_SECONDS, REMOVE, Event, Trace, check
+from elastic_sim.traces.trace import ADD, MAX_NODES, MAX_SECONDS, REMOVE, Event, Trace, build_trace
 
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Market:
-    """How nodes come and go."""
+    """Rates at which nodes join and are lost."""
 
     nodes: int
-    """Wanted; what is lost is asked for again."""
+    """Nodes wanted; lost ones are requested again."""
     mtbf_s: float
-    """Mean time between two losses of the whole cluster (moments, not nodes)."""
+    """Mean time between two moments of loss in the whole cluster."""
     bulk: tuple[tuple[int, float], ...] = ((1, 1.0),)
     """(nodes lost at once, weight)."""
     repair_s: float = 0.0
     """Mean time until a lost node is replaced; 0: never."""
     notice_s: float = 0.0
+    """Notice before each loss."""
     shape: float = 1.0
-    """Of the Weibull distribution of the times between losses; 1: exponential, below 1: in bursts."""
+    """Weibull shape of the times between losses; 1: exponential, below 1: bursts."""
     lifetime_shape: float = 1.0
-    """Of the Weibull distribution of nodes' lifetimes, nearly (losses keep to their own times); 1: age says nothing,
-    below 1 young nodes go rather, above 1 old ones."""
+    """Approximate Weibull shape of the nodes' lifetimes; the times of losses do not depend on it.
+    1: age has no effect, below 1: young nodes are lost more often, above 1: old ones."""
     diurnal: float = 0.0
-    """Swing of the loss rate over a day: from 1 - diurnal at night to 1 + diurnal in the afternoon."""
+    """Amplitude of the loss rate over a day: 1 - diurnal at midnight, 1 + diurnal at noon."""
     zones: tuple[str, ...] = ("a",)
-    """Nodes are spread over them; a bulk loss stays inside one while it can."""
+    """Zones of the nodes, in turn; a bulk loss hits one zone first."""
     type: str = ""
 
     def __post_init__(self) -> None:
-        problems = (
-            ("nodes", self.nodes, 1 <= self.nodes <= MOST_NODES, f"from 1 to {MOST_NODES} nodes"),
-            (
-                "mtbf",
-                self.mtbf_s,
-                0 < self.mtbf_s <= MOST_SECONDS,
-                "seconds above 0, at most a hundred years",
-            ),
-            ("repair", self.repair_s, 0 <= self.repair_s <= MOST_SECONDS, "seconds, 0 to a hundred years"),
-            ("notice", self.notice_s, 0 <= self.notice_s <= MOST_SECONDS, "seconds, 0 to a hundred years"),
+        sizes_usable = (
+            bool(self.bulk)
+            and all(n >= 1 and w > 0 for n, w in self.bulk)
+            and math.isfinite(sum(w for _, w in self.bulk))
+        )
+        upto, shape = "at most a hundred years", self.lifetime_shape
+        rules = (
+            ("nodes", self.nodes, 1 <= self.nodes <= MAX_NODES, f"from 1 to {MAX_NODES} nodes"),
+            ("mtbf", self.mtbf_s, 0 < self.mtbf_s <= MAX_SECONDS, f"seconds above 0, {upto}"),
+            ("repair", self.repair_s, 0 <= self.repair_s <= MAX_SECONDS, f"seconds, {upto}"),
+            ("notice", self.notice_s, 0 <= self.notice_s <= MAX_SECONDS, f"seconds, {upto}"),
             ("shape", self.shape, 0.1 <= self.shape <= 10, "from 0.1 to 10"),
-            ("lifetime_shape", self.lifetime_shape, 0.1 <= self.lifetime_shape <= 10, "from 0.1 to 10"),
+            ("lifetime_shape", shape, 0.1 <= shape <= 10, "from 0.1 to 10"),
             ("diurnal", self.diurnal, 0 <= self.diurnal <= 1, "from 0 to 1"),
             ("zones", self.zones, len(self.zones) > 0, "at least one zone"),
-            (
-                "bulk",
-                self.bulk,
-                bool(self.bulk)
-                and all(n >= 1 and w > 0 for n, w in self.bulk)
-                and math.isfinite(sum(w for _, w in self.bulk)),
-                "sizes from 1 up; weights above 0 with a finite sum",
-            ),
+            ("bulk", self.bulk, sizes_usable, "sizes from 1 up; weights above 0, finite sum"),
         )
-        for name, value, good, remedy in problems:
+        for name, value, good, remedy in rules:
             if not good:
                 raise FieldError(f"market.{name}", value, remedy)
 
 
 @dataclass(slots=True)
 class _Cluster:
+    """Nodes present while a trace is generated, and its events so far."""
+
     zones: tuple[str, ...]
     type: str
     events: list[Event] = field(default_factory=list)
     present: dict[str, str] = field(default_factory=dict)
-    """Node: zone."""
+    """Zone of each node."""
     born: dict[str, float] = field(default_factory=dict)
-    made: int = 0
+    count: int = 0
 
     def add(self, at: float) -> None:
-        self.made += 1
-        node, zone = f"node{self.made}", self.zones[(self.made - 1) % len(self.zones)]
+        self.count += 1
+        node, zone = f"node{self.count}", self.zones[(self.count - 1) % len(self.zones)]
         self.present[node], self.born[node] = zone, at
         self.events.append(Event(at, ADD, node, zone, self.type))
 
     def remove(self, at: float, node: str, notice_s: float) -> None:
-        self.events.append(Event(at, REMOVE, node, self.present.pop(node), self.type, notice_s))
+        zone = self.present.pop(node)
+        self.events.append(Event(at, REMOVE, node, zone, self.type, notice_s))
 
 
 def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
-    """A trace of `end_s` seconds. Times are whole seconds. Raises FieldError."""
+    """A trace of `end_s` seconds, with times in whole seconds. Raises FieldError."""
     _check_duration(end_s)
     draw, cluster = random.Random(seed), _Cluster(market.zones, market.type)
     for _ in range(market.nodes):
         cluster.add(0.0)
-    coming = list[float]()
+    repairs = list[float]()
     at = _next_loss(draw, market, 0.0)
-    while min([at, *coming]) <= end_s:
-        if coming and min(coming) <= at:
-            now = min(coming)
-            coming.remove(now)
+    while min([at, *repairs]) <= end_s:
+        if repairs and min(repairs) <= at:
+            now = min(repairs)
+            repairs.remove(now)
             cluster.add(now)
             continue
-        now, size = math.floor(at), _bulk(draw, market)
+        now, size = math.floor(at), _bulk_size(draw, market)
         for node in _victims(draw, cluster, size, now, market.lifetime_shape):
             cluster.remove(now, node, market.notice_s)
             if market.repair_s:
-                coming.append(float(math.ceil(now + draw.expovariate(1 / market.repair_s)) or 1))
+                repaired = math.ceil(now + draw.expovariate(1 / market.repair_s))
+                repairs.append(float(repaired or 1))
         at = _next_loss(draw, market, at)
     origin = f"generated, not recorded: {market}, seed {seed}"
-    return check(cluster.events, end_s, origin)
+    return build_trace(cluster.events, end_s, origin)
 
 
 def _check_duration(end_s: float) -> None:
-    if not 0 < end_s <= MOST_SECONDS:
+    if not 0 < end_s <= MAX_SECONDS:
         raise FieldError("duration", end_s, "seconds above 0, at most a hundred years")
 
 
 def _next_loss(draw: random.Random, market: Market, after: float) -> float:
-    """By thinning where the rate swings over the day."""
+    """Time of the next moment of loss, by thinning of the diurnal rate."""
     scale = market.mtbf_s / math.gamma(1 + 1 / market.shape)
     at = after
     while True:
         at += max(1.0, draw.weibullvariate(scale / (1 + market.diurnal), market.shape))
-        hour = 1 - market.diurnal * math.cos(2 * math.pi * at / DAY_S)
-        if draw.random() * (1 + market.diurnal) <= hour:
+        rate = 1 - market.diurnal * math.cos(2 * math.pi * at / DAY_S)
+        if draw.random() * (1 + market.diurnal) <= rate:
             return at
 
 
-def _bulk(draw: random.Random, market: Market) -> int:
+def _bulk_size(draw: random.Random, market: Market) -> int:
     sizes, weights = zip(*market.bulk, strict=True)
     return int(draw.choices(sizes, weights)[0])
 
 
-def _victims(draw: random.Random, cluster: _Cluster, size: int, now: float, shape: float) -> list[str]:
-    """The first by its age, with the hazard of a Weibull distribution, age ^ (shape - 1); others of its zone first."""
+def _victims(
+    draw: random.Random, cluster: _Cluster, size: int, now: float, shape: float
+) -> list[str]:
+    """Nodes that are lost at once: the first by its Weibull hazard, age ^ (shape - 1).
+
+    The others are drawn from its zone first.
+    """
     if not cluster.present:
         return []
     nodes = list(cluster.present)
@@ -156,9 +161,11 @@ def _victims(draw: random.Random, cluster: _Cluster, size: int, now: float, shap
     return [first, *others[: size - 1]]
 
 
-def fitted(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
-    """A market like that of a recorded trace, in its own zones unless others are given. Raises FieldError where nothing
-    was lost."""
+def fit_market(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
+    """A market with the statistics of a recorded trace.
+
+    `zones`: other zones than those of the trace. Raises FieldError if the trace has no losses.
+    """
     found = statistics(trace)
     if not found.loss_events:
         raise FieldError("trace", trace.origin, "it has no losses to fit")
@@ -182,10 +189,10 @@ def fitted(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
 
 
 def _lifetime_shape(found: Statistics) -> float:
-    """1 where it is within two standard errors of that, which chance gives, too; these are 0.78 shape / sqrt(n)."""
+    """The fitted shape, or 1 if it is within two standard errors (0.78 shape / sqrt(n)) of 1."""
     shape = found.lifetime_shape
-    chance = 2 * 0.78 * shape / math.sqrt(found.losses)
-    return shape if shape and abs(shape - 1) > chance else 1.0
+    two_errors = 2 * 0.78 * shape / math.sqrt(found.losses)
+    return shape if shape and abs(shape - 1) > two_errors else 1.0
 
 
 def _moments(trace: Trace) -> list[float]:
@@ -193,8 +200,10 @@ def _moments(trace: Trace) -> list[float]:
 
 
 def _diurnal(trace: Trace) -> float:
-    """By least squares: moments of loss per second in each hour of the day, against 1 - diurnal x cosine. 0 for less
-    than a day, and for a swing below twice its standard error, which chance gives, too."""
+    """Diurnal amplitude by least squares on the loss rate in each hour of the day.
+
+    0 for less than a day, and for an amplitude below two standard errors.
+    """
     moments = _moments(trace)
     if trace.end_s < DAY_S:
         return 0.0
@@ -211,14 +220,14 @@ def _diurnal(trace: Trace) -> float:
 
 
 def _gaps(trace: Trace, diurnal: float) -> list[float]:
-    """Between losses, on a clock that runs faster by day."""
+    """Times between losses, on a clock that follows the diurnal rate."""
     turn = 2 * math.pi / DAY_S
     times = [at - diurnal / turn * math.sin(turn * at) for at in _moments(trace)]
     return [b - a for a, b in itertools.pairwise(times)]
 
 
 def _weibull_shape(gaps: list[float]) -> float:
-    """By moments: the coefficient of variation of a Weibull distribution falls with its shape."""
+    """Weibull shape by moments: the coefficient of variation falls with the shape."""
     if len(gaps) < 5:
         return 1.0
     mean = sum(gaps) / len(gaps)
@@ -232,13 +241,22 @@ def _weibull_shape(gaps: list[float]) -> float:
 
 
 def shared_with_inference(
-    nodes: int, end_s: float, *, least: int, seed: int = 0, notice_s: float = 30.0, noise: float = 0.05
+    nodes: int,
+    end_s: float,
+    *,
+    least: int,
+    seed: int = 0,
+    notice_s: float = 30.0,
+    noise: float = 0.05,
 ) -> Trace:
-    """A cluster that inference takes nodes back from as its load rises by day: looked at every five minutes, training
-    has between `least` nodes (at noon) and all `nodes` (at midnight)."""
+    """Trace of a cluster that training shares with inference, whose load rises by day.
+
+    Every five minutes, training gets between `least` nodes (at noon) and all `nodes` (at midnight).
+    `noise`: standard deviation of the load. Raises FieldError.
+    """
     _check_duration(end_s)
-    if not 1 <= nodes <= MOST_NODES:
-        raise FieldError("nodes", nodes, f"from 1 to {MOST_NODES} nodes")
+    if not 1 <= nodes <= MAX_NODES:
+        raise FieldError("nodes", nodes, f"from 1 to {MAX_NODES} nodes")
     if not 0 <= least <= nodes:
         raise FieldError("least", least, f"from 0 to the {nodes} nodes")
     draw, cluster = random.Random(seed), _Cluster(("a",), "")
@@ -254,6 +272,7 @@ def shared_with_inference(
             cluster.add(at)
         at += 300.0
     origin = (
-        f"generated, not recorded: inference takes up to {nodes - least} of {nodes} nodes by day, seed {seed}"
+        f"generated, not recorded: inference takes up to {nodes - least} of {nodes} nodes by day, "
+        f"seed {seed}"
     )
-    return check(cluster.events, end_s, origin)
+    return build_trace(cluster.events, end_s, origin)

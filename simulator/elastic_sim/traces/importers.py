@@ -1,4 +1,8 @@
-"""Recorded traces of others in our format: Bamboo, Oobleck, Parcae, counts over time, AWS and SkyPilot."""
+"""Converts recorded traces of other projects, and our own events.jsonl, to our format.
+
+`FORMATS` names the importers: Bamboo and Oobleck, Parcae, counts over time, AWS, SkyPilot. Their
+errors name the file, the place in it, the value and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -18,255 +22,319 @@ from elastic.domain.errors import FieldError
 from elastic_sim.traces.statistics import statistics
 from elastic_sim.traces.trace import (
     ADD,
-    MOST_EVENTS,
-    MOST_NODES,
+    MAX_EVENTS,
+    MAX_NODES,
     REMOVE,
     Event,
-    Growing,
     Trace,
+    TraceBuilder,
     refuse_milliseconds,
 )
 
-LIKELY_LOSSES = 20.0
-"""Per node and hour. Recorded markets have up to 1.6; with more than this a node stays less than three minutes, which
-is what comes of hours taken for seconds (times 3600)."""
-FEW_LOSSES = 5
-"""So few say nothing of a rate."""
-LIKELY_END_S = 365 * 86400.0
-"""Nobody recorded a market for longer; seconds taken for hours soon make years."""
+MAX_LIKELY_LOSSES = 20.0
+"""Per node and hour. Recorded markets have up to 1.6; more than this suggests a wrong unit of
+time."""
+MIN_LOSSES = 5
+"""Least number of losses for an estimate of their rate."""
+MAX_LIKELY_END_S = 365 * 86400.0
+"""Nobody recorded a market for longer; more than this suggests a wrong unit of time."""
 
 
 def bamboo(text: str, name: str) -> Trace:
-    """milliseconds, add or remove, node: the traces of Bamboo and of Oobleck's artifact. Ends with its last event."""
-    growing, end = Growing(), 0.0
+    """Traces of Bamboo and of Oobleck's artifact: rows of milliseconds, add or remove, node.
+
+    The trace ends with its last event.
+    """
+    builder, end = TraceBuilder(), 0.0
     for where, at, fields in _csv(text, name, 3):
         end = at / 1000
-        growing.add(Event(end, fields[1], fields[2]), where, ",".join(fields))
-    return _trace(growing, end, f"imported from {name}", name)
+        builder.add(Event(end, fields[1], fields[2]), where, ",".join(fields))
+    return _trace(builder, end, f"imported from {name}", name)
 
 
 def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
-    """seconds (or hours), instances: as pairs of rows, before and after a change. Nodes are numbered; who came last
-    goes first, since the file does not say who went."""
+    """Rows of time and number of instances, before and after each change. `unit_s`: unit of time.
+
+    The file does not name nodes, so the newest node is removed first.
+    """
     rows = [(where, at * unit_s, fields[1]) for where, at, fields in _csv(text, name, 2)]
     return _trace(_numbered(rows), rows[-1][1] if rows else 0.0, f"imported from {name}", name)
 
 
-def _numbered(rows: Iterable[tuple[str, float, Any]]) -> Growing:
-    """`rows`: where it stands, when, how many instances from then on."""
-    growing, present, number = Growing(), list[str](), 0
-    for where, at, told in rows:
-        wanted = _number(told, where)
-        if wanted != int(wanted) or wanted > MOST_NODES:
-            raise FieldError(where, told, f"a whole number of instances, at most {MOST_NODES}")
+def _numbered(rows: Iterable[tuple[str, float, Any]]) -> TraceBuilder:
+    """Events from rows of (place in the file, seconds, instances from then on)."""
+    builder, present, number = TraceBuilder(), list[str](), 0
+    for where, at, count in rows:
+        wanted = _number(count, where)
+        if wanted != int(wanted) or wanted > MAX_NODES:
+            raise FieldError(where, count, f"a whole number of instances, at most {MAX_NODES}")
         while len(present) < wanted:
             number += 1
             present.append(f"node{number}")
-            growing.add(Event(at, ADD, present[-1]), where)
+            builder.add(Event(at, ADD, present[-1]), where)
         while len(present) > wanted:
-            growing.add(Event(at, REMOVE, present.pop()), where)
-        _not_too_many(growing.events, where)
-    return growing
+            builder.add(Event(at, REMOVE, present.pop()), where)
+        _not_too_many(builder.events, where)
+    return builder
 
 
 def parcae(text: str, name: str) -> Trace:
-    """A JSON list a line: milliseconds, add, remove or no-op, {"nodes": [...], "duration": milliseconds}."""
-    growing, last, end = Growing(), 0.0, 0.0
+    """Traces of Parcae: one JSON list per line.
+
+    [milliseconds, "add", "remove" or "no-op", {"nodes": [...], "duration": milliseconds}]
+    """
+    builder, last, end = TraceBuilder(), 0.0, 0.0
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{name}, line {number}"
         if not line.strip():
             continue
         row = _json(line, where)
         if not (isinstance(row, list) and len(row) == 3 and isinstance(row[2], dict)):
-            raise FieldError(where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]')
-        told, kind, more = row
-        at, lasting = _number(told, where), _number(more.get("duration"), f"{where}: duration")
-        last = _not_before(last, at, where, told)
+            raise FieldError(
+                where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]'
+            )
+        time, kind, more = row
+        at, lasting = _number(time, where), _number(more.get("duration"), f"{where}: duration")
+        last = _not_before(last, at, where, time)
         if kind not in (ADD, REMOVE, "no-op"):
             raise FieldError(where, _shown(kind), "add, remove or no-op")
         nodes = more.get("nodes")
         if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
-            raise FieldError(f"{where}: nodes", _shown(nodes), 'a list of names, as ["node1", "node2"]')
+            raise FieldError(
+                f"{where}: nodes", _shown(nodes), 'a list of names, as ["node1", "node2"]'
+            )
         for node in nodes if kind != "no-op" else ():
-            growing.add(Event(at / 1000, kind, node), where, f"{_shown(told)},{kind},{node}")
+            builder.add(Event(at / 1000, kind, node), where, f"{_shown(time)},{kind},{node}")
         end = max(end, (at + lasting) / 1000)
-    return _trace(growing, end, f"imported from {name}", name)
+    return _trace(builder, end, f"imported from {name}", name)
 
 
-def spot_prices(text: str, name: str, bid: float, nodes: int = 1, product: str | None = None) -> Trace:
-    """`aws ec2 describe-spot-price-history`: a zone's nodes are there while its price is at most `bid`. `product`: of
-    rows with this ProductDescription alone."""
+def spot_prices(
+    text: str, name: str, bid: float, nodes: int = 1, product: str | None = None
+) -> Trace:
+    """Output of `aws ec2 describe-spot-price-history`.
+
+    `nodes` nodes per zone are present while its price is at most `bid`, in dollars per hour.
+    `product`: use only rows with this ProductDescription.
+    """
     if not (math.isfinite(bid) and bid > 0):
-        raise FieldError("--bid", bid, "dollars an hour, above 0")
-    if not 1 <= nodes <= MOST_NODES:
-        raise FieldError("--nodes", nodes, f"from 1 to {MOST_NODES}")
+        raise FieldError("--bid", bid, "dollars per hour, above 0")
+    if not 1 <= nodes <= MAX_NODES:
+        raise FieldError("--nodes", nodes, f"from 1 to {MAX_NODES}")
     prices = _prices(text, name, product)
-    start, growing = prices[0][0], Growing()
-    there: set[tuple[str, str]] = set()
+    start, builder = prices[0][0], TraceBuilder()
+    affordable: set[tuple[str, str]] = set()
     for at, zone, kind, price, where in prices:
         market = zone, kind
-        if (price <= bid) != (market in there):
-            what = ADD if price <= bid else REMOVE
-            (there.add if what == ADD else there.discard)(market)
+        if (price <= bid) != (market in affordable):
+            change = ADD if price <= bid else REMOVE
+            (affordable.add if change == ADD else affordable.discard)(market)
             for i in range(1, nodes + 1):
-                event = Event(at - start, what, f"{zone}-{kind}-{i}", zone, kind)
-                growing.add(event, where, f"{zone}, {kind}")
-            _not_too_many(growing.events, where)
-    return _trace(growing, prices[-1][0] - start, f"imported from {name}, bid {bid:g}", name)
+                event = Event(at - start, change, f"{zone}-{kind}-{i}", zone, kind)
+                builder.add(event, where, f"{zone}, {kind}")
+            _not_too_many(builder.events, where)
+    return _trace(builder, prices[-1][0] - start, f"imported from {name}, bid {bid:g}", name)
 
 
 def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str, str, float, str]]:
-    """When, zone, instance type, price, where it stands; times ascending."""
+    """(seconds, zone, instance type, price, place in the file), times ascending."""
     prices, products = list[tuple[float, str, str, float, str]](), set[str]()
     for where, row in _listed(text, name, "SpotPriceHistory"):
-        found = _word(row, "ProductDescription", where, "")
+        found = _text(row, "ProductDescription", where, "")
         products.add(found)
         if product is None or found == product:
-            zone, kind = _word(row, "AvailabilityZone", where), _word(row, "InstanceType", where)
+            zone, kind = _text(row, "AvailabilityZone", where), _text(row, "InstanceType", where)
             price = _number(row.get("SpotPrice"), f"{where}.SpotPrice")
-            prices.append((_when(row.get("Timestamp"), f"{where}.Timestamp"), zone, kind, price, where))
-    told = ", ".join(repr(known[:40]) for known in sorted(products)[:8])
+            at = _timestamp(row.get("Timestamp"), f"{where}.Timestamp")
+            prices.append((at, zone, kind, price, where))
+    named = ", ".join(repr(known[:40]) for known in sorted(products)[:8])[:200]
     if product is None and len(products) > 1:
-        remedy = "they have prices of their own: choose one with --product"
-        raise FieldError(f"{name}: ProductDescription", told[:200], remedy)
+        remedy = "each has its own prices: choose one with --product"
+        raise FieldError(f"{name}: ProductDescription", named, remedy)
     if not prices:
-        raise FieldError("--product", product, f"the file has {told[:200]}")
+        raise FieldError("--product", product, f"the file has {named}")
     return sorted(prices, key=lambda price: price[0])
 
 
 def scaling_activities(text: str, name: str) -> Trace:
-    """`aws autoscaling describe-scaling-activities`: launches and terminations, by their end and start. Those that
-    failed, or are not done yet, do not count."""
-    told = list[_Placed]()
+    """Output of `aws autoscaling describe-scaling-activities`.
+
+    A launch counts at its end, a termination at its start. Failed and unfinished activities are
+    ignored.
+    """
+    found = list[_PlacedEvent]()
     for where, row in _listed(text, name, "Activities"):
-        words = _word(row, "Description", where).split()
+        words = _text(row, "Description", where).split()
         kind = {"Launching": ADD, "Terminating": REMOVE}.get(words[0] if words else "")
         if kind is None or row.get("StatusCode", "Successful") != "Successful":
             continue
-        told_by = "EndTime" if kind == ADD else "StartTime"
-        details = _object(_json(_word(row, "Details", where, "{}"), f"{where}.Details"), f"{where}.Details")
-        zone = _word(details, "Availability Zone", f"{where}.Details", "")
-        event = Event(_when(row.get(told_by), f"{where}.{told_by}"), kind, words[-1], zone)
-        told.append(_Placed(event, where, row["Description"]))
-    if not told:
-        raise FieldError(f"{name}: Activities", "", "no launch or termination that was successful is in it")
-    told.sort(key=lambda placed: placed.event.seconds)
-    start, there = told[0].event.seconds, set[str]()
-    before, placed = list[_Placed](), list[_Placed]()
-    for event, where, description in told:
-        if event.kind == REMOVE and event.node not in there:  # launched before the record begins
-            before.append(_Placed(replace(event, seconds=0.0, kind=ADD), where, description))
-        (there.add if event.kind == ADD else there.discard)(event.node)
-        placed.append(_Placed(replace(event, seconds=event.seconds - start), where, description))
-    return _trace(_grown(before[::-1] + placed), placed[-1].event.seconds, f"imported from {name}", name)
+        field = "EndTime" if kind == ADD else "StartTime"
+        place = f"{where}.Details"
+        details = _object(_json(_text(row, "Details", where, "{}"), place), place)
+        zone = _text(details, "Availability Zone", place, "")
+        event = Event(_timestamp(row.get(field), f"{where}.{field}"), kind, words[-1], zone)
+        found.append(_PlacedEvent(event, where, row["Description"]))
+    if not found:
+        raise FieldError(f"{name}: Activities", "", "it has no successful launch or termination")
+    found.sort(key=lambda placed: placed.event.seconds)
+    start, present = found[0].event.seconds, set[str]()
+    before, placed = list[_PlacedEvent](), list[_PlacedEvent]()
+    for event, where, description in found:
+        if event.kind == REMOVE and event.node not in present:  # launched before the record begins
+            before.append(_PlacedEvent(replace(event, seconds=0.0, kind=ADD), where, description))
+        (present.add if event.kind == ADD else present.discard)(event.node)
+        placed.append(
+            _PlacedEvent(replace(event, seconds=event.seconds - start), where, description)
+        )
+    end = placed[-1].event.seconds
+    return _trace(_build(before[::-1] + placed), end, f"imported from {name}", name)
 
 
 def skypilot(text: str, name: str) -> Trace:
-    """SkyPilot's spot traces: {"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}, how many instances there are at
-    fixed intervals."""
+    """SkyPilot's spot traces: number of instances at fixed intervals.
+
+    {"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}
+    """
     found = _json(text, name)
     metadata = found.get("metadata") if isinstance(found, dict) else None
     if not isinstance(metadata, dict) or not isinstance(found.get("data"), list):
-        raise FieldError(name, _shown(found), 'metadata.gap_seconds and a list "data" are needed')
+        remedy = 'metadata.gap_seconds and a list "data" are needed'
+        raise FieldError(name, _shown(found), remedy)
     gap, data = _number(metadata.get("gap_seconds"), f"{name}: metadata.gap_seconds"), found["data"]
-    rows = ((f"{name}: data[{i}]", i * gap, told) for i, told in enumerate(data))
+    rows = ((f"{name}: data[{i}]", i * gap, count) for i, count in enumerate(data))
     return _trace(_numbered(rows), len(data) * gap, f"imported from {name}", name)
 
 
 @dataclass(slots=True)
-class _There:
-    """A node of a run, as its events tell it."""
+class _PresentNode:
+    """A node of a run, from its join until it is lost."""
 
     since: float
     where: str
-    """Where it is told that it came."""
-    told: float = math.nan
-    """When it was told that it goes; nan: it was not."""
+    """Place of the event with which it joined."""
+    noticed: float = math.nan
+    """Time of its notice; nan: none."""
     until: float = math.inf
-    """When it goes, as it was told."""
-    gone: bool = False
-    """It moved its state off and left: it may be there until then, for others."""
+    """Time at which it will leave, according to its notice."""
+    drained: bool = False
+    """Its state was moved away; it may still serve others until it leaves."""
+
+
+class _RunNodes:
+    """Nodes of a run, and the trace events of them so far."""
+
+    def __init__(
+        self, start: float, kills: dict[str, list[float]], devices: tuple[str, ...]
+    ) -> None:
+        self._start, self._kills, self._devices = start, kills, devices
+        self.placed, self._present, self._joined = (
+            list[_PlacedEvent](),
+            dict[str, _PresentNode](),
+            0,
+        )
+
+    def process(self, where: str, at: float, row: dict[str, Any]) -> None:
+        """Process one event of the run. Raises FieldError."""
+        node, kind = _text(row, "node", where), row["kind"]
+        present = self._present.get(node)
+        if kind == "joined":
+            if present is None or present.drained:
+                self._add(node, at, where, _text(row, "domain", where, ""))
+        elif present is None or present.drained:
+            return
+        elif kind == "drain":
+            present.noticed = at if math.isnan(present.noticed) else present.noticed
+            deadline_s = _number(row.get("deadline_s"), f"{where}: deadline_s")
+            present.until = min(present.until, at + deadline_s)
+        elif kind == "notice" and row.get("notice") == "none":
+            present.noticed, present.until = math.nan, math.inf
+        elif kind == "drained" and present.until < math.inf:
+            present.drained = True
+        elif kind in ("lost", "drained"):
+            self._remove(node, at, where)
+
+    def finish(self, last: float) -> None:
+        """Remove nodes that left, or were killed, without an event that says so."""
+        for node, present in list(self._present.items()):
+            if present.drained:
+                self._remove(node, present.until, present.where)
+            elif any(kill >= present.since for kill in self._kills.get(node, ())):
+                self._remove(node, last, present.where)
+        self.placed.sort(key=lambda one: one.event.seconds)
+
+    def _add(self, node: str, at: float, where: str, domain: str) -> None:
+        if node in self._present:
+            self._remove(node, min(at, self._present[node].until), where)
+        device = self._devices[0] if len(self._devices) == 1 else ""
+        if self._joined < len(self._devices):
+            device = self._devices[self._joined]
+        event = Event(at - self._start, ADD, node, domain, device)
+        self.placed.append(_PlacedEvent(event, where, f"{node}, {domain}"))
+        self._present[node] = _PresentNode(at, where)
+        self._joined += 1
+
+    def _remove(self, node: str, at: float, where: str) -> None:
+        present = self._present.pop(node)
+        if at < present.since:
+            remedy = f"{node} joined later, at {present.since} ({present.where})"
+            raise FieldError(f"{where}: at", at, remedy)
+        kills = (kill for kill in self._kills.get(node, ()) if present.since <= kill <= at)
+        at = max(kills, default=at)
+        notice_s = at - present.noticed if at > present.noticed else 0.0
+        event = Event(at - self._start, REMOVE, node, notice_s=notice_s)
+        self.placed.append(_PlacedEvent(event, where, node))
 
 
 def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
-    """Our own events.jsonl, from the first event on: nodes that `joined`, were `lost`, or were told to go (`drain`,
-    unless that was taken back) and go when that notice runs out.
+    """Our own events.jsonl, from the first event on.
 
-    `config`: the run's config.json. With it nodes have their types, and those that an injected fault killed go when
-    that was carried out, not when they were found lost.
+    A node is present from `joined` until `lost`. A node with a notice (`drain`, unless withdrawn)
+    leaves when the notice ends. `config` is the run's config.json: it gives the nodes' types, and a
+    node that an injected fault killed is lost at the fault, not at its detection.
     """
     rows = _rows(text, name)
     start = rows[0][1] if rows else 0.0
     given = _object(_json(config, "config.json"), "config.json")
-    kills = _kills(rows, given)
     devices = decode(tuple[str, ...], given.get("devices") or [], "config.json: devices")
-    placed, there, joined = list[_Placed](), dict[str, _There](), 0
-
-    def gone(node: str, at: float, where: str) -> None:
-        one = there.pop(node)
-        if at < one.since:
-            raise FieldError(f"{where}: at", at, f"{node} joined later, at {one.since} ({one.where})")
-        at = max((kill for kill in kills.get(node, ()) if one.since <= kill <= at), default=at)
-        notice = at - one.told if at > one.told else 0.0
-        placed.append(_Placed(Event(at - start, REMOVE, node, notice_s=notice), where, node))
-
+    nodes = _RunNodes(start, _kills(rows, given), devices)
     for where, at, row in rows:
-        kind = row.get("kind")
-        if kind not in ("joined", "lost", "drain", "drained", "notice"):
+        if row.get("kind") not in ("joined", "lost", "drain", "drained", "notice"):
             continue
         if at < start:
-            raise FieldError(f"{where}: at", row["at"], f"times must ascend; the first row is at {start}")
-        node = _word(row, "node", where)
-        one = there.get(node)
-        if kind == "joined":
-            if one is not None and one.gone:
-                gone(node, min(at, one.until), where)
-            elif one is not None:
-                continue
-            device = devices[joined] if joined < len(devices) else devices[0] if len(devices) == 1 else ""
-            domain = _word(row, "domain", where, "")
-            placed.append(_Placed(Event(at - start, ADD, node, domain, device), where, f"{node}, {domain}"))
-            there[node], joined = _There(at, where), joined + 1
-        elif one is None or one.gone:
-            continue
-        elif kind == "drain":
-            one.told = at if math.isnan(one.told) else one.told
-            one.until = min(one.until, at + _number(row.get("deadline_s"), f"{where}: deadline_s"))
-        elif kind == "notice" and row.get("notice") == "none":
-            one.told, one.until = math.nan, math.inf
-        elif kind == "drained" and one.until < math.inf:
-            one.gone = True
-        elif kind in ("lost", "drained"):
-            gone(node, at, where)
+            remedy = f"times must ascend; the first row is at {start}"
+            raise FieldError(f"{where}: at", row["at"], remedy)
+        nodes.process(where, at, row)
     last = max((at for _, at, _ in rows), default=start)
-    for node, one in list(there.items()):
-        if one.gone or any(kill >= one.since for kill in kills.get(node, ())):
-            gone(node, one.until if one.gone else last, one.where)
-    placed.sort(key=lambda one: one.event.seconds)
-    end = max([last - start, *(one.event.seconds for one in placed)])
-    return _trace(_grown(placed), end, f"imported from {name}", name)
+    nodes.finish(last)
+    end = max([last - start, *(one.event.seconds for one in nodes.placed)])
+    return _trace(_build(nodes.placed), end, f"imported from {name}", name)
 
 
 def _rows(text: str, name: str) -> list[tuple[str, float, dict[str, Any]]]:
-    """Where it stands, when, the event."""
+    """(place in the file, time, event) of each event with a time."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{name}, line {number}"
-        row = _object(_json(line, where), where, "an object a line is needed") if line.strip() else {}
+        row = (
+            _object(_json(line, where), where, "write one object per line") if line.strip() else {}
+        )
         if "at" in row:
             found.append((where, _number(row["at"], f"{where}: at"), row))
     return found
 
 
-def _kills(rows: list[tuple[str, float, dict[str, Any]]], config: dict[str, Any]) -> dict[str, list[float]]:
-    """When injected faults killed a node."""
+def _kills(
+    rows: list[tuple[str, float, dict[str, Any]]], config: dict[str, Any]
+) -> dict[str, list[float]]:
+    """Times at which injected faults killed each node."""
     faults = decode(tuple[FaultSpec, ...], config.get("faults") or [], "config.json: faults")
     found = dict[str, list[float]]()
     for where, at, row in rows:
         if faults and row.get("kind") == "fault":
             number = row.get("number")
             if not isinstance(number, int) or not 0 <= number < len(faults):
-                raise FieldError(f"{where}: number", _shown(number), f"the run has {len(faults)} faults")
+                remedy = f"the run has {len(faults)} faults"
+                raise FieldError(f"{where}: number", _shown(number), remedy)
             if faults[number].kind is FaultKind.KILL:
                 found.setdefault(faults[number].node, []).append(at)
     return found
@@ -290,57 +358,59 @@ UNITS = {
     "skypilot": "seconds",
     "events": "seconds",
 }
-"""What times of these formats are."""
+"""Unit of the times in each format."""
 
 
-def doubt(trace: Trace, unit: str) -> str:
-    """What about an imported trace is so unlike any market that times may not be in `unit`; "": nothing."""
+def plausibility_warning(trace: Trace, unit: str) -> str:
+    """Why the times of an imported trace are probably not in `unit`; "" if they are plausible."""
     if not trace.events:
-        return "no node ever comes; is the bid too low, or the file another?"
+        return "no node ever joins; is the bid too low, or is it the wrong file?"
     found = statistics(trace)
-    if found.losses >= FEW_LOSSES and found.losses_per_node_hour > LIKELY_LOSSES:
+    if found.losses >= MIN_LOSSES and found.losses_per_node_hour > MAX_LIKELY_LOSSES:
         rate = f"{found.losses_per_node_hour:.3g} losses per node and hour"
-        return f"{rate}, more than any market has: are times {unit} indeed?"
-    if trace.end_s > LIKELY_END_S:
-        return f"{trace.end_s / 86400:.4g} days, longer than any record: are times {unit} indeed?"
+        return f"{rate}, more than any market has: are times really {unit}?"
+    if trace.end_s > MAX_LIKELY_END_S:
+        days = trace.end_s / 86400
+        return f"{days:.4g} days, longer than any record: are times really {unit}?"
     return ""
 
 
-class _Placed(NamedTuple):
-    """An event with where it stands, and what stands there."""
+class _PlacedEvent(NamedTuple):
+    """An event with its place in the file and the text there."""
 
     event: Event
     where: str
-    told: str
+    text: str
 
 
-def _grown(placed: Iterable[_Placed]) -> Growing:
-    growing = Growing()
-    for event, where, told in placed:
-        growing.add(event, where, told)
-    return growing
+def _build(placed: Iterable[_PlacedEvent]) -> TraceBuilder:
+    builder = TraceBuilder()
+    for event, where, text in placed:
+        builder.add(event, where, text)
+    return builder
 
 
-def _trace(growing: Growing, end_s: float, origin: str, name: str) -> Trace:
-    found = growing.ended(end_s, origin, name)
+def _trace(builder: TraceBuilder, end_s: float, origin: str, name: str) -> Trace:
+    found = builder.build(end_s, origin, name)
     refuse_milliseconds(name, [event.seconds for event in found.events], end_s)
     return found
 
 
-def _not_before(last: float, at: float, where: str, told: Any) -> float:
-    """`at`, if it is not before the last row's time."""
+def _not_before(last: float, at: float, where: str, text: Any) -> float:
+    """`at`. Raises FieldError if it is before the time of the last row."""
     if at < last:
-        raise FieldError(where, _shown(told), f"times must ascend; the row before is at {last:.15g}")
+        remedy = f"times must ascend; the row before is at {last:.15g}"
+        raise FieldError(where, _shown(text), remedy)
     return at
 
 
 def _not_too_many(events: list[Event], where: str) -> None:
-    if len(events) > MOST_EVENTS:
-        raise FieldError(where, len(events), f"at most {MOST_EVENTS} events; import a part of it")
+    if len(events) > MAX_EVENTS:
+        raise FieldError(where, len(events), f"at most {MAX_EVENTS} events; import a part of it")
 
 
 def _csv(text: str, name: str, fields: int) -> Iterator[tuple[str, float, list[str]]]:
-    """Where each row stands, its time as the file has it (its first field; ascending), and its fields."""
+    """(place, first field as an ascending time, all fields) of each row."""
     reader, last = csv.reader(io.StringIO(text)), 0.0
     try:
         for row in reader:
@@ -356,7 +426,7 @@ def _csv(text: str, name: str, fields: int) -> Iterator[tuple[str, float, list[s
 
 
 def _listed(text: str, name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of the list under `key`, which is not empty, each with where it stands."""
+    """(place, object) for the non-empty list under `key`."""
     found = _json(text, name)
     rows = found.get(key) if isinstance(found, dict) else None
     if not isinstance(rows, list) or not rows:
@@ -378,7 +448,7 @@ def _object(found: Any, where: str, remedy: str = "an object is needed") -> dict
     return found
 
 
-def _word(row: dict[str, Any], key: str, where: str, default: str | None = None) -> str:
+def _text(row: dict[str, Any], key: str, where: str, default: str | None = None) -> str:
     value = row.get(key, default)
     if not isinstance(value, str):
         raise FieldError(f"{where}: {key}", _shown(value), "text is needed")
@@ -386,7 +456,7 @@ def _word(row: dict[str, Any], key: str, where: str, default: str | None = None)
 
 
 def _number(value: Any, where: str) -> float:
-    """Of text or of JSON."""
+    """A finite number from 0 up, from text or JSON. Raises FieldError."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -396,8 +466,8 @@ def _number(value: Any, where: str) -> float:
     return number
 
 
-def _when(value: Any, where: str) -> float:
-    """ISO 8601 as seconds since 1970."""
+def _timestamp(value: Any, where: str) -> float:
+    """Seconds since 1970 of a time in ISO 8601. Raises FieldError."""
     try:
         return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
     except (ValueError, AttributeError, TypeError, OverflowError):

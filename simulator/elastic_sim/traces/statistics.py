@@ -1,4 +1,4 @@
-"""What a trace says of a market: how many nodes are there, how long they stay, how many go at once."""
+"""Statistics of a trace: number of nodes, lifetimes, and losses at once."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from statistics import mean, median
 
 from elastic_sim.traces.trace import ADD, Trace
 
-FEW = 20
-"""Nodes that went, below which the shape of their lifetimes is not told."""
+MIN_LIFETIMES = 20
+"""Least number of lost nodes for an estimate of the shape of lifetimes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of one trace. Rates are per node and hour that nodes were there."""
+    """Statistics of one trace. Rates are per hour of a present node."""
 
     hours: float
     node_hours: float
     nodes_mean: float
     nodes_least: int
-    """Except before the first node came."""
+    """Without the time before the first node joins."""
     nodes_most: int
     losses: int
     loss_events: int
-    """Moments at which nodes went."""
+    """Moments at which nodes were lost."""
     losses_per_node_hour: float
     bulk_mean: float
-    """Nodes lost at such a moment."""
+    """Nodes lost per such moment."""
     bulk_most: int
     joins: int
-    """After the beginning."""
+    """Nodes that joined after the beginning."""
     lifetime_median_s: float
-    """Of nodes that went; 0: none did."""
+    """Of lost nodes; 0 if there are none."""
     lifetime_shape: float
-    """Of the Weibull distribution of lifetimes, those that still last included; below 1 young nodes go rather, above 1
-    old ones; 0: fewer than `FEW` nodes went."""
+    """Weibull shape of lifetimes, including unfinished ones. Below 1, young nodes are lost more
+    often; above 1, old ones. 0: fewer than `MIN_LIFETIMES` nodes were lost."""
     between_losses_mean_s: float
-    """Of the whole cluster; 0: fewer than two such moments."""
+    """Of the whole cluster; 0: fewer than two moments of loss."""
     notices: int
-    """Losses that were told before."""
+    """Losses with notice."""
 
 
 def statistics(trace: Trace) -> Statistics:
-    """Count a trace."""
-    steps = counts(trace)
+    """Compute the statistics of a trace."""
+    steps = node_counts(trace)
     ended, lasting = lifetimes(trace)
     bulks = Counter[float]()
     joins = notices = 0
@@ -75,27 +75,32 @@ def statistics(trace: Trace) -> Statistics:
         bulk_most=max(bulks.values(), default=0),
         joins=joins,
         lifetime_median_s=median(ended) if ended else 0.0,
-        lifetime_shape=weibull_shape(ended, lasting) if len(ended) >= FEW else 0.0,
-        between_losses_mean_s=(moments[-1] - moments[0]) / (len(moments) - 1) if len(moments) > 1 else 0.0,
+        lifetime_shape=weibull_shape(ended, lasting) if len(ended) >= MIN_LIFETIMES else 0.0,
+        between_losses_mean_s=(
+            (moments[-1] - moments[0]) / (len(moments) - 1) if len(moments) > 1 else 0.0
+        ),
         notices=notices,
     )
 
 
 def lifetimes(trace: Trace) -> tuple[list[float], list[float]]:
-    """Seconds that nodes were there: of those that went, and so far of those that are there at the end."""
-    came: dict[str, float] = {}
+    """(lifetimes of lost nodes, ages at the end of the nodes still present), in seconds."""
+    joined_at: dict[str, float] = {}
     ended = list[float]()
     for event in trace.events:
         if event.kind == ADD:
-            came[event.node] = event.seconds
+            joined_at[event.node] = event.seconds
         else:
-            ended.append(event.seconds - came.pop(event.node))
-    return ended, [trace.end_s - at for at in came.values()]
+            ended.append(event.seconds - joined_at.pop(event.node))
+    return ended, [trace.end_s - at for at in joined_at.values()]
 
 
 def weibull_shape(ended: Sequence[float], lasting: Sequence[float]) -> float:
-    """Of the Weibull distribution that makes these lifetimes most likely, the `lasting` ones being longer than told
-    (Cohen, Technometrics 1965, equation for the shape alone), by bisection."""
+    """Maximum-likelihood shape of the Weibull distribution of lifetimes, by bisection.
+
+    `lasting` lifetimes are censored: they are longer than given. Source: Cohen, Technometrics 1965,
+    equation for the shape alone.
+    """
     longest = max([*ended, *lasting])
     went = [math.log(max(t, 1.0) / longest) for t in ended]
     every = [*went, *(math.log(max(t, 1.0) / longest) for t in lasting)]
@@ -108,7 +113,7 @@ def weibull_shape(ended: Sequence[float], lasting: Sequence[float]) -> float:
     return round((low + high) / 2, 3)
 
 
-def counts(trace: Trace) -> list[tuple[float, int]]:
+def node_counts(trace: Trace) -> list[tuple[float, int]]:
     """(seconds, nodes from then on), from 0 to the end."""
     found, n = [(0.0, 0)], 0
     for at, events in trace.steps():

@@ -1,16 +1,16 @@
-"""Traces: which nodes are there when.
+"""Traces and our file format for them.
 
-Our format is CSV with this header and one row an event, times ascending:
+The format is CSV with this header and one row per event, times ascending:
 
-    # where it comes from; lines that begin with # are comments, kept at the top
+    # origin of the trace; lines that begin with # are comments, kept at the top
     seconds,event,node,zone,type,notice
     0,add,node1,us-east-1a,p3.2xlarge,
     3600,remove,node1,us-east-1a,p3.2xlarge,120
     39600,end,,,,
 
-`add`: the node is there; `remove`: it is gone, of which it was told `notice` seconds before (empty or 0: it was not);
-`end`: the trace ends, in its last row. Zone and type may be empty. A file without `end` was cut short.
-"""
+`add`: the node joins. `remove`: the node is lost, with notice of `notice` seconds (empty or 0:
+none). `end`, the last row: the trace ends. Zone and type may be empty. A file without `end` was
+truncated."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from elastic.domain.errors import FieldError
 
 ADD, REMOVE, END = "add", "remove", "end"
 HEADER = ("seconds", "event", "node", "zone", "type", "notice")
-MOST_BYTES = 1 << 30
-"""Of a file: some ten million events."""
-MOST_NODES = 100_000
-"""At once: more than any cluster that trains one model has, and what a few lines of a wrong file ask for at most."""
-MOST_EVENTS = 10_000_000
-"""Of an imported trace: what a file of `MOST_BYTES` holds."""
-MOST_SECONDS = 100 * 365 * 86400.0
-LIKELY_SECONDS = 60 * 86400.0
-"""Traces longer than this whose times are all whole thousands are taken for milliseconds."""
-NOTED_SECONDS, NOTED_TIMES = 86400.0, 3
-"""So are those longer than this (86 seconds of milliseconds) with at least so many different times above 0."""
+MAX_BYTES = 1 << 30
+"""Largest file: about ten million events."""
+MAX_NODES = 100_000
+"""Largest number of nodes at once, more than any cluster that trains one model."""
+MAX_EVENTS = 10_000_000
+"""Largest imported trace: as many events as a file of `MAX_BYTES` holds."""
+MAX_SECONDS = 100 * 365 * 86400.0
+SUSPICIOUS_SECONDS = 60 * 86400.0
+"""A longer trace whose times are all whole thousands is refused as milliseconds."""
+SHORT_SUSPICIOUS_SECONDS, SUSPICIOUS_TIMES = 86400.0, 3
+"""So is a trace longer than this (86 s in milliseconds) with this many different times above 0."""
 _NAME = re.compile(r"[A-Za-z0-9_.:\-/]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A node comes or goes."""
+    """A node joins or is lost."""
 
     seconds: float
     kind: str
-    """add | remove"""
+    """ADD or REMOVE."""
     node: str
     zone: str = ""
     type: str = ""
     notice_s: float = 0.0
-    """Of a removal: how long before the node was told."""
+    """Notice before a removal; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class Trace:
     events: tuple[Event, ...]
     end_s: float
     origin: str = ""
-    """Where it comes from, in a few words; may have several lines."""
+    """Source of the trace; may have several lines."""
 
     def steps(self) -> Iterator[tuple[float, tuple[Event, ...]]]:
-        """All events of one moment together, moments ascending."""
+        """(seconds, all events of that moment), ascending."""
         at, found = 0.0, list[Event]()
         for event in self.events:
             if event.seconds != at and found:
@@ -79,76 +79,80 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """What was done to a row that could not be used."""
+    """Repair of an unusable row."""
 
     line: int
     text: str
 
 
 class _Row(NamedTuple):
-    """An event with the line it is in, and what stands there."""
+    """An event with its line number and the text of that line."""
 
     line: int
     text: str
     event: Event
 
 
-def check(events: Iterable[Event], end_s: float, origin: str = "", where: str = "event") -> Trace:
-    """The trace of these events. Raises FieldError naming the first (counted from 1) that makes no sense."""
-    growing = Growing(end_s)
+def build_trace(
+    events: Iterable[Event], end_s: float, origin: str = "", where: str = "event"
+) -> Trace:
+    """The trace of these events. Raises FieldError with the number of the first invalid event."""
+    builder = TraceBuilder(end_s)
     for number, event in enumerate(events, 1):
-        growing.add(event, f"{where} {number}")
-    return growing.ended(end_s, origin, where)
+        builder.add(event, f"{where} {number}")
+    return builder.build(end_s, origin, where)
 
 
-class Growing:
-    """A trace that is put together event by event, each checked after those before it."""
+class TraceBuilder:
+    """Builds a trace event by event and validates each event against those before it."""
 
     def __init__(self, end_s: float = math.inf) -> None:
         self.events = list[Event]()
         self._end_s, self._present, self._last = end_s, dict[str, None](), 0.0
 
-    def add(self, event: Event, where: str, told: str = "") -> None:
-        """`where`: where it stands; `told`: what stands there. Raises FieldError with both if it makes no sense."""
-        problem = _problem(event, self._last, self._present, self._end_s)
-        if problem is not None:
-            raise FieldError(where, told[:200] or _told(event), problem)
+    def add(self, event: Event, where: str, text: str = "") -> None:
+        """Append an event. Raises FieldError with its place and text if it is invalid."""
+        remedy = _problem(event, self._last, self._present, self._end_s)
+        if remedy is not None:
+            shown = text or f"{event.seconds:g},{event.kind},{event.node}"
+            raise FieldError(where, shown[:200], remedy)
         self.events.append(event)
         self._last = event.seconds
 
-    def ended(self, end_s: float, origin: str, name: str) -> Trace:
-        """Raises FieldError."""
-        if not (math.isfinite(end_s) and 0 < end_s <= MOST_SECONDS):
+    def build(self, end_s: float, origin: str, name: str) -> Trace:
+        """The trace of all events. Raises FieldError."""
+        if not (math.isfinite(end_s) and 0 < end_s <= MAX_SECONDS):
             raise FieldError(f"{name}: end", end_s, "seconds above 0, at most a hundred years")
         return Trace(tuple(self.events), end_s, origin)
 
 
 def _problem(event: Event, last: float, present: dict[str, None], end_s: float) -> str | None:
-    """What is wrong with an event after those before it, which left these nodes; takes note of it if nothing is."""
-    if not math.isfinite(event.seconds) or event.seconds < 0:
-        return "a time in seconds from 0 up"
-    if event.seconds > end_s:
-        return f"the trace ends at {end_s:g} s: no event after that"
-    if event.seconds > MOST_SECONDS:
-        return "at most a hundred years"
-    if event.seconds < last:
-        return f"times must ascend; the row before is at {last:g} s"
-    for text in (event.node, event.zone, event.type):
-        if text and not _NAME.fullmatch(text):
-            return "names of letters, digits and . : _ - /, at most 128"
-    if not event.node:
-        return "a node must be named"
-    if not math.isfinite(event.notice_s) or event.notice_s < 0:
-        return "a notice is seconds from 0 up"
+    """The rule that an event violates, or None; a valid event updates `present`."""
+    names = (event.node, event.zone, event.type)
+    rules = (
+        (math.isfinite(event.seconds) and event.seconds >= 0, "a time in seconds from 0 up"),
+        (event.seconds <= end_s, f"the trace ends at {end_s:g} s: no event after that"),
+        (event.seconds <= MAX_SECONDS, "at most a hundred years"),
+        (event.seconds >= last, f"times must ascend; the row before is at {last:g} s"),
+        (
+            all(_NAME.fullmatch(name) for name in names if name),
+            "names of letters, digits and . : _ - /, at most 128",
+        ),
+        (bool(event.node), "a node must be named"),
+        (math.isfinite(event.notice_s) and event.notice_s >= 0, "a notice is seconds from 0 up"),
+    )
+    for holds, remedy in rules:
+        if not holds:
+            return remedy
     if event.kind == ADD:
         if event.node in present:
-            return f"{event.node} is there already"
-        if len(present) >= MOST_NODES:
-            return f"at most {MOST_NODES} nodes at once; leave some out"
+            return f"{event.node} is present already"
+        if len(present) >= MAX_NODES:
+            return f"at most {MAX_NODES} nodes at once; leave some out"
         present[event.node] = None
     elif event.kind == REMOVE:
         if event.node not in present:
-            return f"{event.node} is not there: it was never added, or removed before"
+            return f"{event.node} is not present: it was never added, or was removed before"
         del present[event.node]
     else:
         return "add, remove or end"
@@ -156,35 +160,39 @@ def _problem(event: Event, last: float, present: dict[str, None], end_s: float) 
 
 
 def read(path: Path | str, *, repair: bool = False) -> tuple[Trace, tuple[Repair, ...]]:
-    """Read a file of our format. Raises FieldError with the line that is wrong.
+    """Read a file of our format. Raises FieldError with the invalid line.
 
-    With `repair` rows that cannot be used are dropped, rows out of order are sorted, and a missing end is put at the
-    last event; what was done is returned.
+    With `repair`, invalid rows are dropped, unordered rows are sorted, and a missing end is set to
+    the last event. The repairs are returned.
     """
-    return parse(text_of(Path(path)), str(path), repair=repair)
+    return parse(read_text(Path(path)), str(path), repair=repair)
 
 
-def text_of(path: Path, field: str = "trace") -> str:
-    """The text of a file that is not too large, without the byte order mark that Excel writes. Raises FieldError
-    about `field`."""
+def read_text(path: Path, field: str = "trace") -> str:
+    """The text of a file, without a byte order mark. Raises FieldError about `field`."""
     try:
         size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise FieldError(field, str(path), f"{size} bytes are too many: at most {MOST_BYTES}; split it")
+        if size > MAX_BYTES:
+            remedy = f"{size} bytes are too many: at most {MAX_BYTES}; split it"
+            raise FieldError(field, str(path), remedy)
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise FieldError(field, str(path), f"a readable text file is needed: {error}") from error
+        raise FieldError(field, str(path), f"name a readable text file: {error}") from error
 
 
-def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trace, tuple[Repair, ...]]:
-    """Read the text of a file; see `read`."""
+def parse(
+    text: str, name: str = "trace", *, repair: bool = False
+) -> tuple[Trace, tuple[Repair, ...]]:
+    """Parse the text of a file; see `read`."""
     origin, rows = _rows(text, name)
     repairs: list[Repair] = []
     events, end_s, ended = list[_Row](), 0.0, False
     for line, fields in rows:
         try:
             if ended:
-                raise FieldError(f"{name}, line {line}", ",".join(fields), "nothing may follow `end`")
+                raise FieldError(
+                    f"{name}, line {line}", ",".join(fields), "nothing may follow `end`"
+                )
             event = _event(fields, f"{name}, line {line}")
         except FieldError as error:
             if not repair:
@@ -198,25 +206,27 @@ def parse(text: str, name: str = "trace", *, repair: bool = False) -> tuple[Trac
     if not ended:
         last = max((row.event.seconds for row in events), default=0.0)
         if not repair:
-            remedy = f"the file is cut short: its last row must be {last:g},end,,,, or later"
+            remedy = f"the file is truncated: its last row must be {last:g},end,,,, or later"
             raise FieldError(f"{name}, last line", "", remedy)
-        repairs.append(Repair(0, f"no end: taken as {last:g} s"))
+        repairs.append(Repair(0, f"no end: set to {last:g} s"))
         end_s = last
     refuse_milliseconds(name, [row.event.seconds for row in events], end_s)
     if repair:
         ordered = sorted(events, key=lambda row: row.event.seconds)
         pairs = zip(events, ordered, strict=True)
-        repairs += [Repair(row.line, "sorted by time") for row, now in pairs if row.line != now.line]
+        repairs += [
+            Repair(row.line, "sorted by time") for row, now in pairs if row.line != now.line
+        ]
         events = ordered
-    growing = Growing(end_s)
+    builder = TraceBuilder(end_s)
     for row in events:
         try:
-            growing.add(row.event, f"{name}, line {row.line}", row.text)
+            builder.add(row.event, f"{name}, line {row.line}", row.text)
         except FieldError as error:
             if not repair:
                 raise
             repairs.append(Repair(row.line, f"dropped: {error.remedy}"))
-    return growing.ended(end_s, origin, name), tuple(repairs)
+    return builder.build(end_s, origin, name), tuple(repairs)
 
 
 def _rows(text: str, name: str) -> tuple[str, list[tuple[int, list[str]]]]:
@@ -229,7 +239,10 @@ def _rows(text: str, name: str) -> tuple[str, list[tuple[int, list[str]]]]:
     first = len(comments)
     header = tuple(word.strip() for word in lines[first].split(",")) if first < len(lines) else ()
     if header != HEADER:
-        remedy = f"the first line must be {','.join(HEADER)}; `elastic-sim traces import` reads other formats"
+        remedy = (
+            f"the first line must be {','.join(HEADER)}; "
+            "`elastic-sim traces import` reads other formats"
+        )
         raise FieldError(f"{name}, line {first + 1}", ",".join(header)[:80], remedy)
     rows = list[tuple[int, list[str]]]()
     reader = csv.reader(io.StringIO("\n".join(lines[first + 1 :])))
@@ -238,22 +251,25 @@ def _rows(text: str, name: str) -> tuple[str, list[tuple[int, list[str]]]]:
             if fields and not fields[0].startswith("#"):
                 rows.append((first + 1 + reader.line_num, [field.strip() for field in fields]))
     except csv.Error as error:
-        raise FieldError(f"{name}, line {first + 1 + reader.line_num}", "", f"not CSV: {error}") from error
+        where = f"{name}, line {first + 1 + reader.line_num}"
+        raise FieldError(where, "", f"not CSV: {error}") from error
     return "\n".join(comments), rows
 
 
 def _event(fields: list[str], where: str) -> Event:
     text = ",".join(fields)
     if len(fields) != len(HEADER):
-        raise FieldError(where, text[:200], f"{len(HEADER)} fields are needed: {','.join(HEADER)}")
+        remedy = f"write {len(HEADER)} fields: {','.join(HEADER)}"
+        raise FieldError(where, text[:200], remedy)
     seconds, kind, node, zone, machine, notice = fields
     if kind not in (ADD, REMOVE, END):
         raise FieldError(where, kind[:80], "add, remove or end")
     at = _number(seconds, where, "a time in seconds from 0 up")
     if kind == END and (node or zone or machine or notice):
-        raise FieldError(where, text[:200], "the end has a time alone")
-    told = _number(notice, where, "a notice is seconds from 0 up, or empty") if notice else 0.0
-    return Event(at, kind, node, zone, machine, told)
+        raise FieldError(where, text[:200], "the end has only a time")
+    remedy = "a notice is seconds from 0 up, or empty"
+    notice_s = _number(notice, where, remedy) if notice else 0.0
+    return Event(at, kind, node, zone, machine, notice_s)
 
 
 def _number(text: str, where: str, remedy: str) -> float:
@@ -267,23 +283,20 @@ def _number(text: str, where: str, remedy: str) -> float:
 
 
 def refuse_milliseconds(name: str, times: list[float], end_s: float) -> None:
-    """Raises FieldError where all times of a long trace are whole thousands."""
-    if end_s <= NOTED_SECONDS or any(at % 1000 for at in (*times, end_s)):
+    """Raises FieldError if all times of a long trace are whole thousands."""
+    if end_s <= SHORT_SUSPICIOUS_SECONDS or any(at % 1000 for at in (*times, end_s)):
         return
-    if (end_s > LIKELY_SECONDS and len(times) > 1) or len({*times, end_s} - {0.0}) >= NOTED_TIMES:
+    distinct = len({*times, end_s} - {0.0})
+    if (end_s > SUSPICIOUS_SECONDS and len(times) > 1) or distinct >= SUSPICIOUS_TIMES:
         remedy = (
             "all times are whole thousands: if they are milliseconds, divide them by 1000; "
-            "if they are seconds, let it end a second later"
+            "if they are seconds, let the trace end a second later"
         )
         raise FieldError(f"{name}: end", end_s, remedy)
 
 
-def _told(event: Event) -> str:
-    return f"{event.seconds:g},{event.kind},{event.node}"[:200]
-
-
 def format_trace(trace: Trace) -> str:
-    """The text of a file; `parse` reads it back, the same."""
+    """The text of a file, which `parse` reads back without a difference."""
     out = io.StringIO()
     for line in trace.origin.splitlines():
         out.write(f"# {line}\n")
@@ -291,7 +304,8 @@ def format_trace(trace: Trace) -> str:
     writer.writerow(HEADER)
     for event in trace.events:
         notice = _plain(event.notice_s) if event.notice_s else ""
-        writer.writerow((_plain(event.seconds), event.kind, event.node, event.zone, event.type, notice))
+        at = _plain(event.seconds)
+        writer.writerow((at, event.kind, event.node, event.zone, event.type, notice))
     writer.writerow((_plain(trace.end_s), END, "", "", "", ""))
     return out.getvalue()
 
@@ -301,7 +315,7 @@ def _plain(value: float) -> str:
 
 
 def window(trace: Trace, first_s: float, last_s: float) -> Trace:
-    """What happens from `first_s` to `last_s`; nodes that are there at its beginning are added at 0."""
+    """The part from `first_s` to `last_s`; nodes present at its beginning are added at 0."""
     present: dict[str, Event] = {}
     inside = list[Event]()
     for event in trace.events:
@@ -313,4 +327,4 @@ def window(trace: Trace, first_s: float, last_s: float) -> Trace:
         else:
             present.pop(event.node, None)
     start = [replace(event, seconds=0.0) for event in present.values()]
-    return check((*start, *inside), last_s - first_s, trace.origin)
+    return build_trace((*start, *inside), last_s - first_s, trace.origin)

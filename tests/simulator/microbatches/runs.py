@@ -11,7 +11,7 @@ from typing import Any
 from elastic_sim.microbatches.meter import Outcome
 from elastic_sim.microbatches.physics import Physics
 from elastic_sim.microbatches.world import Job, simulate
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 from elastic.core.protocol.fault_spec import FaultSpec, parse_fault
 from elastic.domain import codec
@@ -43,7 +43,7 @@ def profile(layers: int = 8, seconds: float = 0.03, bytes_per_s: float = 50e6) -
 def steady(nodes: int, end_s: float = 120.0, *later: Event) -> Trace:
     """Nodes that are there from the beginning, and what happens later."""
     start = tuple(Event(0.0, ADD, f"node{i}") for i in range(nodes))
-    return check((*start, *later), end_s, "made for a test")
+    return build_trace((*start, *later), end_s, "made for a test")
 
 
 def lost(seconds: float, node: int, notice_s: float = 0.0) -> Event:
@@ -68,7 +68,7 @@ def random_trace(seed: int, events: int = 6) -> Trace:
         else:
             found.append(Event(now, ADD, f"node{n + number}", rng.choice("ab")))
             there.append(found[-1].node)
-    return check(tuple(found), now + 90.0, "made for a test")
+    return build_trace(tuple(found), now + 90.0, "made for a test")
 
 
 def samples_once(outcome: Outcome) -> None:

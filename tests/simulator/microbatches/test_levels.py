@@ -9,12 +9,12 @@ from elastic_sim.microbatches.physics import Physics as Fine
 from elastic_sim.microbatches.world import Job, simulate
 from elastic_sim.replay.replay import run_one
 from elastic_sim.steps.clusters import node_type_of, training_of
-from elastic_sim.steps.physics import Physics
+from elastic_sim.steps.physics import ClusterPhysics
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.steps.world import World
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.steps.world import SimulatedWorld
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
-COARSE = Physics(
+COARSE = ClusterPhysics(
     boot_s=0.0, noise=0.0, decide_s=0.4, groups_base_s=0.2, group_s=0.0, contention=0.2, copy_exposed=0.1
 )
 FINE = Fine(
@@ -34,7 +34,7 @@ FINE = Fine(
 def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
     there = [Event(0.0, ADD, f"n{i}") for i in range(6)]
     more = [Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0) for at, kind, node in events]
-    return check([*there, *more], 900.0)
+    return build_trace([*there, *more], 900.0)
 
 
 @pytest.mark.parametrize("pair", ["log+replica", "stream:4+snapshot"])
@@ -56,7 +56,9 @@ def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
 )
 def test_levels_agree(of: Trace, pair: str) -> None:
     training = training_of("bert-large")
-    world = World(replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE)
+    world = SimulatedWorld(
+        replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE
+    )
     coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
     job = Job(
         steps=10_000,

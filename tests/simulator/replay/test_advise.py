@@ -1,4 +1,4 @@
-"""What to rent: mixes of spot and on-demand nodes are priced and ordered as asked."""
+"""Advice on nodes to rent: prices and order of mixes of spot and on-demand nodes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
-from elastic_sim.replay.advise import MOST, Mix, affordable, answer, blended, mixes, offers, resized
+from elastic_sim.replay.advise import (
+    MAX_NODES,
+    Mix,
+    affordable,
+    answer_text,
+    blended,
+    mixes,
+    offers,
+    resized,
+)
 from elastic_sim.replay.replay import mean_of
 from elastic_sim.steps.clusters import node_type_of
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, check, format_trace
+from elastic_sim.traces.trace import ADD, build_trace, format_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,10 +44,10 @@ def test_mixes_go_from_all_spot_to_all_on_demand() -> None:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), fixed=st.integers(0, 5), spot=st.integers(0, 20))
-def test_a_blend_has_its_nodes_and_is_a_trace(seed: int, fixed: int, spot: int) -> None:
+def test_trace_of_a_mix_is_valid_and_has_its_nodes(seed: int, fixed: int, spot: int) -> None:
     trace = generate(MARKET, 3600.0, seed)
     found = blended(trace, Mix(fixed, spot))
-    checked = check(found.events, found.end_s)
+    checked = build_trace(found.events, found.end_s)
     n, most, least = 0, 0, math.inf
     for at, events in checked.steps():
         n += sum(1 if e.kind == ADD else -1 for e in events)
@@ -49,7 +58,7 @@ def test_a_blend_has_its_nodes_and_is_a_trace(seed: int, fixed: int, spot: int) 
     assert all(e.kind == ADD for e in checked.events if e.zone == "on-demand")
 
 
-def test_more_of_the_same_market_is_not_lost_together() -> None:
+def test_copies_of_a_market_are_not_lost_together() -> None:
     trace = generate(MARKET, 3600.0, 3)
     twice = blended(trace, Mix(0, 12))
     names = {e.node for e in twice.events if e.kind == ADD and e.seconds == 0}
@@ -60,13 +69,19 @@ def test_more_of_the_same_market_is_not_lost_together() -> None:
 
 def test_offers_are_priced_and_ordered() -> None:
     found = offers([SCENARIO], mixes([6], 1), ("ours", "varuna"), (0, 1))
-    assert [o.per_million.value for o in found] == sorted(o.per_million.value for o in found)
+    assert [o.per_million_samples.value for o in found] == sorted(
+        o.per_million_samples.value for o in found
+    )
     by = {(o.mix.on_demand, o.policy): o for o in found}
     assert by[6, "ours"].dollars_per_h.value == pytest.approx(6 * 3.06)
     assert by[0, "ours"].dollars_per_h.value < 6 * 0.91
     assert by[6, "ours"].samples_per_s.value > by[0, "ours"].samples_per_s.value
     assert (
-        0 < by[0, "varuna"].goodput.value < by[0, "ours"].goodput.value < by[6, "ours"].goodput.value <= 1.01
+        0
+        < by[0, "varuna"].goodput.value
+        < by[0, "ours"].goodput.value
+        < by[6, "ours"].goodput.value
+        <= 1.01
     )
 
 
@@ -79,20 +94,22 @@ def test_within_a_budget_the_fastest_comes_first() -> None:
     )
 
 
-def test_a_budget_is_spent_on_as_many_nodes_as_it_pays() -> None:
+def test_a_budget_buys_as_many_nodes_as_it_pays_for() -> None:
     kind = node_type_of("a40")
     assert affordable(kind, 30.6, 2) == [Mix(0, 33), Mix(7, 8), Mix(10, 0)]
     assert affordable(kind, 0.5, 2) == [Mix(0, 1)], "even that is over it: said so"
-    assert affordable(kind, 1e9, 1) == [Mix(0, MOST), Mix(MOST, 0)]
-    args = ["advise", "--mtbf", "1h", "--duration", "10m", "--nodes", "4", "--model", "bert-large", "--microbatches",
-            "16", "--mixes", "1", "--seeds", "1", "--budget", "5"]  # fmt: skip
+    assert affordable(kind, 1e9, 1) == [Mix(0, MAX_NODES), Mix(MAX_NODES, 0)]
+    args = [
+        "advise", "--mtbf", "1h", "--duration", "10m", "--nodes", "4", "--model", "bert-large",
+        "--microbatches", "16", "--mixes", "1", "--seeds", "1", "--budget", "5",
+    ]  # fmt: skip
     found = CliRunner().invoke(main, args)
     assert found.exit_code == 0 and found.output.startswith("Rent 0 on demand + "), found.output
     over = offers([SCENARIO], [Mix(6, 0), Mix(0, 6)], ("ours",), (0,), 0.1)
     assert [o.mix for o in over] == [Mix(0, 6), Mix(6, 0)], "nothing fits: the cheapest first"
 
 
-def test_fewer_and_more_of_the_best_mix() -> None:
+def test_smaller_and_larger_mixes() -> None:
     assert resized(Mix(8, 24)) == [Mix(8, 20), Mix(8, 28)]
     assert resized(Mix(16, 0)) == [Mix(14, 0), Mix(18, 0)]
     assert resized(Mix(3, 1)) == [Mix(3, 0), Mix(3, 2)]
@@ -100,61 +117,72 @@ def test_fewer_and_more_of_the_best_mix() -> None:
 
 
 def test_the_backup_in_force_and_the_spares_are_named() -> None:
-    """A fixed pair is named as it is; rivals have none."""
+    """A fixed pair of schemes is named; rivals have none."""
     fixed, rival = (
         offers([SCENARIO], [Mix(6, 0)], ("ours:log+replica",), (0,)),
         offers([SCENARIO], [Mix(6, 0)], ("varuna",), (0,)),
     )
     assert (fixed[0].backup, fixed[0].backup_share) == ("log+replica", 1.0)
-    assert "Backup: log+replica, in force 100 % of the time." in answer(fixed[0])
-    assert rival[0].backup == "" and "Backup: varuna keeps none" in answer(rival[0])
+    assert "Backup: log+replica, in force 100 % of the time." in answer_text(fixed[0])
+    assert rival[0].backup == "" and "Backup: varuna has none" in answer_text(rival[0])
     assert fixed[0].spares == pytest.approx(fixed[0].idle * 6, abs=1e-3)
     (chosen,) = offers([SCENARIO], [Mix(2, 4)], ("ours",), (0,))
     assert "+" in chosen.backup and 0 < chosen.backup_share <= 1
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_advise_command(tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
-    args = ["advise", "--mtbf", "10m", "--nodes", "6", "--duration", "1h", "--model", "bert-large", "--microbatches",
-            "16", "--buy", "4,6", "--mixes", "1", "--seeds", "1", "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--mtbf", "10m", "--nodes", "6", "--duration", "1h", "--model", "bert-large",
+        "--microbatches", "16", "--buy", "4,6", "--mixes", "1", "--seeds", "1", "--json", str(out),
+    ]  # fmt: skip
     found = CliRunner().invoke(main, args)
     assert found.exit_code == 0, found.output
     assert found.output.startswith("Rent ")
-    told = json.loads(out.read_text())["offers"]
-    assert f"Backup: {told[0]['backup']}, in force" in found.output and "Spares: " in found.output
-    assert len(told) == 4 and told[0]["per_million_tokens"]["value"] > 0
+    advice = json.loads(out.read_text())["offers"]
+    assert f"Backup: {advice[0]['backup']}, in force" in found.output and "Spares: " in found.output
+    assert len(advice) == 4 and advice[0]["per_million_tokens"]["value"] > 0
     small = CliRunner().invoke(main, [*args, "--budget", "0.01"])
     assert small.exit_code == 0 and "Nothing fits 0.01 dollars" in small.output
 
 
-def test_without_sizes_the_best_mix_is_tried_with_fewer_and_more(tmp_path: Path) -> None:
+def test_without_sizes_smaller_and_larger_mixes_are_tried(tmp_path: Path) -> None:
     out = tmp_path / "advice.json"
-    args = ["advise", "--mtbf", "10m", "--nodes", "6", "--duration", "10m", "--model", "bert-large", "--microbatches",
-            "16", "--mixes", "1", "--seeds", "1", "--policy", "varuna", "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--mtbf", "10m", "--nodes", "6", "--duration", "10m", "--model", "bert-large",
+        "--microbatches", "16", "--mixes", "1", "--seeds", "1", "--policy", "varuna", "--json",
+        str(out),
+    ]  # fmt: skip
     found = CliRunner().invoke(main, args)
     assert found.exit_code == 0, found.output
     sizes = [offer["on_demand"] + offer["spot"] for offer in json.loads(out.read_text())["offers"]]
     assert sorted(sizes) == [28, 32, 32, 36]
 
 
-def test_several_traces_count_alike(tmp_path: Path) -> None:
-    """A long one no more than a short one; intervals are over traces, not over the seeds that share them."""
+def test_several_traces_have_equal_weight(tmp_path: Path) -> None:
+    """Long and short traces have equal weight; intervals are over traces, not over their seeds."""
     calm, rough, out = tmp_path / "calm.csv", tmp_path / "rough.csv", tmp_path / "advice.json"
     calm.write_text(format_trace(generate(replace(MARKET, mtbf_s=7200.0), 7200.0, 1)))
     rough.write_text(format_trace(generate(replace(MARKET, mtbf_s=200.0), 1800.0, 1)))
-    args = ["advise", "--model", "bert-large", "--microbatches", "16", "--buy", "6", "--mixes", "1", "--seeds", "2",
-            "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--model", "bert-large", "--microbatches", "16", "--buy", "6", "--mixes", "1",
+        "--seeds", "2", "--json", str(out),
+    ]  # fmt: skip
     alone = {}
     for path in (calm, rough):
         assert CliRunner().invoke(main, [*args, str(path)]).exit_code == 0
-        told = json.loads(out.read_text())
-        alone[path.name] = next(o for o in told["offers"] if o["spot"] == 6)["samples_per_s"]["value"]
+        advice = json.loads(out.read_text())
+        alone[path.name] = next(o for o in advice["offers"] if o["spot"] == 6)["samples_per_s"][
+            "value"
+        ]
     found = CliRunner().invoke(main, [*args, str(calm), str(rough)])
     assert found.exit_code == 0, found.output
-    told = json.loads(out.read_text())
-    assert told["traces"] == ["calm.csv", "rough.csv"]
-    both = next(o for o in told["offers"] if o["spot"] == 6)
-    assert {name: one["samples_per_s"] for name, one in both["by_trace"].items()} == pytest.approx(alone)
+    advice = json.loads(out.read_text())
+    assert advice["traces"] == ["calm.csv", "rough.csv"]
+    both = next(o for o in advice["offers"] if o["spot"] == 6)
+    assert {name: one["samples_per_s"] for name, one in both["by_trace"].items()} == pytest.approx(
+        alone
+    )
     assert alone["rough.csv"] < alone["calm.csv"]
     assert both["samples_per_s"]["value"] == pytest.approx(sum(alone.values()) / 2)
     assert both["samples_per_s"]["margin"] == pytest.approx(mean_of(list(alone.values())).margin)
@@ -164,19 +192,24 @@ def test_several_traces_count_alike(tmp_path: Path) -> None:
 
 
 def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
-    """Without a named type everything would be free, and fit any budget."""
+    """Without a named type, all nodes would be free and fit any budget."""
     path, out = tmp_path / "prof.json", tmp_path / "advice.json"
     profile = published_profile("bert-large", ["A40"])
     path.write_text(format_profile(profile))
-    args = ["advise", "--mtbf", "10m", "--nodes", "4", "--duration", "10m", "--model", str(path), "--microbatches",
-            "16", "--buy", "4", "--mixes", "1", "--seeds", "1", "--json", str(out)]  # fmt: skip
+    args = [
+        "advise", "--mtbf", "10m", "--nodes", "4", "--duration", "10m", "--model", str(path),
+        "--microbatches", "16", "--buy", "4", "--mixes", "1", "--seeds", "1", "--json", str(out),
+    ]  # fmt: skip
     free = CliRunner().invoke(main, args)
     assert free.exit_code == 2 and "--nodes-of" in free.output and "a40" in free.output
     priced = CliRunner().invoke(main, [*args, "--nodes-of", "a40"])
     assert priced.exit_code == 0, priced.output
     fixed = next(o for o in json.loads(out.read_text())["offers"] if o["on_demand"] == 4)
     assert fixed["dollars_per_h"]["value"] == pytest.approx(4 * 3.06)
-    for name, why in (("g4dn.xlarge", "have a T4"), ("p5.48xlarge", "have 8 devices, the profile's 1")):
+    for name, why in (
+        ("g4dn.xlarge", "have a T4"),
+        ("p5.48xlarge", "have 8 devices, the profile's 1"),
+    ):
         for command in ("advise", "replay"):
             there = args if command == "advise" else ["replay", *args[1:11]]
             wrong = CliRunner().invoke(main, [*there, "--nodes-of", name])
@@ -189,34 +222,56 @@ def test_a_profile_costs_what_its_named_nodes_cost(tmp_path: Path) -> None:
     both = tmp_path / "both.json"
     both.write_text(format_profile(two))
     mixed = CliRunner().invoke(
-        main, ["advise", "--mtbf", "10m", "--model", str(both), "--microbatches", "16", "--nodes-of", "a40"]
+        main,
+        [
+            "advise",
+            "--mtbf",
+            "10m",
+            "--model",
+            str(both),
+            "--microbatches",
+            "16",
+            "--nodes-of",
+            "a40",
+        ],
     )
-    assert mixed.exit_code == 2 and "several device types" in mixed.output and "other" in mixed.output
+    assert (
+        mixed.exit_code == 2 and "several device types" in mixed.output and "other" in mixed.output
+    )
 
 
-def test_a_wrong_model_file_is_named_as_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_model_file_is_reported_as_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = ["advise", "--mtbf", "10m", "--nodes-of", "a40", "--microbatches", "8", "--model"]
     absent = CliRunner().invoke(main, [*args, "nosuch.json"])
-    assert absent.exit_code == 2 and absent.output.startswith("elastic-sim advise: --model: 'nosuch.json'")
+    assert absent.exit_code == 2 and absent.output.startswith(
+        "elastic-sim advise: --model: 'nosuch.json'"
+    )
     large = tmp_path / "large.json"
     large.write_text("{}" * 10)
-    monkeypatch.setattr("elastic_sim.traces.trace.MOST_BYTES", 10)
+    monkeypatch.setattr("elastic_sim.traces.trace.MAX_BYTES", 10)
     refused = CliRunner().invoke(main, [*args, str(large)])
     assert (
-        refused.exit_code == 2 and "--model: " in refused.output and "20 bytes are too many" in refused.output
+        refused.exit_code == 2
+        and "--model: " in refused.output
+        and "20 bytes are too many" in refused.output
     )
     events = tmp_path / "events.jsonl"
     events.write_text("{}" * 10)
     refused = CliRunner().invoke(main, ["advise", str(events)])
     assert (
-        refused.exit_code == 2 and "TRACE: " in refused.output and "20 bytes are too many" in refused.output
+        refused.exit_code == 2
+        and "TRACE: " in refused.output
+        and "20 bytes are too many" in refused.output
     )
 
 
 @pytest.mark.parametrize(
-    "more", [["--buy", "x"], ["--buy", "0"], ["--budget", "-1"], ["--policy", "nobody"], ["--model", "x"]]
+    "more",
+    [["--buy", "x"], ["--buy", "0"], ["--budget", "-1"], ["--policy", "nobody"], ["--model", "x"]],
 )
-def test_what_cannot_be_advised_is_refused(more: list[str]) -> None:
+def test_invalid_advice_requests_are_refused(more: list[str]) -> None:
     found = CliRunner().invoke(main, ["advise", "--mtbf", "10m", *more])
     assert (
         found.exit_code == 2

@@ -10,7 +10,7 @@ from elastic_sim.report import facts
 from elastic_sim.report.durations import axis_unit, clock, duration, round_step
 from elastic_sim.report.report import WINDOWS, mean
 from elastic_sim.report.words import command_line
-from elastic_sim.steps.physics import Physics
+from elastic_sim.steps.physics import ClusterPhysics
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
 
@@ -33,8 +33,8 @@ def test_the_command_line_gives_the_same_scenario_again() -> None:
 
 
 def test_every_constant_has_its_source() -> None:
-    assert all(fact.source for fact in facts.constants(Physics()))
-    changed = [fact.name for fact in facts.constants(Physics(boot_s=90.0)) if fact.changed]
+    assert all(fact.source for fact in facts.constants(ClusterPhysics()))
+    changed = [fact.name for fact in facts.constants(ClusterPhysics(boot_s=90.0)) if fact.changed]
     assert changed == ["boot_s"]
 
 

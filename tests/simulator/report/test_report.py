@@ -19,21 +19,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
-from elastic_sim.replay.replay import Summary, replay, summary
+from elastic_sim.replay.replay import PolicySummary, replay, summarize
 from elastic_sim.report import facts
 from elastic_sim.report.headline import headline
 from elastic_sim.report.report import report
 from elastic_sim.report.throughput import throughput
 from elastic_sim.report.words import command_line
-from elastic_sim.steps.physics import Physics
-from elastic_sim.steps.policies import makers
+from elastic_sim.steps.physics import ClusterPhysics
+from elastic_sim.steps.policies import policy_factories
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.sweep import sweep
 from elastic_sim.sweep.cells import cells_of
 from elastic_sim.sweep.sweep_report import sweep_report
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.statistics import counts
+from elastic_sim.traces.statistics import node_counts
 from elastic_sim.traces.trace import format_trace
 
 from elastic.planning.cost.profile import format_profile
@@ -49,7 +49,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 
 @lru_cache(maxsize=1)
-def found() -> list[Summary]:
+def found() -> list[PolicySummary]:
     return replay(SCENARIO.world(), SCENARIO.trace_of, POLICIES, range(2), keep=True)
 
 
@@ -73,7 +73,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> str:
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A sweep of every policy."""
     scenario = Scenario(market=Market(nodes=2, mtbf_s=600.0), duration_s=600.0, model="bert-large")
-    return swept_page([scenario], tuple(makers()), tmp_path_factory.mktemp("out"))
+    return swept_page([scenario], tuple(policy_factories()), tmp_path_factory.mktemp("out"))
 
 
 def swept_page(scenarios: Sequence[Scenario], policies: Sequence[str], out: Path) -> str:
@@ -109,7 +109,7 @@ def test_a_replay_shows_everything(page: str) -> None:
         "pipeline",
     ):
         assert words in text
-    for fact in facts.constants(Physics()):
+    for fact in facts.constants(ClusterPhysics()):
         assert fact.name in text
     assert "bert-large on 4 a40 nodes, a loss every 10 min" in text
     assert len(re.findall("<details>", text)) == len(POLICIES)
@@ -137,7 +137,7 @@ def test_bars_show_goodput_and_where_the_time_went(page: str) -> None:
 def test_nodes_losses_and_throughput_stand_over_time(page: str) -> None:
     chart, trace = figures(page)["over-time"], SCENARIO.trace_of(0)
     nodes, losses, *rest = chart["data"]
-    assert list(zip(nodes["x"], nodes["y"], strict=True)) == [(at / 60, n) for at, n in counts(trace)]
+    assert list(zip(nodes["x"], nodes["y"], strict=True)) == [(at / 60, n) for at, n in node_counts(trace)]
     moments = dict.fromkeys(e.seconds for e in trace.events if e.kind != "add")
     assert losses["x"] == [at / 60 for at in moments] and "lost" in losses["text"][0]
     for one in found():
@@ -192,7 +192,7 @@ def test_the_same_replay_gives_the_same_bytes(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "elastic_sim.cli.cli", *words, "--html", str(out)]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     subprocess.run(program, check=True, timeout=LONG_S, env=environment, stdout=subprocess.DEVNULL)
-    first = [summary(one.runs[:1]) for one in found()]
+    first = [summarize(one.runs[:1]) for one in found()]
     assert out.read_text() == report(SCENARIO, first, POLICIES, 1)
 
 

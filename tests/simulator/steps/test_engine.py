@@ -1,4 +1,4 @@
-"""The engine: node-milliseconds add up, samples count once, and the same seed gives the same outcome."""
+"""The engine: node-milliseconds add up, samples count once, and runs are repeatable."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from elastic_sim.steps.engine import Change, Job, Outcome, Setup, Simulation, Slowdown
-from elastic_sim.steps.time_accounting import Account, Use
+from elastic_sim.steps.engine import (
+    JobView,
+    Reconfiguration,
+    Setup,
+    Simulation,
+    SimulationResult,
+    Slowdown,
+)
+from elastic_sim.steps.time_accounting import TimeAccount, Use
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulator.microbatches.runs import node_ms
 
 
-class Fixed:
-    """A step of ten seconds whatever there is; a loss costs `pauses`, and takes back what it says."""
+class FixedPolicy:
+    """Steps take ten seconds. A loss costs `pauses` and `lost_ms`, or a rollback (`every`)."""
 
     name = "fixed"
 
@@ -25,48 +32,52 @@ class Fixed:
         self._pauses, self._lost_ms, self._every = pauses, lost_ms, every
         self._saved = 0
 
-    def setup(self, job: Job) -> Setup | None:
+    def setup(self, job: JobView) -> Setup | None:
         return Setup(len(job.alive), 10_000, 100) if job.alive else None
 
-    def begin(self, job: Job) -> Change:
-        return Change(setup=self.setup(job))
+    def on_start(self, job: JobView) -> Reconfiguration:
+        return Reconfiguration(setup=self.setup(job))
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change:
-        back = self._saved if self._every and gone else -1
-        return Change(self._pauses, self.setup(job), self._lost_ms if gone else 0, back)
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration:
+        back = self._saved if self._every and lost else -1
+        return Reconfiguration(self._pauses, self.setup(job), self._lost_ms if lost else 0, back)
 
-    def told(self, job: Job, going: Sequence[Event]) -> None:
+    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> None:
         return None
 
-    def stepped(self, job: Job) -> None:
+    def on_step_end(self, job: JobView) -> None:
         if self._every and job.steps % self._every == 0:
             self._saved = job.steps
 
-    def slowed(self, job: Job) -> None:
+    def on_speed_change(self, job: JobView) -> None:
         return None
 
-    def rang(self, job: Job, name: str) -> None:
+    def on_timer(self, job: JobView, name: str) -> None:
         return None
 
-    def timers(self) -> list[tuple[int, str]]:
+    def take_timers(self) -> list[tuple[int, str]]:
         return []
 
 
 def trace_of(*events: tuple[float, str, str], end_s: float = 100.0) -> Trace:
-    return check([Event(at, kind, node) for at, kind, node in events], end_s)
+    return build_trace([Event(at, kind, node) for at, kind, node in events], end_s)
 
 
 TWO = trace_of((0, ADD, "a"), (0, ADD, "b"), (45, REMOVE, "b"))
 
 
 def test_without_losses_all_is_useful() -> None:
-    found = Simulation(trace_of((0, ADD, "a"), end_s=95), Fixed()).run()
+    found = Simulation(trace_of((0, ADD, "a"), end_s=95), FixedPolicy()).run()
     assert (found.steps, found.samples) == (9, 900)
     assert found.account.totals()[Use.USEFUL] == found.account.node_ms == 95_000
 
 
 def test_a_loss_costs_its_pauses_and_what_it_takes_back() -> None:
-    found = Simulation(TWO, Fixed((Use.DETECT, 1000), (Use.TRANSFER, 2500), lost_ms=2000)).run()
+    found = Simulation(
+        TWO, FixedPolicy((Use.DETECT, 1000), (Use.TRANSFER, 2500), lost_ms=2000)
+    ).run()
     totals = found.account.totals()
     assert totals[Use.DETECT] == 1000 and totals[Use.TRANSFER] == 2500
     assert totals[Use.LOST] == 2 * 2000, "of both nodes that did it"
@@ -76,36 +87,38 @@ def test_a_loss_costs_its_pauses_and_what_it_takes_back() -> None:
 
 
 def test_going_back_to_a_checkpoint_takes_samples_back() -> None:
-    found = Simulation(TWO, Fixed(every=3)).run()
+    found = Simulation(TWO, FixedPolicy(every=3)).run()
     assert found.account.totals()[Use.LOST] == 2 * 15_000  # from step 3 to 4.5
     assert found.steps == 3 + 5 and found.samples == 800
 
 
 def test_a_second_loss_ends_the_pauses_of_the_first() -> None:
-    trace = trace_of((0, ADD, "a"), (0, ADD, "b"), (0, ADD, "c"), (20, REMOVE, "b"), (21, REMOVE, "c"))
-    found = Simulation(trace, Fixed((Use.DETECT, 5000))).run()
+    trace = trace_of(
+        (0, ADD, "a"), (0, ADD, "b"), (0, ADD, "c"), (20, REMOVE, "b"), (21, REMOVE, "c")
+    )
+    found = Simulation(trace, FixedPolicy((Use.DETECT, 5000))).run()
     assert found.account.totals()[Use.DETECT] == 2 * 1000 + 5000
 
 
-def test_nobody_there_is_no_time() -> None:
+def test_no_nodes_means_no_time() -> None:
     trace = trace_of((10, ADD, "a"), (40, REMOVE, "a"), end_s=100)
-    found = Simulation(trace, Fixed()).run()
+    found = Simulation(trace, FixedPolicy()).run()
     assert found.account.node_ms == 30_000 and found.steps == 3
 
 
-def test_the_same_part_of_a_step_is_done_when_its_length_changes() -> None:
-    class Halving(Fixed):
-        def setup(self, job: Job) -> Setup | None:
+def test_finished_share_of_a_step_survives_a_change_of_length() -> None:
+    class Halving(FixedPolicy):
+        def setup(self, job: JobView) -> Setup | None:
             return Setup(1, 10_000 * len(job.alive), 100) if job.alive else None
 
     found = Simulation(TWO, Halving()).run()
-    # two steps of 20 s and a quarter of the third; then three quarters of one of 10 s, and four and a half more
+    # 2.25 steps of 20 s; then the rest of the third at 10 s per step, and 4.5 more.
     assert found.steps == 2 + 1 + 4
     assert found.account.totals()[Use.IDLE] == 45_000
 
 
-class Wild:
-    """Answers everything with something random."""
+class RandomPolicy:
+    """Answers every event at random."""
 
     name = "wild"
 
@@ -113,66 +126,88 @@ class Wild:
         self._draw = random.Random(seed)
         self._asked: list[tuple[int, str]] = []
 
-    def any(self, job: Job) -> Change:
+    def any(self, job: JobView) -> Reconfiguration:
         draw = self._draw
         if draw.random() < 0.5:
             self._asked.append((draw.randrange(1, 50_000), "again"))
-        pauses = tuple((draw.choice(list(Use)), draw.randrange(5000)) for _ in range(draw.randrange(4)))
-        pauses = tuple((use, ms) for use, ms in pauses if use not in (Use.USEFUL, Use.REDUNDANT, Use.IDLE))
+        pauses = tuple(
+            (draw.choice(list(Use)), draw.randrange(5000)) for _ in range(draw.randrange(4))
+        )
+        pauses = tuple(
+            (use, ms) for use, ms in pauses if use not in (Use.USEFUL, Use.REDUNDANT, Use.IDLE)
+        )
         used = draw.randrange(len(job.alive) + 1)
-        setup = Setup(used, draw.randrange(1, 20_000), draw.randrange(1, 9), draw.random()) if used else None
+        setup = (
+            Setup(used, draw.randrange(1, 20_000), draw.randrange(1, 9), draw.random())
+            if used
+            else None
+        )
         back = draw.randrange(job.steps + 1) if draw.random() < 0.2 else -1
-        return Change(pauses, setup, draw.randrange(3000), back)
+        return Reconfiguration(pauses, setup, draw.randrange(3000), back)
 
-    def begin(self, job: Job) -> Change:
+    def on_start(self, job: JobView) -> Reconfiguration:
         return self.any(job)
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change:
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration:
         return self.any(job)
 
-    def told(self, job: Job, going: Sequence[Event]) -> Change | None:
+    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
         return self.any(job) if self._draw.random() < 0.5 else None
 
-    def slowed(self, job: Job) -> Change | None:
+    def on_speed_change(self, job: JobView) -> Reconfiguration | None:
         assert all(factor > 1 and node in job.alive for node, factor in job.slow.items())
         return self.any(job) if self._draw.random() < 0.5 else None
 
-    def stepped(self, job: Job) -> Change | None:
+    def on_step_end(self, job: JobView) -> Reconfiguration | None:
         return self.any(job) if self._draw.random() < 0.1 else None
 
-    def rang(self, job: Job, name: str) -> Change | None:
+    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
         return self.any(job) if self._draw.random() < 0.5 else None
 
-    def timers(self) -> list[tuple[int, str]]:
+    def take_timers(self) -> list[tuple[int, str]]:
         asked, self._asked = self._asked, []
         return asked
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(5, 500), st.floats(0, 300), st.floats(0, 30))
-def test_whatever_a_policy_does_every_node_millisecond_is_in_one_use(
+def test_every_node_millisecond_has_one_use(
     seed: int, mtbf_s: float, repair_s: float, notice_s: float
 ) -> None:
-    market = Market(nodes=5, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (3, 1)))
+    market = Market(
+        nodes=5, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (3, 1))
+    )
     trace = generate(market, 600.0, seed)
     noise = random.Random(seed + 1)
     factors = [noise.uniform(0.7, 1.5) for _ in range(1 << 16)]
-    slow = [Slowdown(at * 20_000, at * 25_000 + 1, f"node{at % 7}", 1.0 + at) for at in range(1, 20)]
-    first, again = (Simulation(trace, Wild(seed), factors.__getitem__, slow).run() for _ in range(2))
+    slow = [
+        Slowdown(at * 20_000, at * 25_000 + 1, f"node{at % 7}", 1.0 + at) for at in range(1, 20)
+    ]
+    first, again = (
+        Simulation(trace, RandomPolicy(seed), factors.__getitem__, slow).run() for _ in range(2)
+    )
     totals = first.account.totals()
     assert sum(totals.values()) == first.account.node_ms == node_ms(trace)
     assert all(amount >= 0 for amount in totals.values())
     assert first.ended == first.account.ended == 600_000
-    assert _told(first) == _told(again)
+    assert _comparable(first) == _comparable(again)
     assert first.progress[-1] == (600_000, first.samples)
 
 
-def _told(outcome: Outcome) -> object:
-    return outcome.steps, outcome.samples, outcome.account.spans, outcome.decisions, outcome.progress
+def _comparable(outcome: SimulationResult) -> object:
+    return (
+        outcome.steps,
+        outcome.samples,
+        outcome.account.spans,
+        outcome.decisions,
+        outcome.progress,
+    )
 
 
-def test_more_cannot_be_lost_than_was_done() -> None:
-    account = Account()
+def test_only_useful_time_can_be_lost() -> None:
+    account = TimeAccount()
     account.add(1000, 2, 2, Use.USEFUL)
     account.add(1500, 2, 2, Use.PLAN)
     account.add(2000, 2, 1, Use.USEFUL, 0.5)

@@ -1,4 +1,4 @@
-"""Policies: whatever happens nothing is counted twice, and each follows the rules that it is a model of."""
+"""Policies: no time is counted twice, and each policy follows the rules of its system."""
 
 from __future__ import annotations
 
@@ -6,37 +6,51 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from elastic_sim.replay.replay import Run, replay, run_one
-from elastic_sim.steps.clusters import JOBS, Training, node_type_of, training_of
-from elastic_sim.steps.engine import Outcome
-from elastic_sim.steps.physics import Physics, of_settings, prepared, spread
-from elastic_sim.steps.policies import abouts, maker_of, makers
+from elastic_sim.replay.replay import PolicyRun, replay, run_one
+from elastic_sim.steps.clusters import JOBS, TrainingJob, node_type_of, training_of
+from elastic_sim.steps.engine import SimulationResult
+from elastic_sim.steps.physics import (
+    ClusterPhysics,
+    physics_from_settings,
+    spread_losses,
+    usable_trace,
+)
+from elastic_sim.steps.policies import policy_descriptions, policy_factories, policy_factory
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.steps.world import World
+from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.generate import Market, generate
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
 from tests.simulator.microbatches.runs import node_ms
 
-QUIET = Physics(boot_s=0.0, noise=0.0)
-RANDOM = ("ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo", "oobleck", "parcae",
-          "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle", "ceiling")  # fmt: skip
+QUIET = ClusterPhysics(boot_s=0.0, noise=0.0)
+RANDOM = (
+    "ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo",
+    "oobleck", "parcae", "parcae-fitted", "recycle", "torchft", "gemini", "spares", "oracle",
+    "ceiling",
+)  # fmt: skip
 
 
 @cache
-def world(model: str = "bert-large", kind: str = "a40", physics: Physics = QUIET) -> World:
+def world(
+    model: str = "bert-large", kind: str = "a40", physics: ClusterPhysics = QUIET
+) -> SimulatedWorld:
     """Few micro-batches, so that plans are found quickly."""
     training = training_of(model)
-    return World(replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics)
+    return SimulatedWorld(
+        replace(training, samples=16 * training.microbatch), (node_type_of(kind),), physics
+    )
 
 
-def trace(n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice_s: float = 0.0) -> Trace:
+def trace(
+    n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice_s: float = 0.0
+) -> Trace:
     """`n` nodes from the start."""
     there = [Event(0.0, ADD, f"n{i}") for i in range(n)]
-    return check(
+    return build_trace(
         [
             *there,
             *(
@@ -48,11 +62,11 @@ def trace(n: int, *events: tuple[float, str, str], end_s: float = 3600.0, notice
     )
 
 
-def run(policy: str, of: Trace, **kwargs: object) -> Run:
-    return run_one(world(**kwargs), of, policy, 0, keep=True)  # type: ignore[arg-type]
+def run(policy: str, of: Trace, **kwargs: object) -> PolicyRun:
+    return run_one(world(**kwargs), of, policy, 0, keep=True)
 
 
-def outcome(run: Run) -> Outcome:
+def outcome(run: PolicyRun) -> SimulationResult:
     assert run.outcome is not None
     return run.outcome
 
@@ -69,7 +83,7 @@ def outcome(run: Run) -> Outcome:
 def test_nothing_is_counted_twice(
     policy: str, seed: int, mtbf_s: float, repair_s: float, notice_s: float, slow: float
 ) -> None:
-    physics = Physics(stragglers_per_node_h=slow, spread_s=30.0)
+    physics = ClusterPhysics(stragglers_per_node_h=slow, spread_s=30.0)
     market = Market(
         nodes=6, mtbf_s=mtbf_s, repair_s=repair_s, notice_s=notice_s, bulk=((1, 3), (2, 2), (4, 1))
     )
@@ -78,8 +92,10 @@ def test_nothing_is_counted_twice(
     first, again = (run_one(there, made, policy, seed, keep=True) for _ in range(2))
     found = outcome(first)
     totals = found.account.totals()
-    assert sum(totals.values()) == found.account.node_ms == node_ms(prepared(made, physics, seed))
-    paid = node_ms(spread(made, physics, seed))
+    assert (
+        sum(totals.values()) == found.account.node_ms == node_ms(usable_trace(made, physics, seed))
+    )
+    paid = node_ms(spread_losses(made, physics, seed))
     assert round(1000 * sum(first.time.values())) == paid >= found.account.node_ms
     assert all(amount >= 0 for amount in totals.values())
     assert found.account.spans == outcome(again).account.spans
@@ -92,11 +108,11 @@ def test_nothing_is_counted_twice(
 
 @settings(max_examples=3)
 @given(seed=st.integers(0, 10**6), mtbf_s=st.floats(200, 3000))
-def test_nobody_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float) -> None:
+def test_no_policy_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float) -> None:
     market = Market(nodes=6, mtbf_s=mtbf_s, repair_s=200.0, bulk=((1, 3), (2, 1)))
     made = generate(market, 1800.0, seed)
     best = run("oracle", made).samples
-    for policy in makers():
+    for policy in policy_factories():
         if policy != "ceiling":
             assert run(policy, made).samples <= best * 1.005 + world().samples, policy
     assert run("ceiling", made).samples >= best - world().samples
@@ -129,29 +145,33 @@ def test_a_loss_costs_ours_its_lease_and_less_than_a_step() -> None:
 
 
 def test_a_noticed_loss_costs_ours_no_work() -> None:
-    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
-    totals = outcome(run("ours", told)).account.totals()
+    noticed = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
+    totals = outcome(run("ours", noticed)).account.totals()
     assert totals[Use.LOST] == totals[Use.DETECT] == 0
     assert totals[Use.PLAN] > 0
 
 
 def test_a_notice_that_is_too_short_is_a_loss_that_is_known() -> None:
-    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=2.1)
-    found = outcome(run("ours", told, model="gpt3-2.7b"))
+    noticed = trace(6, (1000.0, REMOVE, "n2"), notice_s=2.1)
+    found = outcome(run("ours", noticed, model="gpt3-2.7b"))
     assert found.account.totals()[Use.DETECT] == 0
     assert any("notice runs out" in d.change.reason for d in found.decisions)
 
 
-def test_a_node_that_comes_enters_at_the_end_of_a_step() -> None:
+def test_a_new_node_enters_at_the_end_of_a_step() -> None:
     came = trace(5, (1000.0, ADD, "n9"))
     found = outcome(run("ours", came))
     assert found.account.totals()[Use.LOST] == 0
     (entered,) = [d for d in found.decisions if "join" in d.change.reason]
-    assert entered.at > 1_000_000 and entered.change.setup is not None and entered.change.setup.nodes == 6
+    assert (
+        entered.at > 1_000_000
+        and entered.change.setup is not None
+        and entered.change.setup.nodes == 6
+    )
 
 
-def test_ours_goes_back_to_the_checkpoint_only_when_all_copies_are_gone() -> None:
-    """One pipeline: a node and the one that keeps its copies."""
+def test_ours_restores_the_checkpoint_only_without_any_copy() -> None:
+    """One pipeline: a node and the peer with its copies."""
     whole = outcome(run("ours:log+snapshot", trace(4, (2000.0, REMOVE, "n0")), model="gpt2"))
     assert not any("checkpoint" in d.change.reason for d in whole.decisions)
     many = trace(6, *((2000.0, REMOVE, f"n{i}") for i in range(4)))
@@ -160,7 +180,7 @@ def test_ours_goes_back_to_the_checkpoint_only_when_all_copies_are_gone() -> Non
     assert lost.account.totals()[Use.LOST] > 0
 
 
-def test_ours_gives_a_slow_node_less() -> None:
+def test_ours_gives_a_slow_node_less_work() -> None:
     physics = replace(QUIET, stragglers_per_node_h=3.0, straggler_factor=3.0, straggler_s=3000.0)
     found = outcome(run_one(world("gpt3-2.7b", physics=physics), trace(6), "ours", 2, keep=True))
     assert any("slow nodes" in d.change.reason for d in found.decisions)
@@ -168,24 +188,37 @@ def test_ours_gives_a_slow_node_less() -> None:
     assert found.samples > 1.1 * waiting.samples
 
 
-def test_oobleck_redoes_the_iteration_and_lets_who_came_enter_after_a_step() -> None:
+def test_oobleck_repeats_the_step_and_admits_nodes_after_a_step() -> None:
     there = trace(6, (1000.0, ADD, "n9"), (2000.0, REMOVE, "n2"))
     found = outcome(run("oobleck", there))
     _, entered, lost = found.decisions
-    assert entered.at > 1_000_000 and not entered.change.lost_ms and "came" in entered.change.reason
-    assert lost.at == 2_000_000 and lost.change.lost_ms >= 2_000_000, "all that was done of the step"
+    assert (
+        entered.at > 1_000_000 and not entered.change.lost_ms and "joined" in entered.change.reason
+    )
+    assert lost.at == 2_000_000 and lost.change.lost_ms >= 2_000_000, (
+        "all that was done of the step"
+    )
     assert found.account.totals()[Use.DETECT] == 6 * 5000
 
 
-def test_systems_with_fixed_grids_grow_where_it_pays() -> None:
-    """They began with two nodes; eight more came."""
+def test_systems_with_fixed_grids_grow_if_it_pays_off() -> None:
+    """The job begins with two nodes; eight more join."""
     there = trace(2, *((60.0, ADD, f"m{i}") for i in range(8)), end_s=7200.0)
-    for policy in ("torchft", "recycle", "bamboo", "oobleck", "spares", "gemini", "checkpoint", "varuna"):
+    for policy in (
+        "torchft",
+        "recycle",
+        "bamboo",
+        "oobleck",
+        "spares",
+        "gemini",
+        "checkpoint",
+        "varuna",
+    ):
         assert run(policy, there).samples > 0.5 * run("oracle", there).samples, policy
 
 
-def test_a_loss_during_a_recovery_finds_what_was_there_before_it() -> None:
-    """The second node was to have what the first one lost: moves that were under way came to nothing."""
+def test_a_loss_during_a_recovery_starts_from_the_state_before_it() -> None:
+    """The second lost node was to receive the state of the first, but transfers were unfinished."""
     both = trace(6, (2000.0, REMOVE, "n0"), (2000.5, REMOVE, "n3"))
     found = outcome(run("ours:recompute+replica", both, model="gpt3-2.7b"))
     first, second = [d for d in found.decisions if d.at >= 2_000_000][:2]
@@ -202,10 +235,10 @@ def test_varuna_goes_back_to_the_tenth_step() -> None:
     assert kept.samples > found.samples
 
 
-def test_varuna_writes_a_checkpoint_when_it_is_told() -> None:
-    told = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
-    found = outcome(run("varuna", told))
-    assert any(d.change.reason.startswith("told") for d in found.decisions)
+def test_varuna_writes_a_checkpoint_on_notice() -> None:
+    noticed = trace(6, (1000.0, REMOVE, "n2"), notice_s=120.0)
+    found = outcome(run("varuna", noticed))
+    assert any(d.change.reason.startswith("notice") for d in found.decisions)
     assert found.samples > run("varuna", LOSS).samples
 
 
@@ -219,8 +252,11 @@ def test_bamboo_takes_over_one_loss_and_restarts_after_adjacent_ones() -> None:
     assert any("adjacent" in d.change.reason or "few" in d.change.reason for d in fatal.decisions)
 
 
-def test_bamboo_s_losses_one_after_the_other_are_adjacent_until_it_is_rebalanced() -> None:
-    """The second hits who had taken over for the first, in the same step; a step later it would be one more."""
+def test_bamboo_counts_successive_losses_as_adjacent_until_rebalanced() -> None:
+    """The second loss, in the same step, hits the node that took over for the first.
+
+    A step later, after the rebalancing, it is a single loss again.
+    """
     at_once = trace(8, (1000.0, REMOVE, "n1"), (1000.2, REMOVE, "n2"))
     fatal = outcome(run("bamboo", at_once, model="bert-large"))
     assert any("adjacent" in d.change.reason for d in fatal.decisions)
@@ -251,20 +287,20 @@ def test_gemini_loses_the_running_step_alone() -> None:
     assert loss.change.back_to == steps
 
 
-def test_gemini_reads_the_checkpoint_when_a_node_and_its_keeper_are_lost() -> None:
+def test_gemini_reads_the_checkpoint_if_a_node_and_its_peer_are_lost() -> None:
     pair, others = (
         outcome(run("gemini", trace(8, (2000.0, REMOVE, "n2"), (2000.5, REMOVE, second))))
         for second in ("n3", "n4")
     )
-    assert any("none has the state" in d.change.reason for d in pair.decisions)
-    assert not any("none has the state" in d.change.reason for d in others.decisions)
+    assert any("no node has the state" in d.change.reason for d in pair.decisions)
+    assert not any("no node has the state" in d.change.reason for d in others.decisions)
     assert pair.account.totals()[Use.LOST] > others.account.totals()[Use.LOST]
     assert pair.samples < others.samples
 
 
 @pytest.mark.parametrize("policy", RANDOM[:-2])
-def test_nobody_s_state_outlives_everybody(policy: str) -> None:
-    """All nodes go at once, others come later: what counts then is in durable storage, or (Parcae) with servers."""
+def test_state_does_not_survive_the_loss_of_all_nodes(policy: str) -> None:
+    """All nodes are lost at once; later ones read durable storage or Parcae's servers."""
     went = [(2000.0, REMOVE, f"n{i}") for i in range(6)]
     came = [(2600.0, ADD, f"m{i}") for i in range(6)]
     found = outcome(run(policy, trace(6, *went, *came)))
@@ -273,7 +309,7 @@ def test_nobody_s_state_outlives_everybody(policy: str) -> None:
     assert totals[Use.LOST] > 0 or policy.startswith(("parcae", "varuna-no-rollback"))
 
 
-def test_spares_replace_who_is_lost() -> None:
+def test_spares_replace_lost_nodes() -> None:
     found = outcome(run("spares", trace(10, (1000.0, REMOVE, "n2"), (2000.0, REMOVE, "n3"))))
     assert found.account.totals()[Use.IDLE] > 0
     assert found.decisions[-1].change.setup is None or found.steps > 0
@@ -292,30 +328,32 @@ def test_replay_measures_against_the_oracle() -> None:
     assert all(len(one.runs) == 3 and sum(one.time.values()) == pytest.approx(1.0) for one in found)
 
 
-def test_cost_is_that_of_all_nodes_booting_included() -> None:
+def test_cost_includes_booting_nodes() -> None:
     there = trace(2, (1800.0, REMOVE, "n0"), (1800.0, ADD, "n5"))
     found = run("ours", there)
     assert found.cost == pytest.approx(node_type_of("a40").spot * 2)
 
 
-def test_every_policy_says_where_it_is_from() -> None:
-    names = [about.name for about in abouts()]
-    assert names == list(makers()) and len(set(names)) == len(names)
-    assert all(len(about.source) > 20 and about.what for about in abouts())
+def test_every_policy_names_its_source() -> None:
+    names = [about.name for about in policy_descriptions()]
+    assert names == list(policy_factories()) and len(set(names)) == len(names)
+    assert all(len(about.source) > 20 and about.what for about in policy_descriptions())
 
 
 @pytest.mark.parametrize("name", ["nobody", "ours:", "ours:stream", "ours:stream+nothing", ""])
 def test_unknown_policies_are_refused(name: str) -> None:
     with pytest.raises(FieldError):
-        maker_of(name)
+        policy_factory(name)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
-def test_every_job_has_a_plan_on_large_nodes(job: Training) -> None:
-    there = World(job, (node_type_of("p5.48xlarge"),), QUIET)
+def test_every_job_has_a_plan_on_large_nodes(job: TrainingJob) -> None:
+    there = SimulatedWorld(job, (node_type_of("p5.48xlarge"),), QUIET)
     found = there.varuna(32)
     assert found is not None and 0 < found.step_s < 24 * 3600
-    assert there.compute_s / 32 <= found.step_s, "nobody is faster than all nodes computing all the time"
+    assert there.compute_s / 32 <= found.step_s, (
+        "nobody is faster than all nodes computing all the time"
+    )
 
 
 @pytest.mark.parametrize(
@@ -330,27 +368,39 @@ def test_every_job_has_a_plan_on_large_nodes(job: Training) -> None:
         ["noise=1000"],
     ],
 )
-def test_unusable_physics_are_refused(settings_: list[str]) -> None:
+def test_invalid_physics_are_refused(settings_: list[str]) -> None:
     with pytest.raises(FieldError):
-        of_settings(settings_)
+        physics_from_settings(settings_)
 
 
-def test_nodes_are_of_use_once_booted() -> None:
-    found = prepared(trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), Physics(), 0)
+def test_nodes_are_usable_after_boot() -> None:
+    found = usable_trace(
+        trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b")), ClusterPhysics(), 0
+    )
     assert [(e.seconds, e.node) for e in found.events if e.seconds > 0] == [(245.0, "b")]
 
 
-def test_nodes_that_boot_are_idle() -> None:
+def test_booting_nodes_are_idle() -> None:
     came = trace(2, (100.0, ADD, "a"), (120.0, REMOVE, "a"), (200.0, ADD, "b"))
-    booting, ready = (run_one(world(physics=Physics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0))
-    assert sum(booting.values()) == pytest.approx(sum(ready.values()), abs=1e-6) == node_ms(came) / 1000
+    booting, ready = (
+        run_one(world(physics=ClusterPhysics(boot_s=s)), came, "ours", 0).time for s in (45.0, 0.0)
+    )
+    assert (
+        sum(booting.values())
+        == pytest.approx(sum(ready.values()), abs=1e-6)
+        == node_ms(came) / 1000
+    )
     assert booting["idle"] >= 20.0 + 45.0
 
 
-def test_mixed_clusters_need_like_nodes() -> None:
+def test_mixed_clusters_need_equal_device_counts() -> None:
     with pytest.raises(FieldError, match="number of devices"):
-        World(training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET)
+        SimulatedWorld(
+            training_of("gpt2"), (node_type_of("a40"), node_type_of("p5.48xlarge")), QUIET
+        )
     training = replace(training_of("bert-large"), samples=256)
-    mixed = World(training, (node_type_of("a40"), node_type_of("p3.2xlarge")), QUIET)
-    there = check([Event(0.0, ADD, f"n{i}", type=("V100" if i % 2 else "a40")) for i in range(4)], 3600.0)
+    mixed = SimulatedWorld(training, (node_type_of("a40"), node_type_of("p3.2xlarge")), QUIET)
+    there = build_trace(
+        [Event(0.0, ADD, f"n{i}", type=("V100" if i % 2 else "a40")) for i in range(4)], 3600.0
+    )
     assert run_one(mixed, there, "ours", 0).samples > 0

@@ -1,4 +1,4 @@
-"""Downloads, from a real HTTP server on this machine: right bytes are kept, others are not."""
+"""Downloads from a local HTTP server: right files are kept, all others are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import ClassVar
 
 import pytest
 from elastic_sim.traces import fetch as module
-from elastic_sim.traces.fetch import ORIGINALS, Original, fetch
+from elastic_sim.traces.fetch import PUBLISHED_TRACES, PublishedTrace, fetch
 from elastic_sim.traces.importers import FORMATS
 
 from elastic.domain.errors import FieldError
 
 DATA = b"0,add,node1\n60000,remove,node1\n"
-GOOD = Original("t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo")
+GOOD = PublishedTrace(
+    "t", "owner/repository/commit/t.csv", hashlib.sha256(DATA).hexdigest(), "bamboo"
+)
 
 
 BROKEN = {
@@ -55,7 +57,7 @@ def host() -> Iterator[str]:
     server.server_close()
 
 
-def test_what_is_right_is_kept_and_not_fetched_again(host: str, tmp_path: Path) -> None:
+def test_a_right_file_is_kept_and_not_downloaded_again(host: str, tmp_path: Path) -> None:
     path = fetch(GOOD, tmp_path / "traces", host)
     assert path.read_bytes() == DATA and Handler.asked == [f"/{GOOD.path}"]
     assert fetch(GOOD, tmp_path / "traces", host) == path and len(Handler.asked) == 1
@@ -63,32 +65,34 @@ def test_what_is_right_is_kept_and_not_fetched_again(host: str, tmp_path: Path) 
     assert fetch(GOOD, tmp_path / "traces", host).read_bytes() == DATA
 
 
-def test_other_bytes_are_refused_and_nothing_is_written(host: str, tmp_path: Path) -> None:
-    other = Original("t", GOOD.path, "0" * 64, "bamboo")
-    with pytest.raises(FieldError, match="it is another file now"):
+def test_other_content_is_refused_and_nothing_is_written(host: str, tmp_path: Path) -> None:
+    other = PublishedTrace("t", GOOD.path, "0" * 64, "bamboo")
+    with pytest.raises(FieldError, match="the file has changed"):
         fetch(other, tmp_path, host)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_had_is_said(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_and_oversized_files_are_refused(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(FieldError, match="must be reachable"):
-        fetch(Original("x", "owner/x", "0" * 64, "bamboo"), tmp_path, host)
+        fetch(PublishedTrace("x", "owner/x", "0" * 64, "bamboo"), tmp_path, host)
     with pytest.raises(FieldError, match="must be reachable"):
         fetch(GOOD, tmp_path, "http://127.0.0.1:1")
-    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    monkeypatch.setattr(module, "MAX_BYTES", 10)
     with pytest.raises(FieldError, match="a trace is smaller"):
         fetch(GOOD, tmp_path, host)
 
 
 @pytest.mark.parametrize("how", sorted(BROKEN))
-def test_broken_answers_are_said(how: str, host: str, tmp_path: Path) -> None:
-    """Nonsense for a status line, and bodies that end too early."""
+def test_broken_responses_are_refused(how: str, host: str, tmp_path: Path) -> None:
+    """An invalid status line, and bodies that end too early."""
     with pytest.raises(FieldError, match="must be reachable"):
         fetch(replace(GOOD, path=f"owner/broken/{how}"), tmp_path, host)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
+def test_a_target_that_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for target in (file, file / "below"):
@@ -97,16 +101,23 @@ def test_what_is_no_folder_is_refused(host: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").mkdir()
     with pytest.raises(FieldError, match="--to"):
         fetch(GOOD, tmp_path, host)
-    assert file.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {"file", "t.csv"}
+    assert file.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {
+        "file",
+        "t.csv",
+    }
 
 
-def test_an_impossible_host_is_named(tmp_path: Path) -> None:
+def test_an_invalid_host_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match="--host"):
         fetch(GOOD, tmp_path, "http://a b")
 
 
-def test_originals_are_pinned() -> None:
-    assert len({original.path for original in ORIGINALS.values()}) == len(ORIGINALS) >= 16
-    for original in ORIGINALS.values():
+def test_published_traces_are_pinned() -> None:
+    assert (
+        len({original.path for original in PUBLISHED_TRACES.values()})
+        == len(PUBLISHED_TRACES)
+        >= 16
+    )
+    for original in PUBLISHED_TRACES.values():
         commit = original.path.split("/")[2]
         assert len(commit) == 40 and len(original.sha256) == 64 and original.format in FORMATS

@@ -1,4 +1,4 @@
-"""The traces that are shipped are what their README says they are."""
+"""The shipped traces agree with their README."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.report.trace_page import trace_page
 from elastic_sim.traces.statistics import statistics
-from elastic_sim.traces.trace import ADD, Event, check, read
+from elastic_sim.traces.trace import ADD, Event, build_trace, read
 
 from tests.simulator.report.figures import body, figures
 
 TRACES = Path(__file__).parents[3] / "traces"
-COMMANDS = re.findall(r"^    elastic-sim (traces generate .*)$", (TRACES / "README.md").read_text(), re.M)
+COMMANDS = re.findall(
+    r"^    elastic-sim (traces generate .*)$", (TRACES / "README.md").read_text(), re.M
+)
 
 
 def test_every_trace_is_named_labelled_and_usable() -> None:
     files = sorted(TRACES.glob("*.csv"))
-    assert {f"traces/{file.name}" for file in files} == {shlex.split(command)[2] for command in COMMANDS}
+    assert {f"traces/{file.name}" for file in files} == {
+        shlex.split(command)[2] for command in COMMANDS
+    }
     for file in files:
         found, repairs = read(file)
         assert found.events and not repairs
@@ -38,7 +42,7 @@ def test_the_same_command_gives_the_same_bytes(command: str, tmp_path: Path) -> 
     assert (tmp_path / "again.csv").read_bytes() == shipped.read_bytes()
 
 
-def test_statistics_as_a_page(tmp_path: Path) -> None:
+def test_page_of_statistics(tmp_path: Path) -> None:
     """Plots of every shipped trace; the same bytes twice; names are escaped."""
     for file in sorted(TRACES.glob("*.csv")):
         pages = []
@@ -50,23 +54,28 @@ def test_statistics_as_a_page(tmp_path: Path) -> None:
         assert pages[0] == pages[1]
         assert "Still there after" in body(pages[0])
         charts = figures(pages[0])
-        told = statistics(read(file)[0])
+        measured = statistics(read(file)[0])
         nodes, longer, bulks, hours = (charts[f"plot-{i}"]["data"][0] for i in range(4))
-        assert max(nodes["y"]) == told.nodes_most
+        assert max(nodes["y"]) == measured.nodes_most
         assert longer["y"][0] == 100 and longer["y"][-1] == pytest.approx(0)
-        assert sum(bulks["y"]) == told.loss_events and sum(hours["y"]) == told.losses
-        assert sum(n * events for n, events in zip(bulks["x"], bulks["y"], strict=True)) == told.losses
+        assert sum(bulks["y"]) == measured.loss_events and sum(hours["y"]) == measured.losses
+        pairs = zip(bulks["x"], bulks["y"], strict=True)
+        assert sum(n * events for n, events in pairs) == measured.losses
         assert charts["plot-3"]["layout"]["yaxis"]["title"]["text"] == "lost nodes"
     odd = tmp_path / "<b>.csv"
     odd.write_bytes((TRACES / "steady-32.csv").read_bytes())
     out = tmp_path / "odd.html"
-    assert CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(out)]).exit_code == 0
+    assert (
+        CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(out)]).exit_code == 0
+    )
     assert "<b>" not in body(out.read_text())
-    refused = CliRunner().invoke(main, ["traces", "stats", str(odd), "--html", str(tmp_path / "no/x.html")])
+    refused = CliRunner().invoke(
+        main, ["traces", "stats", str(odd), "--html", str(tmp_path / "no/x.html")]
+    )
     assert refused.exit_code == 2 and "does not exist" in refused.output
 
 
 def test_a_trace_without_losses_has_a_page() -> None:
-    charts = figures(trace_page(check([Event(0.0, ADD, "a")], 100.0), "calm"))
+    charts = figures(trace_page(build_trace([Event(0.0, ADD, "a")], 100.0), "calm"))
     assert charts["plot-0"]["data"][0]["y"] == [1, 1]
     assert charts["plot-2"]["data"][0]["y"] == [0]

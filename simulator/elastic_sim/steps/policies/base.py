@@ -1,4 +1,7 @@
-"""What all policies share. A policy says what its system would do; how long that takes, `World` and `Physics` say."""
+"""Base class of all policies.
+
+A policy decides what its system does after each event. `SimulatedWorld` and `ClusterPhysics` say
+how long that takes."""
 
 from __future__ import annotations
 
@@ -6,23 +9,29 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_sim.steps.engine import Change, Job, Setup
+from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.steps.world import Running, World
+from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
 Pauses = tuple[tuple[Use, int], ...]
-CHECKPOINT_S = 600.0
-"""Between durable checkpoints, written beside training (assumed); never less than twice what one takes."""
+CHECKPOINT_INTERVAL_S = 600.0
+"""Time between durable checkpoints that are written in the background (assumed). If a checkpoint
+takes more than half of this, the interval is twice its duration."""
 
 
-def ms(seconds: float) -> int:
+def to_ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
+def pauses(*parts: tuple[Use, float]) -> Pauses:
+    """Pauses in milliseconds from pauses in seconds, without the empty ones."""
+    return tuple((use, to_ms(seconds)) for use, seconds in parts if seconds > 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """What `elastic-sim policies` prints."""
+class PolicyDescription:
+    """Name, behaviour and source of a policy, as `elastic-sim policies` prints them."""
 
     name: str
     what: str
@@ -30,146 +39,168 @@ class About:
     ours: bool = False
 
 
-class Base:
-    """Answers nothing, and runs everybody at the pace of the slowest."""
+class PolicyBase:
+    """A policy that ignores all events and runs every node at the speed of the slowest one."""
 
-    about: About
+    about: PolicyDescription
     detect_s = 5.0
-    """From a loss to the moment at which the system knows."""
+    """Seconds from a loss until the system knows of it."""
 
-    def __init__(self, world: World, seed: int = 0) -> None:
+    def __init__(self, world: SimulatedWorld, seed: int = 0) -> None:
         self.world, self.physics = world, world.physics
-        self.draw = random.Random(f"{seed} {self.about.name}")
-        self._plain: Setup | None = None
-        self._losses = 0
+        self.rng = random.Random(f"{seed} {self.about.name}")
+        self._nominal: Setup | None = None
+        """The running setup, if all nodes had their full speed."""
+        self._loss_events = 0
         """Moments at which nodes were lost."""
-        self._durable, self._durable_at = 0, 0
-        """Steps in the newest durable checkpoint, and when the last one was begun."""
-        self._storing: int | None = None
-        """Steps in the one that is being written."""
-        self._asked: list[tuple[int, str]] = []
+        self._durable_step, self._checkpoint_began_ms = 0, 0
+        """Step of the newest durable checkpoint, and when the last write began."""
+        self._step_being_written: int | None = None
+        self._timers: list[tuple[int, str]] = []
 
     @property
     def name(self) -> str:
         return self.about.name
 
-    # ---- answers ----
+    # ---- the `ElasticPolicy` protocol ----
 
-    def begin(self, job: Job) -> Change:
+    def on_start(self, job: JobView) -> Reconfiguration:
         raise NotImplementedError
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration | None:
         raise NotImplementedError
 
-    def told(self, job: Job, going: Sequence[Event]) -> Change | None:
+    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
         return None
 
-    def slowed(self, job: Job) -> Change | None:
-        """Nobody notices; everybody waits for the slowest."""
-        if self._plain is None:
+    def on_speed_change(self, job: JobView) -> Reconfiguration | None:
+        """Keep the setup: all nodes wait for the slowest one."""
+        if self._nominal is None:
             return None
-        return Change(setup=self.paced(job), reason="a node changed its speed", go_on=True)
+        return Reconfiguration(
+            setup=self.with_stragglers(job), reason="a node changed its speed", keep_pauses=True
+        )
 
-    def stepped(self, job: Job) -> Change | None:
+    def on_step_end(self, job: JobView) -> Reconfiguration | None:
         return None
 
-    def rang(self, job: Job, name: str) -> Change | None:
+    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
         return None
 
-    def timers(self) -> list[tuple[int, str]]:
-        asked, self._asked = self._asked, []
-        return asked
+    def take_timers(self) -> list[tuple[int, str]]:
+        timers, self._timers = self._timers, []
+        return timers
 
-    # ---- for those below ----
+    # ---- helpers for subclasses ----
 
-    def ask(self, after_s: float, name: str) -> None:
-        """Set a timer."""
-        self._asked.append((ms(after_s), name))
+    def set_timer(self, after_s: float, name: str) -> None:
+        self._timers.append((to_ms(after_s), name))
 
-    def use(self, job: Job, running: Running | None, *, text: str = "", samples: int = 0) -> Setup | None:
-        """What runs from now on, under `running`'s figures."""
-        self._plain = None
-        if running is not None:
-            self._plain = Setup(
-                nodes=min(running.nodes, len(job.alive)),
-                step_ms=max(1, ms(running.step_s)),
+    def run_plan(
+        self, job: JobView, plan: PricedPlan | None, *, text: str = "", samples: int = 0
+    ) -> Setup | None:
+        """Run `plan` from now on. `samples` per step; 0: the full batch."""
+        self._nominal = None
+        if plan is not None:
+            self._nominal = Setup(
+                nodes=min(plan.nodes, len(job.alive)),
+                step_ms=max(1, to_ms(plan.step_s)),
                 samples=samples or self.world.samples,
-                text=text or f"{running.pipelines} x {running.depth}",
+                text=text or f"{plan.pipelines} x {plan.depth}",
             )
-        return self.paced(job)
+        return self.with_stragglers(job)
 
-    def change_plain(self, job: Job, **changes: object) -> Setup | None:
-        """The same with other figures."""
-        self._plain = replace(self._plain, **changes) if self._plain is not None else None  # type: ignore[arg-type]
-        return self.paced(job)
+    def adjust_setup(self, job: JobView, **changes: object) -> Setup | None:
+        """Change fields of the running setup."""
+        if self._nominal is not None:
+            self._nominal = replace(self._nominal, **changes)  # type: ignore[arg-type]
+        return self.with_stragglers(job)
 
-    def paced(self, job: Job) -> Setup | None:
-        plain = self._plain
-        if plain is None or not job.slow:
-            return plain
-        return replace(plain, step_ms=round(plain.step_ms * max(job.slow.values())))
+    def with_stragglers(self, job: JobView) -> Setup | None:
+        """The running setup at the speed of the slowest node."""
+        setup = self._nominal
+        if setup is None or not job.slow:
+            return setup
+        return replace(setup, step_ms=round(setup.step_ms * max(job.slow.values())))
 
-    def checkpoint_beside(self, job: Job) -> None:
-        """A durable checkpoint now and then, written beside training: whole once its bytes are in storage."""
+    def write_checkpoint_in_background(self, job: JobView) -> None:
+        """Begin or complete a durable checkpoint; training continues meanwhile."""
         write_ms = 1000 * self.world.checkpoint_s(len(job.alive))
-        if self._storing is not None and job.now - self._durable_at >= write_ms:
-            self._durable, self._storing = min(self._storing, job.steps), None
-        if self._storing is None and job.now - self._durable_at >= max(1000 * CHECKPOINT_S, 2 * write_ms):
-            self._storing, self._durable_at = job.steps, job.now
+        age_ms = job.now - self._checkpoint_began_ms
+        if self._step_being_written is not None and age_ms >= write_ms:
+            self._durable_step = min(self._step_being_written, job.steps)
+            self._step_being_written = None
+        if self._step_being_written is None and age_ms >= max(
+            1000 * CHECKPOINT_INTERVAL_S, 2 * write_ms
+        ):
+            self._step_being_written, self._checkpoint_began_ms = job.steps, job.now
 
-    def last_durable(self, job: Job) -> int:
-        """Steps to go back to."""
-        self._storing = None
-        return min(self._durable, job.steps)
+    def durable_step(self, job: JobView) -> int:
+        """Step of the newest durable checkpoint. A write that is under way is abandoned."""
+        self._step_being_written = None
+        return min(self._durable_step, job.steps)
 
-    def from_checkpoint(
-        self, job: Job, setup: Setup | None, reason: str, *, detect_s: float | None = None
-    ) -> Change:
-        """All processes anew, from the durable checkpoint; while too few nodes are there nothing is started."""
+    def restart_from_checkpoint(
+        self, job: JobView, setup: Setup | None, reason: str, *, detect_s: float | None = None
+    ) -> Reconfiguration:
+        """Restart all processes from the durable checkpoint. With no `setup`, nothing starts
+        yet."""
         parts = pauses(
             (Use.DETECT, self.detect_s if detect_s is None else detect_s),
             (Use.PLAN, self.physics.restart_s(self.world.devices(len(job.alive)))),
             (Use.TRANSFER, self.world.checkpoint_s(len(job.alive))),
         )
-        return Change(parts if setup else parts[:1], setup, back_to=self.last_durable(job), reason=reason)
+        back_to = self.durable_step(job)
+        return Reconfiguration(parts if setup else parts[:1], setup, back_to=back_to, reason=reason)
 
-    def from_storage(self, job: Job, setup: Setup | None, gone: Sequence[Event]) -> Change:
-        """Nobody has the whole state any more: everybody anew, whoever came or went."""
-        reason = f"{len(gone)} lost, none has the state" if gone else "nodes came"
-        return self.from_checkpoint(job, setup, reason, detect_s=None if gone else 0.0)
+    def restart_without_copies(
+        self, job: JobView, setup: Setup | None, lost: Sequence[Event]
+    ) -> Reconfiguration:
+        """Restart from the durable checkpoint, because no node holds the whole state any more."""
+        reason = f"{len(lost)} lost, no node has the state" if lost else "nodes joined"
+        detect_s = None if lost else 0.0
+        return self.restart_from_checkpoint(job, setup, reason, detect_s=detect_s)
 
-    def pays(self, job: Job, then: Running | None, pause_s: float, samples: int = 0) -> bool:
-        """Whether changing to `then` gains more until the next loss than its pause costs."""
-        now = self._plain
-        if now is None or then is None:
+    def pays_off(
+        self, job: JobView, plan: PricedPlan | None, pause_s: float, samples: int = 0
+    ) -> bool:
+        """Whether `plan` gains more until the next expected loss than its pause costs."""
+        now = self._nominal
+        if now is None or plan is None:
             return False
-        rate, new = now.samples / now.step_ms, (samples or self.world.samples) / (1000 * then.step_s)
-        until_s = (job.now / 1000 + 3600.0) / (self._losses + 1)
-        return (1 - rate / new) * until_s > pause_s
+        rate = now.samples / now.step_ms
+        new_rate = (samples or self.world.samples) / (1000 * plan.step_s)
+        until_loss_s = (job.now / 1000 + 3600.0) / (self._loss_events + 1)
+        return (1 - rate / new_rate) * until_loss_s > pause_s
 
-    def regrid(
-        self, job: Job, then: Running | None, now: Running | None, start: Callable[[Job], Setup | None]
-    ) -> Change | None:
-        """A checkpoint, and everybody anew on another grid, if more nodes are there than it has and that pays."""
-        if then is None or now is None or then.nodes <= now.nodes:
+    def grow_grid(
+        self,
+        job: JobView,
+        larger: PricedPlan | None,
+        current: PricedPlan | None,
+        start: Callable[[JobView], Setup | None],
+    ) -> Reconfiguration | None:
+        """Write a checkpoint and restart on a larger grid, if that pays off."""
+        if larger is None or current is None or larger.nodes <= current.nodes:
             return None
         n = len(job.alive)
-        stored, restart = self.world.checkpoint_s(n), self.physics.restart_s(self.world.devices(n))
-        if not self.pays(job, then, 2 * stored + restart):
+        checkpoint_s = self.world.checkpoint_s(n)
+        restart_s = self.physics.restart_s(self.world.devices(n))
+        if not self.pays_off(job, larger, 2 * checkpoint_s + restart_s):
             return None
-        parts = pauses((Use.TRANSFER, stored), (Use.PLAN, restart), (Use.TRANSFER, stored))
-        return Change(parts, start(job), reason="a larger grid")
+        parts = pauses(
+            (Use.TRANSFER, checkpoint_s), (Use.PLAN, restart_s), (Use.TRANSFER, checkpoint_s)
+        )
+        return Reconfiguration(parts, start(job), reason="a larger grid")
 
-    def hits(self, job: Job, gone: Sequence[Event]) -> bool:
-        """Whether a loss hit nodes in use; which are, is drawn."""
-        used, before = self._plain.nodes if self._plain else 0, len(job.alive) + len(gone)
-        return any(self.draw.random() < used / before for _ in gone)
+    def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
+        """Whether the plan used one of the lost nodes. The used nodes are drawn at random."""
+        used = self._nominal.nodes if self._nominal else 0
+        before = len(job.alive) + len(lost)
+        return any(self.rng.random() < used / before for _ in lost)
 
-    def moving_s(self, nbytes: float) -> float:
-        """Bytes over one node's link."""
+    def transfer_s(self, nbytes: float) -> float:
+        """Seconds to send bytes over the link of one node."""
         return nbytes / self.world.link_bytes_per_s if self.world.link_bytes_per_s else 0.0
-
-
-def pauses(*parts: tuple[Use, float]) -> Pauses:
-    """From seconds."""
-    return tuple((use, ms(seconds)) for use, seconds in parts if seconds > 0)

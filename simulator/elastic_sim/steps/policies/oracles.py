@@ -1,55 +1,55 @@
-"""What could be reached at most."""
+"""Upper bounds: the best that any system could reach on a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_sim.steps.engine import Change, Job, Setup
-from elastic_sim.steps.policies.base import About, Base, ms
+from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
+from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, to_ms
 from elastic_sim.traces.trace import Event
 
 
-class Feasible(Base):
-    """Always the best plan known for the nodes that are there, at no cost and with nothing lost."""
+class _BoundPolicy(PolicyBase):
+    """A policy whose changes cost nothing and that slow nodes do not affect."""
 
-    about = About(
-        name="oracle",
-        what="the best plan for the nodes alive, changes at no cost",
-        source="integral of X*(n(t)): what goodput is measured against",
-    )
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration:
+        return self.on_start(job)
 
-    def begin(self, job: Job) -> Change:
-        return Change(setup=self.use(job, self.world.best(len(job.alive))))
-
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change:
-        return self.begin(job)
-
-    def paced(self, job: Job) -> Setup | None:
-        """Slow nodes only make the others' lives harder: its nodes are all well."""
-        return self._plain
-
-    def slowed(self, job: Job) -> Change | None:
+    def on_speed_change(self, job: JobView) -> Reconfiguration | None:
         return None
 
 
-class Ceiling(Base):
-    """Every node computes all the time: no bubbles, no messages, no limits of memory."""
+class OraclePolicy(_BoundPolicy):
+    """The best known plan for the nodes present, at no cost and with no lost work."""
 
-    about = About(
-        name="ceiling",
-        what="every node alive computes all the time",
-        source="alive node-seconds at the rate of a block's forward and backward pass",
+    about = PolicyDescription(
+        name="oracle",
+        what="the best plan for the nodes present; changes cost nothing",
+        source="integral of X*(n(t)); goodput is measured against it",
     )
 
-    def begin(self, job: Job) -> Change:
+    def on_start(self, job: JobView) -> Reconfiguration:
+        return Reconfiguration(setup=self.run_plan(job, self.world.best(len(job.alive))))
+
+    def with_stragglers(self, job: JobView) -> Setup | None:
+        """All nodes of the oracle have their full speed."""
+        return self._nominal
+
+
+class CeilingPolicy(_BoundPolicy):
+    """Every node computes all the time: no bubbles, no messages, no memory limit."""
+
+    about = PolicyDescription(
+        name="ceiling",
+        what="every node present computes all the time",
+        source="node-seconds present, at the rate of a block's forward and backward pass",
+    )
+
+    def on_start(self, job: JobView) -> Reconfiguration:
         n = len(job.alive)
         if not n:
-            return Change()
-        step_s = self.world.compute_s / n
-        return Change(setup=Setup(n, max(1, ms(step_s)), self.world.samples, text="ceiling"))
-
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change:
-        return self.begin(job)
-
-    def slowed(self, job: Job) -> Change | None:
-        return None
+            return Reconfiguration()
+        step_ms = max(1, to_ms(self.world.compute_s / n))
+        return Reconfiguration(setup=Setup(n, step_ms, self.world.samples, text="ceiling"))

@@ -1,10 +1,9 @@
-"""Our policy, a step at a time: the coordinator's own decisions on virtual time.
+"""Our own policy: the decisions of the real coordinator code, on virtual time, step by step.
 
-State is the coordinator's `JobState`. What to do is decided by its code: which plan (`elastic.core.job.join_policy`,
-`elastic.planning.search.search`), whether nodes that came are worth a change (`elastic.core.job.epoch_change.consider_joining`), whether
-slow ones are (`elastic.core.policy.straggler_policy`), which backup schemes. What it costs is physics: when a loss is known, how long
-moves take over the links, which micro-batches were not saved yet (`elastic_sim.steps.policies.protection`). Messages and the
-ledger are the micro-batch level's (`elastic_sim.microbatches`).
+The state is the coordinator's `JobState`. The coordinator's functions decide on the plan, on nodes
+that joined (`epoch_change.consider_joining`), on slow nodes (`straggler_policy`) and on backup
+schemes (`backup_policy`). `ClusterPhysics` and `lost_work` decide how long a change takes and which
+work is repeated. Messages and the ledger are simulated in `elastic_sim.microbatches`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from dataclasses import replace
 
 from elastic.core.health.backup_metrics import MIN_SAMPLES, BackupMetrics
 from elastic.core.health.compute_speed import SAMPLES, ComputeSpeed
-from elastic.core.job import epoch_change as epoch_change
-from elastic.core.job import join_policy as stay
-from elastic.core.job.state import JobState, Member, Policy
+from elastic.core.job import epoch_change, join_policy
+from elastic.core.job.state import JobState, JobTransition, Member, Policy
 from elastic.core.policy.backup_policy import MIN_STEPS, change_backup
 from elastic.core.policy.straggler_policy import rebalance_stragglers
 from elastic.core.protocol.messages import NodePhase, NodeReport
@@ -24,230 +22,237 @@ from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
 from elastic.planning.backup.backup_cost import Weighing, estimate
 from elastic.planning.placement.migration import CHECKPOINT, links_of, transition
-from elastic.planning.plan.schemes import schemes_of
-from elastic_sim.steps.engine import Change, Job, Setup
-from elastic_sim.steps.policies.base import About, Base, ms, pauses
-from elastic_sim.steps.policies.protection import Loss
-from elastic_sim.steps.policies.protection import lost as lost_work
+from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
+from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
+from elastic_sim.steps.policies.lost_work import LostWork, lost_work
 from elastic_sim.steps.time_accounting import Use
-from elastic_sim.steps.world import Running, World
+from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
 SCHEMES = (
-    "auto", "stream+snapshot", "stream:4+snapshot", "stream+replay", "log+snapshot", "log+replay", "recompute+snapshot",
-    "stream+replica", "log+replica", "reduce+replica", "recompute+replica",
+    "auto", "stream+snapshot", "stream:4+snapshot", "stream+replay", "log+snapshot", "log+replay",
+    "recompute+snapshot", "stream+replica", "log+replica", "reduce+replica", "recompute+replica",
 )  # fmt: skip
-EVERYBODY = 1 << 20
+NO_NODE_LIMIT = 1 << 20
+DEADLINE_MARGIN_S = 2.0
+"""Time before the end of a notice at which a step is abandoned, as in the coordinator."""
 
 
-class Ours(Base):
+class OurPolicy(PolicyBase):
+    """This project's runtime, with one pair of backup schemes or `auto`."""
+
     detect_s = 3.0
 
-    def __init__(self, world: World, seed: int = 0, pair: str = "auto") -> None:
-        self.about = self.told_of(pair)
+    def __init__(self, world: SimulatedWorld, seed: int = 0, pair: str = "auto") -> None:
+        self.about = self.describe(pair)
         super().__init__(world, seed)
         policy = Policy(
-            max_nodes=EVERYBODY, workers_per_node=world.profile.tp, backup=pair, profile=world.profile
+            max_nodes=NO_NODE_LIMIT,
+            workers_per_node=world.profile.tp,
+            backup=pair,
+            profile=world.profile,
         )
         self.state = JobState(policy=policy, spec=world.spec)
-        self._truth = replace(world.profile, contention=world.physics.contention)
-        self._running: Running | None = None
+        self._true_profile = replace(world.profile, contention=world.physics.contention)
+        self._running: PricedPlan | None = None
         self._held: tuple[Plan | None, dict[str, Event]] = None, {}
-        """The last plan whose moves were complete, and its nodes."""
+        """The last plan whose transfers were complete, and its nodes."""
         self._hosts: dict[str, Event] = {}
-        """Nodes of the running plan, by their coming."""
+        """Nodes of the running plan, with the event at which they joined."""
         self._needed_by: Plan | None = None
-        self._nodes: set[str] = set()
+        self._needed_nodes: set[str] = set()
         self._drains: set[str] = set()
-        self._pulled = False
-        """Nodes that are to join have their layers."""
+        self._prefetched = False
+        """Whether the joining nodes have their layers."""
         self._slow_steps = 0
-        self._planned = 0
-        """Step in which the running plan was made."""
+        self._planned_at = 0
+        """Step at which the running plan was made."""
         self._exposed: dict[object, float] = {}
 
     @staticmethod
-    def told_of(pair: str) -> About:
-        return About(
+    def describe(pair: str) -> PolicyDescription:
+        return PolicyDescription(
             name="ours" if pair == "auto" else f"ours:{pair}",
             what="adaptive pipelines, micro-batch recovery, backup " + pair,
-            source="elastic.core and elastic.planning themselves; a silent node is lost after its lease of 3 s; "
-            "times of deciding and building groups from physics",
+            source="elastic.core and elastic.planning themselves; a silent node is lost after its "
+            "lease of 3 s; times of planning and building groups from physics",
             ours=True,
         )
 
-    @classmethod
-    def checked(cls, pair: str) -> str:
-        """Raises FieldError for what is no pair of schemes."""
-        schemes_of(pair)
-        return pair
+    # ---- events ----
 
-    # ---- answers ----
-
-    def begin(self, job: Job) -> Change:
-        self._meet(job, job.alive.values(), ())
+    def on_start(self, job: JobView) -> Reconfiguration:
+        self._update_members(job, job.alive.values(), ())
         return self._replan(job, (), "start", boundary=True)
 
-    def changed(self, job: Job, came: Sequence[Event], gone: Sequence[Event]) -> Change | None:
-        held = self._needed()
-        self._meet(job, came, gone)
-        lost = tuple(event.node for event in gone if event.node in held)
-        if self._plain is None and job.alive:
-            return self._replan(job, (), "nodes came" if came else "nodes went", boundary=False)
-        if lost:
-            return self._replan(job, lost, f"{' '.join(lost)} lost", boundary=False)
-        self._consider(job)
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration | None:
+        needed = self._needed()
+        self._update_members(job, joined, lost)
+        lost_needed = tuple(event.node for event in lost if event.node in needed)
+        if self._nominal is None and job.alive:
+            cause = "nodes joined" if joined else "nodes lost"
+            return self._replan(job, (), cause, boundary=False)
+        if lost_needed:
+            return self._replan(job, lost_needed, f"{' '.join(lost_needed)} lost", boundary=False)
+        self._consider_joining(job)
         return None
 
-    def told(self, job: Job, going: Sequence[Event]) -> Change | None:
-        """Drain at the end of the step; at once if the notice runs out before."""
-        now = job.now / 1000
-        self._drains |= {event.node for event in going}
+    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
+        """Drain at the end of the step, or at once if the notice ends before."""
+        self._drains |= {event.node for event in leaving}
         members = {
-            n: replace(mb, draining=True) if n in self._drains else mb for n, mb in self.state.members.items()
+            node: replace(member, draining=True) if node in self._drains else member
+            for node, member in self.state.members.items()
         }
         self.state = self.state.of(members=members)
-        left = min(event.seconds for event in going) - now
+        left_s = min(event.seconds for event in leaving) - job.now / 1000
         if job.setup is None or not self._needed() & self._drains:
             return None
-        rest = (job.length_ms - job.progress_ms) / 1000
-        if (
-            left < rest + 2.0
-        ):  # as `elastic.core.coordinator.transitions` leaves two seconds before the deadline
-            self.ask(max(0.0, left - 2.0), "deadline")
+        if left_s < (job.length_ms - job.progress_ms) / 1000 + DEADLINE_MARGIN_S:
+            self.set_timer(max(0.0, left_s - DEADLINE_MARGIN_S), "deadline")
         return None
 
-    def rang(self, job: Job, name: str) -> Change | None:
-        if name == f"pulled {self.state.epoch}":
-            self._pulled = True
+    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
+        if name == f"prefetched {self.state.epoch}":
+            self._prefetched = True
         elif name == "deadline" and self._needed() & self._drains & job.alive.keys():
             return self._replan(job, (), "notice runs out", boundary=False, known=True)
         return None
 
-    def slowed(self, job: Job) -> Change | None:
+    def on_speed_change(self, job: JobView) -> Reconfiguration | None:
         self._slow_steps = 0
-        if self.state.plan is None or self._plain is None:
+        if self.state.plan is None or self._nominal is None:
             return None
-        return Change(setup=self._run(job, self.state.plan), reason="a node changed its speed", go_on=True)
+        setup = self._run(job, self.state.plan)
+        return Reconfiguration(setup=setup, reason="a node changed its speed", keep_pauses=True)
 
-    def stepped(self, job: Job) -> Change | None:
-        self.checkpoint_beside(job)
+    def on_step_end(self, job: JobView) -> Reconfiguration | None:
+        self.write_checkpoint_in_background(job)
         if self._drains and self._drains & self._needed():
             return self._replan(job, (), "drain", boundary=True)
-        if self._pulled and self.state.joining:
+        if self._prefetched and self.state.joining:
             return self._replan(job, (), f"join {' '.join(self.state.joining)}", boundary=True)
         if job.slow or any(pace.factor != 1.0 for pace in self.state.paces.values()):
             self._slow_steps += 1
-            if self._slow_steps == SAMPLES and self._relieved(job):
+            if self._slow_steps == SAMPLES and self._replans_for_stragglers(job):
                 return self._replan(job, (), "slow nodes", boundary=True)
-        if self._pair_changes(job):
+        if self._rechooses_backup(job):
             return self._replan(job, (), "other backup schemes", boundary=True)
         if self.state.reconsider_at and job.now / 1000 >= self.state.reconsider_at:
-            self._consider(job)
+            self._consider_joining(job)
         return None
 
     # ---- members ----
 
     def _needed(self) -> set[str]:
-        """Nodes without which the running plan cannot go on."""
+        """Nodes without which the running plan cannot continue."""
         plan = self.state.plan
         if plan is not self._needed_by:
-            self._needed_by = plan
-            self._nodes = {*plan.nodes(), *(peer for _, peer in plan.peers)} if plan is not None else set()
-        return self._nodes
+            self._needed_by, self._needed_nodes = plan, set()
+            if plan is not None:
+                self._needed_nodes = {*plan.nodes(), *(peer for _, peer in plan.peers)}
+        return self._needed_nodes
 
-    def _meet(self, job: Job, came: Collection[Event], gone: Sequence[Event]) -> None:
+    def _update_members(
+        self, job: JobView, joined: Collection[Event], lost: Sequence[Event]
+    ) -> None:
         now = job.now / 1000
-        state = stay.count_node_seconds(self.state, now, left=len(gone)).of(updated_at=now)
-        members = {n: mb for n, mb in state.members.items() if n in job.alive}
-        for event in came:
+        state = join_policy.count_node_seconds(self.state, now, left=len(lost)).of(updated_at=now)
+        members = {n: member for n, member in state.members.items() if n in job.alive}
+        for event in joined:
             info = self.world.info(event)
             report = NodeReport(info=info, phase=NodePhase.RUNNING, epoch=state.epoch, able=True)
             members[info.node] = Member(report, seen=now)
-        self._drains -= {event.node for event in gone}
+        self._drains -= {event.node for event in lost}
         joining = tuple(node for node in state.joining if node in members)
         self.state = state.of(members=members, joining=joining)
 
     def _infos(self) -> tuple[NodeInfo, ...]:
-        return tuple(mb.report.info for mb in self.state.members.values())
+        return tuple(member.report.info for member in self.state.members.values())
 
     # ---- decisions ----
 
     def _replan(
-        self, job: Job, lost: Sequence[str], cause: str, *, boundary: bool, known: bool = False
-    ) -> Change:
-        """A new epoch: the plan for who is there, the moves to it, and what they cost."""
-        if not job.paused:  # moves that were under way came to nothing: who held what is as before them
+        self, job: JobView, lost: Sequence[str], cause: str, *, boundary: bool, known: bool = False
+    ) -> Reconfiguration:
+        """Begin a new epoch: the plan for the nodes present, its transfers, and their time.
+
+        `boundary`: at the end of a step. `known`: the loss was announced and needs no detection.
+        """
+        if not job.paused:  # unfinished transfers count for nothing: the state is where it was
             self._held = self.state.plan, self._hosts
         now, old = job.now / 1000, self._held[0]
         state = self.state.of(epoch=self.state.epoch + 1, updated_at=now, change=None, plan=old)
         detect_s = 0.0 if boundary or known or not lost else self.detect_s
-        self._pulled = False
-        loss = Loss()
-        if not boundary and self._plain is not None and self._running is not None:
-            fresh = not job.paused  # else nothing was computed since the last recovery
-            loss = lost_work(self.world, self._running, lost, job.fraction, self.draw, updated=fresh)
+        self._prefetched = False
+        loss = LostWork()
+        if not boundary and self._nominal is not None and self._running is not None:
+            updated = not job.paused  # otherwise nothing was computed since the last recovery
+            loss = lost_work(
+                self.world, self._running, lost, job.fraction, self.rng, updated=updated
+            )
         back_to = job.steps - 1 if loss.whole_step and job.steps else -1
         try:
             if not epoch_change.candidates(state):
                 raise InfeasiblePlan("no node can take a stage at present")
-            choice = stay.plan_for_change(state, epoch_change.plan_request(state, state.epoch), now)
+            request = epoch_change.plan_request(state, state.epoch)
+            plan = join_policy.plan_for_change(state, request, now).plan
         except InfeasiblePlan as error:
-            self.state, self._plain = state.of(joining=()), None
-            parts = pauses((Use.DETECT, detect_s))
-            return Change(parts, None, ms(loss.seconds), back_to, f"{cause}; paused: {error}")
-        plan = choice.plan
+            self.state, self._nominal = state.of(joining=()), None
+            parts, reason = pauses((Use.DETECT, detect_s)), f"{cause}; paused: {error}"
+            return Reconfiguration(parts, None, to_ms(loss.seconds), back_to, reason)
         assert plan is not None
-        infos = tuple(mb.report.info for mb in state.members.values())
-        dead = self._dead(old, job)
+        infos = tuple(member.report.info for member in state.members.values())
         moved = transition(
             old,
             plan,
             self.world.spec.layers,
-            dead=dead,
+            dead=self._nodes_without_state(old, job),
             links=links_of(self.world.profile, infos),
             gradients=not boundary,
         )
-        considered = tuple(stay.member_key(mb) for mb in state.members.values())
+        work_s = self._adopt(job, state, plan)
+        reason = f"{cause}; {plan.reason}"
+        if old is None:
+            return Reconfiguration(pauses((Use.PLAN, work_s)), self._nominal, reason=reason)
+        transfer_s, lost_ms = moved.seconds, to_ms(loss.seconds)
+        fallback = any(move.kind == CHECKPOINT for move in moved.moves)
+        if fallback:
+            transfer_s = self.world.checkpoint_s(len(job.alive))
+            lost_ms, back_to = 0, self.durable_step(job)
+            reason += "; back to the checkpoint"
+        parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, transfer_s))
+        if job.setup is not None and not fallback:
+            lasted = sum(length for _, length in parts) / 1000
+            recent = (*self.state.pauses, lasted)[-join_policy.MAX_PAUSES :]
+            self.state = self.state.of(pauses=recent)
+        return Reconfiguration(parts, self._nominal, lost_ms, back_to, reason)
+
+    def _adopt(self, job: JobView, state: JobState, plan: Plan) -> float:
+        """Run `plan` from now on; returns the seconds of planning and building groups."""
+        considered = tuple(join_policy.member_key(member) for member in state.members.values())
         self.state = state.of(
             plan=plan, joining=(), considered=considered, reconsider_at=0.0, trimmed=state.epoch
         )
-        self._planned = job.steps
+        self._planned_at = job.steps
         self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
-        paced, setup = job.setup is not None, self._run(job, plan)
+        self._run(job, plan)
         running = self._running
         assert running is not None
-        work_s = self.physics.decide_s + self.physics.groups_s(running.pipelines, running.depth)
-        reason = f"{cause}; {plan.reason}"
-        if old is None:
-            return Change(pauses((Use.PLAN, work_s)), setup, reason=reason)
-        if any(move.kind == CHECKPOINT for move in moved.moves):
-            return self._fall_back(job, setup, detect_s, work_s, reason)
-        parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, moved.seconds))
-        if paced:
-            lasted = sum(length for _, length in parts) / 1000
-            self.state = self.state.of(pauses=(*self.state.pauses, lasted)[-stay.MAX_PAUSES :])
-        return Change(parts, setup, ms(loss.seconds), back_to, reason)
+        return self.physics.decide_s + self.physics.groups_s(running.pipelines, running.depth)
 
-    def _fall_back(
-        self, job: Job, setup: Setup | None, detect_s: float, work_s: float, reason: str
-    ) -> Change:
-        read_s = self.world.checkpoint_s(len(job.alive))
-        parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, read_s))
-        return Change(
-            parts, setup, back_to=self.last_durable(job), reason=f"{reason}; back to the checkpoint"
-        )
-
-    def _dead(self, old: Plan | None, job: Job) -> set[str]:
-        """Nodes of the old plan that have nothing any more: gone, or come anew under the same name."""
+    def _nodes_without_state(self, old: Plan | None, job: JobView) -> set[str]:
+        """Nodes of the old plan that were lost, or joined again under the same name."""
         if old is None:
             return set()
         hosts = self._held[1]
         return {node for node in hosts if job.alive.get(node) is not hosts[node]}
 
-    def _consider(self, job: Job) -> None:
-        """Whether nodes that came are worth a change; if so they pull their layers first."""
-        if self._plain is None or self.state.joining or self.state.plan is None:
+    def _consider_joining(self, job: JobView) -> None:
+        """If new nodes are worth a change, let them prefetch their layers first."""
+        if self._nominal is None or self.state.joining or self.state.plan is None:
             return
         state = self.state.of(updated_at=job.now / 1000)
         result = epoch_change.consider_joining(state, job.now / 1000)
@@ -255,13 +260,15 @@ class Ours(Base):
             return
         self.state = result[0]
         if self.state.joining:
-            layers = self.world.spec.layers
-            share = sum(la.param_bytes + la.state_bytes for la in layers) / max(1, self._depth)
-            self._pulled = False
-            self.ask(self.moving_s(share), f"pulled {self.state.epoch}")
+            depth = self._running.depth if self._running else 1
+            self._prefetched = False
+            self.set_timer(
+                self.transfer_s(self.world.state_bytes / max(1, depth)),
+                f"prefetched {self.state.epoch}",
+            )
 
-    def _relieved(self, job: Job) -> bool:
-        """What heartbeats would have told of slow nodes, for the coordinator's own rule."""
+    def _replans_for_stragglers(self, job: JobView) -> bool:
+        """Give the coordinator's straggler rule the speeds that heartbeats would report."""
         state, paces = self.state, dict(self.state.paces)
         assert state.plan is not None
         for node in state.plan.nodes():
@@ -273,68 +280,73 @@ class Ours(Base):
                 known, epoch=state.plan.epoch, samples=samples, step=job.steps, unit=1.0
             )
         self.state = state.of(paces=paces)
-        result = rebalance_stragglers(self.state, job.now / 1000)
-        if result is None:
-            return False
-        self.state = result[0].of(change=None)
-        return result[0].change is not None
+        return self._takes_effect(rebalance_stragglers(self.state, job.now / 1000))
 
-    def _pair_changes(self, job: Job) -> bool:
-        """What heartbeats would have told of links, copies and contention, for the coordinator's own rule."""
-        plan, looks = self.state.plan, (job.steps - self._planned) / MIN_STEPS
-        doubled = looks >= 1 and looks == int(looks) and not int(looks) & (int(looks) - 1)
+    def _rechooses_backup(self, job: JobView) -> bool:
+        """Give the coordinator's backup rule the bandwidths that heartbeats would report.
+
+        Links and contention are constant, so the rule is evaluated after 1, 2, 4, ... periods.
+        """
+        plan, periods = self.state.plan, (job.steps - self._planned_at) / MIN_STEPS
+        doubled = periods >= 1 and periods == int(periods) and not int(periods) & (int(periods) - 1)
         if plan is None or self.state.policy.backup != "auto" or not doubled:
-            return False  # links and contention stay as they are, and the observed hazard changes by and by
-        truth, infos = self._truth, self._infos()
+            return False
+        profile = self._true_profile
         gauge = BackupMetrics(
             epoch=plan.epoch,
             steps=MIN_STEPS,
-            sending=(truth.link.bytes_per_s,) * MIN_SAMPLES,
-            copying=(truth.copy_bytes_per_s,) * MIN_SAMPLES,
-            slowed=(1 / (1 - min(truth.contention, 0.99)),) * MIN_SAMPLES,
+            sending=(profile.link.bytes_per_s,) * MIN_SAMPLES,
+            copying=(profile.copy_bytes_per_s,) * MIN_SAMPLES,
+            slowed=(1 / (1 - min(profile.contention, 0.99)),) * MIN_SAMPLES,
         )
-        gauges = {info.incarnation: gauge for info in infos}
-        result = change_backup(self.state.of(gauges=gauges, updated_at=job.now / 1000), job.now / 1000)
+        gauges = {info.incarnation: gauge for info in self._infos()}
+        state = self.state.of(gauges=gauges, updated_at=job.now / 1000)
+        return self._takes_effect(change_backup(state, job.now / 1000))
+
+    def _takes_effect(self, result: JobTransition | None) -> bool:
+        """Store the state that a rule returned; whether the rule began a change of the plan."""
         if result is None:
             return False
         self.state = result[0].of(change=None)
         return result[0].change is not None
 
-    # ---- what runs ----
+    # ---- the running plan ----
 
-    @property
-    def _depth(self) -> int:
-        return self._running.depth if self._running else 1
-
-    def _run(self, job: Job, plan: Plan) -> Setup | None:
-        """The plan as it truly runs: slow nodes, and what backups expose under the true contention."""
+    def _run(self, job: JobView, plan: Plan) -> Setup | None:
+        """Run `plan` with its true duration: slow nodes, and backups under true contention."""
         infos = self._infos()
         slow = tuple((node, factor) for node, factor in job.slow.items() if node in plan.nodes())
         running = self.world.running(plan, infos, slow)
         step_s = running.step_s + self._exposed_s(plan, infos)
         self._running = replace(running, step_s=step_s)
-        self._plain = Setup(
+        depths = "+".join(str(len(p.stages)) for p in plan.pipelines)
+        self._nominal = Setup(
             nodes=running.nodes,
-            step_ms=max(1, ms(step_s)),
+            step_ms=max(1, to_ms(step_s)),
             samples=self.world.samples,
-            text=f"{'+'.join(str(len(p.stages)) for p in plan.pipelines)} {plan.gradients}+{plan.state}",
+            text=f"{depths} {plan.gradients}+{plan.state}",
         )
-        return self._plain
+        return self._nominal
 
-    def paced(self, job: Job) -> Setup | None:
-        return self._plain
+    def with_stragglers(self, job: JobView) -> Setup | None:
+        return self._nominal
 
     def _exposed_s(self, plan: Plan, infos: Sequence[NodeInfo]) -> float:
-        """Seconds of a step; the same for all plans that differ in names only."""
+        """Seconds that backups add to a step. Plans that differ only in node names share a
+        value."""
         if not plan.peers:
             return 0.0
         shapes = tuple(
-            (p.schedule, len(p.microbatches), tuple((s.first, s.last, s.recompute) for s in p.stages))
+            (
+                p.schedule,
+                len(p.microbatches),
+                tuple((s.first, s.last, s.recompute) for s in p.stages),
+            )
             for p in plan.pipelines
         )
         devices = tuple(info.device for info in infos) if len(self.world.types) > 1 else ()
         key = (shapes, plan.gradients, plan.state, devices)
         if key not in self._exposed:
-            by = Weighing(profile=self._truth)
-            self._exposed[key] = estimate(plan, f"{plan.gradients}+{plan.state}", by, infos).exposed_s
+            by, pair = Weighing(profile=self._true_profile), f"{plan.gradients}+{plan.state}"
+            self._exposed[key] = estimate(plan, pair, by, infos).exposed_s
         return max(0.0, self._exposed[key])

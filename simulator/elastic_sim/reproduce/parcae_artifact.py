@@ -1,14 +1,18 @@
-"""Parcae (Duan et al., NSDI 2024): its rules, its measured throughputs and costs (github.com/JF-D/Parcae at efedee7,
-liveput/cost.py, throughput.py, liveput.py, monte_carlo.py); the program is our own.
+"""Parcae's optimizer (Duan et al., NSDI 2024), with its measured throughputs and costs.
 
-Time goes in minutes. In each, nodes come or go; a grid of D pipelines with P stages is chosen for the nodes that are
-there, and changing to it takes time from the minute, or from those that follow.
+The rules and constants are those of the authors' program (github.com/JF-D/Parcae at efedee7,
+liveput/cost.py, throughput.py, liveput.py, monte_carlo.py); this code is our own.
+
+Time passes in minutes. In each minute nodes join or are lost, and a grid of D pipelines with P
+stages is chosen for the nodes present. Changing to it takes time from this minute and the next
+ones.
 
 - **ideal**: the grid with the highest throughput, at no cost.
-- **reactive**: the same grid, reached through a checkpoint (14 s) and a restart with all parameters sent.
-- **parcae**: knows the next twelve minutes, and takes the grid with the most samples over them; costs are those of
-  moving within a stage (groups anew), between stages, or of cutting anew, expected over which nodes are lost.
-"""
+- **reactive**: the same grid, reached by a checkpoint (14 s) and a restart that sends all
+  parameters.
+- **proactive** (Parcae): knows the next twelve minutes and takes the grid with the most samples
+  over them. The costs are those of moving within a stage (new groups), between stages, or of a new
+  cut, expected over the draws of lost nodes."""
 
 from __future__ import annotations
 
@@ -25,52 +29,54 @@ from elastic_sim.traces.trace import ADD, Trace
 MINUTE_S = 60
 LOOK_AHEAD = 12
 DRAWS = 200
-STATES = 3
-"""Parameters, and two moments: all of 4 bytes."""
+VALUES_PER_PARAMETER = 3
+"""The parameter and two optimizer moments, 4 bytes each."""
 RENDEZVOUS_MS, CHECKPOINT_MS = 6600.0, 14_000.0
 GROUP_BASE_MS, GROUP_ADD_MS, GROUPS_ADD = 35.0, 500.0, 1.5
-"""For all; for each group; or times the removal's, of models whose groups are timed together."""
+"""Building groups: a constant, and a time per added group. Models whose groups were timed together
+take `GROUPS_ADD` times the time of a removal."""
 
 Grid = tuple[int, int]
 """(pipelines D, stages P)."""
-NONE: Grid = (0, 0)
+NO_GRID: Grid = (0, 0)
 """Nothing runs."""
 
 SENDING_MS = {
-    1 << 15: 0.162665, 1 << 16: 0.194492, 1 << 17: 0.230588, 1 << 18: 0.385104, 1 << 19: 0.689821, 1 << 20: 1.428108,
-    1 << 21: 3.006771, 1 << 22: 5.182599, 1 << 23: 9.727047, 1 << 24: 18.622294, 1 << 25: 38.560219, 1 << 26: 74.432216,
+    1 << 15: 0.162665, 1 << 16: 0.194492, 1 << 17: 0.230588, 1 << 18: 0.385104,
+    1 << 19: 0.689821, 1 << 20: 1.428108, 1 << 21: 3.006771, 1 << 22: 5.182599,
+    1 << 23: 9.727047, 1 << 24: 18.622294, 1 << 25: 38.560219, 1 << 26: 74.432216,
     1 << 27: 153.550589, 1 << 28: 305.811282, 1 << 29: 601.380752, 1 << 30: 1198.2559,
 }  # fmt: skip
-"""Bytes: milliseconds over 10 Gb/s, as measured; in between by lines."""
+"""Measured milliseconds by bytes sent over 10 Gbit/s; linear in between."""
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
-    """What the authors measured of a model."""
+class ParcaeModel:
+    """The authors' measurements of a model."""
 
     name: str
     throughput: dict[Grid, float]
-    """Samples a second."""
+    """Samples per second."""
     parameters: tuple[int, int, int]
-    """Of the first, each middle, and the last layer."""
+    """Number of parameters of the first, each middle, and the last layer."""
     layers: int
     group_remove_ms: float | dict[int, float]
-    """For each group; or for all together, by the pipelines that there are at least, most first."""
-    least_stages: int
+    """Per group; or for all groups together, by least number of pipelines, in descending order."""
+    min_stages: int
     build_ms: dict[int, float]
-    """By stages; empty: 430 ms for each layer of the deepest stage, and the embedding sent."""
+    """By stages. Empty: 430 ms per layer of the deepest stage, plus sending the embedding."""
     process_ms: float = 240.0
     extra_ms: float = 0.0
-    without_stages: tuple[int, ...] = ()
+    excluded_stages: tuple[int, ...] = ()
 
     @cached_property
     def sizes(self) -> list[int]:
         first, middle, last = self.parameters
         return [first, *[middle] * self.layers, last]
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a handful of models, for good
+    @lru_cache(maxsize=64)  # noqa: B019 - few models, which live as long as the program
     def cut(self, stages: int) -> list[int]:
-        """Where stages begin, and the end."""
+        """First layer of each stage, and the number of layers."""
         size, over = divmod(len(self.sizes) - 1, stages)
         chunks = [size + 1, *[size] * (stages - 1)]
         for i in range(over):
@@ -84,12 +90,12 @@ class Model:
         ends = self.cut(stages)
         return [sum(self.sizes[a:b]) for a, b in itertools.pairwise(ends)]
 
-    def build(self, stages: int) -> float:
+    def build_time_ms(self, stages: int) -> float:
         if self.build_ms:
             return self.build_ms.get(stages, 0.0)
         return sending_ms(50257 * 1024 * 4) + 430 * ceil(self.layers / stages)
 
-    def groups(self, grid: Grid, *, adding: bool) -> float:
+    def groups_ms(self, grid: Grid, *, adding: bool) -> float:
         d, p = grid
         if isinstance(self.group_remove_ms, float):
             each = GROUP_ADD_MS if adding else self.group_remove_ms
@@ -99,11 +105,11 @@ class Model:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def grids(self, nodes: int) -> tuple[Grid, ...]:
-        """Those with a throughput that fit."""
+        """Grids with a known throughput that fit on `nodes` nodes."""
         return tuple(
             (d, p)
             for d, p in self.throughput
-            if d * p <= nodes and p >= self.least_stages and p not in self.without_stages
+            if d * p <= nodes and p >= self.min_stages and p not in self.excluded_stages
         )
 
     def best(self, nodes: int) -> Grid | None:
@@ -111,6 +117,7 @@ class Model:
 
 
 def sending_ms(nbytes: float) -> float:
+    """Milliseconds to send bytes over 10 Gbit/s."""
     sizes = list(SENDING_MS)
     at = bisect_left(sizes, nbytes)
     if at == 0:
@@ -121,36 +128,39 @@ def sending_ms(nbytes: float) -> float:
     return SENDING_MS[a] + (SENDING_MS[b] - SENDING_MS[a]) * (nbytes - a) / (b - a)
 
 
-class Costs:
-    """Milliseconds of changing from one grid to another."""
+class MigrationCosts:
+    """Milliseconds to change from one grid to another."""
 
-    def __init__(self, model: Model, seed: int = 0) -> None:
+    def __init__(self, model: ParcaeModel, seed: int = 0) -> None:
         self.model, self._draw = model, random.Random(seed)
         self._known: dict[tuple[int, Grid, int, Grid], float] = {}
         self._recuts: dict[tuple[Grid, int], float] = {}
 
     def restart(self, grid: Grid, *, adding: bool) -> float:
-        model, first = self.model, RENDEZVOUS_MS + self.model.extra_ms if adding else 0.0
-        return first + model.groups(grid, adding=adding) + model.process_ms + model.build(grid[1])
-
-    def again(self, grid: Grid) -> float:
-        """For a change while another one is under way."""
-        return self.restart(grid, adding=False)
+        model = self.model
+        first = RENDEZVOUS_MS + model.extra_ms if adding else 0.0
+        groups = model.groups_ms(grid, adding=adding)
+        return first + groups + model.process_ms + model.build_time_ms(grid[1])
 
     def from_checkpoint(self, grid: Grid, *, adding: bool, first: bool) -> float:
-        sent = sum(sending_ms(n * STATES * 4) for n in self.model.stage_parameters(grid[1]))
+        sent = sum(
+            sending_ms(n * VALUES_PER_PARAMETER * 4) for n in self.model.stage_parameters(grid[1])
+        )
         return self.restart(grid, adding=adding) + sent + (0.0 if first else CHECKPOINT_MS)
 
     def moving(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
-        """Expected, when `lost` of `nodes` go, whichever."""
-        if old == NONE:
+        """Expected cost of changing to `new` when `lost` of `nodes` nodes, drawn at random, are
+        lost."""
+        if old == NO_GRID:
             return self._recut(old, 0, new)
         key = nodes, old, lost, new
         if key not in self._known:
-            self._known[key] = self._within(*key) if new[1] == old[1] else self._recut(old, lost, new)
+            same_depth = new[1] == old[1]
+            self._known[key] = self._within(*key) if same_depth else self._recut(old, lost, new)
         return self._known[key]
 
     def _within(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
+        """Expected cost of a change that keeps the stages."""
         if not lost:
             return 0.0 if new == old else self._draw_within(old, [old[0]] * old[1], new, lost)
         total = 0.0
@@ -163,29 +173,35 @@ class Costs:
         return total / DRAWS
 
     def _draw_within(self, old: Grid, left: Sequence[int], new: Grid, lost: int) -> float:
+        """Cost if `left` nodes of each stage remain."""
         d, p = new
         if min(left) >= d:
-            return self.model.groups(new, adding=False) + self.model.process_ms
+            return self.model.groups_ms(new, adding=False) + self.model.process_ms
         parameters = self.model.stage_parameters(p)
         most = gone = 0.0
         for stage, have in enumerate(left):
             missing = max(d - have, 0)
             if missing:
-                cost = sending_ms(parameters[stage] * STATES * 4)
+                cost = sending_ms(parameters[stage] * VALUES_PER_PARAMETER * 4)
                 most = max(most, cost)
                 if missing == d or (stage == p - 1 and missing == d - 1):
                     gone += cost
         return max(most, gone) + self.restart(new, adding=d * p > old[0] * old[1] - lost)
 
     def _recut(self, old: Grid, lost: int, new: Grid) -> float:
+        """Cost of a change to other stages."""
         d, p = new
         sent = self._last_stage(old, p)
         if d > 1:
-            sent += max(sending_ms(n * STATES * 4) for n in self.model.stage_parameters(p))
+            sizes = self.model.stage_parameters(p)
+            sent += max(sending_ms(n * VALUES_PER_PARAMETER * 4) for n in sizes)
         return sent + self.restart(new, adding=d * p > old[0] * old[1] - lost)
 
     def _last_stage(self, old: Grid, stages: int) -> float:
-        """What the last stage of a new cut has to fetch, nodes taken greedily: the authors' program counts it alone."""
+        """Cost of fetching the last stage of a new cut, with nodes assigned greedily.
+
+        The authors' program counts only this stage.
+        """
         key = old, stages
         if key not in self._recuts:
             before = self.model.cut(old[1]) if old[1] else [0]
@@ -197,22 +213,23 @@ class Costs:
                 best, fewest = None, inf
                 for stage, have in enumerate(left):
                     shared = max(0, sums[min(b, before[stage + 1])] - sums[max(a, before[stage])])
-                    extra = sums[b] - sums[a] - (shared if before[stage] < b and before[stage + 1] > a else 0)
+                    overlaps = before[stage] < b and before[stage + 1] > a
+                    extra = sums[b] - sums[a] - (shared if overlaps else 0)
                     if have and extra < fewest:
                         best, fewest = stage, extra
                 if best is not None:
                     left[best] -= 1
                     need = int(fewest)
-            self._recuts[key] = sending_ms(need * STATES * 4)
+            self._recuts[key] = sending_ms(need * VALUES_PER_PARAMETER * 4)
         return self._recuts[key]
 
 
 Minute = tuple[int, int, int]
-"""(nodes, came, went)."""
+"""(nodes at the end of the minute, joined, lost)."""
 
 
 def minutes(trace: Trace) -> list[Minute]:
-    """The trace by minutes."""
+    """The trace, minute by minute."""
     found: list[Minute] = []
     nodes = 0
     by_minute: dict[int, list[int]] = {}
@@ -220,28 +237,28 @@ def minutes(trace: Trace) -> list[Minute]:
         counts = by_minute.setdefault(int(event.seconds // MINUTE_S), [0, 0])
         counts[event.kind != ADD] += 1
     for minute in range(ceil(trace.end_s / MINUTE_S)):
-        came, went = by_minute.get(minute, (0, 0))
-        nodes += came - went
-        found.append((nodes, came, went))
+        joined, lost = by_minute.get(minute, (0, 0))
+        nodes += joined - lost
+        found.append((nodes, joined, lost))
     return found
 
 
-def ideal(model: Model, trace: Trace) -> float:
-    """Samples a second."""
+def ideal(model: ParcaeModel, trace: Trace) -> float:
+    """Samples per second if changes cost nothing."""
     found = [model.best(nodes) for nodes, _, _ in minutes(trace)]
     return sum(model.throughput[grid] for grid in found if grid) / len(found)
 
 
-def reactive(model: Model, trace: Trace) -> float:
-    """Samples a second."""
-    costs, left, samples = Costs(model), 0.0, 0.0
+def reactive(model: ParcaeModel, trace: Trace) -> float:
+    """Samples per second with a checkpoint and a restart at every change."""
+    costs, left, samples = MigrationCosts(model), 0.0, 0.0
     steps = minutes(trace)
-    for number, (nodes, came, went) in enumerate(steps):
+    for number, (nodes, joined, lost) in enumerate(steps):
         grid = model.best(nodes)
         if grid is None:
             continue
-        if number == 0 or came + went:
-            adding = came > 0 or number == 0
+        if number == 0 or joined + lost:
+            adding = joined > 0 or number == 0
             cost = costs.from_checkpoint(grid, adding=adding, first=number == 0)
             left = cost + costs.restart(grid, adding=adding) if left > 0 else cost
         samples += model.throughput[grid] * max(0.0, MINUTE_S - left / 1000)
@@ -249,41 +266,52 @@ def reactive(model: Model, trace: Trace) -> float:
     return samples / (len(steps) * MINUTE_S)
 
 
-def forecasting(model: Model, trace: Trace) -> float:
-    """Parcae's samples a second when it knows what comes."""
-    costs, steps = Costs(model), minutes(trace)
-    nodes, grid, left, samples = 0, NONE, 0.0, 0.0
-    for number, (there, _, went) in enumerate(steps):
-        if not model.grids(there):
-            nodes, grid, left = there, NONE, 0.0
+def proactive(model: ParcaeModel, trace: Trace) -> float:
+    """Samples per second of Parcae with a perfect forecast."""
+    costs, steps = MigrationCosts(model), minutes(trace)
+    nodes, grid, left, samples = 0, NO_GRID, 0.0, 0.0
+    for number, (present, _, lost) in enumerate(steps):
+        if not model.grids(present):
+            nodes, grid, left = present, NO_GRID, 0.0
             continue
         chosen = _solve(model, costs, nodes, grid, left, steps[number : number + LOOK_AHEAD])
-        cost = costs.moving(nodes, grid, went, chosen)
+        cost = costs.moving(nodes, grid, lost, chosen)
         if cost > 0:
-            left = cost + costs.again(chosen) if left > 0 else cost
+            left = cost + costs.restart(chosen, adding=False) if left > 0 else cost
         samples += model.throughput[chosen] * max(0.0, MINUTE_S - left / 1000)
         left = max(0.0, left - MINUTE_S * 1000)
-        nodes, grid = there, chosen
+        nodes, grid = present, chosen
     return samples / (len(steps) * MINUTE_S)
 
 
-def _solve(model: Model, costs: Costs, nodes: int, grid: Grid, left: float, coming: Sequence[Minute]) -> Grid:
-    """The grid for the first of the coming minutes that leads to the most samples over all of them."""
+def _solve(
+    model: ParcaeModel,
+    costs: MigrationCosts,
+    nodes: int,
+    grid: Grid,
+    left: float,
+    coming: Sequence[Minute],
+) -> Grid:
+    """The grid for the next minute that leads to the most samples over all coming minutes."""
     states: dict[Grid, tuple[float, float, Grid | None]] = {grid: (0.0, left, None)}
-    """Grid: (samples, milliseconds of a change that are left, grid of the first minute)."""
-    for there, _, went in coming:
-        if not model.grids(there):
-            nodes = there
+    """By grid: (samples, remaining milliseconds of a change, grid of the first minute)."""
+    for present, _, lost in coming:
+        if not model.grids(present):
+            nodes = present
             continue
         following: dict[Grid, tuple[float, float, Grid | None]] = {}
         for old, (samples, still, first) in states.items():
-            for new in model.grids(there):
-                cost = costs.moving(nodes, old, went, new)
-                pause = (cost + costs.again(new) if still > 0 else cost) if cost > 0 else still
+            for new in model.grids(present):
+                cost = costs.moving(nodes, old, lost, new)
+                pause = (
+                    (cost + costs.restart(new, adding=False) if still > 0 else cost)
+                    if cost > 0
+                    else still
+                )
                 work = max(0.0, MINUTE_S - pause / 1000) * model.throughput[new]
                 rest = max(0.0, pause - MINUTE_S * 1000)
                 best = following.get(new)
                 if best is None or (samples + work, -rest) > (best[0], -best[1]):
                     following[new] = samples + work, rest, first or new
-        states, nodes = following, there
+        states, nodes = following, present
     return max(states.values(), key=lambda state: (state[0], -state[1]))[2] or grid

@@ -1,24 +1,24 @@
-"""Parcae's rules on small traces; against its published values: tests/simulator/reproduce/test_published.py."""
+"""Parcae's rules on small traces. test_published.py has the published values."""
 
 from __future__ import annotations
 
 import pytest
-from elastic_sim.reproduce.parcae import (
-    NONE,
-    Costs,
-    forecasting,
+from elastic_sim.reproduce.parcae_artifact import (
+    NO_GRID,
+    MigrationCosts,
     ideal,
     minutes,
+    proactive,
     reactive,
     sending_ms,
 )
-from elastic_sim.reproduce.parcae_models import BERT, GPT_1_5B, GPT_6_7B, MODELS
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
+from elastic_sim.reproduce.parcae_measurements import BERT, GPT_1_5B, GPT_6_7B, MODELS
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 
 def trace_of(*changes: tuple[int, int], end: int = 30) -> Trace:
     """(minute, nodes from then on)."""
-    events, there, made = [], [], 0
+    events, there, made = list[Event](), list[str](), 0
     for minute, nodes in changes:
         while len(there) < nodes:
             made += 1
@@ -26,7 +26,7 @@ def trace_of(*changes: tuple[int, int], end: int = 30) -> Trace:
             events.append(Event(60.0 * minute, ADD, there[-1]))
         while len(there) > nodes:
             events.append(Event(60.0 * minute, REMOVE, there.pop()))
-    return check(events, 60.0 * end)
+    return build_trace(events, 60.0 * end)
 
 
 def test_minutes() -> None:
@@ -43,32 +43,36 @@ def test_sending_follows_the_measured_points() -> None:
 def test_stages_cover_all_layers(model) -> None:  # type: ignore[no-untyped-def]
     for _, stages in model.throughput:
         ends = model.cut(stages)
-        assert ends[0] == 0 and ends[-1] == len(model.sizes) == model.layers + 2 and len(ends) == stages + 1
+        assert (
+            ends[0] == 0
+            and ends[-1] == len(model.sizes) == model.layers + 2
+            and len(ends) == stages + 1
+        )
         assert sum(model.stage_parameters(stages)) == sum(model.sizes)
 
 
 @pytest.mark.parametrize("model", [GPT_1_5B, BERT])
 def test_nothing_beats_the_ideal_and_a_forecast_beats_none(model) -> None:  # type: ignore[no-untyped-def]
     trace = trace_of((0, 32), (5, 29), (6, 26), (9, 24), (15, 30), (20, 21))
-    best, known, surprised = (way(model, trace) for way in (ideal, forecasting, reactive))
+    best, known, surprised = (way(model, trace) for way in (ideal, proactive, reactive))
     assert best > known > surprised > 0
 
 
 def test_without_changes_only_the_start_costs() -> None:
     trace = trace_of((0, 32), end=60)
-    best = GPT_1_5B.throughput[GPT_1_5B.best(32) or NONE]
+    best = GPT_1_5B.throughput[GPT_1_5B.best(32) or NO_GRID]
     assert ideal(GPT_1_5B, trace) == pytest.approx(best)
-    assert forecasting(GPT_1_5B, trace) == pytest.approx(best, rel=0.03)
+    assert proactive(GPT_1_5B, trace) == pytest.approx(best, rel=0.03)
 
 
-def test_too_few_nodes_train_nothing_and_begin_again() -> None:
+def test_training_pauses_without_enough_nodes() -> None:
     trace = trace_of((0, 16), (5, 8), (10, 16))
-    found = forecasting(GPT_6_7B, trace)
-    assert 0 < found < ideal(GPT_6_7B, trace) < GPT_6_7B.throughput[GPT_6_7B.best(16) or NONE]
+    found = proactive(GPT_6_7B, trace)
+    assert 0 < found < ideal(GPT_6_7B, trace) < GPT_6_7B.throughput[GPT_6_7B.best(16) or NO_GRID]
 
 
-def test_a_move_within_stages_is_cheaper_than_one_between_them() -> None:
-    costs = Costs(GPT_1_5B)
+def test_a_move_within_stages_is_cheaper_than_between_stages() -> None:
+    costs = MigrationCosts(GPT_1_5B)
     stay, within, recut = (
         costs.moving(32, (4, 8), *more) for more in ((0, (4, 8)), (1, (3, 8)), (1, (3, 10)))
     )
@@ -88,8 +92,8 @@ def test_a_move_within_stages_is_cheaper_than_one_between_them() -> None:
         (BERT, (1, 16), 8696, 1596),
     ],
 )
-def test_restarts_cost_what_the_authors_program_says(model, grid, adding, removing) -> None:  # type: ignore[no-untyped-def]
-    costs = Costs(model)
+def test_restart_costs_equal_those_of_the_authors_program(model, grid, adding, removing) -> None:  # type: ignore[no-untyped-def]
+    costs = MigrationCosts(model)
     assert costs.restart(grid, adding=True) == pytest.approx(adding, abs=0.01)
     assert costs.restart(grid, adding=False) == pytest.approx(removing, abs=0.01)
 
@@ -104,8 +108,8 @@ def test_restarts_cost_what_the_authors_program_says(model, grid, adding, removi
         (18, (4, 4), 0, (10, 2), 14298.300),
     ],
 )
-def test_moves_of_bert_cost_what_the_authors_program_says(nodes, old, lost, new, ms) -> None:  # type: ignore[no-untyped-def]
-    assert Costs(BERT).moving(nodes, old, lost, new) == pytest.approx(ms, abs=0.01)
+def test_bert_migration_costs_equal_those_of_the_authors_program(nodes, old, lost, new, ms) -> None:  # type: ignore[no-untyped-def]
+    assert MigrationCosts(BERT).moving(nodes, old, lost, new) == pytest.approx(ms, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +129,6 @@ def test_bert_s_best_grids(nodes, grid) -> None:  # type: ignore[no-untyped-def]
     assert BERT.best(nodes) == grid
 
 
-def test_every_grid_of_a_timed_model_has_a_time_to_build() -> None:
+def test_every_grid_of_a_timed_model_has_a_build_time() -> None:
     for model in (GPT_6_7B, BERT):
         assert {stages for _, stages in model.grids(32)} <= set(model.build_ms)

@@ -1,19 +1,22 @@
-"""Models of two rivals' planners, written from their papers, to compare plans under one cost model.
+"""Models of the planners of Varuna and Oobleck, to compare plans under one cost model.
 
-**Oobleck** (Jang et al., SOSP 2023). Nodes are equal. A template for n nodes is a pipeline of n stages (one device a
-node) cut so that T1 + T2 + T3 is least: T1 = sum of the stages' times w, T2 = (4 S - S + k - 1) w_k with k the
-slowest of S stages, T3 = sum from stage k on. Templates exist from n0 nodes, the fewest whose memory suffices.
-Pipelines are made of templates so that all nodes are used and there are at least f + 1 of them; micro-batches even
-the pipelines out. Here: the best cuts by T1 + T2 + T3 are found exactly (their programme keeps one best per
-sub-problem and can miss them); of all multisets of templates, for every number of pipelines the one of greatest
-total rate; among those the fastest under OUR cost model; recomputation wherever it makes a template feasible or
-faster; where f + 1 = 2 pipelines do not fit, one.
+**Varuna** (Athlur et al., EuroSys 2022), `plan_varuna`. All pipelines have one depth P, and there
+are D = floor(N / P) of them. Stages have equal numbers of blocks, and all pipelines the same number
+of micro-batches (as nearly as they divide). Varuna finds P by simulation; here the cost model does.
+The paper always recomputes activations; here the planner may also keep them.
 
-**Varuna** (Athlur et al., EuroSys 2022). One depth P for all pipelines, D = floor(N / P) of them, stages of equal
-numbers of blocks, the same micro-batches for each (as nearly as they divide), P by simulation: here, by OUR cost
-model. The paper always recomputes activations; here it may also do without.
+**Oobleck** (Jang et al., SOSP 2023), `plan_oobleck`. Nodes are equal. A template for n nodes is a
+pipeline of n stages (one device per node). Its cuts minimise T1 + T2 + T3: T1 = sum of the stages'
+times w, T2 = (4 S - S + k - 1) w_k with k the slowest of S stages, T3 = sum from stage k on.
+Templates exist from n0 nodes, the fewest with enough memory. Pipelines are made of templates, at
+least f + 1 of them, so that all nodes are used; micro-batches balance the pipelines. This model
+differs from the paper as follows. It finds the best cuts exactly (the paper's program keeps one
+best per sub-problem and can miss them). For every number of pipelines it takes the multiset of
+templates with the greatest total rate, and of these the fastest under our cost model. It recomputes
+wherever that makes a template feasible or faster. Where f + 1 = 2 pipelines do not fit, it uses
+one.
 
-Both plan 1F1B. Where they have a choice it is made for them by our cost model, which they do not have.
+Both planners use the 1F1B schedule. Our cost model, which they do not have, makes their choices.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ from math import inf
 from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.profile import Profile
 
-Seconds = Callable[[Plan], float]
-"""Seconds of a step of a plan, under the cost model that all are compared with."""
-REPLICAS = 2
+StepSeconds = Callable[[Plan], float]
+"""Step time of a plan under the cost model that compares all plans."""
+MIN_PIPELINES = 2
 """Oobleck's f + 1."""
-PRICED = 4
-"""Shapes that are priced in full."""
+MAX_PRICED = 4
+"""Number of shapes that the full cost model prices."""
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """A pipeline before nodes are known."""
+class PipelineTemplate:
+    """A pipeline whose nodes are not yet known."""
 
     cuts: tuple[int, ...]
     recompute: bool
@@ -52,30 +55,37 @@ class Template:
 
     @property
     def rate(self) -> float:
-        """Micro-batches a second."""
+        """Micro-batches per second."""
         return 4 * self.depth / self.seconds
 
 
 @dataclass(frozen=True, eq=False)
-class Equal:
-    """Equal nodes with one unit each; prefix sums over layers, with and without recomputation."""
+class EqualNodes:
+    """Equal nodes with one unit each. Lists are prefix sums over layers."""
 
     profile: Profile
     microbatches: int
     memory_bytes: float
-    """Of a worker."""
+    """Memory of one worker."""
     time: dict[bool, list[float]] = field(init=False)
+    """Forward and backward seconds, by whether activations are recomputed."""
     fixed: list[float] = field(init=False)
+    """Bytes of parameters, optimizer state and gradients."""
     activation: list[float] = field(init=False)
+    """Bytes of activations per micro-batch."""
     widest: float = field(init=False)
+    """Bytes of the largest output of a layer."""
 
     def __post_init__(self) -> None:
         times, layers, tp = self.profile.devices[0].layers, self.profile.layers, self.profile.tp
         sums = {
-            again: list(
-                accumulate((t.forward_s * (2 if again else 1) + t.backward_s for t in times), initial=0.0)
+            recompute: list(
+                accumulate(
+                    (t.forward_s * (2 if recompute else 1) + t.backward_s for t in times),
+                    initial=0.0,
+                )
             )
-            for again in (False, True)
+            for recompute in (False, True)
         }
         held = [-(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers]
         object.__setattr__(self, "time", sums)
@@ -90,13 +100,13 @@ class Equal:
         return len(self.fixed) - 1
 
     def needs(self, first: int, last: int, ahead: int, recompute: bool) -> float:
-        """Bytes of a stage with `ahead` micro-batches in flight."""
+        """Bytes of a stage with `ahead` micro-batches under way."""
         activation = self.activation[last] - self.activation[first]
         kept = ahead * self.widest + activation if recompute else ahead * activation
         return self.fixed[last] - self.fixed[first] + kept
 
     def tail(self, first: int, last: int, per_byte: float) -> float:
-        """Seconds to reduce and update a stage."""
+        """Seconds to reduce the gradients of a stage and to update it."""
         layers, times = self.profile.layers[first:last], self.profile.devices[0].layers[first:last]
         sent = sum(layer.gradient_bytes for layer in layers) / self.profile.tp
         return per_byte * sent + sum(t.update_s for t in times)
@@ -109,36 +119,49 @@ class Equal:
         )
 
 
-def oobleck(cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds) -> Plan | None:
-    """The best plan that Oobleck's templates allow, or None."""
-    return _best(cluster, nodes, seconds, _instantiations(cluster, len(nodes)))
+def plan_oobleck(
+    cluster: EqualNodes, nodes: Sequence[NodeInfo], seconds: StepSeconds
+) -> Plan | None:
+    """The best plan of Oobleck's templates, or None if no plan fits."""
+    return _best(cluster, nodes, seconds, _template_sets(cluster, len(nodes)))
 
 
-def varuna(cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds) -> Plan | None:
-    """The best plan of Varuna's (P, D), or None."""
+def plan_varuna(
+    cluster: EqualNodes, nodes: Sequence[NodeInfo], seconds: StepSeconds
+) -> Plan | None:
+    """The best grid of equal pipelines, Varuna's (P, D), or None if none fits."""
     return _best(cluster, nodes, seconds, _grids(cluster, len(nodes)))
 
 
-def grid(cluster: Equal, nodes: Sequence[NodeInfo], depth: int) -> Plan | None:
-    """As many equal pipelines of this depth as fit, with recomputation only where memory asks for it; or None."""
+def plan_grid(cluster: EqualNodes, nodes: Sequence[NodeInfo], depth: int) -> Plan | None:
+    """As many equal pipelines of this depth as fit, or None.
+
+    Activations are recomputed only if memory requires it.
+    """
     found = list(_grids(cluster, len(nodes), depth))
     if not found:
         return None
     shape = min(found, key=lambda made: made[0].seconds)
-    return _plan(cluster, nodes, shape, _deal(cluster, shape))
+    return _plan(cluster, nodes, shape, _split_microbatches(cluster, shape))
 
 
 def _best(
-    cluster: Equal, nodes: Sequence[NodeInfo], seconds: Seconds, shapes: Iterable[list[Template]]
+    cluster: EqualNodes,
+    nodes: Sequence[NodeInfo],
+    seconds: StepSeconds,
+    shapes: Iterable[list[PipelineTemplate]],
 ) -> Plan | None:
-    """The shapes that are best by the closed form are priced in full, and the fastest of them is the plan."""
-    dealt = [(shape, _deal(cluster, shape)) for shape in shapes]
-    dealt.sort(key=lambda item: _closed_form(cluster, *item))
-    return min((_plan(cluster, nodes, *item) for item in dealt[:PRICED]), key=seconds, default=None)
+    """The fastest plan of the `MAX_PRICED` shapes that are best by the closed form."""
+    options = [(shape, _split_microbatches(cluster, shape)) for shape in shapes]
+    options.sort(key=lambda option: _closed_form_s(cluster, *option))
+    plans = (_plan(cluster, nodes, *option) for option in options[:MAX_PRICED])
+    return min(plans, key=seconds, default=None)
 
 
-def _closed_form(cluster: Equal, shape: Sequence[Template], counts: Sequence[int]) -> float:
-    """The cost model's step: sum + (m - 1) * max of the stages' times, reduction, update."""
+def _closed_form_s(
+    cluster: EqualNodes, shape: Sequence[PipelineTemplate], counts: Sequence[int]
+) -> float:
+    """Step time: sum + (m - 1) * max of the stages' times, then reduction and update."""
     k, link = len(shape), cluster.profile.link
     per_byte = 2 * (k - 1) / k / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
     ends, tails = [], []
@@ -149,8 +172,11 @@ def _closed_form(cluster: Equal, shape: Sequence[Template], counts: Sequence[int
     return max(ends) + max(tails)
 
 
-def _grids(cluster: Equal, nodes: int, only: int = 0) -> Iterator[list[Template]]:
-    """D equal pipelines of depth P, for every P (or one); embedding and head stay with the blocks beside them."""
+def _grids(cluster: EqualNodes, nodes: int, only: int = 0) -> Iterator[list[PipelineTemplate]]:
+    """D equal pipelines of depth P, for every P, or for depth `only`.
+
+    The embedding and the head are in the stage of the block next to them.
+    """
     blocks = cluster.n_layers - 2
     for depth in range(only or 1, min(nodes, blocks, only or blocks) + 1):
         inner = [1 + round(i * blocks / depth) for i in range(1, depth)]
@@ -160,32 +186,37 @@ def _grids(cluster: Equal, nodes: int, only: int = 0) -> Iterator[list[Template]
         for recompute in (True, False):
             if cluster.fits(cuts, share, recompute):
                 slowest = max(_times(cluster, cuts, recompute))
-                yield [Template(cuts, recompute, 4 * depth * slowest)] * pipelines
+                yield [PipelineTemplate(cuts, recompute, 4 * depth * slowest)] * pipelines
 
 
-def _instantiations(cluster: Equal, nodes: int) -> Iterator[list[Template]]:
-    """For each number of pipelines the multiset of templates that uses all nodes (or as many as templates can)
-    and has the greatest total rate."""
+def _template_sets(cluster: EqualNodes, nodes: int) -> Iterator[list[PipelineTemplate]]:
+    """For each number of pipelines, the multiset of templates with the greatest total rate.
+
+    It uses all nodes, or as many as templates can.
+    """
     most = min(nodes, cluster.microbatches)
-    table = _table(cluster, nodes)
-    for pipelines in range(min(REPLICAS, most), most + 1):
+    table = _rate_table(cluster, nodes)
+    counts = list(range(min(MIN_PIPELINES, most), most + 1))
+    if nodes < MIN_PIPELINES or not any(rate > 0 for rate, _ in table[MIN_PIPELINES]):
+        counts.append(1)
+    for pipelines in counts:
         used = next((n for n in range(nodes, 0, -1) if table[pipelines][n][0] > 0), 0)
         if used:
             yield _multiset(cluster, table, pipelines, used)
-    if nodes < REPLICAS or not any(rate > 0 for rate, _ in table[REPLICAS]):
-        used = next((n for n in range(nodes, 0, -1) if table[1][n][0] > 0), 0)
-        if used:
-            yield _multiset(cluster, table, 1, used)
 
 
-Table = list[list[tuple[float, int]]]
+RateTable = list[list[tuple[float, int]]]
+"""[pipelines][nodes]: (greatest total rate, nodes of one template in it); rate 0: impossible."""
 
 
 @lru_cache(maxsize=256)
-def _table(cluster: Equal, nodes: int) -> Table:
-    """[pipelines][nodes]: (greatest total rate, nodes of one template in it); rate 0: impossible."""
-    rates = {n: t.rate for n in range(1, min(nodes, cluster.n_layers) + 1) if (t := template(cluster, n))}
-    table: Table = [[(0.0, 0)] * (nodes + 1)]
+def _rate_table(cluster: EqualNodes, nodes: int) -> RateTable:
+    rates = {
+        n: t.rate
+        for n in range(1, min(nodes, cluster.n_layers) + 1)
+        if (t := best_template(cluster, n))
+    }
+    table: RateTable = [[(0.0, 0)] * (nodes + 1)]
     for pipelines in range(1, min(nodes, cluster.microbatches) + 1):
         row = []
         for n in range(nodes + 1):
@@ -200,11 +231,14 @@ def _table(cluster: Equal, nodes: int) -> Table:
     return table
 
 
-def _multiset(cluster: Equal, table: Table, pipelines: int, nodes: int) -> list[Template]:
+def _multiset(
+    cluster: EqualNodes, table: RateTable, pipelines: int, nodes: int
+) -> list[PipelineTemplate]:
+    """The templates of one table entry, the deepest first."""
     found = []
     for left in range(pipelines, 0, -1):
         size = table[left][nodes][1]
-        made = template(cluster, size)
+        made = best_template(cluster, size)
         assert made is not None
         found.append(made)
         nodes -= size
@@ -212,15 +246,18 @@ def _multiset(cluster: Equal, table: Table, pipelines: int, nodes: int) -> list[
 
 
 @lru_cache(maxsize=4096)
-def template(cluster: Equal, depth: int) -> Template | None:
-    """The cuts into `depth` stages with the least T1 + T2 + T3 that fit in memory."""
+def best_template(cluster: EqualNodes, depth: int) -> PipelineTemplate | None:
+    """The cuts into `depth` stages with the least T1 + T2 + T3 that fit in memory, or None."""
     found = [made for recompute in (False, True) if (made := _cut(cluster, depth, recompute))]
     return min(found, key=lambda t: t.seconds, default=None)
 
 
-def _cut(cluster: Equal, depth: int, recompute: bool) -> Template | None:
-    """Try limits on the slowest stage from small to large; with limit w every stage but the slowest one may be
-    anything up to w, and the later the slowest one begins the less T3 is."""
+def _cut(cluster: EqualNodes, depth: int, recompute: bool) -> PipelineTemplate | None:
+    """Try limits on the slowest stage's time, from small to large.
+
+    With limit w, every other stage may take any time up to w. T3 is the smaller, the later the
+    slowest stage begins.
+    """
     time, n = cluster.time[recompute], cluster.n_layers
     spans: dict[float, list[tuple[int, int]]] = {}
     for a in range(n):
@@ -230,7 +267,10 @@ def _cut(cluster: Equal, depth: int, recompute: bool) -> Template | None:
     for limit in sorted(spans):
         if time[-1] + (3 * depth + 1) * limit >= best_s:
             break
-        ends, begins = _ends(cluster, depth, recompute, limit), _begins(cluster, depth, recompute, limit)
+        ends, begins = (
+            _ends(cluster, depth, recompute, limit),
+            _begins(cluster, depth, recompute, limit),
+        )
         for k in range(depth):
             for a, b in reversed(spans[limit]):
                 total = time[-1] + (3 * depth + k) * limit + time[-1] - time[a]
@@ -239,14 +279,14 @@ def _cut(cluster: Equal, depth: int, recompute: bool) -> Template | None:
                 left, right = k <= a <= ends[k], begins[k + 1] <= b <= n - (depth - 1 - k)
                 ahead = min(depth - k, cluster.microbatches)
                 if left and right and cluster.needs(a, b, ahead, recompute) <= cluster.memory_bytes:
-                    cuts = _join(ends, begins, k, a, b)
-                    best, best_s = Template(cuts, recompute, total), total
+                    cuts = _cuts_around(ends, begins, k, a, b)
+                    best, best_s = PipelineTemplate(cuts, recompute, total), total
                     break
     return best
 
 
-def _ends(cluster: Equal, depth: int, recompute: bool, limit: float) -> list[int]:
-    """[s]: the furthest layer that the first s stages can reach; -1 where they cannot be."""
+def _ends(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> list[int]:
+    """[s]: the last layer that the first s stages can reach; -1: impossible."""
     found, n = [0], cluster.n_layers
     for s in range(depth):
         far, ahead = found[-1], min(depth - s, cluster.microbatches)
@@ -256,7 +296,7 @@ def _ends(cluster: Equal, depth: int, recompute: bool, limit: float) -> list[int
     return found
 
 
-def _reach(cluster: Equal, first: int, ahead: int, recompute: bool, limit: float) -> int:
+def _reach(cluster: EqualNodes, first: int, ahead: int, recompute: bool, limit: float) -> int:
     time = cluster.time[recompute]
     last = bisect_right(time, time[first] + limit + 1e-12) - 1
     while last > first and cluster.needs(first, last, ahead, recompute) > cluster.memory_bytes:
@@ -264,8 +304,11 @@ def _reach(cluster: Equal, first: int, ahead: int, recompute: bool, limit: float
     return last
 
 
-def _begins(cluster: Equal, depth: int, recompute: bool, limit: float) -> list[int]:
-    """[s]: the first layer that stages s, s+1, ... can begin at and still cover the rest; beyond all if they cannot."""
+def _begins(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> list[int]:
+    """[s]: the first layer at which stages s, s+1, ... can begin and still cover the rest.
+
+    A value above the number of layers: impossible.
+    """
     n, time = cluster.n_layers, cluster.time[recompute]
     found = [n]
     for s in range(depth - 1, -1, -1):
@@ -281,16 +324,16 @@ def _begins(cluster: Equal, depth: int, recompute: bool, limit: float) -> list[i
     return found[::-1]
 
 
-def _join(ends: list[int], begins: list[int], k: int, a: int, b: int) -> tuple[int, ...]:
-    """Cuts with stage k at [a, b): the stages before it as long as they can be, those after it too."""
+def _cuts_around(ends: list[int], begins: list[int], k: int, a: int, b: int) -> tuple[int, ...]:
+    """Cuts with stage k at [a, b) and all other stages as long as possible."""
     before = [min(ends[s], a - (k - s)) for s in range(k + 1)]
     depth = len(begins) - 1
     after = [max(begins[s], b + (s - k - 1)) for s in range(k + 1, depth + 1)]
     return (*before, *after)
 
 
-def _times(cluster: Equal, cuts: Sequence[int], recompute: bool) -> list[float]:
-    """Seconds of each stage for one micro-batch, with the hop behind it."""
+def _times(cluster: EqualNodes, cuts: Sequence[int], recompute: bool) -> list[float]:
+    """Seconds of each stage per micro-batch, including the message to the next stage."""
     time, layers, link = cluster.time[recompute], cluster.profile.layers, cluster.profile.link
     return [
         time[b] - time[a] + (2 * link.seconds(layers[b - 1].output_bytes) if b < cuts[-1] else 0.0)
@@ -299,12 +342,17 @@ def _times(cluster: Equal, cuts: Sequence[int], recompute: bool) -> list[float]:
 
 
 def _plan(
-    cluster: Equal, nodes: Sequence[NodeInfo], shape: Sequence[Template], counts: Sequence[int]
+    cluster: EqualNodes,
+    nodes: Sequence[NodeInfo],
+    shape: Sequence[PipelineTemplate],
+    counts: Sequence[int],
 ) -> Plan:
-    """Put templates on nodes in order."""
+    """The plan that assigns nodes to templates in order."""
     names, index, pipelines = iter(info.node for info in nodes), 0, []
     for made, count in zip(shape, counts, strict=True):
-        stages = tuple(Stage(Unit(next(names)), a, b, made.recompute) for a, b in pairwise(made.cuts))
+        stages = tuple(
+            Stage(Unit(next(names)), a, b, made.recompute) for a, b in pairwise(made.cuts)
+        )
         pipelines.append(Pipeline(stages, tuple(range(index, index + count))))
         index += count
     return Plan(
@@ -319,8 +367,11 @@ def _plan(
     )
 
 
-def _deal(cluster: Equal, shape: Sequence[Template]) -> list[int]:
-    """Micro-batches of each pipeline: one each, then each further one to the pipeline that would end first with it."""
+def _split_microbatches(cluster: EqualNodes, shape: Sequence[PipelineTemplate]) -> list[int]:
+    """Micro-batches of each pipeline.
+
+    Each pipeline gets one. Each further one goes to the pipeline that would end first with it.
+    """
     times = {made: _times(cluster, made.cuts, made.recompute) for made in set(shape)}
     counts = [1] * len(shape)
     heap = [(sum(times[made]) + max(times[made]), i) for i, made in enumerate(shape)]

@@ -1,4 +1,4 @@
-"""The models of the rivals' planners do what their papers say."""
+"""The models of the rivals' planners follow their papers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from elastic_sim.steps.rivals import Equal, Seconds, oobleck, template, varuna
+from elastic_sim.steps.rival_planners import (
+    EqualNodes,
+    StepSeconds,
+    best_template,
+    plan_oobleck,
+    plan_varuna,
+)
 
 from elastic.domain.types import LayerSpec, NodeInfo, Plan
 from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
@@ -17,20 +23,23 @@ UNLIMITED = float(1 << 62)
 
 def cluster(
     times: list[float], *, microbatches: int = 8, memory: float = UNLIMITED, activation: int = 1
-) -> Equal:
+) -> EqualNodes:
     """Layers of these seconds (a third of them forward); each holds ten bytes."""
     layers = tuple(
-        LayerSpec(2, 4, 4, t / 3, 2 * t / 3, activation_bytes=activation, output_bytes=0) for t in times
+        LayerSpec(2, 4, 4, t / 3, 2 * t / 3, activation_bytes=activation, output_bytes=0)
+        for t in times
     )
     device = Device("x", tuple(LayerTimes(t / 3, 2 * t / 3) for t in times))
-    return Equal(Profile(model="m", layers=layers, devices=(device,), link=LinkProfile(1e9)), microbatches, memory)
+    return EqualNodes(
+        Profile(model="m", layers=layers, devices=(device,), link=LinkProfile(1e9)), microbatches, memory
+    )
 
 
 def nodes(count: int) -> list[NodeInfo]:
     return [NodeInfo(f"node{i}", "", "") for i in range(count)]
 
 
-def finish(found: Equal) -> Seconds:
+def finish(found: EqualNodes) -> StepSeconds:
     """Seconds of a plan without communication: the slowest pipeline by 1F1B."""
 
     def seconds(plan: Plan) -> float:
@@ -44,7 +53,7 @@ def finish(found: Equal) -> Seconds:
     return seconds
 
 
-def published_time(found: Equal, cuts: tuple[int, ...], recompute: bool) -> float:
+def published_time(found: EqualNodes, cuts: tuple[int, ...], recompute: bool) -> float:
     """T1 + T2 + T3 as in the paper, stages counted from 1."""
     time = found.time[recompute]
     w = [time[b] - time[a] for a, b in pairwise(cuts)]
@@ -68,7 +77,7 @@ def test_templates_are_the_best_cuts(seed: int, tight: bool) -> None:
             for recompute in (False, True)
             if found.fits((0, *inner, len(times)), 8, recompute)
         ]
-        made = template(found, depth)
+        made = best_template(found, depth)
         assert (made is None) == (not options)
         if made is not None:
             assert made.seconds == pytest.approx(min(options))
@@ -79,7 +88,7 @@ def test_templates_are_the_best_cuts(seed: int, tight: bool) -> None:
 @pytest.mark.parametrize("count", range(2, 14))
 def test_oobleck_uses_all_nodes_in_two_pipelines_or_more(count: int) -> None:
     found = cluster([1.0] * 8, microbatches=16)
-    plan = oobleck(found, nodes(count), finish(found))
+    plan = plan_oobleck(found, nodes(count), finish(found))
     assert plan is not None
     validate_plan(plan)
     assert len(plan.pipelines) >= 2
@@ -88,16 +97,16 @@ def test_oobleck_uses_all_nodes_in_two_pipelines_or_more(count: int) -> None:
 
 def test_oobleck_without_room_for_a_replica_runs_one_pipeline() -> None:
     found = cluster([1.0] * 4, memory=22.0)
-    assert template(found, 1) is None
-    plan = oobleck(found, nodes(3), finish(found))
+    assert best_template(found, 1) is None
+    plan = plan_oobleck(found, nodes(3), finish(found))
     assert plan is not None and len(plan.pipelines) == 1
-    assert oobleck(found, nodes(1), finish(found)) is None
+    assert plan_oobleck(found, nodes(1), finish(found)) is None
 
 
 def test_varuna_is_a_grid_of_equal_cuts() -> None:
     found = cluster([0.1, *[1.0] * 6, 0.1], microbatches=12)
     for count in range(1, 14):
-        plan = varuna(found, nodes(count), finish(found))
+        plan = plan_varuna(found, nodes(count), finish(found))
         assert plan is not None
         validate_plan(plan)
         depths = {len(p.stages) for p in plan.pipelines}
@@ -110,12 +119,12 @@ def test_varuna_is_a_grid_of_equal_cuts() -> None:
         assert max(shares) - min(shares) <= 1
 
 
-def test_varuna_recomputes_where_memory_asks_for_it() -> None:
+def test_varuna_recomputes_only_if_memory_requires_it() -> None:
     found = cluster([1.0] * 4, memory=46.0, activation=5)
-    plan = varuna(found, nodes(1), finish(found))
+    plan = plan_varuna(found, nodes(1), finish(found))
     assert plan is None
     roomy = cluster([1.0] * 4, memory=61.0, activation=5)
-    plan = varuna(roomy, nodes(1), finish(roomy))
+    plan = plan_varuna(roomy, nodes(1), finish(roomy))
     assert plan is not None and plan.pipelines[0].stages[0].recompute is False
-    plan = varuna(cluster([1.0] * 4, memory=36.0, activation=5), nodes(2), finish(roomy))
+    plan = plan_varuna(cluster([1.0] * 4, memory=36.0, activation=5), nodes(2), finish(roomy))
     assert plan is not None and all(s.recompute for s in plan.pipelines[0].stages)

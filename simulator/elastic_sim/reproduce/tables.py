@@ -1,0 +1,291 @@
+"""Published tables beside the values that we compute from the published rules and constants.
+
+`TABLES` maps the name of a table to a function that returns its rows. The tables in `RECORDED` need
+recorded traces, which are not part of this repository.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from elastic.domain.errors import FieldError
+from elastic_sim.reproduce import formulas, oobleck_artifact
+from elastic_sim.reproduce import parcae_measurements as parcae_models
+from elastic_sim.reproduce.parcae_artifact import ideal, proactive, reactive
+from elastic_sim.traces.importers import bamboo
+from elastic_sim.traces.importers import parcae as parcae_trace
+from elastic_sim.traces.trace import Trace
+
+Row = dict[str, Any]
+"""Keys: model, system, trace, value, published (None: not published)."""
+
+
+class PublishedValue(float):
+    """A published value with the digits that were printed: 287.10 has two decimals."""
+
+    text: str
+    decimals: int
+
+    def __new__(cls, text: str) -> Self:
+        made = super().__new__(cls, text)
+        made.text, made.decimals = text, len(text.partition(".")[2])
+        return made
+
+
+def published_values(text: str) -> tuple[PublishedValue, ...]:
+    """Values from a text with blanks between them."""
+    return tuple(PublishedValue(word) for word in text.split())
+
+
+OOBLECK_TRACES = {
+    "6h": "6h.csv",
+    "3h": "3h.csv",
+    "1h": "1h.csv",
+    "30m": "30m.csv",
+    "10m": "10m.csv",
+    "scaled-p3": "scale_p3-trace.csv",
+    "scaled-g4dn": "scale_gcp-trace.csv",
+}
+OOBLECK_PUBLISHED = {
+    ("6h", "bert-large"): published_values("77.04 260.11 287.10"),
+    ("6h", "gpt2"): published_values("17.47 86.51 85.59"),
+    ("6h", "gpt3-6.7b"): published_values("0.00 4.14 4.33"),
+    ("1h", "bert-large"): published_values("75.60 246.03 286.28"),
+    ("1h", "gpt2"): published_values("17.13 85.17 85.42"),
+    ("1h", "gpt3-6.7b"): published_values("0.00 2.69 4.22"),
+    ("10m", "bert-large"): published_values("69.84 173.52 282.11"),
+    ("10m", "gpt2"): published_values("16.01 76.39 84.81"),
+    ("10m", "gpt3-6.7b"): published_values("0.00 0.26 3.55"),
+    ("scaled-p3", "bert-large"): published_values("63.6 187.7 221.4"),
+    ("scaled-p3", "gpt2"): published_values("14.3 64.6 66.8"),
+    ("scaled-p3", "gpt3-6.7b"): published_values("0.00 0.00 2.68"),
+}
+"""Samples/s of Bamboo, Varuna and Oobleck, printed by the authors' program (0: out of memory)."""
+ORACLE_PUBLISHED = {
+    **{("gpt3-6.7b", name): PublishedValue("4.69") for name in ("6h", "3h", "1h", "30m", "10m")},
+    ("gpt3-6.7b", "scaled-p3"): PublishedValue("4.80"),
+}
+"""Samples/s of the best system at each number of nodes, if changes cost nothing.
+
+Integrated from the artifact's tables.
+"""
+SHARE_PUBLISHED = {("gpt3-6.7b", "scaled-p3"): PublishedValue("56")}
+"""Samples/s of Oobleck, in percent of that."""
+SPLIT_PUBLISHED = {
+    "bert-large": published_values("95.5 0.3 4.2"),
+    "gpt3-6.7b": published_values("75.9 1.0 23.1"),
+}
+"""Percent of Oobleck's time that is effective, restart and lost work, with a failure every ten
+minutes, printed by the authors' program (BERT-large also in the README of tools/simulator)."""
+STEPS_PUBLISHED = {"gpt3-6.7b": published_values("186 312")}
+"""Seconds of Oobleck's shortest and longest step in the same runs."""
+
+
+def data_directory(given: Path | None) -> Path:
+    """The directory of recorded traces: `given`, ELASTIC_DATA, or a default. Raises FieldError."""
+    defaults = (os.environ.get("ELASTIC_DATA"), "../shared/data")
+    places = [given] if given else [Path(place) for place in defaults if place]
+    for place in places:
+        if (place / "traces").is_dir():
+            return place
+    remedy = "a directory with traces/ and reference/ is needed: --data DIR, or ELASTIC_DATA"
+    raise FieldError("--data", str(places[0]), remedy)
+
+
+def oobleck(data: Path) -> list[Row]:
+    """Oobleck's artifact: five models, seven traces, three systems; the oracle; use of time."""
+    tables = oobleck_artifact.throughputs(_read(data / "reference/oobleck_throughput.json"))
+    traces = {
+        name: bamboo(_read(data / "traces/oobleck" / file), file)
+        for name, file in OOBLECK_TRACES.items()
+    }
+    rows = []
+    for name, trace in traces.items():
+        for model in oobleck_artifact.MODELS:
+            published = OOBLECK_PUBLISHED.get((name, model.name), (None, None, None))
+            for system, value in zip(("bamboo", "varuna", "oobleck"), published, strict=True):
+                found = oobleck_artifact.simulate(
+                    system, model, trace, tables, recorded=name.startswith("scaled")
+                )
+                rows.append(_row(model.name, system, name, found, value))
+    made = {
+        (row["model"], row["trace"]): row["value"] for row in rows if row["system"] == "oobleck"
+    }
+    return rows + _oracles(traces, tables, made) + _times(traces["10m"], tables)
+
+
+def _oracles(
+    traces: Mapping[str, Trace],
+    tables: Mapping[str, oobleck_artifact.ThroughputTable],
+    made: Mapping[tuple[str, str], float],
+) -> list[Row]:
+    """The oracle of each model and trace, and Oobleck's share of it."""
+    rows = []
+    for name, trace in traces.items():
+        for model in oobleck_artifact.MODELS:
+            key, best = (model.name, name), oobleck_artifact.oracle(model, trace, tables)
+            share = 100 * made[key] / best if best else 0.0
+            rows.append(_row(model.name, "oracle", name, best, ORACLE_PUBLISHED.get(key)))
+            text, published = f"{name}: of the oracle, %", SHARE_PUBLISHED.get(key)
+            rows.append(_row(model.name, "oobleck", text, share, published))
+    return rows
+
+
+def _times(trace: Trace, tables: Mapping[str, oobleck_artifact.ThroughputTable]) -> list[Row]:
+    """Oobleck's use of time with a failure every ten minutes, as counted and by the clock."""
+    rows = []
+    for model in oobleck_artifact.MODELS:
+        table, none = tables.get(f"oobleck/{model.key}"), (None, None, None)
+        if table is None:
+            continue
+        published: Sequence[PublishedValue | None] = SPLIT_PUBLISHED.get(model.name, none)
+        counted = oobleck_artifact.split(model, trace, table)
+        for (part, value), printed in zip(counted.items(), published, strict=True):
+            rows.append(_row(model.name, "oobleck", f"10m: {part}, %", value, printed))
+        for part, value in oobleck_artifact.clock_split(model, trace, table).items():
+            rows.append(_row(model.name, "oobleck", f"10m: {part}, % by the clock", value, None))
+        ends: Sequence[PublishedValue | None] = STEPS_PUBLISHED.get(model.name, none[:2])
+        seconds = oobleck_artifact.step_seconds(model, trace, table)
+        for end, value, printed in zip(("shortest", "longest"), seconds, ends, strict=True):
+            rows.append(_row(model.name, "oobleck", f"10m: {end} step, s", value, printed))
+    return rows
+
+
+PARCAE_TRACES = {
+    "hadp": "trace_hh_55_65.txt",
+    "hasp": "trace_hl_15_25.txt",
+    "ladp": "trace_lh_80_90.txt",
+    "lasp": "trace_ll_10_11.txt",
+}
+PARCAE_PUBLISHED = {
+    ("gpt-1.5b", "hadp"): published_values("39.87 29.87 37.41"),
+    ("gpt-1.5b", "hasp"): published_values("41.53 34.49 39.53"),
+    ("gpt-1.5b", "ladp"): published_values("30.12 20.35 27.87"),
+    ("gpt-1.5b", "lasp"): published_values("28.83 27.45 28.30"),
+    ("gpt-6.7b", "hadp"): published_values("10.232 4.221 9.121"),
+    ("gpt-6.7b", "hasp"): published_values("10.740 7.097 10.069"),
+    ("gpt-6.7b", "lasp"): published_values("7.865 6.715 7.667"),
+    ("bert", "hadp"): published_values("501.91 445.47 484.35"),
+    ("bert", "hasp"): published_values("531.06 493.11 519.97"),
+    ("bert", "ladp"): published_values("357.86 303.80 344.17"),
+    ("bert", "lasp"): published_values("337.06 329.54 333.97"),
+}
+"""Samples/s of ideal, reactive and Parcae with a perfect forecast, from the authors' program.
+
+Total samples divided by the seconds of the hour. For gpt-6.7b and bert, the program uses 400 and
+100 draws of the lost nodes, on the same events. It prints no value for gpt-6.7b on ladp, because it
+ends with an error when there are fewer nodes than its twelve stages.
+"""
+
+
+def parcae(data: Path) -> list[Row]:
+    """Four hours of p3: the ideal, a reactive system, and Parcae with a perfect forecast."""
+    rows = []
+    for name, file in PARCAE_TRACES.items():
+        trace = parcae_trace(_read(data / "traces/parcae" / file), file)
+        for model in parcae_models.MODELS:
+            published = PARCAE_PUBLISHED.get((model.name, name), (None, None, None))
+            ways = {"ideal": ideal, "reactive": reactive, "parcae": proactive}
+            for (system, way), value in zip(ways.items(), published, strict=True):
+                rows.append(_row(model.name, system, name, way(model, trace), value))
+    return rows
+
+
+def torchft(data: Path) -> list[Row]:
+    """300 GPUs in 30 groups, a failure per minute: percent of committed steps and of work."""
+    committed = 100 * formulas.committed_share(1100 * 60 / 6249, 60)
+    values = (
+        ("a failure a minute: steps committed, %", committed, "82.3"),
+        ("times 29.6 of 30 groups, %", committed * 29.6 / 30, "81.2"),
+    )
+    return [
+        _row("llama3-300-l40s", "torchft", text, value, PublishedValue(published))
+        for text, value, published in values
+    ]
+
+
+def meta(data: Path) -> list[Row]:
+    """Mean time to failure in hours and expected share of training time in percent, by job size."""
+    published = {
+        ("rsc-1", 16_384): PublishedValue("1.8"),
+        ("rsc-1", 131_072): PublishedValue("0.23"),
+    }
+    rows = []
+    for cluster, rate in (("rsc-1", 6.50), ("rsc-2", 2.34)):
+        for gpus in (1024, 16_384, 131_072):
+            size, nodes = f"{gpus} GPUs", gpus / 8
+            hours = formulas.mttf_hours(nodes, rate)
+            rows.append(_row(size, cluster, "MTTF, hours", hours, published.get((cluster, gpus))))
+            ettr = formulas.expected_ettr(
+                nodes, rate / 1000, restart_days=5 / 1440, interval_days=60 / 1440
+            )
+            rows.append(_row(size, cluster, "E[ETTR], hourly checkpoints, %", 100 * ettr, None))
+    return rows
+
+
+def gemini(data: Path) -> list[Row]:
+    """Cost of a failure with a checkpoint in peers' memory per step of 65 s, fetched in 2.5 s.
+
+    The formula is the authors'; they published no value.
+    """
+    found = formulas.wasted_s_per_failure(0.0, 1 / 65, 2.5)
+    return [_row("gpt-100b", "gemini", "wasted time of a failure, s", found, None)]
+
+
+TABLES: dict[str, Callable[[Path], list[Row]]] = {
+    "oobleck": oobleck,
+    "parcae": parcae,
+    "torchft": torchft,
+    "meta": meta,
+    "gemini": gemini,
+}
+
+
+RECORDED = ("oobleck", "parcae")
+"""Tables that need recorded traces."""
+
+
+def describe(rows: Sequence[Row]) -> str:
+    """The rows as a table for the terminal."""
+    lines = [
+        f"{'model':<16} {'system':<10} {'trace':<40} {'value':>10} {'published':>10} {'off by':>10}"
+    ]
+    for row in rows:
+        value, published = row["value"], row["published"]
+        shown = "" if published is None else f"{published.text:>10} {_off(value, published):>10}"
+        name = f"{row['model']:<16} {row['system']:<10} {row['trace']:<40}"
+        lines.append(f"{name} {value:>10.4f} {shown}".rstrip())
+    return "\n".join(lines)
+
+
+def rounds_to(value: float, published: PublishedValue) -> bool:
+    """Whether `value` rounds to the published digits."""
+    return f"{value:.{published.decimals}f}" == published.text
+
+
+def _off(value: float, published: PublishedValue) -> str:
+    if rounds_to(value, published):
+        return "as printed"
+    return f"{100 * (value / published - 1):+.2f} %" if published else "-"
+
+
+def _row(
+    model: str, system: str, trace: str, value: float, published: PublishedValue | None
+) -> Row:
+    return {
+        "model": model,
+        "system": system,
+        "trace": trace,
+        "value": value,
+        "published": published,
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise FieldError("--data", str(path), f"this file is needed: {error}") from error

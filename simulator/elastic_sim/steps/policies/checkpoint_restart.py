@@ -1,0 +1,162 @@
+"""Systems that stop all nodes after a loss and restart from a checkpoint.
+
+`CheckpointRestartPolicy` is torchrun with Megatron, `SparesPolicy` adds nodes that wait. Varuna and
+Gemini (varuna.py, gemini.py) derive from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, sqrt
+
+from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
+from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
+from elastic_sim.steps.time_accounting import Use
+from elastic_sim.steps.world import PricedPlan, SimulatedWorld
+from elastic_sim.traces.trace import Event
+
+
+class CheckpointRestartPolicy(PolicyBase):
+    """Periodic checkpoints; after a loss, a restart with the best grid for the nodes present."""
+
+    about = PolicyDescription(
+        name="checkpoint",
+        what="restart from a durable checkpoint, grid chosen again",
+        source="torchrun with Megatron: a loss is detected after 15 s; checkpoint interval sqrt(2 "
+        "C M) (Young 1974); restart times of ByteRobust and Varuna",
+    )
+    detect_s = 15.0
+
+    def __init__(self, world: SimulatedWorld, seed: int = 0) -> None:
+        super().__init__(world, seed)
+        self.saved_step = 0
+        """Step of the newest complete checkpoint."""
+        self._write: tuple[int, int] | None = None
+        """(step, completion in milliseconds) of the checkpoint that is being written."""
+        self._last_checkpoint_ms = 0
+        self._planned_for = 0
+        """Number of nodes that the running grid was chosen for."""
+
+    # ---- rules that subclasses change ----
+
+    def plan_for(self, nodes: int) -> PricedPlan | None:
+        return self.world.varuna(nodes)
+
+    def checkpoint_due(self, job: JobView) -> bool:
+        """Young's interval, from the losses so far; one loss per hour is expected at first."""
+        mtbf_s = (job.now / 1000 + 3600.0) / (self._loss_events + 1)
+        interval_s = sqrt(2 * self.world.checkpoint_s(len(job.alive)) * mtbf_s)
+        return job.now - self._last_checkpoint_ms >= 1000 * interval_s
+
+    def write_s(self, job: JobView) -> float:
+        """Seconds that training stops for a checkpoint."""
+        return self.world.checkpoint_s(len(job.alive))
+
+    def read_s(self, job: JobView) -> float:
+        """Seconds to load a checkpoint."""
+        return self.world.checkpoint_s(len(job.alive))
+
+    def step_after_restart(self, job: JobView) -> int:
+        return min(self.saved_step, job.steps)
+
+    def should_grow(self, job: JobView) -> bool:
+        """Whether nodes that joined are worth a restart after the next checkpoint."""
+        now, larger = self._nominal, self.plan_for(len(job.alive))
+        if now is None or larger is None or len(job.alive) <= self._planned_for:
+            return False
+        pause_s = self.physics.restart_s(self.world.devices(len(job.alive))) + self.read_s(job)
+        return self.pays_off(job, larger, pause_s)
+
+    # ---- events ----
+
+    def on_start(self, job: JobView) -> Reconfiguration:
+        return Reconfiguration(setup=self._start(job))
+
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration | None:
+        self._complete_write(job)
+        if lost:
+            self._loss_events += 1
+            enough = self._nominal is not None and len(job.alive) >= self._nominal.nodes
+            if enough and not self.hits_used_nodes(job, lost):
+                return None
+            return self.restart(job, f"{len(lost)} lost")
+        return self.restart(job, "nodes joined", detect_s=0.0) if job.setup is None else None
+
+    def on_step_end(self, job: JobView) -> Reconfiguration | None:
+        self._complete_write(job)
+        if not self.checkpoint_due(job):
+            return None
+        if self.should_grow(job):
+            write_s = self.write_s(job)
+            self.saved_step = job.steps
+            return self.restart(job, "nodes joined", detect_s=0.0, write_s=write_s)
+        return self.write_checkpoint(job)
+
+    # ---- parts ----
+
+    def write_checkpoint(self, job: JobView, reason: str = "checkpoint") -> Reconfiguration:
+        seconds = self.write_s(job)
+        self._last_checkpoint_ms = job.now + round(1000 * seconds)
+        self._write = job.steps, self._last_checkpoint_ms
+        parts = pauses((Use.TRANSFER, seconds))
+        return Reconfiguration(parts, self.with_stragglers(job), reason=reason)
+
+    def restart(
+        self, job: JobView, reason: str, *, detect_s: float | None = None, write_s: float = 0.0
+    ) -> Reconfiguration:
+        """Restart all processes from the newest complete checkpoint."""
+        self._write = None
+        setup = self._start(job)
+        parts = pauses(
+            (Use.DETECT, self.detect_s if detect_s is None else detect_s),
+            (Use.TRANSFER, write_s),
+            (Use.PLAN, self.physics.restart_s(self.world.devices(len(job.alive)))),
+            (Use.TRANSFER, self.read_s(job)),
+        )
+        self._last_checkpoint_ms = job.now + sum(length for _, length in parts)
+        back_to = self.step_after_restart(job)
+        return Reconfiguration(parts if setup else parts[:1], setup, back_to=back_to, reason=reason)
+
+    def _start(self, job: JobView) -> Setup | None:
+        self._planned_for = len(job.alive)
+        return self.run_plan(job, self.plan_for(len(job.alive)))
+
+    def _complete_write(self, job: JobView) -> None:
+        if self._write is not None and job.now >= self._write[1]:
+            self.saved_step, self._write = self._write[0], None
+
+
+class SparesPolicy(CheckpointRestartPolicy):
+    """A fixed grid on 90 % of the nodes; the others wait as spares."""
+
+    about = PolicyDescription(
+        name="spares",
+        what="a grid on 9 of 10 nodes; restart with a spare; another grid when no spare is left",
+        source="static over-provisioning (10 % spares: assumed); checkpoints and restarts as in "
+        "the policy checkpoint",
+    )
+    SPARE_SHARE = 0.1
+
+    def __init__(self, world: SimulatedWorld, seed: int = 0) -> None:
+        super().__init__(world, seed)
+        self._grid: PricedPlan | None = None
+
+    def plan_for(self, nodes: int) -> PricedPlan | None:
+        """The fixed grid; a smaller one when its spares are used up."""
+        if self._grid is None or nodes < self._grid.nodes:
+            self._grid = self._grid_with_spares(nodes)
+        return self._grid
+
+    def should_grow(self, job: JobView) -> bool:
+        n = len(job.alive)
+        larger = self._grid_with_spares(n)
+        pause_s = self.physics.restart_s(self.world.devices(n)) + self.read_s(job)
+        if not self.pays_off(job, larger, pause_s):
+            return False
+        self._grid = larger
+        return True
+
+    def _grid_with_spares(self, nodes: int) -> PricedPlan | None:
+        return self.world.varuna(nodes - ceil(self.SPARE_SHARE * nodes))

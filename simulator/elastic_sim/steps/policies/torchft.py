@@ -1,0 +1,74 @@
+"""torchft: replica groups that train on while one group is incomplete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
+from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
+from elastic_sim.steps.time_accounting import Use
+from elastic_sim.traces.trace import Event
+
+
+class TorchFTPolicy(PolicyBase):
+    """A failure discards the running step; the group that lost a node waits for another one."""
+
+    about = PolicyDescription(
+        name="torchft",
+        what="replica groups; a failure discards the running step, the batch shrinks meanwhile",
+        source="torchft: heartbeat 5 s, our run 4.9 s to the next step; groups of the plain grid's "
+        "depth; free nodes complete groups and heal from a peer; samples per step in proportion to "
+        "the complete groups",
+    )
+    detect_s = 4.9
+
+    def on_start(self, job: JobView) -> Reconfiguration:
+        return Reconfiguration(setup=self._new_grid(job))
+
+    def on_membership(
+        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
+    ) -> Reconfiguration | None:
+        if self._grid is None:
+            return self.on_start(job)
+        before = self._nominal
+        self._loss_events += bool(lost)
+        enough = before is not None and len(job.alive) >= before.nodes
+        unharmed = enough and not (lost and self.hits_used_nodes(job, lost))
+        setup = self._form_groups(job)
+        if setup == before and (not lost or unharmed):
+            return None
+        if setup is None or before is None:
+            return self.restart_from_checkpoint(
+                job, setup, "no replica group is complete", detect_s=0.0
+            )
+        grown = setup.nodes > before.nodes
+        parts = pauses(
+            (Use.DETECT, self.detect_s if lost else 0.0),
+            (Use.PLAN, self.physics.groups_s(len(job.alive) // self._depth, self._depth)),
+            (Use.TRANSFER, self.transfer_s(self.world.state_bytes / self._depth) if grown else 0.0),
+        )
+        reason = f"{len(lost)} lost, {len(joined)} joined"
+        return Reconfiguration(parts, setup, lost_ms=job.now if lost else 0, reason=reason)
+
+    def on_step_end(self, job: JobView) -> Reconfiguration | None:
+        """Restart with more groups, or groups of another depth, if that pays off."""
+        self.write_checkpoint_in_background(job)
+        larger = self.world.varuna(len(job.alive))
+        return self.grow_grid(job, larger, self._grid, self._new_grid)
+
+    def _new_grid(self, job: JobView) -> Setup | None:
+        self._grid = self.world.varuna(len(job.alive))
+        self._depth = self._grid.depth if self._grid else 0
+        return self._form_groups(job)
+
+    def _form_groups(self, job: JobView) -> Setup | None:
+        """Each complete group does its share of the full batch; other nodes do nothing."""
+        grid = self._grid
+        groups = min(len(job.alive) // self._depth, grid.pipelines) if grid else 0
+        if grid is None or groups == 0:
+            self._nominal = None
+            return None
+        samples = self.world.samples * groups // grid.pipelines
+        text = f"{groups} of {grid.pipelines} groups of {self._depth}"
+        self.run_plan(job, grid, samples=samples, text=text)
+        return self.adjust_setup(job, nodes=groups * self._depth)
