@@ -21,7 +21,7 @@ from elastic.agent.workers.processes import WorkerGroup
 from elastic.config import JobConfig
 from elastic.domain.types import Copy
 from elastic.metrics import FAST_S
-from elastic.rpc.control.client import Session
+from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.security.rejections import REJECTIONS
 
 KINDS = ("state", "gradient", "reduced", "update", "activation", "cotangent")
@@ -55,7 +55,7 @@ def condition(
     vault: Vault,
     replicator: Replicator,
     group: WorkerGroup | None,
-    session: Session,
+    session: CoordinatorSession,
     epoch: int,
 ) -> Condition:
     """What the parts of an agent say."""

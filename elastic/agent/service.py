@@ -45,10 +45,10 @@ from elastic.domain.errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATE
 from elastic.domain.types import NodeInfo
 from elastic.metrics import Exposition, Where, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
-from elastic.rpc.control.client import Session
+from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
-from elastic.rpc.security.rejections import REJECTIONS, Rejection
+from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.agent")
@@ -78,7 +78,7 @@ class Agent:
         self._begin()
         REJECTIONS.subscribe(self._queue.put)
         self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
-        self._session = Session(
+        self._session = CoordinatorSession(
             coordinator, on_message=lambda message, envelope: self._queue.put(message), sender=self._node,
             on_up=lambda: self._queue.put("up"), on_down=lambda why: log.info("coordinator away: %s", why),
             keepalive_s=config.timeouts.keepalive_s,
@@ -166,7 +166,7 @@ class Agent:
                 if joins:
                     self._report()
                     self._leaving.again()
-            case Rejection():
+            case RejectionNotice():
                 self._say(m.RefusalNote(self._node, *astuple(item)))
             case m.Trim():
                 self._vault.trim(item.epoch, item.step)

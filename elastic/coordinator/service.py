@@ -47,9 +47,9 @@ from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.placement.assignment import FEW
-from elastic.rpc.control.server import Server, Session
+from elastic.rpc.control.server import Server, ClientSession
 from elastic.rpc.security import tls
-from elastic.rpc.security.rejections import REJECTIONS, Rejection
+from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
 from elastic.telemetry import configure_logging
@@ -83,7 +83,7 @@ class Coordinator:
         self._store, self._lease = store, lease
         self._now, self._ending, self._settle_s = self._clock.now(), 0.0, 0.0
         self._inbox = Inbox(self._clock.now, lambda: max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s)))
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._commits = Commits(Path(config.checkpoint_dir), self._inbox.put)
         self._unsettled = self._to_save = self._adopted = False
         self._beats, self._part, self._speakers = list[m.Heartbeat](), part, Speakers()
@@ -177,14 +177,14 @@ class Coordinator:
             self._answer(item)
         elif isinstance(item, Future):
             self._committed(item)
-        elif isinstance(item, Rejection):
+        elif isinstance(item, RejectionNotice):
             self._refused("coordinator", *astuple(item))
         elif isinstance(item, tuple):
             self._message(*item)
         else:
             self._apply(item)
 
-    def _message(self, session: Session, message: Any) -> None:
+    def _message(self, session: ClientSession, message: Any) -> None:
         if message is not None and not self._speakers.admit(self._state, session, message):
             return
         match message:
@@ -218,7 +218,7 @@ class Coordinator:
     def _refused(self, *told: Any) -> None:  # the fields of elastic.core.protocol.messages.RefusalNote
         self._saver.hold(None, partial(self._records.refused, *told))  # the next tick writes it
 
-    def _left(self, session: Session) -> None:
+    def _left(self, session: ClientSession) -> None:
         for node in [n for n, s in self._sessions.items() if s is session]:
             del self._sessions[node]
             member = self._state.members.get(node)

@@ -10,7 +10,7 @@ from elastic.core.job.state import JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import Refused
 from elastic.core.protocol.messages import NodePhase
-from elastic.rpc.control.server import Session
+from elastic.rpc.control.server import ClientSession
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 
 PORT = "coordinator"
@@ -24,7 +24,7 @@ class Speakers:
         self._known: tuple[tuple[str, str], ...] = ()
         self._retired: frozenset[tuple[str, str]] = frozenset()
 
-    def admit(self, state: JobState, session: Session, message: Any) -> bool:
+    def admit(self, state: JobState, session: ClientSession, message: Any) -> bool:
         """Whether the message is taken; who is no member (any more), or not yet, is told so, on its own session."""
         if state.retired is not self._known:
             self._known, self._retired = state.retired, frozenset(state.retired)

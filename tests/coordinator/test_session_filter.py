@@ -13,7 +13,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import Refused
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
-from elastic.rpc.control.server import Session
+from elastic.rpc.control.server import ClientSession
 from tests.core.health.test_diagnosis import running
 
 NODE = "node1"
@@ -34,7 +34,7 @@ class Line:
 
 
 def admit(speakers: Speakers, state: JobState, line: Line, message: Any) -> bool:
-    return speakers.admit(state, cast(Session, line), message)
+    return speakers.admit(state, cast(ClientSession, line), message)
 
 
 def newcomer(state: JobState, incarnation: str) -> m.NodeReport:

@@ -37,7 +37,7 @@ from elastic.rpc.bulk.transfer import (
     send_copy,
     tune,
 )
-from elastic.rpc.frames import Stream, TooLarge
+from elastic.rpc.frames import FrameStream, TooLarge
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.token_proof import TokenGate
@@ -75,7 +75,7 @@ class VaultServer:
         secure: tls.SecuritySettings | None = None,
         received: Callable[[Sequence[Copy]], object] = lambda copies: None,
     ) -> None:
-        """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are. `secure`: what is asked
+        """`pace`: see `FrameStream`. `compressing` decides how copies are sent; None: as they are. `secure`: what is asked
         of those who come; None: what this process goes by. `received` hears of copies that were taken in, from any
         thread."""
         secure = secure or tls.current()
@@ -84,8 +84,8 @@ class VaultServer:
         self._received = received
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
-        self._streams: set[Stream] = set()
-        self._strangers, self._known = UnauthenticatedConnections[Stream](), set[Stream]()
+        self._streams: set[FrameStream] = set()
+        self._strangers, self._known = UnauthenticatedConnections[FrameStream](), set[FrameStream]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self.address = ""
@@ -108,7 +108,7 @@ class VaultServer:
             listener, self._listener = self._listener, None
             streams, threads = tuple(self._streams), tuple(self._threads)
         if listener is not None:
-            Stream(listener).close()
+            FrameStream(listener).close()
         for stream in streams:
             stream.close()
         for thread in threads:
@@ -133,7 +133,7 @@ class VaultServer:
                 if self._listener is None:
                     sock.close()
                     return
-                stream = Stream(tune(sock))
+                stream = FrameStream(tune(sock))
                 stream.pace = self._pace
                 stream.until = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
                 self._room(where[0])
@@ -150,7 +150,7 @@ class VaultServer:
             REJECTIONS.count(PORT, Reason.TOO_MANY, whose, "it has not shown whose it is; others wait")
             first.hang_up()
 
-    def _serve(self, stream: Stream, peer: str) -> None:
+    def _serve(self, stream: FrameStream, peer: str) -> None:
         try:
             node = self._welcome(stream, peer)
             if node is None or not self._proven(stream, peer):
@@ -177,7 +177,7 @@ class VaultServer:
                 self._known.discard(stream)
                 self._strangers.leave(stream)
 
-    def _proven(self, stream: Stream, peer: str) -> bool:
+    def _proven(self, stream: FrameStream, peer: str) -> bool:
         """It is no stranger's any more. False: it was given up meanwhile, or there are too many that are proven."""
         with self._lock:
             if not self._strangers.leave(stream):
@@ -189,7 +189,7 @@ class VaultServer:
         REJECTIONS.count(PORT, Reason.TOO_MANY, peer, f"{standing} connections stand")
         return False
 
-    def _welcome(self, stream: Stream, peer: str) -> str | None:
+    def _welcome(self, stream: FrameStream, peer: str) -> str | None:
         """TLS and join token, as far as they are asked for: the node that is there ("": nobody was asked), or None."""
         try:
             if self._certificates is not None:
@@ -205,7 +205,7 @@ class VaultServer:
             return None
         return found
 
-    def _answer(self, stream: Stream, header: Any, nbytes: int, node: str) -> None:
+    def _answer(self, stream: FrameStream, header: Any, nbytes: int, node: str) -> None:
         """Carry out one request of `node`; its errors go back as a reply and the connection goes on."""
         kind = REQUESTS.get(str(header.get("kind", ""))) if isinstance(header, dict) else None
         if kind is None:
@@ -244,7 +244,7 @@ class VaultServer:
         local = self._vault.locate(request.key)
         return Reply(path=local.path, offset=local.offset)
 
-    def _get(self, stream: Stream, key: str) -> None:
+    def _get(self, stream: FrameStream, key: str) -> None:
         copy = self._vault.copy(key)
         with self._vault.lease(key) as view:
             how = self._compressing.codec(copy, view)
@@ -254,7 +254,7 @@ class VaultServer:
             if sent >= TELLING_BYTES:
                 self._compressing.sent(sent, time.perf_counter() - began - codec_s)
 
-    def _put(self, stream: Stream, request: Put, nbytes: int) -> None:
+    def _put(self, stream: FrameStream, request: Put, nbytes: int) -> None:
         """Take a bundle in: every copy verified before the first is kept."""
         copies, codecs = request.copies, request.codecs or ("",) * len(request.copies)
         if sum(copy.nbytes for copy in copies) != nbytes or min((c.nbytes for c in copies), default=0) < 0:

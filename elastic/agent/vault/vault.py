@@ -23,14 +23,14 @@ from elastic.agent.vault.retention import Group, abandoned, group_of, spare, sup
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.domain.types import LOGS, STATE, UPDATE, Copy
-from elastic.store.shared_memory import DATA_OFFSET, Slot, SlotPool, SlotReader, checksum, slot_prefix
+from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, SlotPool, SlotReader, checksum, slot_prefix
 
 
 @dataclass(slots=True)
 class _Entry:
     copy: Copy
     path: str
-    slot: Slot | SlotReader
+    slot: SharedSlot | SlotReader
     pins: int = 0
     dropped: bool = False
 
@@ -52,13 +52,13 @@ class Incoming:
     def __init__(
         self,
         copy: Copy,
-        slot: Slot,
-        add: Callable[[Slot], None],
-        give_back: Callable[[Slot], None],
+        slot: SharedSlot,
+        add: Callable[[SharedSlot], None],
+        give_back: Callable[[SharedSlot], None],
     ) -> None:
         """`add` makes a whole copy part of the vault; `give_back` frees the slot."""
         self._copy, self._add, self._give_back = copy, add, give_back
-        self._slot: Slot | None = slot
+        self._slot: SharedSlot | None = slot
         self.buffer = slot.view(copy.nbytes)
 
     def verify(self, digest: str | None = None) -> None:
@@ -312,7 +312,7 @@ class Vault:
     def flip_bytes(self) -> int:
         """Flip a byte in every copy that came from elsewhere, as failing memory would; return how many."""
         with self._lock:
-            found = [entry for entry in self._entries.values() if isinstance(entry.slot, Slot)]
+            found = [entry for entry in self._entries.values() if isinstance(entry.slot, SharedSlot)]
             for entry in found:
                 entry.data[entry.copy.nbytes // 2] ^= 1
             return len(found)
@@ -348,18 +348,18 @@ class Vault:
                 f"{copy.key} is of epoch {copy.epoch}; {self.node} refuses those below {self._fence}"
             )
 
-    def _add(self, copy: Copy, slot: Slot, *, trusted: bool) -> None:
+    def _add(self, copy: Copy, slot: SharedSlot, *, trusted: bool) -> None:
         with self._lock:
             self._refuse_stale(copy, trusted)
             self._insert(_Entry(replace(copy, node=self.node), str(slot.path), slot))
 
-    def _give(self, slot: Slot) -> None:
+    def _give(self, slot: SharedSlot) -> None:
         with self._lock:
             self._pool.give(slot)
 
     def _make_room(self, copy: Copy) -> bool:
         """Drop what is most dispensable of what came from elsewhere; whether there was any."""
-        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, Slot)], copy)
+        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, SharedSlot)], copy)
         self._drop_all(found)
         return bool(found)
 
@@ -413,7 +413,7 @@ class Vault:
         """Give the room of a dropped entry back once nobody reads it."""
         if not entry.dropped or entry.pins:
             return
-        if isinstance(entry.slot, Slot):
+        if isinstance(entry.slot, SharedSlot):
             self._pool.give(entry.slot)
 
     def _reader(self, local: LocalCopy) -> SlotReader:

@@ -36,7 +36,7 @@ from torch import Tensor
 from elastic.core.protocol.messages import LocalCopy, Published
 from elastic.domain.errors import StaleError, VaultFull
 from elastic.domain.types import GRADIENT, LOGS, Copy
-from elastic.store.shared_memory import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
+from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, SlotPool, checksum, slot_prefix
 from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.items import Item, RingKey
@@ -50,7 +50,7 @@ SLOTS_A_RING = 2
 
 @dataclass(slots=True)
 class _Held:
-    slot: Slot
+    slot: SharedSlot
     bundle: int = 0
     """What it was announced in; 0: not announced, so free to be written."""
     step: int = -1
@@ -84,7 +84,7 @@ class Publisher:
         self._channel, self._node, self._shard = channel, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()), fallback)
         self._rings: dict[RingKey, _Ring] = {}
-        self._aside: list[Slot] = []
+        self._aside: list[SharedSlot] = []
         self._epoch = 0
         self._sequence = time.monotonic_ns() // 1000
         """Starts above that of any earlier worker of this node."""
@@ -250,7 +250,7 @@ class Publisher:
     def _announce(self, bundle: int, peer: str, written: list[LocalCopy]) -> None:
         self._channel.send(Published(bundle, tuple(written), peer))
 
-    def _write(self, item: Item, slot: Slot, epoch: int, sequence: int) -> LocalCopy:
+    def _write(self, item: Item, slot: SharedSlot, epoch: int, sequence: int) -> LocalCopy:
         began, view = time.perf_counter(), slot.view(item.nbytes)
         slot.begin()
         item.write(torch.frombuffer(view, dtype=torch.uint8))

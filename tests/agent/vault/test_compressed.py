@@ -23,7 +23,7 @@ from elastic.rpc.bulk import blocks
 from elastic.rpc.bulk.blocks import BLOCK_BYTES, BLOSC, pack, unpack
 from elastic.rpc.bulk.compression import LEAST_SENDS, SAMPLE_EVERY, SENDS, TURN_S, CompressionPolicy
 from elastic.rpc.bulk.transfer import Put, Reply, VaultClient, read_copy, split_address
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import FrameStream
 from tests.agent.vault.copies import gradient, make, put
 from tests.patience import LONG_S
 
@@ -57,9 +57,9 @@ def client(server: VaultServer) -> Iterator[VaultClient]:
 
 
 @pytest.fixture
-def raw(server: VaultServer) -> Iterator[Stream]:
+def raw(server: VaultServer) -> Iterator[FrameStream]:
     """A connection on which a test says what it likes."""
-    stream = Stream(socket.create_connection(split_address(server.address)), 5)
+    stream = FrameStream(socket.create_connection(split_address(server.address)), 5)
     yield stream
     stream.close()
 
@@ -97,7 +97,7 @@ def test_blocks_of_several_threads_do_not_mix() -> None:
 
 
 def send(
-    stream: Stream, bundle: list[tuple[Copy, list[bytes]]], lengths: dict[int, int] | None = None
+    stream: FrameStream, bundle: list[tuple[Copy, list[bytes]]], lengths: dict[int, int] | None = None
 ) -> Reply:
     """Put copies in blocks as given, with false lengths where `lengths` says so."""
     request = Put(tuple(copy for copy, _ in bundle), (BLOSC,) * len(bundle))
@@ -132,7 +132,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_a_spoilt_block_is_refused_and_the_connection_goes_on(vault: Vault, raw: Stream, how: str) -> None:
+def test_a_spoilt_block_is_refused_and_the_connection_goes_on(vault: Vault, raw: FrameStream, how: str) -> None:
     """The copies before and after it in the bundle are not kept either, and the next bundle is."""
     before, data, after = sums(1, 1000), sums(2, 2 * MIB + 5), sums(3, 1000)
     good = cut(data)
@@ -146,14 +146,14 @@ def test_a_spoilt_block_is_refused_and_the_connection_goes_on(vault: Vault, raw:
     assert vault.read(copies[1].key) == data and vault.check_integrity() == ()
 
 
-def test_a_refused_bundle_is_read_to_its_end(vault: Vault, raw: Stream) -> None:
+def test_a_refused_bundle_is_read_to_its_end(vault: Vault, raw: FrameStream) -> None:
     vault.fence(3)
     data = sums(1, 2 * MIB)
     assert send(raw, [(make(data, epoch=2), cut(data)), (make(data, epoch=3), cut(data))]).stale
     assert send(raw, [(make(data, epoch=3), cut(data))]).error == ""
 
 
-def test_an_impossible_length_ends_the_connection(vault: Vault, raw: Stream, client: VaultClient) -> None:
+def test_an_impossible_length_ends_the_connection(vault: Vault, raw: FrameStream, client: VaultClient) -> None:
     data = sums(1, MIB)
     with pytest.raises(ChannelClosed):
         send(raw, [(make(data), cut(data))], lengths={0: MIB + 17})
@@ -161,7 +161,7 @@ def test_an_impossible_length_ends_the_connection(vault: Vault, raw: Stream, cli
 
 
 @pytest.mark.parametrize("codecs", [("zip",), (BLOSC, BLOSC)])
-def test_unknown_codecs_end_the_connection(vault: Vault, raw: Stream, codecs: tuple[str, ...]) -> None:
+def test_unknown_codecs_end_the_connection(vault: Vault, raw: FrameStream, codecs: tuple[str, ...]) -> None:
     header: dict[str, Any] = {"kind": "Put", "body": codec.encode(Put((make(b"x" * 9),), codecs))}
     with pytest.raises(ChannelClosed):
         raw.send(header, (memoryview(b"x" * 9),))
@@ -199,7 +199,7 @@ def test_what_comes_spoilt_out_of_a_vault_is_no_copy(
 def test_a_reply_with_an_unknown_codec_is_an_error() -> None:
     here, there = socket.socketpair()
     with here, there, pytest.raises(FieldError, match="codec"):
-        read_copy(Stream(here, 5), memoryview(bytearray(9)), "zip", lambda piece: None)
+        read_copy(FrameStream(here, 5), memoryview(bytearray(9)), "zip", lambda piece: None)
 
 
 # ---- when copies are compressed ----

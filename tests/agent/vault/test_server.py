@@ -16,7 +16,7 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import FieldError, StaleError, VaultError
 from elastic.rpc.bulk.transfer import VaultClient, split_address
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import FrameStream
 from tests.agent.vault.copies import LocalWriter, content, make, put
 from tests.patience import LONG_S
 
@@ -182,7 +182,7 @@ def test_garbage_does_not_harm_the_server(server: VaultServer, client: VaultClie
             sock.settimeout(LONG_S)
             assert sock.recv(1) == b""
     with socket.create_connection(where) as sock:
-        Stream(sock).send({"kind": "Put", "body": {"copies": [{"kind": "state"}]}})
+        FrameStream(sock).send({"kind": "Put", "body": {"copies": [{"kind": "state"}]}})
         assert sock.recv(1) == b""
     assert client.inventory() == ()
 
@@ -191,7 +191,7 @@ def test_a_client_that_dies_in_the_middle_leaves_nothing(vault: Vault, server: V
     data = bytes(1 << 20)
     copy = make(data)
     sock = socket.create_connection(split_address(server.address))
-    stream = Stream(sock)
+    stream = FrameStream(sock)
     header = {
         "kind": "Put",
         "body": {"copies": [dataclasses.asdict(copy) | {"microbatches": [], "losses": []}]},
@@ -211,7 +211,7 @@ def test_a_client_that_dies_in_the_middle_leaves_nothing(vault: Vault, server: V
     assert before == vault.allocated_bytes, "its room came back"
 
 
-def _send_half(stream: Stream, header: object, data: bytes) -> None:
+def _send_half(stream: FrameStream, header: object, data: bytes) -> None:
     stream.send(header, (_Lying(data),))  # type: ignore[arg-type]
 
 
