@@ -3,7 +3,7 @@
     registry = new_registry()            # with process_* metrics: CPU, memory, open files
     with serving(registry, where): ...   # GET /metrics at where.host:where.port
 
-What is measured is in `elastic.coordinator.metrics.counters` and `elastic.agent.metrics`; docs/operate/metrics.md lists all of it.
+What is measured is in `elastic.coordinator.metrics` and `elastic.agent.metrics`; docs/operate/metrics.md lists all of it.
 Whoever serves also writes RUN_DIR/metrics/NAME.json, which Prometheus' file-based discovery reads:
 `files: [RUN_DIR/metrics/*.json]`.
 """

@@ -11,8 +11,7 @@ import pytest
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.control.envelope import Envelope
-from elastic.rpc.control.server import Server
-from elastic.rpc.control.server import ClientSession
+from elastic.rpc.control.server import ClientSession, Server
 from tests.patience import LONG_S
 
 WAIT_S = LONG_S

@@ -16,7 +16,7 @@ import pytest
 
 from elastic.core.protocol.messages import Halt, Heartbeat, Stop, Trim
 from elastic.domain.errors import FieldError
-from elastic.rpc.control.client import CoordinatorStub, CoordinatorSession, call
+from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub, call
 from elastic.rpc.control.envelope import (
     MAX_BODY_BYTES,
     MAX_CALL_BYTES,

@@ -23,7 +23,7 @@ from elastic.core.protocol.messages import Heartbeat, Stop, Trim
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc.control import channel_options, envelope, server
 from elastic.rpc.control.channel_options import client_options
-from elastic.rpc.control.client import CoordinatorStub, CoordinatorSession, call
+from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub, call
 from elastic.rpc.control.client import _channel as open_channel
 from elastic.rpc.control.envelope import (
     CHALLENGE,

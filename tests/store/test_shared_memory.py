@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from elastic.domain.errors import VaultError, VaultFull
-from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, SlotPool, SlotReader, fallback_of, remove_fallbacks
+from elastic.store.shared_memory import (
+    DATA_OFFSET,
+    SharedSlot,
+    SlotPool,
+    SlotReader,
+    fallback_of,
+    remove_fallbacks,
+)
 from tests.patience import LONG_S
 
 

@@ -1,4 +1,4 @@
-"""Copies to play with: descriptions, contents, and a writer of local slots."""
+"""Copies for tests: descriptions, contents, and a writer of local slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def content(seed: int, nbytes: int = 1000) -> bytes:
 
 
 def make(data: bytes, **changes: Any) -> Copy:
-    """A copy of `data`: state 0 of layer 0, epoch 1, made on node b, unless `changes` say otherwise."""
+    """A copy of `data`: by default a state of layer 0, step 0, epoch 1, made on node b."""
     copy = Copy(
         kind=STATE,
         layer=0,
@@ -59,7 +59,9 @@ class LocalWriter:
     def write(self, number: int, copy: Copy, data: bytes) -> LocalCopy:
         """Write `data` into slot `number`, made big enough at its first use."""
         if number not in self.slots:
-            self.slots[number] = SharedSlot(self._directory / f"{self._prefix}{number}.slot", len(data))
+            self.slots[number] = SharedSlot(
+                self._directory / f"{self._prefix}{number}.slot", len(data)
+            )
         slot = self.slots[number]
         slot.begin()
         slot.view(len(data))[:] = data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.coordinator.records.state_encoding import StateText
+from elastic.coordinator.records.state_saver import StateEncoder
 from elastic.core.coordinator.transitions import learn, settle, transition
 from elastic.core.job.state import Beat, Beats, Closed, JobState, Policy, Reported, Send
 from elastic.core.protocol import messages as m
@@ -88,13 +88,13 @@ def test_the_model_is_kept_once() -> None:
 
 def test_saved_text_is_the_codecs_own() -> None:
     """Also when only some of it changed, and when members went."""
-    text, state = StateText(), JobState(policy=Policy(min_nodes=2, max_nodes=2))
+    encoder, state = StateEncoder(), JobState(policy=Policy(min_nodes=2, max_nodes=2))
     events = [Reported(report('a"'))] + [Reported(f(n)) for f in (report, attached) for n in ("b", "c")]
     for number, event in enumerate(
         [*events, Beat("b", "b-1", 1, 2), Beat("b", "b-1", 1, 2), Closed("c", "c-1")]
     ):
         state, _, _ = transition(state, event, 10.0 + number / 10)
-        assert text.dumps(state) == codec.dumps(state)
-        assert codec.loads(JobState, text.dumps(state)) == state
+        assert encoder.encode(state) == codec.dumps(state)
+        assert codec.loads(JobState, encoder.encode(state)) == state
     state = state.of(members={})
-    assert text.dumps(state) == codec.dumps(state)
+    assert encoder.encode(state) == codec.dumps(state)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.agent.notices.source import SLOWEST_S
+from elastic.agent.notices.source import MAX_RETRY_S
 from elastic.config import Command, JobConfig
 from elastic.coordinator.queries import policy_of, status
 from elastic.core.coordinator.transitions import transition
@@ -139,4 +139,4 @@ def test_a_worker_with_long_microbatches_is_given_longer() -> None:
 
 
 def test_a_source_in_trouble_is_read_again_before_its_notice_is_taken_for_false() -> None:
-    assert DEFAULT.overdue_s >= SLOWEST_S
+    assert DEFAULT.overdue_s >= MAX_RETRY_S

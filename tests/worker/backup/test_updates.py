@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.agent.vault.retention import KEPT_UPDATES, spare, superseded
+from elastic.agent.vault.retention import KEPT_UPDATES, dispensable, superseded
 from elastic.agent.vault.vault import Vault
 from elastic.core.recovery.recovery import solve
 from elastic.domain.errors import Unrecoverable, VaultError, VaultFull
@@ -327,7 +327,7 @@ def test_after_training_went_back_the_newest_is_of_the_newest_epoch(kind: str) -
     """Version 20 of an abandoned epoch makes room, not version 10 of the running one."""
     old = [make(content(v), kind=kind, step=v, epoch=3) for v in (19, 20)]
     here = make(content(10), kind=kind, step=10, epoch=4)
-    assert spare([*old, here], make(content(11), kind=kind, step=11, epoch=4)) == old
+    assert dispensable([*old, here], make(content(11), kind=kind, step=11, epoch=4)) == old
 
 
 def test_what_lies_beyond_the_version_an_epoch_begins_with_is_dropped(tmp_path: Path) -> None:
