@@ -279,11 +279,7 @@ class JobCollector(Collector):
     """Gauges of the job, and counters that other objects keep."""
 
     def __init__(
-        self,
-        job_id: str,
-        reading: Reading,
-        metrics: CoordinatorMetrics,
-        clock: Callable[[], float],
+        self, job_id: str, reading: Reading, metrics: CoordinatorMetrics, clock: Callable[[], float]
     ) -> None:
         """`reading` and `clock` are called on the scraper's thread."""
         self._job_id, self._reading = job_id, reading
