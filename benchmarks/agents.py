@@ -28,7 +28,7 @@ from elastic.domain.types import STATE, Assignment, Copy, JobSpec, LayerSpec, No
 from elastic.rpc.control.channel_options import client_options
 from elastic.rpc.control.client import CoordinatorStub
 from elastic.rpc.control.envelope import Envelope, encode_body, from_wire, pack, unpack
-from elastic.rpc.control.event_loop import Loop
+from elastic.rpc.control.event_loop import GrpcEventLoop
 
 MEMORY_BYTES = 24 << 30
 """Of a node: a pipeline needs a dozen of them."""
@@ -267,7 +267,7 @@ def main() -> None:
     async def start() -> None:
         await live(Crowd(args.address, crowd_spec, args.heartbeat), args.first, args.count)
 
-    with asyncio.Runner(loop_factory=Loop) as runner:
+    with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
         runner.run(start())
 
 

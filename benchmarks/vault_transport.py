@@ -27,7 +27,7 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient, tune
-from elastic.store.shared_memory import Slot
+from elastic.store.shared_memory import SharedSlot
 from elastic.worker.recovery.fetch import Fetcher
 
 TARGET = 0.8
@@ -147,7 +147,7 @@ def rows(setting: Setting) -> list[Row]:
         plain = tune(socket.create_connection(("127.0.0.1", port)))
         out: list[Row] = []
         for layer, size in enumerate(setting.sizes):
-            slot = Slot(directory / f"worker-{layer}.slot", size)
+            slot = SharedSlot(directory / f"worker-{layer}.slot", size)
             slot.view(size)[:] = os.urandom(size)
             out += measure(client, plain, slot.view(size), setting)
             if not layer:

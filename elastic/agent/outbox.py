@@ -1,22 +1,28 @@
-"""What an agent says again after each break: the coordinator may not have heard it, or not have saved it."""
+"""Messages of an agent about finished steps, checkpoints and backups.
+
+After each reconnect the agent resends what its `Outbox` holds: the coordinator may not have
+received a message, or may have failed before it saved the message.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from elastic.core.protocol import messages as m
+from elastic.domain.types import Copy
 
-STEPS, OTHERS = 4096, 64
-"""Newest that are kept."""
+MAX_STEPS, MAX_OTHERS = 4096, 64
+"""Number of newest messages that are kept."""
 
 
-class News:
-    """Steps first: a report that follows may end the job."""
+class Outbox:
+    """Messages that are resent after a reconnect. Finished steps come first in iteration, because
+    a report that follows them may end the job."""
 
     def __init__(self) -> None:
-        self._steps: deque[m.StepDone] = deque(maxlen=STEPS)
-        self._others: deque[m.CheckpointPart | m.BackupNote] = deque(maxlen=OTHERS)
+        self._steps: deque[m.StepDone] = deque(maxlen=MAX_STEPS)
+        self._others: deque[m.CheckpointPart | m.BackupNote] = deque(maxlen=MAX_OTHERS)
 
     def add(self, message: m.StepDone | m.CheckpointPart | m.BackupNote) -> None:
         if isinstance(message, m.StepDone):
@@ -29,8 +35,26 @@ class News:
         yield from self._others
 
     def enter(self, install: m.Install) -> None:
-        """The job goes on at a step: what it had done beyond it, before an older checkpoint was taken, is undone."""
+        """Forget the steps and checkpoints that a return to an older checkpoint has undone."""
         step = install.assignment.step
         steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
-        others = [o for o in self._others if not (isinstance(o, m.CheckpointPart) and o.step > step)]
-        self._steps, self._others = deque(steps, STEPS), deque(others, OTHERS)
+        others = [
+            o for o in self._others if not (isinstance(o, m.CheckpointPart) and o.step > step)
+        ]
+        self._steps, self._others = deque(steps, MAX_STEPS), deque(others, MAX_OTHERS)
+
+
+class BackupNotes:
+    """Turns events of a node's vault and replicator into messages for `put`. Thread-safe."""
+
+    def __init__(self, node: str, put: Callable[[m.BackupNote], None]) -> None:
+        self._node, self._put = node, put
+
+    def corrupt(self, copy: Copy) -> None:
+        """The vault dropped a copy because its checksum did not match."""
+        why = f"{copy.key} does not match its checksum and was dropped"
+        self._put(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
+
+    def no_room(self, peer: str, why: str) -> None:
+        """The vault of `peer` has no room for this node's copies."""
+        self._put(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))

@@ -1,7 +1,8 @@
-"""The agent process: supervises a node's workers, keeps its vault, and speaks for it to the coordinator.
+"""The agent process: supervises a node's workers, owns its vault and talks to the coordinator.
 
-A thin shell around `elastic.core.node.node.transition`. One thread owns the node's state and takes events from a queue:
-orders of the coordinator, words of workers (in the order in which they were said), exits, and a periodic look.
+The rules of a node are in `elastic.core.node.node.transition`; this module carries out the actions
+that it returns. One thread owns the node's state and takes events from a queue: orders of the
+coordinator, messages and exits of workers, and a periodic poll.
 """
 
 from __future__ import annotations
@@ -15,30 +16,29 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import astuple, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from elastic import lifeline
-from elastic.agent.health.readiness import Fitness
-from elastic.agent.injected import carry_out
-from elastic.agent.metrics import AgentMetrics, condition
-from elastic.agent.notes import Notes
-from elastic.agent.notices.controller import Found, Leaving, Read
-from elastic.agent.outbox import News
-from elastic.agent.starting import who, words
+from elastic.agent.health.readiness import Readiness
+from elastic.agent.metrics import AgentCondition, AgentMetrics
+from elastic.agent.notices.controller import CloudDetected, NoticeController, NoticesRead
+from elastic.agent.outbox import BackupNotes, Outbox
 from elastic.agent.vault.checkpoints import CheckpointWriter
 from elastic.agent.vault.prefetch import prefetch
 from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
-from elastic.agent.workers.channels import Workers
-from elastic.agent.workers.processes import Place, WorkerExit, WorkerGroup
+from elastic.agent.workers.channels import FromWorker, WorkerChannels
+from elastic.agent.workers.processes import WorkerContext, WorkerExit, WorkerGroup
+from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.fault_spec import parse_fault
+from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
 from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import (
@@ -51,149 +51,254 @@ from elastic.domain.errors import (
 from elastic.domain.types import NodeInfo
 from elastic.metrics import Exposition, MetricsAddress, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
-from elastic.rpc.control.client import Session
+from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
-from elastic.rpc.security.rejections import REJECTIONS, Rejection
+from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.agent")
-LOOK_S = 0.1
+POLL_S = 0.1
+"""Interval between two polls of the worker processes."""
 RANKS = 1 << 16
-"""A worker is generation * RANKS + local rank: an acknowledgement is for one launch alone."""
-GRACE_S = 10.0
-"""How long workers may take to end by themselves when the job is over."""
-RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase.FINISHED)
+"""A worker's number is generation * RANKS + local rank, so that an acknowledgement reaches only
+the launch that it belongs to."""
+EXIT_GRACE_S = 10.0
+"""Time that workers get to end by themselves when the job is over."""
+REPORTING_NO_COPIES = (
+    NodePhase.RUNNING,
+    NodePhase.INSTALLING,
+    NodePhase.HALTING,
+    NodePhase.FINISHED,
+)
+FLAGS = [
+    flag("--run-dir", required=True),
+    flag("--node", required=True),
+    flag("--coordinator", required=True),
+    flag("--domain", default=""),
+    flag("--host", default="127.0.0.1"),
+    flag("--device", default=""),
+    flag("--lifetime", default=0.0),
+    flag("--memory", default=0),
+    flag("--metrics-port", default=-1),
+    flag("--parent-pipe", default=-1),
+]
 
 
-class Agent:
-    """Owns a node. Everything happens on the thread that calls `run`, but for transfers and sockets."""
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    """The coordinator can be reached (again)."""
 
-    def __init__(self, config: JobConfig, coordinator: str, who: NodeInfo) -> None:
-        self._config, self._who, self._node, self._host = config, who, who.node, who.host
+
+@dataclass(frozen=True, slots=True)
+class _BundleDone:
+    """A bundle of a worker is whole at the peer, or was given up."""
+
+    worker: int
+    acked: m.BundleAcknowledged
+
+
+class NodeAgent:
+    """Owns a node. Everything happens on the thread that calls `run`, except transfers and
+    sockets."""
+
+    def __init__(self, config: JobConfig, coordinator: str, info: NodeInfo) -> None:
+        self._config, self._info, self._node, self._host = config, info, info.node, info.host
         self._queue: queue.Queue[Any] = queue.Queue()
         self._directory = Path(config.memory_dir) / self._node
-        self._news = News()
+        self._outbox = Outbox()
         self._group: WorkerGroup | None = None
         self._generation, self._partitioned_until = 0, 0.0
         self._exit_code: int | None = None
-        self._fitness = Fitness(config, coordinator, who, self._queue.put)
-        self._leaving = Leaving(config, self._node, self._queue.put, self._say, self._report)
-        self._meter = AgentMetrics(new_registry())
+        put = self._queue.put
+        self._readiness = Readiness(config, coordinator, info, put)
+        self._notices = NoticeController(config, self._node, put, self._send, self._report)
+        self._metrics = AgentMetrics(new_registry())
         self._exposition: Exposition | None = None
-        self._begin()
-        REJECTIONS.subscribe(self._queue.put)
-        self._workers = Workers(self._directory / "agent.sock", self._queue.put, self._launched)
-        self._session = Session(
-            coordinator, on_message=lambda message, envelope: self._queue.put(message), sender=self._node,
-            on_up=lambda: self._queue.put("up"), on_down=lambda why: log.info("coordinator away: %s", why),
+        self._handlers = self._event_handlers()
+        self._begin_incarnation()
+        REJECTIONS.subscribe(put)
+        self._workers = WorkerChannels(self._directory / "agent.sock", put, self._launched)
+        self._session = CoordinatorSession(
+            coordinator,
+            on_message=lambda message, envelope: put(message),
+            sender=self._node,
+            on_up=lambda: put(_Connected()),
+            on_down=lambda why: log.info("the coordinator cannot be reached: %s", why),
             keepalive_s=config.timeouts.keepalive_s,
-        )  # fmt: skip
+        )
 
     def serve_metrics(self, port: int) -> None:
-        """From now on; -1: not at all."""
+        """Serve metrics from now on, at any free port if `port` is 0; do nothing if it is -1."""
         config = self._config
-        self._meter.condition = lambda: condition(
-            config, self._directory, self._vault, self._replicator, self._group, self._session, self._state.epoch
-        )  # fmt: skip
-        place = (config.metrics_host, port, config.run_dir, config.job_id, self._node, "agent", config.certs)
-        self._exposition = serve(self._meter.registry, MetricsAddress(*place))
+        self._metrics.condition = self._condition
+        directories = (config.run_dir, config.job_id, self._node, "agent", config.certs)
+        self._exposition = serve(
+            self._metrics.registry, MetricsAddress(config.metrics_host, port, *directories)
+        )
 
-    def _begin(self) -> None:
-        """A new incarnation: empty vault, no workers."""
-        tell, limit = Notes(self._node, self._queue.put), self._config.vault_memory_bytes
-        self._vault = Vault(self._node, self._directory / "vault", limit=limit, on_corrupt=tell.corrupt)
-        pace = pace_of(self._directory, self._config.link)
-        packs = CompressionPolicy(self._config.compress)
-        meter, limits = self._meter, self._config.timeouts
+    def _condition(self) -> AgentCondition:
+        return AgentCondition(
+            vault_bytes=self._vault.nbytes,
+            allocated_bytes=self._vault.allocated_bytes,
+            limit_bytes=self._config.vault_memory_bytes,
+            memory_dir=str(self._directory),
+            checkpoint_dir=self._config.checkpoint_dir,
+            workers=self._config.nproc_per_node,
+            workers_up=len(self._group.alive()) if self._group is not None else 0,
+            connected=self._session.up,
+            pending=self._replicator.pending,
+            oldest_s=self._replicator.exposed_s,
+            link_bytes_per_s=self._replicator.link_bytes_per_s,
+            epoch=self._state.epoch,
+        )
+
+    def _begin_incarnation(self) -> None:
+        """Start a new life of this node name: an empty vault and no workers."""
+        config, limits = self._config, self._config.timeouts
+        notes = BackupNotes(self._node, self._queue.put)
+        self._vault = Vault(
+            self._node,
+            self._directory / "vault",
+            limit=config.vault_memory_bytes,
+            on_corrupt=notes.corrupt,
+        )
+        pace = pace_of(self._directory, config.link)
+        compression = CompressionPolicy(config.compress)
         self._server = VaultServer(
-            self._vault, self._host, timeout_s=limits.serve_s, pace=pace, compressing=packs, received=meter.received
-        ).start()  # fmt: skip
-        where = Path(self._config.checkpoint_dir)
-        self._checkpoints = CheckpointWriter(where, self._vault, self._queue.put, self._fitness.unwritten)
-        prepare, short = self._checkpoints.offer, tell.short
+            self._vault,
+            self._host,
+            timeout_s=limits.serve_s,
+            pace=pace,
+            compressing=compression,
+            received=self._metrics.received,
+        ).start()
+        self._checkpoints = CheckpointWriter(
+            Path(config.checkpoint_dir),
+            self._vault,
+            self._queue.put,
+            self._readiness.checkpoint_failed,
+        )
         self._replicator = Replicator(
-            self._vault, self._acked, self._held, timeout_s=limits.bulk_s, prepare=prepare, pace=pace, short=short,
-            compressing=packs, sent=self._fitness.sent, delivered=meter.sent,
-        )  # fmt: skip
-        self._leaving.incarnation = incarnation = uuid.uuid4().hex[:12]
-        who = replace(self._who, incarnation=incarnation, vault=self._server.address)
-        self._state = core.NodeState(who, limits=limits)
-        self._fitness.begin(incarnation)
+            self._vault,
+            self._bundle_done,
+            self._bundle_held,
+            timeout_s=limits.bulk_s,
+            prepare=self._checkpoints.offer,
+            pace=pace,
+            no_room=notes.no_room,
+            compressing=compression,
+            sent=self._readiness.sent,
+            delivered=self._metrics.sent,
+        )
+        self._notices.incarnation = incarnation = uuid.uuid4().hex[:12]
+        info = replace(self._info, incarnation=incarnation, vault=self._server.address)
+        self._state = core.NodeState(info, limits=limits)
+        self._readiness.begin(incarnation)
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
-        next_look = next_beat = time.monotonic()
+        next_poll = next_heartbeat = time.monotonic()
         while self._exit_code is None:
+            wait_s = max(0.001, min(next_poll, next_heartbeat) - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                self._take(self._queue.get(timeout=max(0.001, min(next_look, next_beat) - time.monotonic())))
+                self._handle(self._queue.get(timeout=wait_s))
             now = time.monotonic()
-            if now >= next_look:
-                next_look = now + LOOK_S
-                self._look()
-            if now >= next_beat:
-                next_beat = now + self._config.heartbeat_s
-                self._beat()
+            if now >= next_poll:
+                next_poll = now + POLL_S
+                self._poll()
+            if now >= next_heartbeat:
+                next_heartbeat = now + self._config.heartbeat_s
+                self._heartbeat()
         self._close()
         return self._exit_code
 
     # ---- events in ----
 
-    def _take(self, item: Any) -> None:
-        match item:
-            case "up":
-                for news in self._news:  # before a report that may end the job
-                    self._say(news)
-                self._report()
-                self._leaving.again()
-            case Read(source="signal") if self._leaving.parked or not self._state.elastic:
-                code = EXIT_DRAINED if self._leaving.parked else EXIT_TERMINATED
-                self._apply(m.Stop(code, "told to end; there is nothing to move"))
-            case Read() | Found():
-                self._leaving.take(item)
-            case m.Released() if not self._partitioned and not self._leaving.parked:
-                self._leaving.released(lambda: self._apply(item))
-            case (int() as generation, int() as rank, message):
-                if generation == self._generation:
-                    self._from_worker(rank, message)
-                else:
-                    self._from_former_worker(message)
-            case ("acked", int() as worker, m.BundleAcknowledged() as acked):
-                self._tell_acked(worker, acked)
-            case m.CommFailed():  # copies do not get to the peer
-                self._apply(core.WorkerMessage(0, item))
-            case m.BackupNote() | m.CheckpointPart():
-                self._news.add(item)
-                self._say(item)
-            case HealthReport() | Preflight() | JoinRefused():
-                self._state, told, joins = self._fitness.take(item, self._state)
-                if told is not None:
-                    self._say(told)
-                if joins:
-                    self._report()
-                    self._leaving.again()
-            case Rejection():
-                self._say(m.RefusalNote(self._node, *astuple(item)))
-            case m.Trim():
-                self._vault.trim(item.epoch, item.step)
-            case m.Prefetch() if not self._partitioned:
-                self._start_prefetch(item)
-            case _ if not self._partitioned:
-                self._apply(item)
+    def _event_handlers(self) -> dict[type, Callable[[Any], None]]:
+        """One handler per type of event; `_apply_order` handles all other types."""
+        health = dict.fromkeys((HealthReport, Preflight, JoinRefused), self._handle_health)
+        backup = dict.fromkeys((m.BackupNote, m.CheckpointPart), self._send_reliably)
+        return {
+            _Connected: self._handle_connected,
+            NoticesRead: self._handle_notices,
+            CloudDetected: lambda event: self._notices.take(event),
+            m.Released: self._handle_released,
+            FromWorker: self._handle_worker,
+            _BundleDone: lambda event: self._acknowledge(event.worker, event.acked),
+            m.CommFailed: lambda event: self._apply(core.WorkerMessage(0, event)),
+            RejectionNotice: lambda event: self._send(m.RefusalNote(self._node, *astuple(event))),
+            m.Trim: lambda event: self._vault.trim(event.epoch, event.step),
+            m.Prefetch: self._handle_prefetch,
+            **health,
+            **backup,
+        }
 
-    def _from_worker(self, rank: int, message: Any) -> None:
+    def _handle(self, event: Any) -> None:
+        self._handlers.get(type(event), self._apply_order)(event)
+
+    def _apply_order(self, event: Any) -> None:
+        if not self._partitioned:
+            self._apply(event)
+
+    def _handle_connected(self, event: _Connected) -> None:
+        for message in self._outbox:  # before a report that may end the job
+            self._send(message)
+        self._report()
+        self._notices.resend()
+
+    def _handle_notices(self, event: NoticesRead) -> None:
+        parked = self._notices.parked
+        if event.source == "signal" and (parked or not self._state.elastic):
+            code = EXIT_DRAINED if parked else EXIT_TERMINATED
+            self._apply(m.Stop(code, "the agent was signalled; there is nothing to move"))
+        else:
+            self._notices.take(event)
+
+    def _handle_released(self, event: m.Released) -> None:
+        if self._notices.parked or self._partitioned:
+            self._apply_order(event)
+        else:
+            self._notices.released(lambda: self._apply(event))
+
+    def _send_reliably(self, message: m.StepDone | m.BackupNote | m.CheckpointPart) -> None:
+        self._outbox.add(message)
+        self._send(message)
+
+    def _handle_health(self, event: HealthReport | Preflight | JoinRefused) -> None:
+        self._state, report, joins = self._readiness.take(event, self._state)
+        if report is not None:
+            self._send(report)
+        if joins:
+            self._report()
+            self._notices.resend()
+
+    def _handle_prefetch(self, order: m.Prefetch) -> None:
+        def work() -> None:
+            try:
+                prefetch(self._vault, order)
+            except ElasticError as error:
+                log.warning("prefetch failed: %s", error)
+            self._queue.put(core.PrefetchDone(order.epoch))
+
+        if not self._partitioned:
+            threading.Thread(target=work, name="prefetch", daemon=True).start()
+
+    def _handle_worker(self, event: FromWorker) -> None:
+        if event.generation != self._generation:
+            self._handle_former_worker(event.message)
+            return
+        rank, message = event.local_rank, event.message
         match message:
             case m.Published():
-                self._published(rank, message)
+                self._publish(rank, message)
             case m.StepDone():
-                self._news.add(message)
-                self._say(message)
+                self._send_reliably(message)
             case m.FaultReached():
-                until = carry_out(parse_fault(message.fault), self._vault)
-                self._partitioned_until = max(self._partitioned_until, until)
+                self._inject(parse_fault(message.fault))
             case WorkerExit():
-                self._meter.worker_ended()
-                self._workers.gone(rank)
+                self._metrics.worker_ended()
+                self._workers.remove(rank)
                 self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.WorkerExited(rank, message.returncode))
             case m.Attach() | m.Halted() | m.Failed() | m.Finished():
@@ -205,8 +310,8 @@ class Agent:
             case _:
                 self._apply(core.WorkerMessage(rank, message))
 
-    def _from_former_worker(self, message: Any) -> None:
-        """Last words of workers that have been replaced: their copies still count."""
+    def _handle_former_worker(self, message: Any) -> None:
+        """Index the copies of a worker that has been replaced: they still count."""
         if isinstance(message, m.Published):
             with contextlib.suppress(VaultError):
                 for local in message.copies:
@@ -214,34 +319,46 @@ class Agent:
         elif isinstance(message, WorkerExit):
             self._vault.worker_gone(message.pid, self._directory)
 
-    def _published(self, rank: int, message: m.Published) -> None:
+    def _publish(self, rank: int, message: m.Published) -> None:
         try:
             for local in message.copies:
                 self._vault.publish(local)
         except VaultError as error:
-            log.error("worker %d announced a copy that is not there: %s", rank, error)
-            self._kill()
+            log.error("worker %d announced a copy that does not exist: %s", rank, error)
+            self._kill_workers()
             return
         self._replicator.submit(self._generation * RANKS + rank, message)
 
-    def _look(self) -> None:
-        self._leaving.look()
+    def _inject(self, fault: FaultSpec) -> None:
+        """Carry out an injected fault: corrupt copies, or cut this node off from everybody."""
+        if fault.kind is FaultKind.CORRUPT:
+            log.warning("injected fault: one byte flipped in %d copies", self._vault.flip_bytes())
+            return
+        log.warning("injected fault: partitioned from everybody for %g s", fault.duration_s)
+        until = time.monotonic() + fault.duration_s
+        self._partitioned_until = max(self._partitioned_until, until)
+
+    def _poll(self) -> None:
+        self._notices.poll()
         if self._group is None:
             return
-        found = self._group.states().items()
-        seen = (core.ProcessSample(r, s.stopped, s.main_cpu_s, s.on_disk, s.family_cpu_s) for r, s in found)
-        self._apply(core.WorkersPolled(tuple(seen)))
+        samples = tuple(
+            core.ProcessSample(rank, s.stopped, s.main_cpu_s, s.on_disk, s.descendant_cpu_s)
+            for rank, s in self._group.states().items()
+        )
+        self._apply(core.WorkersPolled(samples))
 
-    def _beat(self) -> None:
-        self._meter.beat()
-        if self._fitness.known and not self._leaving.parked:
-            self._say(core.heartbeat(self._state))
+    def _heartbeat(self) -> None:
+        self._metrics.heartbeat()
+        if self._readiness.known and not self._notices.parked:
+            self._send(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
         before = self._state
         self._state, actions, reason = core.transition(before, event, time.monotonic())
-        if self._state.phase is not before.phase:
-            log.info("%s -> %s (epoch %d): %s", before.phase, self._state.phase, self._state.epoch, reason)
+        after = self._state
+        if after.phase is not before.phase:
+            log.info("%s -> %s (epoch %d): %s", before.phase, after.phase, after.epoch, reason)
         for action in actions:
             self._act(action)
 
@@ -250,21 +367,17 @@ class Agent:
     def _act(self, action: core.NodeAction) -> None:
         match action:
             case core.SendToWorkers(message, rank):
-                self._workers.tell(message, rank)
+                self._workers.send(message, rank)
             case core.SpawnWorkers(launch):
                 self._spawn(launch)
             case core.KillWorkers(reason):
-                log.warning("workers are killed: %s", reason)
-                self._kill()
+                log.warning("killing the workers: %s", reason)
+                self._kill_workers()
             case core.FenceVault(epoch):
                 self._replicator.reset(epoch)
                 self._vault.fence(epoch)
             case core.EnterEpoch(install):
-                self._news.enter(install)
-                self._vault.enter(install.epoch, install.assignment.step)
-                self._replicator.enter(install.epoch, install.assignment)
-                self._checkpoints.enter(self._node, install.assignment.plan)
-                self._fitness.enter(self._state.info.incarnation, install.epoch)
+                self._enter(install)
             case core.SendReport():
                 self._report()
             case core.EndAgent(code):
@@ -272,115 +385,138 @@ class Agent:
             case core.Rejoin():
                 self._rejoin()
 
-    def _say(self, message: Any) -> None:
+    def _enter(self, install: m.Install) -> None:
+        epoch, assignment = install.epoch, install.assignment
+        self._outbox.enter(install)
+        self._vault.enter(epoch, assignment.step)
+        self._replicator.enter(epoch, assignment)
+        self._checkpoints.enter(self._node, assignment.plan)
+        self._readiness.enter(self._state.info.incarnation, epoch)
+
+    def _send(self, message: Any) -> None:
         if not self._partitioned:
             self._session.send(message, self._state.epoch)
 
     @property
     def _partitioned(self) -> bool:
+        """An injected fault cuts this node off. The agent reconnects when the fault ends."""
         if self._partitioned_until and time.monotonic() >= self._partitioned_until:
             self._partitioned_until = 0.0
-            self._queue.put("up")
+            self._queue.put(_Connected())
         return self._partitioned_until > 0
 
     def _report(self) -> None:
-        if self._leaving.parked:
+        if self._notices.parked:
             return
-        report = self._fitness.report(core.report(self._state))
+        report = self._readiness.complete(core.report(self._state))
         if report is None:
             return
-        if report.phase not in RUNNING:
+        if report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
-        self._say(report)
+        self._send(report)
 
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
         generation = self._generation
-        place = Place(self._node, str(self._directory / "agent.sock"), self._host, self._who.device)
+        socket_path = str(self._directory / "agent.sock")
+        context = WorkerContext(self._node, socket_path, self._host, self._info.device)
 
         def ended(exit: WorkerExit) -> None:
-            self._workers.last_words(generation, exit.local_rank)
-            self._queue.put((generation, exit.local_rank, exit))
+            self._workers.drain(generation, exit.local_rank)
+            self._queue.put(FromWorker(generation, exit.local_rank, exit))
 
-        self._group = WorkerGroup(self._config, launch, place, ended)
+        self._group = WorkerGroup(self._config, launch, context, ended)
         try:
             self._group.start()
         except OSError as error:
             log.error("workers cannot be started: %s", error)
             for rank in range(self._config.nproc_per_node):
-                self._queue.put((generation, rank, WorkerExit(rank, 0, 127, time.time())))
+                exit = WorkerExit(rank, 0, 127, time.time())
+                self._queue.put(FromWorker(generation, rank, exit))
 
-    def _kill(self) -> None:
-        """Kill the workers; their exits, and whatever they said before, arrive through the queue as usual."""
+    def _kill_workers(self) -> None:
+        """Kill the workers. Their last messages and exits arrive through the queue as usual."""
         if self._group is not None:
             self._group.kill()
 
     def _rejoin(self) -> None:
-        self._meter.rejoined()
+        self._metrics.rejoined()
         self._generation += 1
         self._group = None
         for part in (self._replicator, self._server, self._vault):
             part.close()
-        self._workers.forget()
-        self._begin()
+        self._workers.clear()
+        self._begin_incarnation()
         self._report()
-        self._leaving.again()
-
-    def _start_prefetch(self, order: m.Prefetch) -> None:
-        def work() -> None:
-            try:
-                prefetch(self._vault, order)
-            except ElasticError as error:
-                log.warning("prefetch: %s", error)
-            self._queue.put(core.PrefetchDone(order.epoch))
-
-        threading.Thread(target=work, name="prefetch", daemon=True).start()
+        self._notices.resend()
 
     def stop(self) -> None:
-        """For signal handlers: kill the workers and end. The signal may have ended them already: no crash."""
+        """Kill the workers and end. For signal handlers; a worker may have ended by the same
+        signal, which counts as no crash."""
         self._generation, self._partitioned_until = self._generation + 1, 0.0
-        self._queue.put(m.Stop(EXIT_INTERRUPTED, "told to stop"))
+        self._queue.put(m.Stop(EXIT_INTERRUPTED, "the agent was told to stop"))
 
     def leave(self) -> None:
-        """The node shall leave within --grace seconds and the agent end; for signal handlers."""
-        self._leaving.signalled()
+        """Drain the node within --grace seconds, then end. For signal handlers."""
+        self._notices.signalled()
 
     # ---- callbacks of other threads ----
 
     def _launched(self) -> tuple[int, Mapping[int, int]]:
-        """The running launch: its generation and the process of each local rank."""
+        """The running launch: its generation, and the process id per local rank."""
         return self._generation, self._group.pids if self._group is not None else {}
 
-    def _acked(self, worker: int, bundle: int, kept: bool) -> None:
+    def _bundle_done(self, worker: int, bundle: int, kept: bool) -> None:
         acked = m.BundleAcknowledged(bundle, kept)
-        if self._checkpoints.final:  # behind the news that it is on disk
-            self._checkpoints.then(lambda: self._queue.put(("acked", worker, acked)))
+        if self._checkpoints.final:  # acknowledged after the last checkpoint is on disk
+            self._checkpoints.then(lambda: self._queue.put(_BundleDone(worker, acked)))
         else:
-            self._tell_acked(worker, acked)
+            self._acknowledge(worker, acked)
 
-    def _tell_acked(self, worker: int, acked: m.BundleAcknowledged) -> None:
+    def _acknowledge(self, worker: int, acked: m.BundleAcknowledged) -> None:
         if worker // RANKS == self._generation:
-            self._workers.tell(acked, worker % RANKS)
+            self._workers.send(acked, worker % RANKS)
 
-    def _held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
+    def _bundle_held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
         self._queue.put(m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}"))
 
     def _close(self) -> None:
         if self._group is not None:
-            if self._exit_code == 0 and not self._group.wait(GRACE_S):
-                log.warning("workers did not end within %g s", GRACE_S)
+            if self._exit_code == 0 and not self._group.wait(EXIT_GRACE_S):
+                log.warning("workers did not end within %g s", EXIT_GRACE_S)
             self._group.terminate(self._config.shutdown_timeout_s)
-        self._leaving.close()
-        self._session.close()
-        self._fitness.close()
-        for part in (self._checkpoints, self._replicator, self._server, self._vault, self._exposition):
-            if part is not None:
-                part.close()
+        for part in (
+            self._notices,
+            self._session,
+            self._readiness,
+            self._checkpoints,
+            self._replicator,
+            self._server,
+            self._vault,
+        ):
+            part.close()
+        if self._exposition is not None:
+            self._exposition.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = words(argv)
+def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
+    """The node, before its agent knows the address of its vault."""
+    return NodeInfo(
+        node=args.node,
+        incarnation="",
+        vault="",
+        domain=args.domain,
+        workers=config.nproc_per_node,
+        memory_bytes=args.memory,
+        host=args.host,
+        device=args.device,
+        lifetime_s=args.lifetime,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = read_flags(Command("elastic.agent.service", params=FLAGS), argv)
     early: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
@@ -389,7 +525,7 @@ def main(argv: list[str] | None = None) -> int:
         lifeline.watch(args.parent_pipe)
     try:
         tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
-        agent = Agent(config, args.coordinator, who(args, config))
+        agent = NodeAgent(config, args.coordinator, _node_info(args, config))
         agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
         print(f"elastic agent: {error}", file=sys.stderr)

@@ -1,7 +1,12 @@
-"""Waiting for the lease, and keeping it.
+"""The lease that makes a coordinator the leader, and the name of its run in a shared store.
 
-A standby has everything imported and the store open, and serves nobody. The leader's lease is renewed by a thread of
-its own: a long decision costs nobody the lead, while a process that is stopped renews nothing.
+A standby has everything imported and the store open, and tries to take the lease. The leader renews
+its lease from a thread of its own, so that a long decision does not lose it; a stopped process
+renews nothing and loses it.
+
+If the store is away, a standby retries until it is back. A leader keeps leading in memory: nobody
+can take its lease without the store. `elastic.coordinator.records.state_saver` tells what happens
+to its decisions meanwhile.
 """
 
 from __future__ import annotations
@@ -20,35 +25,39 @@ from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
 log = logging.getLogger("elastic.coordinator")
 LEASE_NAME, STATE_KEY, RUN_KEY, OVER_KEY = "coordinator", "job/state", "job/run", "job/over"
 LEASE_S = 10.0
-"""Of a coordinator that is alone: nobody waits for it."""
+"""Duration of the lease of a single coordinator; nobody waits for it to expire."""
 SHARED_LEASE_S = 1.5
-"""Of one among several. With the look of a standby, and nodes that find it, less than 3 s from death to decision."""
-LOOK_S = 0.15
-"""How often a standby tries to take the lease."""
+"""Duration of the lease if there are several coordinators. With POLL_S and the reconnection of the
+nodes, a standby decides within 3 s of the leader's death."""
+POLL_S = 0.15
+"""Interval between a standby's attempts to take the lease."""
 RENEWALS = 5
-"""How often a lease is renewed in its time."""
+"""Renewals per duration of the lease."""
 
 
-def stand_by(store: Store, part: Part, holder: str, ttl_s: float, now: Callable[[], float]) -> Lease:
-    """Wait until the lease is ours. A store out of reach is waited for."""
-    failures, told = 0, ""
+def stand_by(
+    store: Store, run: RunMembership, holder: str, ttl_s: float, now: Callable[[], float]
+) -> Lease:
+    """Wait until the lease is ours; retry while the store is away."""
+    failures, logged = 0, ""
     while True:
         try:
-            part.look()
+            run.join_current()
             lease = store.acquire(LEASE_NAME, holder, ttl_s, now())
             log.info("%s leads with term %d", holder, lease.token)
             return lease
         except (Conflict, StoreUnavailable) as error:
             kind = type(error).__name__
-            if told != kind:
+            if logged != kind:
                 log.warning("standing by: %s", error)
-            told = kind
+            logged = kind
             failures = 0 if isinstance(error, Conflict) else failures + 1
-            time.sleep(retry_s(failures) if failures else LOOK_S)
+            time.sleep(retry_s(failures) if failures else POLL_S)
 
 
-class Keeper:
-    """Renews the lease from its own thread until closed. `on_lost` is called there, once, if another took it."""
+class LeaseKeeper:
+    """Renews the lease from its own thread until closed. Calls `on_lost` there, once, when another
+    coordinator has taken the lease."""
 
     def __init__(
         self,
@@ -59,72 +68,75 @@ class Keeper:
     ) -> None:
         self._store, self._lease, self._now, self._on_lost = store, lease, now, on_lost
         self._renewed, self._closed = time.monotonic(), threading.Event()
-        threading.Thread(target=self._work, name="lease", daemon=True).start()
+        threading.Thread(target=self._run, name="lease", daemon=True).start()
 
     @property
-    def sure(self) -> bool:
-        """The lease was ours less than its time ago, so that nobody can have taken it from us unseen."""
+    def certain(self) -> bool:
+        """The last renewal is recent enough that nobody can have taken the lease."""
         return time.monotonic() - self._renewed < self._lease.ttl_s
 
     def close(self) -> None:
         """Idempotent."""
         self._closed.set()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         failures, every_s = 0, self._lease.ttl_s / RENEWALS
         while not self._closed.wait(min(retry_s(failures), every_s) if failures else every_s):
-            begun = time.monotonic()
+            began = time.monotonic()
             try:
                 self._store.renew(self._lease, self._now())
-                self._renewed, failures = begun, 0
+                self._renewed, failures = began, 0
             except StaleError as error:
                 if not self._closed.is_set():
                     self._on_lost(error)
                 return
-            except ElasticError as error:  # out of reach: the coordinator's own saving tells of it
+            except ElasticError as error:  # the store is away, which the state saver reports
                 failures += 1
                 log.info("the lease could not be renewed: %s", error)
 
 
-class Part:
-    """Which run in a shared store this coordinator takes part in, kept in the run directory over its restarts.
+class RunMembership:
+    """The run in a shared store to which this coordinator belongs. Its name is kept in the run
+    directory, so that a restarted coordinator knows it.
 
-    A name may be used again: the state of a job that ended stays in the store, for standbys that have not noticed.
+    The state of a finished job stays in the store for standbys that have not noticed the end, and a
+    later job may use the same name. The run's name tells the two apart.
     """
 
     def __init__(self, store: Store, run_dir: Path) -> None:
         self._store, self._file = store, run_dir / "store-run"
 
     @property
-    def mine(self) -> str:
-        """ "": none yet."""
+    def name(self) -> str:
+        """Name of the run; "": none yet."""
         return self._file.read_text().strip() if self._file.exists() else ""
 
-    def look(self) -> None:
-        """Join the run that is under way in the store, if there is one and we are in none."""
-        if not self.mine:
-            run, over = self._names()
+    def join_current(self) -> None:
+        """Join the unfinished run in the store, if there is one and we belong to none."""
+        if not self.name:
+            run, over = self._stored_names()
             if run and run != over:
                 self._join(run)
 
     def adopt(self) -> bool:
-        """Join the run whose state is saved; False: there is none, or it is left over from an earlier run."""
-        run, over = self._names()
-        if not owns_saved_state(self.mine, run, over):
+        """Join the run of the saved state. False if there is none, or only one of an earlier
+        job."""
+        run, over = self._stored_names()
+        if not owns_saved_state(self.name, run, over):
             return False
         self._join(run)
         return True
 
     def begin(self, name: str, token: int) -> None:
-        """Start a run, once its first state is saved."""
+        """Start a run, after its first state was saved."""
         self._put(RUN_KEY, name, token)
         self._join(name)
 
     def end(self, token: int) -> None:
-        """The run is over, and everything about it told."""
-        self._put(OVER_KEY, self.mine, token)
+        """Mark the run as over, after all its results were written."""
+        self._put(OVER_KEY, self.name, token)
 
-    def _names(self) -> tuple[str, str]:
+    def _stored_names(self) -> tuple[str, str]:
         run, over = (self._store.get(key) for key in (RUN_KEY, OVER_KEY))
         return run.value.decode() if run else "", over.value.decode() if over else ""
 
@@ -133,7 +145,7 @@ class Part:
         self._store.put_if(key, name.encode(), present.revision if present else None, token)
 
     def _join(self, run: str) -> None:
-        if self.mine == run:  # also on a full disk
+        if self.name == run:  # needs no write, which matters on a full disk
             return
         draft = self._file.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(run + "\n")

@@ -1,4 +1,4 @@
-"""What the command line asks a coordinator, and the answers."""
+"""Answers the requests of the command line: status, nodes, peers, plan and drain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from zlib import crc32
 
 from elastic.config import JobConfig
-from elastic.coordinator.metrics.counters import CoordinatorMetrics
+from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.core.coordinator.authorization import MAX_DEADLINE_S, MAX_NAME_CHARS
 from elastic.core.health.diagnosis import HealthLimits
 from elastic.core.job import quarantine
@@ -21,30 +21,31 @@ from elastic.domain.errors import ElasticError, FieldError
 from elastic.planning.plan.plan import format_plan
 
 log = logging.getLogger("elastic.coordinator")
-PEERS = 3
-"""Nodes that one who is about to join is told of."""
+MAX_PEERS = 3
+"""Number of peers in the answer to a node that is about to join."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A request and where its answer goes."""
+    """A request and the future of its answer."""
 
     kind: str
     body: dict[str, Any]
     answer: Future[dict[str, Any]]
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error; one that nobody foresaw is logged, and told as a bug."""
+        """Answer with an error. An unexpected one is logged and reported as a bug."""
         if not isinstance(error, ElasticError):
-            log.error("%.80r could not be answered", self.kind, exc_info=error)
-            error = ElasticError(
-                f"it could not be answered: {type(error).__name__}, see the coordinator's log"
-            )
+            log.error("request %.80r failed", self.kind, exc_info=error)
+            error = ElasticError(f"unexpected {type(error).__name__}: see the coordinator's log")
         self.answer.set_exception(error)
 
 
-def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[str, Any], Any | None]:
-    """The answer, and the event that the request is, if it asks for a decision. Raises FieldError."""
+def reply(
+    state: job.JobState, kind: str, body: dict[str, Any]
+) -> tuple[dict[str, Any], Any | None]:
+    """Return the answer, and the event for the rules if the request needs a decision. Raises
+    FieldError."""
     match kind:
         case "status":
             return status(state), None
@@ -59,22 +60,26 @@ def reply(state: job.JobState, kind: str, body: dict[str, Any]) -> tuple[dict[st
         case "drain":
             return _drain(state, body)
         case _:
-            raise FieldError("kind", kind[:MAX_NAME_CHARS], "one of status, nodes, peers, plan, drain")
+            raise FieldError(
+                "kind", kind[:MAX_NAME_CHARS], "must be one of status, nodes, peers, plan, drain"
+            )
 
 
 def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], job.DrainRequested]:
     node, deadline = body.get("node"), body.get("deadline_s", 30.0)
     if not isinstance(node, str) or node not in state.members:
         known = ", ".join(sorted(state.members)) or "none"
-        raise FieldError("node", str(node)[:MAX_NAME_CHARS], f"one of the members ({known})")
+        raise FieldError("node", str(node)[:MAX_NAME_CHARS], f"must be one of the members ({known})")
     number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
     if not number or not 0 <= deadline <= MAX_DEADLINE_S:
-        raise FieldError("deadline_s", str(deadline)[:40], f"seconds from 0 to {MAX_DEADLINE_S:g}")
+        raise FieldError(
+            "deadline_s", str(deadline)[:40], f"must be from 0 to {MAX_DEADLINE_S:g} seconds"
+        )
     return {"node": node, "deadline_s": deadline}, job.DrainRequested(node, float(deadline))
 
 
 def policy_of(config: JobConfig) -> job.Policy:
-    """What of the configuration the decisions depend on."""
+    """The part of the configuration on which decisions depend."""
     return job.Policy(
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
@@ -109,17 +114,19 @@ def status(state: job.JobState) -> dict[str, Any]:
     }
 
 
-LATELY = ("step", "cause", "nodes_before", "nodes_after", "microbatches_lost", "total_s")
-"""What `status` tells of a recovery."""
+RECOVERY_FIELDS = ("step", "cause", "nodes_before", "nodes_after", "microbatches_lost", "total_s")
+"""Fields of a recovery in the answer to `status`."""
 
 
-def lately(metrics: CoordinatorMetrics, term: int) -> dict[str, Any]:
-    """What the coordinator saw since it started, besides the state."""
+def recent(metrics: CoordinatorMetrics, term: int) -> dict[str, Any]:
+    """The part of `status` that is not in the state: what this process has seen since its start."""
     return {
         "term": term,
         "tokens_per_s": round(metrics.tokens_per_s, 1),
         "step_s": round(metrics.step_s[-1], 4) if metrics.step_s else None,
-        "recoveries": [{key: entry[key] for key in LATELY} for entry in metrics.recoveries],
+        "recoveries": [
+            {key: entry[key] for key in RECOVERY_FIELDS} for entry in metrics.recoveries
+        ],
     }
 
 
@@ -144,17 +151,27 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
 
 
 def peers(state: job.JobState, node: str) -> list[dict[str, Any]]:
-    """Some other nodes with their vaults, for a node that wants to try the network before it joins: a short answer,
-    for thousands may ask at once, and not the same nodes for everybody."""
+    """A few connected nodes and their vaults, for a node that checks the network before it joins.
+
+    The answer is short because thousands of nodes may ask at once. It differs per node, to spread
+    the load.
+    """
     names = sorted(state.members)
     first = crc32(node.encode(errors="replace")) % max(1, len(names))
-    there = (name for name in [*names[first:], *names[:first]] if name != node)
-    able = (name for name in there if state.members[name].connected and state.members[name].report.info.vault)
-    return [{"node": name, "vault": state.members[name].report.info.vault} for name in islice(able, PEERS)]
+    others = (name for name in [*names[first:], *names[:first]] if name != node)
+    reachable = (
+        name
+        for name in others
+        if state.members[name].connected and state.members[name].report.info.vault
+    )
+    return [
+        {"node": name, "vault": state.members[name].report.info.vault}
+        for name in islice(reachable, MAX_PEERS)
+    ]
 
 
 def _health(state: job.JobState, node: str) -> dict[str, Any]:
-    """In a word for people, and with its evidence for programs."""
+    """A node's health, as a short text for people and with evidence for programs."""
     record = quarantine.record_of(state, node)
     left_s = max(0.0, record.until - state.updated_at) if record.quarantined else 0.0
     words = [f"{one.kind.value}: {one.action.value}" for one in record.findings]

@@ -1,12 +1,14 @@
-"""The coordinator process: a thin shell around `elastic.core.coordinator.transitions`.
+"""The coordinator process. The rules are in `elastic.core.coordinator.transitions`.
 
-Of several coordinators one leads; the others stand by (`elastic.coordinator.leadership`). One thread takes events from
-a queue (messages of agents, ticks, requests of the command line), asks the pure core what to do, saves the new
-state, and then acts. Decisions are saved before they are sent or written, under the fencing token of the coordinator's
-lease, so that a former coordinator can neither save nor, by its older term, be heard.
+Of several coordinators one leads; the others stand by (`elastic.coordinator.leadership`). One
+thread takes events from a queue (messages of agents, ticks, requests of the command line), applies
+the rules, saves the new state, and then acts. A decision is saved before it is sent or written,
+under the fencing token of the lease: a former coordinator can save nothing, and agents ignore its
+older term. `elastic.coordinator.records.state_saver` tells what happens when the store is away.
 
-Events that are there together are learned one by one, each as of when it came, and then decided on, saved and acted on
-once: in a job of thousands of nodes a new epoch brings thousands of reports. Heartbeats wait for the next tick.
+Waiting events are recorded one by one, each as of its arrival. Then the rules are applied, the
+state is saved and the actions are carried out once for all of them: in a job of thousands of nodes
+a new epoch brings thousands of reports. Heartbeats wait for the next tick.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import astuple
 from functools import partial
@@ -28,31 +31,23 @@ from typing import Any
 from elastic import lifeline
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
-from elastic.coordinator.clock import Clock
-from elastic.coordinator.inbox import SWITCH_S, Inbox
+from elastic.coordinator.event_queue import SWITCH_S, EventQueue, WallClock
 from elastic.coordinator.leadership import (
     LEASE_S,
     SHARED_LEASE_S,
     STATE_KEY,
-    Keeper,
-    Part,
+    LeaseKeeper,
+    RunMembership,
     stand_by,
 )
-from elastic.coordinator.metrics.endpoint import Exposed
-from elastic.coordinator.metrics.gauges import Standing
-from elastic.coordinator.queries import Query, lately, reply
-from elastic.coordinator.records.checkpoint_commit import Commit, Commits
-from elastic.coordinator.records.run_directory import (
-    announce,
-    first_state,
-    name_of,
-    note_pid,
-    read_told,
-)
-from elastic.coordinator.records.run_records import Records
-from elastic.coordinator.records.state_saver import Saver
-from elastic.coordinator.session_filter import Speakers
-from elastic.core.coordinator import authorization as speech
+from elastic.coordinator.metrics import CoordinatorStatus, MetricsEndpoint
+from elastic.coordinator.queries import Query, recent, reply
+from elastic.coordinator.records import run_directory
+from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
+from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.records.state_saver import StateSaver
+from elastic.coordinator.session_filter import SessionFilter
+from elastic.core.coordinator import authorization
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import state as job
 from elastic.core.protocol import messages as m
@@ -60,98 +55,113 @@ from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
 from elastic.planning.placement.assignment import FEW
-from elastic.rpc.control.server import Server, Session
+from elastic.rpc.control.server import ClientSession, Server
 from elastic.rpc.security import tls
-from elastic.rpc.security.rejections import REJECTIONS, Rejection
+from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
 from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.coordinator")
-TICK_S, SLOWEST_TICK_S = 0.05, 0.25
-"""Rules are applied so often, but in a large job not so often that they take more than a tenth of a core."""
+TICK_S, MAX_TICK_S = 0.05, 0.25
+"""Interval between two applications of the rules. In a large job it is longer, so that the rules
+take at most a tenth of a core."""
 ANSWER_S = 10.0
-"""After this long a question of the command line is given up; it waits less itself."""
-PASSING, SAID_AGAIN = ("Heartbeats", "Tick", "HealthReported", "rules"), "NodeReported"
-"""After these alone nothing needs to be saved, or not at once, unless something follows."""
-TOGETHER = 512
-"""Events that are taken at once at most."""
+"""Time after which a request of the command line is given up; the command waits less."""
+NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.HealthReported, type(None))
+"""Events after which the state is saved only if actions follow; None stands for the rules."""
+MAX_BATCH = 512
+"""Maximum number of events that are taken at once."""
 LINGER_S = 5.0
-"""How long a finished coordinator waits for its agents to leave."""
+"""Longest wait of a finished coordinator for its agents to leave."""
 FLAGS = [
     flag("--run-dir", required=True),
     flag("--address", default="127.0.0.1:0"),
     flag("--slot", default=0),
+    flag("--metrics-port", default=-1),
+    flag("--parent-pipe", default=-1),
 ]
-FLAGS += [flag("--metrics-port", default=-1), flag("--parent-pipe", default=-1)]
 
 
 class Coordinator:
     """Owns the job's state for one term. Everything happens on the thread that calls `run`."""
 
     def __init__(
-        self, config: JobConfig, address: str, store: Store, lease: Lease, part: Part, exposed: Exposed
+        self,
+        config: JobConfig,
+        address: str,
+        store: Store,
+        lease: Lease,
+        run: RunMembership,
+        endpoint: MetricsEndpoint,
     ) -> None:
-        self._config, self._clock, self._run_dir = config, Clock(), Path(config.run_dir)
-        self._store, self._lease = store, lease
-        self._now, self._ending, self._settle_s = self._clock.now(), 0.0, 0.0
-        self._inbox = Inbox(self._clock.now, lambda: max(TICK_S, min(SLOWEST_TICK_S, 10 * self._settle_s)))
-        self._sessions: dict[str, Session] = {}
-        self._commits = Commits(Path(config.checkpoint_dir), self._inbox.put)
-        self._unsettled = self._to_save = self._adopted = False
-        self._beats, self._part, self._speakers = list[m.Heartbeat](), part, Speakers()
+        self._config, self._clock, self._run_dir = config, WallClock(), Path(config.run_dir)
+        self._store, self._lease, self._run = store, lease, run
+        self._now, self._ending, self._rules_s = self._clock.now(), 0.0, 0.0
+        self._events = EventQueue(self._clock.now, self._tick_interval_s)
+        self._sessions: dict[str, ClientSession] = {}
+        self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
+        self._rules_due = self._to_save = self._adopted = False
+        self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
+        self._message_handlers = self._handlers_by_type()
         self._load()
-        self._records = Records(self._run_dir)
-        self._exposed, self._meter = exposed, exposed.meter
-        self._saver.tell, self._saver.measured = self._tell, self._meter.saved
-        self._keeper = Keeper(store, lease, self._clock.now, self._inbox.put)
-        REJECTIONS.subscribe(self._inbox.put)
+        self._records = RunRecords(self._run_dir)
+        self._endpoint, self._metrics = endpoint, endpoint.metrics
+        self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
+        self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
+        REJECTIONS.subscribe(self._events.put)
         self._server = Server(
             address,
             on_open=lambda session: None,
-            on_message=self._inbox.say,
-            on_close=self._inbox.say,
+            on_message=self._events.receive,
+            on_close=self._events.receive,
             on_call=self._call,
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
             prompt=True,
         )
-        exposed.lead(lambda: (self._state, self._standing()))
+        endpoint.lead(lambda: (self._state, self._status()))
 
-    def _standing(self) -> Standing:
-        return Standing(self._keeper.sure, self._lease.token, len(self._inbox), self._saver.nbytes)
+    def _tick_interval_s(self) -> float:
+        return max(TICK_S, min(MAX_TICK_S, 10 * self._rules_s))
+
+    def _status(self) -> CoordinatorStatus:
+        term, queued = self._lease.token, len(self._events)
+        return CoordinatorStatus(self._keeper.certain, term, queued, self._saver.nbytes)
 
     def _load(self) -> None:
-        """Take the state over from the store, or begin a new run. Raises StoreUnavailable, StaleError."""
+        """Take over the state in the store, or begin a new run. Raises StoreUnavailable or
+        StaleError."""
         entry = self._store.get(STATE_KEY)
-        if entry is not None and self._part.adopt():
+        if entry is not None and self._run.adopt():
             self._state = codec.loads(job.JobState, entry.value)
             self._adopted = True
         else:
-            self._state = first_state(self._config)
+            self._state = run_directory.initial_state(self._config)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
-            self._part.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
-        self._saver = Saver(self._store, self._lease, STATE_KEY, entry)
+            self._run.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
+        self._saver = StateSaver(self._store, self._lease, STATE_KEY, entry)
 
     def run(self) -> int:
-        """Serve until the job is over; return its exit code. Raises StaleError once another one leads."""
+        """Serve until the job is over; return its exit code. Raises StaleError when another
+        coordinator leads."""
         try:
-            self._inbox.start()
+            self._events.start()
             self._announce()
             return self._serve()
         finally:
-            self._exposed.stand_by()
-            self._inbox.close()
+            self._endpoint.stand_by()
+            self._events.close()
             self._keeper.close()
-            REJECTIONS.unsubscribe(self._inbox.put)
+            REJECTIONS.unsubscribe(self._events.put)
             self._server.close()
             self._records.close()
             self._commits.close()
 
     def _serve(self) -> int:
         if self._adopted:
-            self._now = self._clock.now()  # from now on they can come back
+            self._now = self._clock.now()  # agents can reconnect from now on
             self._apply(job.CoordinatorFailover())
         while True:
             self._turn()
@@ -161,139 +171,156 @@ class Coordinator:
                 return self._code
 
     def _turn(self) -> None:
-        """Wait for something, and do all that follows from it and from what else is there."""
-        for came_at, item in self._inbox.take(TOGETHER):
+        """Wait for events, and do all that follows from them."""
+        for came_at, item in self._events.take(MAX_BATCH):
             self._now = max(self._now, came_at)
-            self._take(item)
+            self._handle(item)
         self._decide()
         if self._saver.due():
             self._saver.retry()
 
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
-        announce(self._run_dir, text)
-        self._tell("coordinator", text)
+        run_directory.announce(self._run_dir, text)
+        self._log_event("coordinator", text)
         if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
-            self._tell("unencrypted", {"what": "workers", "why": tls.WORKERS})
+            self._log_event("unencrypted", {"what": "workers", "why": tls.WORKERS})
             log.warning("%s", tls.WORKERS)
 
-    def _tell(self, kind: str, data: dict[str, Any]) -> None:
+    def _log_event(self, kind: str, data: dict[str, Any]) -> None:
         self._records.event(kind, data)
-        self._meter.told(kind)
+        self._metrics.logged(kind)
 
     # ---- events in ----
 
-    def _take(self, item: Any) -> None:
+    def _handle(self, item: Any) -> None:
         if isinstance(item, ElasticError):
             raise item
         if isinstance(item, Query):
             self._answer(item)
         elif isinstance(item, Future):
             self._committed(item)
-        elif isinstance(item, Rejection):
-            self._refused("coordinator", *astuple(item))
+        elif isinstance(item, RejectionNotice):
+            self._rejected("coordinator", *astuple(item))
         elif isinstance(item, tuple):
-            self._message(*item)
+            self._handle_message(*item)
         else:
             self._apply(item)
 
-    def _message(self, session: Session, message: Any) -> None:
-        if message is not None and not self._speakers.admit(self._state, session, message):
+    def _handlers_by_type(self) -> dict[type, Callable[[ClientSession, Any], None]]:
+        """One handler per type of message. NoneType stands for the end of a session."""
+        return {
+            type(None): lambda session, _: self._disconnected(session),
+            m.NodeReport: self._handle_report,
+            m.Heartbeat: self._handle_heartbeat,
+            m.StepDone: self._handle_step,
+            m.Notice: self._handle_notice,
+            m.BackupNote: self._handle_backup_note,
+            HealthReport: lambda _, message: self._apply(job.HealthReported(message)),
+            m.CheckpointPart: lambda _, part: self._apply(job.CheckpointPartWritten(part.step, part.layers)),
+            m.RefusalNote: lambda _, message: self._rejected(*astuple(message)),
+        }
+
+    def _handle_message(self, session: ClientSession, message: Any) -> None:
+        if message is not None and not self._filter.admit(self._state, session, message):
             return
-        match message:
-            case None:
-                self._left(session)
-            case m.NodeReport():
-                node = message.info.node
-                self._speakers.note(self._state, message)
-                connected, self._sessions[node] = self._sessions.get(node) is not session, session
-                self._apply(job.NodeReported(message, connected))
-            case m.Heartbeat():
-                self._sessions.setdefault(message.node, session)
-                self._beats.append(message)
-            case m.StepDone():
-                self._saver.hold(None, partial(self._records.step, message, self._state))
-                self._saver.hold(None, partial(self._meter.stepped, message, self._state))
-                if speech.is_member(self._state, session.sender):
-                    self._apply(job.StepFinished(message.record, message.seconds))
-            case m.Notice():
-                self._sessions.setdefault(message.node, session)
-                self._apply(message)
-            case m.BackupNote() if message.kind in m.BACKUP_NOTES:
-                self._apply(job.BackupReported(message.kind, message.owner, message.keeper, message.detail))
-            case HealthReport():
-                self._apply(job.HealthReported(message))
-            case m.CheckpointPart():
-                self._apply(job.CheckpointPartWritten(message.step, message.layers))
-            case m.RefusalNote():
-                self._refused(*astuple(message))
+        handler = self._message_handlers.get(type(message))
+        if handler is not None:
+            handler(session, message)
 
-    def _refused(self, *told: Any) -> None:  # the fields of elastic.core.protocol.messages.RefusalNote
-        self._saver.hold(None, partial(self._records.refused, *told))  # the next tick writes it
+    def _handle_report(self, session: ClientSession, report: m.NodeReport) -> None:
+        self._filter.admitted(report)
+        connected = self._sessions.get(report.info.node) is not session
+        self._sessions[report.info.node] = session
+        self._apply(job.NodeReported(report, connected))
 
-    def _left(self, session: Session) -> None:
+    def _handle_heartbeat(self, session: ClientSession, message: m.Heartbeat) -> None:
+        self._sessions.setdefault(message.node, session)
+        self._heartbeats.append(message)
+
+    def _handle_step(self, session: ClientSession, message: m.StepDone) -> None:
+        self._saver.hold(None, partial(self._records.step, message, self._state))
+        self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
+        if authorization.is_member(self._state, session.sender):
+            self._apply(job.StepFinished(message.record, message.seconds))
+
+    def _handle_notice(self, session: ClientSession, message: m.Notice) -> None:
+        self._sessions.setdefault(message.node, session)
+        self._apply(message)
+
+    def _handle_backup_note(self, session: ClientSession, note: m.BackupNote) -> None:
+        if note.kind in m.BACKUP_NOTES:
+            self._apply(job.BackupReported(note.kind, note.owner, note.keeper, note.detail))
+
+    def _rejected(self, *fields: Any) -> None:
+        """Record a rejection; `fields` are those of `RefusalNote`. The next tick writes it."""
+        self._saver.hold(None, partial(self._records.refused, *fields))
+
+    def _disconnected(self, session: ClientSession) -> None:
         for node in [n for n, s in self._sessions.items() if s is session]:
             del self._sessions[node]
             member = self._state.members.get(node)
             if member is not None:
                 self._apply(job.ConnectionClosed(node, member.report.info.incarnation))
 
-    def _hear(self) -> None:
-        """Learn of all heartbeats that have come since the last event."""
-        if self._beats:
-            beats, self._beats = tuple(self._beats), []
-            self._apply(job.Heartbeats(beats))
-            if self._keeper.sure:
-                self._records.beat(max((beat.step, beat.microbatch) for beat in beats), self._state)
+    def _apply_heartbeats(self) -> None:
+        """Record all heartbeats that came since the last event."""
+        if self._heartbeats:
+            heartbeats, self._heartbeats = tuple(self._heartbeats), []
+            self._apply(job.Heartbeats(heartbeats))
+            if self._keeper.certain:
+                newest = max((beat.step, beat.microbatch) for beat in heartbeats)
+                self._records.heartbeat(newest, self._state)
 
     def _apply(self, event: Any) -> None:
-        """Learn of an event; `_decide` follows."""
-        self._hear()
+        """Record an event in the state. `_decide` follows."""
+        self._apply_heartbeats()
         before, began, now = self._state, time.perf_counter(), self._now
         result = record_event(before, event, now)
-        self._meter.took(event, time.perf_counter() - began)
-        self._unsettled = self._unsettled or not isinstance(event, job.Heartbeats)
-        self._follow(type(event).__name__, before, result, now)
+        self._metrics.handled(event, time.perf_counter() - began)
+        self._rules_due = self._rules_due or not isinstance(event, job.Heartbeats)
+        self._follow(event, before, result, now)
 
     def _decide(self) -> None:
-        """One transition for all that was learned: decide, save, act."""
-        self._hear()
-        while self._unsettled or self._to_save:
-            if self._unsettled:
-                self._unsettled = False
+        """Apply the rules once to all recorded events; save and act."""
+        self._apply_heartbeats()
+        while self._rules_due or self._to_save:
+            if self._rules_due:
+                self._rules_due = False
                 before, began, now = self._state, time.perf_counter(), self._now
                 result = apply_rules(before, now)
-                self._settle_s = self._meter.took(None, time.perf_counter() - began)
-                self._follow("rules", before, result, now)
+                self._rules_s = self._metrics.handled(None, time.perf_counter() - began)
+                self._follow(None, before, result, now)
             if self._to_save:
                 self._to_save = False
                 self._saver.save(self._state)
         self._saver.flush()
 
-    def _follow(self, what: str, before: job.JobState, result: job.JobTransition, now: float) -> None:
-        """Take over what was decided; all that follows from it is held back until it is saved."""
+    def _follow(self, event: Any, before: job.JobState, result: job.JobTransition, now: float) -> None:
+        """Adopt a transition. All that follows from it is held back until the state is saved.
+        `event` is None if the rules were applied."""
         self._state, actions, reason = result
         hold = self._saver.hold
-        turned = self._state.phase is not before.phase
-        if what == SAID_AGAIN and not actions:
-            self._saver.wait(self._state)
-        elif actions or what not in PASSING:
+        new_phase = self._state.phase is not before.phase
+        if isinstance(event, job.NodeReported) and not actions:
+            self._saver.save_later(self._state)
+        elif actions or not isinstance(event, NEEDS_NO_SAVE):
             self._to_save = True
-        if actions or turned or not self._saver.away:  # what only tells that time passes would pile up
-            hold(None, partial(self._meter.decided, before, self._state, actions, now))
+        if actions or new_phase or not self._saver.away:  # ticks would pile up while it is away
+            hold(None, partial(self._metrics.decided, before, self._state, actions, now))
         if before.spec is None and self._state.spec is not None:
             hold(None, partial(self._records.job, self._state.spec))
-        if reason and (actions or turned):
-            log.info("%s: %s", what, reason)
+        if reason and (actions or new_phase):
+            log.info("%s: %s", "rules" if event is None else type(event).__name__, reason)
             hold(None, partial(self._records.decision, self._state, reason))
         for action in actions:
-            once = action if isinstance(action, job.Send) and self._saver.away else None
-            hold(once, partial(self._act, action, self._state))
+            key = action if isinstance(action, job.Send) and self._saver.away else None
+            hold(key, partial(self._act, action, self._state))
 
     # ---- actions out ----
 
     def _act(self, action: job.JobAction, state: job.JobState) -> None:
-        """`state`: the one that the action was decided with."""
+        """`state`: the state after the transition that returned the action."""
         match action:
             case job.Send(node, message):
                 self._send(node, message, state.epoch)
@@ -306,7 +333,7 @@ class Coordinator:
                     self._records.progress(state)
             case job.ChangeCompleted():
                 if not action.change.starts_job:
-                    self._meter.recovered(action, self._records.recovered(action))
+                    self._metrics.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
                 self._commits.begin(step, self._state.spec)
@@ -321,37 +348,36 @@ class Coordinator:
             del self._sessions[node]
 
     def _committed(self, future: Commit) -> None:
-        """Wait for a commit and tell, once, that it was made."""
+        """Wait for a commit, and apply it once."""
         event = self._commits.take(future)
         if event is not None:
             self._apply(event)
 
     def _finish(self, action: job.JobFinished) -> None:
-        for future in self._commits.left():
+        for future in self._commits.pending():
             self._committed(future)
         self._decide()
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
         with contextlib.suppress(StoreUnavailable, StoreError):
-            self._part.end(self._lease.token)
+            self._run.end(self._lease.token)
         for node in [node for node in self._sessions if node not in self._state.members]:
-            stop = m.Stop(action.code, action.reason)  # released, and waiting to come back
-            self._send(node, stop, self._state.epoch)
+            self._send(node, m.Stop(action.code, action.reason), self._state.epoch)  # was released
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----
 
     def _call(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Called from a server thread; answered by the coordinator's own."""
+        """Called from a server thread; the coordinator's thread answers."""
         query = Query(kind, body, Future())
-        self._inbox.put(query)
+        self._events.put(query)
         return query.answer.result(timeout=ANSWER_S)
 
     def _answer(self, query: Query) -> None:
         try:
             answer, event = reply(self._state, query.kind, query.body)
             if query.kind == "status":
-                answer |= lately(self._meter, self._lease.token)
+                answer |= recent(self._metrics, self._lease.token)
             if event is not None:
                 self._apply(event)
                 self._decide()
@@ -359,7 +385,7 @@ class Coordinator:
             if self._saver.away:
                 answer["store"] = "out of reach: decisions wait"
             query.answer.set_result(answer)
-        except Exception as error:  # whatever is asked must not end the process
+        except Exception as error:  # no request may end the process
             query.fail(error)
             if isinstance(error, StaleError):
                 raise
@@ -367,33 +393,35 @@ class Coordinator:
 
 def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     """Stand by and lead, in turn, until the job is over; return its exit code."""
-    # One that is alone takes its own lease again at once. Among several a new process is a new candidate: else one
-    # that dies whenever it leads would keep the others from trying.
+    # A single coordinator takes its own lease again at once. Of several, each process has a name of
+    # its own: otherwise one that fails whenever it leads would keep the others from leading.
     alone = not config.store.shared or (config.standalone and config.coordinators == 1)
     holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
-    run_dir, clock, store = Path(config.run_dir), Clock(), open_store(config)
-    part, exposed = Part(store, run_dir), Exposed(config, name_of(slot), metrics_port, clock.now)
+    run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
+    run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
+    endpoint = MetricsEndpoint(config, name, metrics_port, clock.now)
+    ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     try:
-        if config.max_nodes > FEW:  # the planner needs it after the first change; it is slow to import
-            threading.Thread(target=importlib.import_module, args=("scipy.optimize",), daemon=True).start()
-        note_pid(run_dir, slot)
+        if config.max_nodes > FEW:  # the planner needs it later, and it is slow to import
+            threading.Thread(
+                target=importlib.import_module, args=("scipy.optimize",), daemon=True
+            ).start()
+        run_directory.write_pid(run_dir, slot)
         while True:
-            lease = stand_by(
-                store, part, holder, SHARED_LEASE_S if config.store.shared else LEASE_S, clock.now
-            )
-            verdict = read_told(run_dir / "exit.json")
-            if config.store.shared and verdict:  # another one of this machine has told everything
-                return int(verdict.get("code", EXIT_FAILURE))
+            lease = stand_by(store, run, holder, ttl_s, clock.now)
+            result = run_directory.read_json(run_dir / "exit.json")
+            if config.store.shared and result:  # another coordinator of this machine has ended it
+                return int(result.get("code", EXIT_FAILURE))
             try:
-                return Coordinator(config, address, store, lease, part, exposed).run()
+                return Coordinator(config, address, store, lease, run, endpoint).run()
             except StaleError as error:
                 log.error("another coordinator took over: %s", error)
                 if not config.store.shared:
                     return EXIT_FAILURE
             except StoreUnavailable as error:
-                log.warning("the store went away while the job was taken over: %s", error)
+                log.warning("the store went away during the takeover: %s", error)
     finally:
-        exposed.close()
+        endpoint.close()
         store.close()
 
 
@@ -401,9 +429,10 @@ def main(argv: list[str] | None = None) -> int:
     args = read_flags(Command("elastic.coordinator.service", params=FLAGS), argv)
     config = load_config(args.run_dir)
     sys.setswitchinterval(SWITCH_S)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor per agent
-    configure_logging("coordinator", Path(config.run_dir) / "logs" / f"{name_of(args.slot)}.log")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one descriptor per agent
+    log_name = f"{run_directory.coordinator_name(args.slot)}.log"
+    configure_logging("coordinator", Path(config.run_dir) / "logs" / log_name)
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:

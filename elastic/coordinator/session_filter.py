@@ -1,4 +1,4 @@
-"""Sessions whose words count: what `elastic.core.coordinator.authorization` objects to is refused, counted, and goes no further."""
+"""Rejects messages of unauthorized sessions; the rules are in `elastic.core.coordinator`."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ from elastic.core.job.state import JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
 from elastic.core.protocol.messages import NodePhase
-from elastic.rpc.control.server import Session
+from elastic.rpc.control.server import ClientSession
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 
 PORT = "coordinator"
 
 
-class Speakers:
-    """Who may speak for a node. Remembers who waits for a name that is taken, and how often it asked."""
+class SessionFilter:
+    """Decides which sessions may speak for a node. Remembers who waits for a node name that is in
+    use, and how often it asked."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, tuple[str, int]] = {}
-        self._known: tuple[tuple[str, str], ...] = ()
+        self._waiting: dict[str, tuple[str, int]] = {}
+        """(incarnation, number of requests) per node name."""
+        self._retired_seen: tuple[tuple[str, str], ...] = ()
         self._retired: frozenset[tuple[str, str]] = frozenset()
 
-    def admit(self, state: JobState, session: Session, message: Any) -> bool:
-        """Whether the message is taken; who is no member (any more), or not yet, is told so, on its own session."""
-        if state.retired is not self._known:
-            self._known, self._retired = state.retired, frozenset(state.retired)
+    def admit(self, state: JobState, session: ClientSession, message: Any) -> bool:
+        """Return whether the message is accepted. A sender that is no member (any more) or not yet
+        gets an answer on its session."""
+        if state.retired is not self._retired_seen:
+            self._retired_seen, self._retired = state.retired, frozenset(state.retired)
         problem = check_message(state, session.sender, message, self._retired)
         if problem is not None:
             REJECTIONS.count(PORT, Reason(problem.reason), session, problem.text)
             if problem.fence:
-                session.send(_farewell(message, problem.text), state.epoch)
+                session.send(_dismissal(message, problem.text), state.epoch)
             return False
-        waits = self._waits(state, message) if isinstance(message, m.NodeReport) else None
-        if waits is None:
+        refusal = self._refusal(state, message) if isinstance(message, m.NodeReport) else None
+        if refusal is None:
             return True
-        REJECTIONS.count(PORT, Reason.STALE, session, waits.reason)
-        session.send(waits, state.epoch)
+        REJECTIONS.count(PORT, Reason.STALE, session, refusal.reason)
+        session.send(refusal, state.epoch)
         return False
 
-    def note(self, state: JobState, report: m.NodeReport) -> None:
-        """A report that was admitted: if its node waited for the name, it waits no more."""
-        if self._asked.get(report.info.node, ("", 0))[0] == report.info.incarnation:
-            del self._asked[report.info.node]
+    def admitted(self, report: m.NodeReport) -> None:
+        """A report was accepted, so its node no longer waits for the name."""
+        if self._waiting.get(report.info.node, ("", 0))[0] == report.info.incarnation:
+            del self._waiting[report.info.node]
 
-    def _waits(self, state: JobState, report: m.NodeReport) -> JoinRefused | None:
-        """What is said to a node whose name is taken; no connected member is put out for it."""
+    def _refusal(self, state: JobState, report: m.NodeReport) -> JoinRefused | None:
+        """The answer to a node whose name a connected member uses; None: the name is free."""
         node, incarnation = report.info.node, report.info.incarnation
-        former, asked = self._asked.get(node, ("", 0))
-        asked = asked if former == incarnation else 0
-        waits = name_conflict(state, report, state.updated_at, asked)
-        if waits is not None:
-            self._asked[node] = incarnation, asked + 1
-        return waits
+        former, requests = self._waiting.get(node, ("", 0))
+        requests = requests if former == incarnation else 0
+        refusal = name_conflict(state, report, state.updated_at, requests)
+        if refusal is not None:
+            self._waiting[node] = incarnation, requests + 1
+        return refusal
 
 
-def _farewell(message: Any, text: str) -> m.Fenced | m.Released:
-    """An agent that holds nothing answers a fence with its report, which would be fenced again: it is to join anew."""
-    nothing = isinstance(message, m.NodeReport) and message.phase is NodePhase.EMPTY
-    return m.Released(text) if nothing else m.Fenced(text)
+def _dismissal(message: Any, text: str) -> m.Fenced | m.Released:
+    """Tell an empty agent to join anew: it would answer a fence with a report, which would be
+    fenced again."""
+    empty = isinstance(message, m.NodeReport) and message.phase is NodePhase.EMPTY
+    return m.Released(text) if empty else m.Fenced(text)

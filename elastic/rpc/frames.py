@@ -3,7 +3,7 @@
     u32  length of the header | header: JSON | u64  length of the payload | payload
     (little-endian)
 
-`Stream` carries frames with bulk payloads (vaults). `Channel` carries the dataclasses of
+`FrameStream` carries frames with bulk payloads (vaults). `Channel` carries the dataclasses of
 `elastic.core.protocol.messages` between a worker and its agent. Any end of a connection (end of file, reset,
 a closed descriptor) is a `ChannelClosed`; a malformed frame is a `FieldError`.
 """
@@ -51,7 +51,7 @@ class TooLarge(FieldError):
     """A frame is longer than allowed."""
 
 
-class Stream:
+class FrameStream:
     """Frames over a connected socket.
 
     Not thread-safe, but for `close`, which wakes a blocked call.
@@ -198,7 +198,7 @@ class Channel:
     """Typed messages over a connected socket. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._stream = Stream(sock)
+        self._stream = FrameStream(sock)
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:

@@ -63,7 +63,7 @@ def remove_fallbacks(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class Slot:
+class SharedSlot:
     """The writer's side of a slot. Not thread-safe."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -150,11 +150,11 @@ class SlotPool:
         self.directory = directory
         self._fallback = fallback or fallback_of(directory)
         self._prefix, self._made = f"{prefix}{time.monotonic_ns():x}-", 0
-        self._free: list[Slot] = []
+        self._free: list[SharedSlot] = []
         self.allocated_bytes = 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    def take(self, nbytes: int) -> Slot:
+    def take(self, nbytes: int) -> SharedSlot:
         """Return a slot with room for `nbytes`, marked as being written.
 
         Raises VaultFull if memory and disk are full, VaultError for any other failure.
@@ -170,7 +170,7 @@ class SlotPool:
             self._discard(max(small, key=lambda s: s.capacity))
         return self._create(nbytes)
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: SharedSlot) -> None:
         """Accept `slot` for reuse. Its content is lost."""
         slot.begin()
         self._free.append(slot)
@@ -183,12 +183,12 @@ class SlotPool:
     def _exceeds_limit(self, nbytes: int) -> bool:
         return 0 < self.limit < self.allocated_bytes + nbytes
 
-    def _discard(self, slot: Slot) -> None:
+    def _discard(self, slot: SharedSlot) -> None:
         self._free.remove(slot)
         self.allocated_bytes -= slot.capacity
         slot.unlink()
 
-    def _create(self, nbytes: int) -> Slot:
+    def _create(self, nbytes: int) -> SharedSlot:
         while self._free and self._exceeds_limit(nbytes):
             self._discard(max(self._free, key=lambda slot: slot.capacity))
         if self._exceeds_limit(nbytes):
@@ -200,7 +200,7 @@ class SlotPool:
         for directory in (self.directory, self._fallback):
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                slot = Slot(directory / name, nbytes)
+                slot = SharedSlot(directory / name, nbytes)
             except OSError as error:
                 problems.append(f"{directory}: {error.strerror or error}")
                 full = full or error.errno in NO_ROOM

@@ -1,4 +1,4 @@
-"""A clock and a network thread that are moved by hand."""
+"""A clock and an event loop that tests advance by hand."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 START = 1000.0
 
 
-class Hands:
-    """In place of the event loop that ticks come from."""
+class ManualLoop:
+    """Replaces the network thread's event loop, from which ticks come."""
 
     def __init__(self) -> None:
         self.now, self._timers = START, list[tuple[float, Any, float]]()
@@ -19,10 +19,10 @@ class Hands:
     def call_later(self, after_s: float, call: Any, due: float) -> None:
         self._timers.append((self.now + after_s, call, due))
 
-    def wait(self, seconds: float, held_up: bool = False) -> None:
-        """Timers go off, unless the network thread is held up; those that are over then go off late."""
+    def advance(self, seconds: float, delayed: bool = False) -> None:
+        """Fire the timers that become due. A delayed network thread fires them later."""
         end = self.now + seconds
-        while not held_up and self._timers and self._timers[0][0] <= end:
+        while not delayed and self._timers and self._timers[0][0] <= end:
             at, call, due = self._timers.pop(0)
             self.now = max(self.now, at)
             call(due)

@@ -1,9 +1,10 @@
-"""A disk that refuses costs lines of the records and a checkpoint, no decision."""
+"""A full disk loses lines of the records, or a checkpoint, but no decision."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from elastic.coordinator.records import run_directory as rundir
 from elastic.coordinator.records import run_records as records
-from elastic.coordinator.records.checkpoint_commit import Commits
-from elastic.coordinator.records.run_directory import announce, note_pid, read_told
-from elastic.coordinator.records.run_records import PatientLog, Records
+from elastic.coordinator.records.checkpoint_commit import CheckpointCommits
+from elastic.coordinator.records.run_directory import announce, read_json, write_pid
+from elastic.coordinator.records.run_records import RetryingEventLog, RunRecords
 from elastic.core.job.state import JobState, Policy
 from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
@@ -32,21 +32,25 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "disk"
 
 
-def told(folder: Path) -> list[tuple[str, Any]]:
+def logged(folder: Path) -> list[tuple[str, Any]]:
     return [(event["kind"], event.get("n")) for event in read_events(folder / "events.jsonl")]
 
 
-def test_events_wait_in_their_order_until_there_is_room(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = Records(disk)
+def test_events_wait_in_their_order_until_there_is_room(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = RunRecords(disk)
     made.event("x", {"n": 0})
     filler = fill(disk)
     for number in range(1, 100):
         made.event("x", {"n": number, "text": "-" * 100})
-    before = told(disk)
-    assert before[0] == ("x", 0) and len(before) < 50, "the disk is full, and what there is stays readable"
+    before = logged(disk)
+    assert before[0] == ("x", 0) and len(before) < 50, (
+        "the disk is full; the written events stay readable"
+    )
     filler.unlink()
-    made.beat((1, 0), STATE)
-    assert told(disk) == [*(("x", number) for number in range(100)), ("records-late", None)]
+    made.heartbeat((1, 0), STATE)
+    assert logged(disk) == [*(("x", number) for number in range(100)), ("records-late", None)]
     late = read_events(disk / "events.jsonl")[-1]
     assert late["dropped"] == 0 and late["refused_s"] >= 0
     words = [r.message for r in caplog.records if "events.jsonl" in r.message]
@@ -55,25 +59,29 @@ def test_events_wait_in_their_order_until_there_is_room(disk: Path, caplog: pyte
     made.close()
 
 
-def test_of_too_many_the_oldest_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_the_oldest_events_are_dropped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.symlink_to("/dev/full")
-    log = PatientLog(path, kept_bytes=1000)
+    log = RetryingEventLog(path, kept_bytes=1000)
     for number in range(100):
         log.append("x", {"n": number}, at=1.0)
     path.unlink()
     log.retry(at_once=True)
     *kept, late = read_events(path)
-    assert [event["n"] for event in kept] == list(range(100 - len(kept), 100)) and 10 < len(kept) < 50
+    assert [event["n"] for event in kept] == list(range(100 - len(kept), 100)) and 10 < len(
+        kept
+    ) < 50
     assert (late["kind"], late["dropped"]) == ("records-late", 100 - len(kept))
     log.close()
 
 
-def test_it_is_not_tried_at_every_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_file_is_not_retried_at_each_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(records, "retry_s", lambda failures: 1000.0)
     path = tmp_path / "events.jsonl"
     path.symlink_to("/dev/full")
-    log = PatientLog(path)
+    log = RetryingEventLog(path)
     log.append("x", {})
     path.unlink()
     log.append("x", {})
@@ -83,9 +91,9 @@ def test_it_is_not_tried_at_every_event(tmp_path: Path, monkeypatch: pytest.Monk
     assert [event["kind"] for event in read_events(path)] == ["x", "x", "records-late"]
 
 
-def test_the_end_of_the_job_is_told_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Room for the verdict was taken at the start; the summary does not fit, and that is all."""
-    made = Records(disk)
+def test_exit_json_is_written_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """exit.json uses the reserved space; only the summary is missing."""
+    made = RunRecords(disk)
     fill(disk)
     made.end(3, "it is over", "")
     assert json.loads((disk / "exit.json").read_text()) == {"code": 3, "reason": "it is over"}
@@ -95,37 +103,39 @@ def test_the_end_of_the_job_is_told_on_a_full_disk(disk: Path, caplog: pytest.Lo
     assert "lacks its last" in caplog.text
 
 
-def test_who_leads_is_told_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = [{"term": term, "pid": 1, "address": "h:1"} for term in range(3)]
-    announce(disk, told[0])
+def test_the_leader_is_announced_on_a_full_disk(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leaders = [{"term": term, "pid": 1, "address": "h:1"} for term in range(3)]
+    announce(disk, leaders[0])
     (disk / "coordinator-0.pid").write_text("1\n")
     fill(disk)
-    announce(disk, told[1])
-    assert read_told(disk / "coordinator.json") == told[1], "in the room of the old one"
-    note_pid(disk, 0)
-    assert (disk / "coordinator-0.pid").read_text() == f"{rundir.os.getpid()}\n"
+    announce(disk, leaders[1])
+    assert read_json(disk / "coordinator.json") == leaders[1], "it overwrites the old content"
+    write_pid(disk, 0)
+    assert (disk / "coordinator-0.pid").read_text() == f"{os.getpid()}\n"
     (disk / "coordinator.json").unlink()
     fill(disk)
-    announce(disk, told[2])
-    assert read_told(disk / "coordinator.json") == {} and "cannot be written" in caplog.text
+    announce(disk, leaders[2])
+    assert read_json(disk / "coordinator.json") == {} and "cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["parts", "lock"])
-def test_a_commit_that_the_disk_refuses_is_one_that_failed(
+def test_a_commit_fails_if_the_disk_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """What a part's record is read from is no file; locks are not to be had."""
+    """The record of a part cannot be read, or the file system supports no locks."""
     (checkpoint_directory.staging_path(tmp_path, 4) / "layer-0000-tp-0.json").mkdir(parents=True)
     if where == "lock":
         monkeypatch.setattr("fcntl.flock", no_locks)
     done = threading.Event()
-    commits = Commits(tmp_path, lambda future: done.set())
+    commits = CheckpointCommits(tmp_path, lambda future: done.set())
     with caplog.at_level(logging.ERROR):
         commits.begin(4, None)
         assert done.wait(LONG_S)
-        (future,) = commits.left()
-        assert commits.take(future) is None and commits.left() == ()
-    assert "checkpoint of step 4 is not whole" in caplog.text
+        (future,) = commits.pending()
+        assert commits.take(future) is None and commits.pending() == ()
+    assert "checkpoint of step 4 is incomplete" in caplog.text
     commits.close()
 
 

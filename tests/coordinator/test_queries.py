@@ -1,4 +1,4 @@
-"""Whatever is asked of a coordinator that runs: an answer or a clear error, and it goes on."""
+"""A running coordinator answers any request, or gives a clear error, and goes on."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from elastic.agent.notices import parsing as told
+from elastic.agent.notices.file import MAX_DEADLINE_S
 from elastic.coordinator import service
-from elastic.coordinator.clock import Clock
+from elastic.coordinator.event_queue import WallClock
 from elastic.coordinator.queries import Query
-from elastic.core.coordinator.authorization import MAX_DEADLINE_S
+from elastic.core.coordinator.authorization import MAX_DEADLINE_S as COORDINATOR_MAX_DEADLINE_S
 from elastic.domain.errors import ElasticError, StaleError, UsageError
 from elastic.rpc.control.client import call
 from tests.coordinator.helpers import START
-from tests.coordinator.test_together import Bench, attached, came
+from tests.coordinator.test_batches import Bench, attached, came
 from tests.patience import LONG_S
 
 KINDS = ("status", "nodes", "peers", "plan", "drain")
@@ -30,7 +30,9 @@ NUMBERS = (
 )
 ANYTHING = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(st.characters(), max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 BODIES = st.fixed_dictionaries(
@@ -40,16 +42,16 @@ BODIES = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def leading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """With three members; time stands still, so that none is silent for too long."""
+    """A coordinator with three members. Time stands still, so that no node is lost."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Clock, "now", lambda clock: START)
+        patched.setattr(WallClock, "now", lambda clock: START)
         made = Bench(tmp_path_factory.mktemp("run"))
         made.take(*map(came, "abc"))
         made.take(*map(attached, "abc"))
         thread = threading.Thread(target=_run, args=(made,), daemon=True)
         thread.start()
         yield made
-        made.coordinator._inbox.put(StaleError("the test is over"))
+        made.coordinator._events.put(StaleError("the test is over"))
         thread.join(LONG_S)
         assert not thread.is_alive()
 
@@ -64,7 +66,7 @@ def ask(bench: Bench, kind: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def strict(folder: Path) -> list[dict[str, Any]]:
-    """All that was written, as other readers of JSON take it."""
+    """All events, parsed as strict JSON."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -75,32 +77,48 @@ def strict(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "deadline",
-    [10**400, -(10**400), float("nan"), float("inf"), 1e999, -1, MAX_DEADLINE_S + 1, True, "30", None, [30]],
+    [
+        10**400,
+        -(10**400),
+        float("nan"),
+        float("inf"),
+        1e999,
+        -1,
+        MAX_DEADLINE_S + 1,
+        True,
+        "30",
+        None,
+        [30],
+    ],
 )
-def test_a_deadline_that_is_none_is_refused(leading: Bench, deadline: object) -> None:
+def test_an_invalid_deadline_is_rejected(leading: Bench, deadline: object) -> None:
     with pytest.raises(UsageError, match="deadline_s"):
         ask(leading, "drain", {"node": "a", "deadline_s": deadline})
-    assert {node["node"]: node["draining"] for node in ask(leading, "nodes", {})["nodes"]}["a"] is False
+    assert {node["node"]: node["draining"] for node in ask(leading, "nodes", {})["nodes"]}[
+        "a"
+    ] is False
     strict(leading.folder)
 
 
-def test_a_person_may_give_as_long_here_as_in_a_file() -> None:
-    assert told.LONGEST_S == MAX_DEADLINE_S
+def test_requests_and_notice_files_allow_the_same_deadline() -> None:
+    assert MAX_DEADLINE_S == COORDINATOR_MAX_DEADLINE_S
 
 
-def test_a_long_question_gets_a_short_error(leading: Bench) -> None:
+def test_a_long_request_gets_a_short_error(leading: Bench) -> None:
     with pytest.raises(UsageError, match="node: 'xxx"):
         ask(leading, "drain", {"node": "x" * 60_000})
     with pytest.raises(UsageError, match="kind: 'xxx"):
         ask(leading, "x" * 60_000, {})
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(kind=st.sampled_from(KINDS), body=BODIES)
 @example(kind="peers", body={"node": "\ud800"})
 @example(kind="drain", body={"node": "\ud800"})
 @example(kind="drain", body={"node": "a", "deadline_s": 10**400})
-def test_whatever_a_question_holds_is_answered(leading: Bench, kind: str, body: dict[str, Any]) -> None:
+def test_any_request_is_answered(leading: Bench, kind: str, body: dict[str, Any]) -> None:
     try:
         ask(leading, kind, body)
     except ElasticError as error:
@@ -108,22 +126,22 @@ def test_whatever_a_question_holds_is_answered(leading: Bench, kind: str, body: 
     assert ask(leading, "status", {})["epoch"] >= 0
 
 
-def test_what_was_asked_left_records_that_can_be_read(leading: Bench) -> None:
+def test_requests_leave_readable_records(leading: Bench) -> None:
     assert strict(leading.folder)
 
 
-def test_a_bug_is_answered_and_ends_nobody(leading: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_answered(leading: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patched:
         patched.setattr(service, "reply", broken)
-        with pytest.raises(ElasticError, match="ZeroDivisionError, see the coordinator's log"):
+        with pytest.raises(ElasticError, match="ZeroDivisionError: see the coordinator's log"):
             ask(leading, "status", {})
     assert ask(leading, "status", {})["phase"]
 
 
-def test_who_was_replaced_is_still_told() -> None:
+def test_a_request_to_a_replaced_coordinator_fails() -> None:
     query = Query("status", {}, Future())
     query.fail(StaleError("another one leads"))
     assert isinstance(query.answer.exception(), StaleError)

@@ -1,11 +1,11 @@
-"""Who may speak for a node: a second agent of its name waits, and what was replaced stays out."""
+"""A second agent with a node's name waits; a replaced agent is not admitted again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from elastic.coordinator.session_filter import Speakers
+from elastic.coordinator.session_filter import SessionFilter
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
 from elastic.core.job.state import JobState
@@ -13,28 +13,28 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
-from elastic.rpc.control.server import Session
+from elastic.rpc.control.server import ClientSession
 from tests.core.health.test_diagnosis import running
 
 NODE = "node1"
 
 
 @dataclass
-class Line:
-    """A session that keeps what is sent on it."""
+class FakeSession:
+    """Keeps the messages that are sent on it."""
 
     sender: str = NODE
-    told: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)
 
     def send(self, message: Any, epoch: int) -> None:
-        self.told.append(message)
+        self.sent.append(message)
 
     def last(self) -> Any:
-        return self.told[-1]
+        return self.sent[-1]
 
 
-def admit(speakers: Speakers, state: JobState, line: Line, message: Any) -> bool:
-    return speakers.admit(state, cast(Session, line), message)
+def admit(filter: SessionFilter, state: JobState, session: FakeSession, message: Any) -> bool:
+    return filter.admit(state, cast(ClientSession, session), message)
 
 
 def newcomer(state: JobState, incarnation: str) -> m.NodeReport:
@@ -47,39 +47,48 @@ def closed(state: JobState) -> JobState:
     return transition(state, event, state.updated_at)[0]
 
 
-def test_a_second_agent_of_a_connected_members_name_waits_and_asks_ever_less_often() -> None:
-    state, speakers, line = running(), Speakers(), Line()
+def test_a_second_agent_with_a_members_name_waits_with_growing_pauses() -> None:
+    state, filter, session = running(), SessionFilter(), FakeSession()
     waits = []
     for _ in range(6):
-        assert not admit(speakers, state, line, newcomer(state, "other"))
-        waits.append(line.last().retry_s)
-        assert isinstance(line.last(), JoinRefused) and "is connected" in line.last().reason
+        assert not admit(filter, state, session, newcomer(state, "other"))
+        waits.append(session.last().retry_s)
+        assert isinstance(session.last(), JoinRefused) and "is connected" in session.last().reason
     assert waits == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
-    assert admit(speakers, state, Line(), state.members[NODE].report), "the member itself goes on"
-    assert not admit(speakers, state, line, newcomer(state, "third")) and line.last().retry_s == 0.5
+    assert admit(filter, state, FakeSession(), state.members[NODE].report), (
+        "the member itself is admitted"
+    )
+    assert (
+        not admit(filter, state, session, newcomer(state, "third"))
+        and session.last().retry_s == 0.5
+    )
 
 
-def test_an_agent_that_was_killed_and_started_again_gets_in_once_the_old_connection_is_closed() -> None:
-    state, speakers, line = running(), Speakers(), Line()
+def test_a_restarted_agent_is_admitted_after_the_old_connection_closes() -> None:
+    state, filter, session = running(), SessionFilter(), FakeSession()
     report = newcomer(state, "again")
-    assert not admit(speakers, state, line, report), "the news of the end comes later"
-    assert line.last().retry_s <= 0.5
+    assert not admit(filter, state, session, report), "the old connection is still open"
+    assert session.last().retry_s <= 0.5
     state = closed(state)
-    assert admit(speakers, state, line, report)
-    speakers.note(state, report)
+    assert admit(filter, state, session, report)
+    filter.admitted(report)
     state, _, _ = transition(state, job.NodeReported(report, True), state.updated_at)
     assert state.members[NODE].report.info.incarnation == "again"
-    assert not admit(speakers, state, line, newcomer(state, "more")) and line.last().retry_s == 0.5
+    assert (
+        not admit(filter, state, session, newcomer(state, "more")) and session.last().retry_s == 0.5
+    )
 
 
-def test_what_was_replaced_stays_out_also_after_a_failover() -> None:
+def test_a_replaced_agent_stays_out_after_a_failover() -> None:
     state = closed(running())
     former = state.members[NODE].report
     state, _, _ = transition(state, job.NodeReported(newcomer(state, "again"), True), state.updated_at)
     state = codec.loads(JobState, codec.dumps(state))
     state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at)
-    line = Line()
-    assert not admit(Speakers(), state, line, former) and isinstance(line.last(), m.Fenced)
+    session = FakeSession()
+    assert not admit(SessionFilter(), state, session, former) and isinstance(
+        session.last(), m.Fenced
+    )
     empty = replace(newcomer(state, former.info.incarnation))
-    assert not admit(Speakers(), state, line, empty)
-    assert isinstance(line.last(), m.Released), "it has nothing to give up: it joins anew"
+    assert not admit(SessionFilter(), state, session, empty)
+    assert isinstance(session.last(), m.Released), "an empty agent is told to join anew"

@@ -1,4 +1,4 @@
-"""What happens only once it is saved; leases that are kept and lost; runs that share a name."""
+"""Saving before acting, keeping and losing the lease, and runs that share a name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from elastic.coordinator.leadership import Keeper, Part, stand_by
+from elastic.coordinator.leadership import LeaseKeeper, RunMembership, stand_by
 from elastic.coordinator.records import state_saver as saving
-from elastic.coordinator.records.state_saver import Saver
+from elastic.coordinator.records.state_saver import StateSaver
 from elastic.core.job.state import JobState, Policy, Send
 from elastic.core.protocol.messages import Halt
 from elastic.domain.errors import ElasticError, StaleError
@@ -24,8 +24,8 @@ from tests.store.memory import MemoryStore
 STATES = [JobState(policy=Policy(), epoch=epoch) for epoch in range(9)]
 
 
-class Shaky(MemoryStore):
-    """A store that can be away, and can lose the answer to a write."""
+class UnreliableStore(MemoryStore):
+    """A store that can be away, refuse writes, and lose the answer to a write."""
 
     away = loses = refuses = False
 
@@ -43,10 +43,10 @@ class Shaky(MemoryStore):
 class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(saving, "retry_s", lambda failures: 0.0)
-        self.store, self.done = Shaky(), list[Any]()
+        self.store, self.done = UnreliableStore(), list[Any]()
         self.lease = self.store.acquire("coordinator", "a", 1.0, 0.0)
-        self.saver = Saver(self.store, self.lease, "k", None)
-        self.saver.tell = lambda kind, data: self.done.append(kind)
+        self.saver = StateSaver(self.store, self.lease, "k", None)
+        self.saver.report = lambda kind, data: self.done.append(kind)
 
     def decide(self, number: int, what: object = None) -> None:
         self.saver.hold(what, lambda: self.done.append(number))
@@ -58,7 +58,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
-def test_nothing_happens_before_it_is_saved(bench: Bench) -> None:
+def test_no_action_happens_before_the_save(bench: Bench) -> None:
     bench.decide(1)
     bench.store.away = True
     bench.decide(2)
@@ -74,9 +74,14 @@ def test_nothing_happens_before_it_is_saved(bench: Bench) -> None:
     assert not bench.saver.away
 
 
-def test_a_store_that_refuses_is_waited_for(bench: Bench) -> None:
+def test_a_store_that_refuses_counts_as_away(bench: Bench) -> None:
     told = list[dict[str, Any]]()
-    bench.saver.tell = lambda kind, data: (bench.done.append(kind), told.append(data))
+
+    def report(kind: str, data: dict[str, Any]) -> None:
+        bench.done.append(kind)
+        told.append(data)
+
+    bench.saver.report = report
     bench.decide(1)
     bench.store.refuses = True
     bench.decide(2)
@@ -88,7 +93,7 @@ def test_a_store_that_refuses_is_waited_for(bench: Bench) -> None:
     assert bench.done == [1, "store-lost", "store-back", 2, 3] and saved(bench) == 3
 
 
-def test_who_was_replaced_ends_whatever_the_store_refuses(bench: Bench) -> None:
+def test_a_replaced_coordinator_ends_even_if_the_store_refused(bench: Bench) -> None:
     bench.store.refuses = True
     bench.decide(1)
     bench.store.acquire("coordinator", "b", 1.0, 100.0)
@@ -98,7 +103,7 @@ def test_who_was_replaced_ends_whatever_the_store_refuses(bench: Bench) -> None:
     assert bench.done == []
 
 
-def test_the_same_message_is_held_once(bench: Bench) -> None:
+def test_a_repeated_message_is_held_once(bench: Bench) -> None:
     bench.store.away = True
     for _ in range(3):
         bench.decide(1, Send("node0", Halt(1)))
@@ -108,33 +113,33 @@ def test_the_same_message_is_held_once(bench: Bench) -> None:
     assert bench.done == ["store-lost", "store-back", 1, 2]
 
 
-def test_what_can_wait_is_saved_by_and_by(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delayed_state_is_saved_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.decide(1)
-    bench.saver.wait(STATES[2])
+    bench.saver.save_later(STATES[2])
     bench.saver.hold(None, lambda: bench.done.append("passing"))
     bench.saver.flush()
-    assert bench.done == [1, "passing"] and saved(bench) == 1, "nobody waits for it"
+    assert bench.done == [1, "passing"] and saved(bench) == 1, "actions do not wait for it"
     assert not bench.saver.due(), "not yet"
-    bench.saver.wait(STATES[3])
-    at = time.monotonic() + saving.LATEST_S
+    bench.saver.save_later(STATES[3])
+    at = time.monotonic() + saving.MAX_DELAY_S
     monkeypatch.setattr(time, "monotonic", lambda: at)
     assert bench.saver.due()
     bench.saver.retry()
     assert saved(bench) == 3 and not bench.saver.due()
 
 
-def test_a_decision_saves_what_waits(bench: Bench) -> None:
-    bench.saver.wait(STATES[2])
+def test_a_decision_saves_the_delayed_state(bench: Bench) -> None:
+    bench.saver.save_later(STATES[2])
     bench.decide(3)
     assert saved(bench) == 3 and bench.done == [3]
     bench.saver.retry()
-    assert saved(bench) == 3, "and what waited does not come after it"
+    assert saved(bench) == 3, "the delayed state is not saved again"
 
 
-def test_what_waits_is_no_older_than_what_the_store_missed(bench: Bench) -> None:
+def test_a_delayed_state_replaces_an_unsaved_one(bench: Bench) -> None:
     bench.store.away = True
     bench.decide(1)
-    bench.saver.wait(STATES[2])
+    bench.saver.save_later(STATES[2])
     bench.store.away = False
     bench.saver.retry()
     assert saved(bench) == 2 and bench.done == [1]
@@ -155,7 +160,7 @@ def test_a_save_whose_answer_was_lost_is_found_again(bench: Bench) -> None:
     assert bench.done == [1, 2, 3], "and one failure alone is no outage"
 
 
-def test_who_lost_the_lease_does_nothing(bench: Bench) -> None:
+def test_nothing_happens_after_the_lease_is_lost(bench: Bench) -> None:
     bench.store.away = True
     bench.decide(1)
     bench.store.acquire("coordinator", "b", 1.0, 100.0)
@@ -165,7 +170,7 @@ def test_who_lost_the_lease_does_nothing(bench: Bench) -> None:
     assert bench.done == []
 
 
-def test_a_keeper_renews_and_tells_when_it_has_lost() -> None:
+def test_a_keeper_renews_the_lease_and_reports_its_loss() -> None:
     store, lost, renewed = MemoryStore(), list[ElasticError](), threading.Event()
     told = threading.Event()
     lease = store.acquire("coordinator", "a", 0.1, 0.0)
@@ -174,7 +179,11 @@ def test_a_keeper_renews_and_tells_when_it_has_lost() -> None:
         renewed.set()
         return 50.0
 
-    keeper = Keeper(store, lease, now, lambda error: (lost.append(error), told.set()))
+    def on_lost(error: ElasticError) -> None:
+        lost.append(error)
+        told.set()
+
+    keeper = LeaseKeeper(store, lease, now, on_lost)
     assert renewed.wait(LONG_S) and not lost
     store.acquire("coordinator", "b", 60.0, 200.0)
     assert told.wait(LONG_S)
@@ -185,26 +194,26 @@ def test_a_keeper_renews_and_tells_when_it_has_lost() -> None:
 def test_a_standby_waits_for_the_lease(tmp_path: Path) -> None:
     store, times = MemoryStore(), iter([0.0, 1.0, 2.0, 11.0])
     first = store.acquire("coordinator", "a", 10.0, 0.0)
-    lease = stand_by(store, Part(store, tmp_path), "b", 10.0, lambda: next(times))
+    lease = stand_by(store, RunMembership(store, tmp_path), "b", 10.0, lambda: next(times))
     assert lease.token > first.token and next(times, None) is None
 
 
-def test_runs_of_one_name(tmp_path: Path) -> None:
-    """A standby goes on with its own run, ended or not; who comes later begins anew."""
+def test_runs_with_the_same_name(tmp_path: Path) -> None:
+    """A standby keeps its own run, finished or not; a later coordinator begins a new one."""
     store = MemoryStore()
     token = store.acquire("coordinator", "a", 10.0, 0.0).token
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         os.mkdir(folder)
-    leader, standby, later = (Part(store, folder) for folder in folders)
-    standby.look()
-    assert not leader.adopt() and standby.mine == ""
+    leader, standby, later = (RunMembership(store, folder) for folder in folders)
+    standby.join_current()
+    assert not leader.adopt() and standby.name == ""
     leader.begin("first", token)
-    standby.look()
+    standby.join_current()
     leader.end(token)
-    later.look()
-    assert (standby.mine, later.mine) == ("first", "")
+    later.join_current()
+    assert (standby.name, later.name) == ("first", "")
     assert standby.adopt() and not later.adopt()
     later.begin("second", token)
-    assert Part(store, folders[2]).adopt(), "started again, it knows its run"
-    assert standby.adopt() and standby.mine == "second"
+    assert RunMembership(store, folders[2]).adopt(), "started again, it knows its run"
+    assert standby.adopt() and standby.name == "second"

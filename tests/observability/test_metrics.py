@@ -18,9 +18,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic.agent.metrics import AgentMetrics, Condition
-from elastic.coordinator.metrics.counters import CoordinatorMetrics
-from elastic.coordinator.metrics.gauges import JobCollector, Standing
+from elastic.agent.metrics import AgentCondition, AgentMetrics
+from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus, JobCollector
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
@@ -82,14 +81,14 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
 
 def coordinator(of: JobState, now: float = 10.0) -> CoordinatorMetrics:
     metrics = CoordinatorMetrics(new_registry(), now)
-    collector = JobCollector("job", lambda: (of, Standing(True, 3, 7, 99)), metrics, lambda: now)
+    collector = JobCollector("job", lambda: (of, CoordinatorStatus(True, 3, 7, 99)), metrics, lambda: now)
     metrics.registry.register(collector)
     return metrics
 
 
 def agent() -> AgentMetrics:
     metrics = AgentMetrics(new_registry())
-    metrics.condition = lambda: Condition(5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3)
+    metrics.condition = lambda: AgentCondition(5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3)
     return metrics
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from elastic.domain.errors import ElasticError, FieldError
-from elastic.rpc.control.client import Session
+from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.control.envelope import Envelope
-from elastic.rpc.control.server import Server
-from elastic.rpc.control.server import Session as ServerSession
+from elastic.rpc.control.server import ClientSession, Server
 from tests.patience import LONG_S
 
 WAIT_S = LONG_S
@@ -56,8 +55,8 @@ class ServerBench(Recorder):
         )
         self.address = self.server.address
 
-    def accepted(self) -> ServerSession:
-        session: ServerSession
+    def accepted(self) -> ClientSession:
+        session: ClientSession
         (session,) = self.expect("open")
         return session
 
@@ -69,7 +68,7 @@ class ServerBench(Recorder):
 class ClientBench(Recorder):
     def __init__(self, address: str, sender: str = "node0", keepalive_s: float = KEEPALIVE_S) -> None:
         super().__init__()
-        self.session = Session(
+        self.session = CoordinatorSession(
             address,
             on_message=self.callback("message"),
             on_up=self.callback("up"),

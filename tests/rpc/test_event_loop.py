@@ -14,7 +14,7 @@ from elastic.rpc.control import event_loop as loops
 from elastic.rpc.control.channel_options import MAX_CALLS
 from elastic.rpc.control.client import CoordinatorStub
 from elastic.rpc.control.envelope import from_wire, pack_call
-from elastic.rpc.control.event_loop import Loop, ended, event_loop, run
+from elastic.rpc.control.event_loop import GrpcEventLoop, ended, event_loop, run
 from tests.patience import LONG_S
 from tests.rpc.conftest import ServerBench
 
@@ -24,7 +24,7 @@ CALLS, TOGETHER = 300, MAX_CALLS // 2
 def test_many_events_take_few_turns(server: ServerBench) -> None:
     """With the real gRPC: this fails if a newer one wakes the loop in another way."""
     loop = event_loop()
-    assert isinstance(loop, Loop)
+    assert isinstance(loop, GrpcEventLoop)
     before = loop.spared
     with grpc.insecure_channel(server.address) as channel:
         stub = CoordinatorStub(channel)
@@ -37,7 +37,7 @@ def test_many_events_take_few_turns(server: ServerBench) -> None:
 @pytest.mark.parametrize("bound", [False, True])
 def test_no_wakeup_is_lost(bound: bool) -> None:
     """A poller's bytes, as gRPC's reader takes them: one, and then all events."""
-    loop, (reader, writer) = Loop(), socket.socketpair()
+    loop, (reader, writer) = GrpcEventLoop(), socket.socketpair()
     reader.setblocking(False)
     events, handled, turns = list[int](), list[int](), 0
 

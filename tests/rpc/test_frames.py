@@ -12,7 +12,7 @@ import pytest
 
 from elastic.core.protocol import messages as m
 from elastic.domain.errors import ChannelClosed, FieldError
-from elastic.rpc.frames import KINDS, MAX_HEADER_BYTES, Channel, Stream, connect_unix
+from elastic.rpc.frames import KINDS, MAX_HEADER_BYTES, Channel, FrameStream, connect_unix
 from tests.patience import LONG_S
 
 
@@ -33,8 +33,8 @@ def in_thread(work: object) -> threading.Thread:
 def test_payload_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket]) -> None:
     data = bytes(range(256)) * 20000
     parts = (memoryview(data)[:7], memoryview(b""), memoryview(data)[7:])
-    sender = in_thread(lambda: Stream(pair[0]).send({"n": 1}, parts))
-    stream, seen = Stream(pair[1]), bytearray()
+    sender = in_thread(lambda: FrameStream(pair[0]).send({"n": 1}, parts))
+    stream, seen = FrameStream(pair[1]), bytearray()
     header, nbytes = stream.receive()
     out = bytearray(nbytes)
     stream.read_into(memoryview(out), on_chunk=seen.extend)
@@ -43,8 +43,8 @@ def test_payload_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket
 
 
 def test_drain_keeps_frames_in_step(pair: tuple[socket.socket, socket.socket]) -> None:
-    sender = in_thread(lambda: [Stream(pair[0]).send(i, (memoryview(bytes(1 << 20)),)) for i in range(3)])
-    stream = Stream(pair[1])
+    sender = in_thread(lambda: [FrameStream(pair[0]).send(i, (memoryview(bytes(1 << 20)),)) for i in range(3)])
+    stream = FrameStream(pair[1])
     for i in range(3):
         header, nbytes = stream.receive()
         assert header == i
@@ -55,13 +55,13 @@ def test_drain_keeps_frames_in_step(pair: tuple[socket.socket, socket.socket]) -
 def test_limits_and_garbage_are_field_errors(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[0].sendall(struct.pack("<I", MAX_HEADER_BYTES + 1))
     with pytest.raises(FieldError, match="header bytes"):
-        Stream(pair[1]).receive()
+        FrameStream(pair[1]).receive()
     pair[0].sendall(struct.pack("<I", 3) + b"{{{" + struct.pack("<Q", 0))
     with pytest.raises(FieldError, match="not JSON"):
-        Stream(pair[1]).receive()
+        FrameStream(pair[1]).receive()
     pair[0].sendall(struct.pack("<I", 2) + b"{}" + struct.pack("<Q", 1 << 60))
     with pytest.raises(FieldError, match="payload bytes"):
-        Stream(pair[1]).receive()
+        FrameStream(pair[1]).receive()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x05", struct.pack("<I", 4) + b"{}"])
@@ -71,14 +71,14 @@ def test_end_of_file_anywhere_is_channel_closed(
     pair[0].sendall(sent)
     pair[0].close()
     with pytest.raises(ChannelClosed):
-        Stream(pair[1]).receive()
+        FrameStream(pair[1]).receive()
 
 
 def test_timeout_without_progress(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
-        Stream(pair[1], timeout_s=0.05).receive()
+        FrameStream(pair[1], timeout_s=0.05).receive()
     with pytest.raises(TimeoutError):
-        Stream(pair[0], timeout_s=0.05).send({}, (memoryview(bytes(64 << 20)),))
+        FrameStream(pair[0], timeout_s=0.05).send({}, (memoryview(bytes(64 << 20)),))
 
 
 def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket]) -> None:
@@ -114,7 +114,7 @@ def test_every_message_is_known_and_nothing_else() -> None:
 
 
 def test_bad_messages_leave_the_channel_usable(pair: tuple[socket.socket, socket.socket]) -> None:
-    stream, channel = Stream(pair[0]), Channel(pair[1])
+    stream, channel = FrameStream(pair[0]), Channel(pair[1])
     for bad in (
         {"kind": "Evil", "body": {}},
         [],

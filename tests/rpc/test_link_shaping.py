@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from elastic.planning.cost.profile import LinkProfile
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import FrameStream
 from elastic.rpc.link_shaping import LinkShaper, pace_of, shaper_of
 from tests.patience import LONG_S
 
@@ -46,7 +46,7 @@ def test_latency_alone_takes_no_place(tmp_path: Path) -> None:
 def test_a_payload_takes_its_time(tmp_path: Path) -> None:
     """1 MB at 4 MB/s over a real socket: a quarter of a second or more; the bytes are the same."""
     left, right = socket.socketpair()
-    sender, receiver = Stream(left, LONG_S), Stream(right, LONG_S)
+    sender, receiver = FrameStream(left, LONG_S), FrameStream(right, LONG_S)
     sender.pace = pace_of(tmp_path, LinkProfile(4e6))
     data = bytes(range(256)) * 4000
     began = time.monotonic()

@@ -16,7 +16,7 @@ import pytest
 
 from elastic.core.protocol.messages import Halt, Heartbeat, Stop, Trim
 from elastic.domain.errors import FieldError
-from elastic.rpc.control.client import CoordinatorStub, Session, call
+from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub, call
 from elastic.rpc.control.envelope import (
     MAX_BODY_BYTES,
     MAX_CALL_BYTES,
@@ -281,7 +281,7 @@ def test_session_waits_for_a_coordinator_that_is_not_there_yet() -> None:
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:0", "host:65536", "host:-1"])
 def test_bad_address(address: str) -> None:
     with pytest.raises(FieldError, match="host:port"):
-        Session(
+        CoordinatorSession(
             address,
             on_message=lambda message, envelope: None,
             on_up=lambda: None,

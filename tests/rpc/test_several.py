@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core.protocol.messages import Heartbeat, Trim
 from elastic.domain.errors import FieldError, UsageError
-from elastic.rpc.control.client import Session, call
+from elastic.rpc.control.client import CoordinatorSession, call
 from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench
 
@@ -110,4 +110,4 @@ def test_a_question_finds_the_one_that_answers(places: list[str]) -> None:
 @pytest.mark.parametrize("text", ["", "a:1,", "a:1,b", ",a:1"])
 def test_bad_lists(text: str) -> None:
     with pytest.raises(FieldError, match="address"):
-        Session(text, on_message=print, on_up=print, on_down=print, sender="node0")
+        CoordinatorSession(text, on_message=print, on_up=print, on_down=print, sender="node0")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic.launcher.flags.certs import make
 from elastic.rpc.security import rejections
-from elastic.rpc.security.rejections import REJECTIONS, Reason, Rejection
+from elastic.rpc.security.rejections import REJECTIONS, Reason, RejectionNotice
 from elastic.rpc.security.tls import SecuritySettings
 from tests.patience import LONG_S
 
@@ -52,7 +52,7 @@ def refused(reason: Reason, port: str, times: int = 1) -> Iterator[None]:
     enough = threading.Event()
     wanted = REJECTIONS.total(reason, port) + times
 
-    def heard(notice: Rejection) -> None:
+    def heard(notice: RejectionNotice) -> None:
         if REJECTIONS.total(reason, port) >= wanted:
             enough.set()
 

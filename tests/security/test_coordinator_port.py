@@ -21,7 +21,7 @@ from elastic.core.protocol.messages import Heartbeat, Stop, Trim
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc.control import channel_options, envelope, server
 from elastic.rpc.control.channel_options import client_options
-from elastic.rpc.control.client import CoordinatorStub, Session, call
+from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub, call
 from elastic.rpc.control.client import _channel as open_channel
 from elastic.rpc.control.envelope import (
     CHALLENGE,
@@ -83,10 +83,10 @@ def serves(bench: Bench, certs: Path | None) -> None:
     assert call(bench.address, "echo", {"a": 1}, secure=secure(certs)) == {"kind": "echo", "a": 1}
 
 
-def session(bench: Bench, mine: SecuritySettings, sender: str = "node0") -> tuple[Recorder, Session]:
+def session(bench: Bench, mine: SecuritySettings, sender: str = "node0") -> tuple[Recorder, CoordinatorSession]:
     told = Recorder()
     callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
-    return told, Session(bench.address, sender=sender, secure=mine, **callbacks)
+    return told, CoordinatorSession(bench.address, sender=sender, secure=mine, **callbacks)
 
 
 def certs_of(bench: Bench, authority: Authority) -> Path | None:

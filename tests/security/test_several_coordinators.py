@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.protocol.messages import Heartbeat
-from elastic.rpc.control.client import Session, call
+from elastic.rpc.control.client import CoordinatorSession, call
 from elastic.rpc.control.server import Server
 from elastic.rpc.security.rejections import Reason
 from elastic.rpc.security.tls import SecuritySettings
@@ -44,16 +44,16 @@ def certs(request: pytest.FixtureRequest, authority: Authority) -> Path | None:
 
 
 @pytest.fixture
-def node(places: list[str], certs: Path | None) -> Iterator[tuple[Recorder, Session]]:
+def node(places: list[str], certs: Path | None) -> Iterator[tuple[Recorder, CoordinatorSession]]:
     told = Recorder()
     callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
-    session = Session(",".join(places), sender="node0", secure=secure(certs), **callbacks)
+    session = CoordinatorSession(",".join(places), sender="node0", secure=secure(certs), **callbacks)
     yield told, session
     session.close()
 
 
 def test_the_newest_is_followed(
-    places: list[str], certs: Path | None, node: tuple[Recorder, Session]
+    places: list[str], certs: Path | None, node: tuple[Recorder, CoordinatorSession]
 ) -> None:
     told, session = node
     old = Bench(places[2], 3, secure(certs))
@@ -75,7 +75,7 @@ def test_the_newest_is_followed(
 
 
 def test_a_stranger_at_one_address_is_not_followed(
-    places: list[str], certs: Path | None, node: tuple[Recorder, Session]
+    places: list[str], certs: Path | None, node: tuple[Recorder, CoordinatorSession]
 ) -> None:
     told, session = node
     with refused(Reason.TOKEN, "agent", 2):
@@ -92,7 +92,7 @@ def test_another_authority_at_one_address_is_not_followed(places: list[str], aut
     callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
     stranger = Bench(places[0], 99, SecuritySettings(authority.foreign, "", TOKEN))
     with refused(Reason.HANDSHAKE, "agent"):
-        session = Session(",".join(places), sender="node0", secure=secure(authority.good), **callbacks)
+        session = CoordinatorSession(",".join(places), sender="node0", secure=secure(authority.good), **callbacks)
     ours = Bench(places[1], 3, secure(authority.good))
     told.expect("on_up")
     assert session.term == 3 and stranger.empty()

@@ -188,7 +188,7 @@ def test_nobody_asks_in_the_name_of_another(server: VaultServer, authority: Auth
     enter(stream, "b")
     with refused(Reason.FORGED, PORT):
         stream.send({"kind": "Locate", "body": {"key": vault.inventory()[0].key, "node": "a"}})
-    assert "not of a" in stream.receive()[0]["error"]
+    assert "not to a" in stream.receive()[0]["error"]
     stream.close()
 
 

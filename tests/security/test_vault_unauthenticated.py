@@ -25,7 +25,7 @@ T = TypeVar("T")
 def test_too_many_connections(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vault_server, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(vault_server, "MAX_CONNECTIONS", 2)
     certs = certs_of(server, authority)
     members = [client(server, certs) for _ in range(2)]
     for one in members:
@@ -41,9 +41,9 @@ def test_strangers_take_no_members_place(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent ones fill all places of theirs: who was there first leaves, and members come and stay."""
-    monkeypatch.setattr(vault_server, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(vault_server, "MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(vault_server, "HANDSHAKE_S", LONG_S)
-    monkeypatch.setattr(vault_server, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(vault_server, "MAX_CONNECTIONS", 4)
     certs = certs_of(server, authority)
     member = client(server, certs)
     member.inventory()
@@ -58,7 +58,7 @@ def test_one_address_puts_out_its_own_strangers_alone(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unauthenticated, "_loopback", lambda address: False)
-    monkeypatch.setattr(vault_server, "MOST_OF_ONE", 2)
+    monkeypatch.setattr(vault_server, "MAX_PER_ADDRESS", 2)
     monkeypatch.setattr(vault_server, "HANDSHAKE_S", LONG_S)
     with silent(where(server), 1, "127.0.0.2") as (other,), silent(where(server), 3) as held:
         assert held[0].recv(1) == b""

@@ -11,7 +11,7 @@ import pytest
 from elastic.agent.vault.server import VaultServer
 from elastic.domain.errors import ChannelClosed
 from elastic.rpc.bulk.transfer import VaultClient
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import FrameStream
 from elastic.rpc.security.tls import CA, CERT, KEY
 from elastic.rpc.security.token_proof import answer, new_nonce
 from tests.agent.vault.copies import content, make
@@ -38,7 +38,7 @@ def serves(server: VaultServer, certs: Path | None, kept: int = 0) -> None:
     mine.close()
 
 
-def dial(server: VaultServer, certs: Path | None) -> Stream:
+def dial(server: VaultServer, certs: Path | None) -> FrameStream:
     """A connection on which anything can be said; TLS, with a good certificate, where that is spoken."""
     host, _, port = server.address.rpartition(":")
     sock: socket.socket = socket.create_connection((host, int(port)), timeout=LONG_S)
@@ -46,10 +46,10 @@ def dial(server: VaultServer, certs: Path | None) -> Stream:
         context = ssl.create_default_context(cafile=str(certs / CA))
         context.load_cert_chain(certs / CERT, certs / KEY)
         sock = context.wrap_socket(sock, server_hostname="localhost")
-    return Stream(sock, LONG_S)
+    return FrameStream(sock, LONG_S)
 
 
-def enter(stream: Stream, node: str = "b") -> None:
+def enter(stream: FrameStream, node: str = "b") -> None:
     """Say who we are, rightly."""
     stream.send({"kind": "Hello", "body": {"node": node, "nonce": new_nonce()}})
     nonce = stream.receive()[0]["nonce"]
@@ -57,7 +57,7 @@ def enter(stream: Stream, node: str = "b") -> None:
     assert stream.receive()[0] == {"error": ""}
 
 
-def ended(stream: Stream) -> None:
+def ended(stream: FrameStream) -> None:
     """The other side hangs up."""
     with pytest.raises(ChannelClosed):
         while True:

@@ -13,7 +13,7 @@ import pytest
 from elastic.domain.errors import VaultError, VaultFull
 from elastic.store.shared_memory import (
     DATA_OFFSET,
-    Slot,
+    SharedSlot,
     SlotPool,
     SlotReader,
     fallback_of,
@@ -23,7 +23,7 @@ from tests.patience import LONG_S
 
 
 def test_a_slot_shows_its_copy_only_when_finished(tmp_path: Path) -> None:
-    slot = Slot(tmp_path / "s", 100)
+    slot = SharedSlot(tmp_path / "s", 100)
     reader = SlotReader(str(slot.path))
     assert reader.sequence == 0
     slot.view(5)[:] = b"hello"
@@ -44,11 +44,11 @@ def test_readers_refuse_what_is_no_slot(tmp_path: Path) -> None:
     with pytest.raises(VaultError):
         SlotReader(str(tmp_path / "absent"))
     with pytest.raises(VaultError, match="does not fit a slot of"):
-        SlotReader(str(Slot(tmp_path / "s", 10).path)).view(1 << 20)
+        SlotReader(str(SharedSlot(tmp_path / "s", 10).path)).view(1 << 20)
 
 
 def test_readers_cannot_change_a_copy(tmp_path: Path) -> None:
-    slot = Slot(tmp_path / "s", 10)
+    slot = SharedSlot(tmp_path / "s", 10)
     with pytest.raises(TypeError):
         SlotReader(str(slot.path)).view(4)[0] = 1
 
@@ -63,7 +63,7 @@ def _overwrite_and_hang(path: str, began: object) -> None:
 
 
 def test_a_writer_killed_in_the_middle_leaves_no_copy(tmp_path: Path) -> None:
-    slot = Slot(tmp_path / "s", 1000)
+    slot = SharedSlot(tmp_path / "s", 1000)
     slot.view(1000)[:] = b"A" * 1000
     slot.finish(1, 1000, 1)
     context = multiprocessing.get_context("spawn")

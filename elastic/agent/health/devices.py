@@ -1,6 +1,6 @@
-"""What the driver says of this node's accelerators, through NVML; nothing where there is no driver or no package.
+"""Reads this node's accelerators through NVML. Without a driver or pynvml there are no devices.
 
-Errors of the program (XID 13, 31, 43, 45) are no fault of a device. Reading takes no context and no memory on it.
+Reading needs no CUDA context and no device memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, De
 
 log = logging.getLogger(__name__)
 DEVICE_XIDS = frozenset({48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140})
-"""Of the driver's messages those that tell of a broken device, as NVIDIA's list of XID errors has them."""
+"""XID errors that mean a faulty device, from NVIDIA's list. Errors of the program (XID 13, 31, 43,
+45) do not count."""
 THROTTLED = (
     ("nvmlClocksThrottleReasonSwThermalSlowdown", "too hot"),
     ("nvmlClocksThrottleReasonHwThermalSlowdown", "too hot"),
@@ -23,14 +24,14 @@ THROTTLED = (
 
 
 class Devices:
-    """Reads all devices that this node may use. Not thread-safe; every failure of the driver is a finding, not an
-    error."""
+    """The devices that this node may use. Not thread-safe. A failure of the driver is reported as
+    a device's fault, never raised."""
 
     def __init__(self, nvml: Any = None, environ: Mapping[str, str] | None = None) -> None:
-        """`nvml`: the pynvml module, or one that acts like it; None: the installed one, if any."""
-        self._nvml = nvml if nvml is not None else _installed()
+        """`nvml`: the pynvml module or a substitute; None: the installed module, if any."""
+        self._nvml = nvml if nvml is not None else _import_pynvml()
         self._handles: list[tuple[int, Any]] = []
-        self._first: dict[int, int] = {}
+        self._initial_errors: dict[int, int] = {}
         self._faults: dict[int, str] = {}
         self._events: Any = None
         if self._nvml is not None:
@@ -40,22 +41,21 @@ class Devices:
         return len(self._handles)
 
     def read(self) -> tuple[DeviceHealth, ...]:
-        """The first MANY devices as they are now."""
-        self._listen()
+        """Present readings of the first MANY devices."""
+        self._read_events()
         return tuple(self._read(index, handle) for index, handle in self._handles[:MAX_ENTRIES])
 
     def _open(self, visible: str | None) -> None:
         try:
             self._nvml.nvmlInit()
             here = range(self._nvml.nvmlDeviceGetCount())
-            given = (
-                [int(word) for word in visible.split(",") if word.strip().isdigit()]
-                if visible
-                else list(here)
-            )
-            self._handles = [(i, self._nvml.nvmlDeviceGetHandleByIndex(i)) for i in given if i in here]
+            words = visible.split(",") if visible else map(str, here)
+            indices = [int(word) for word in words if word.strip().isdigit()]
+            self._handles = [
+                (i, self._nvml.nvmlDeviceGetHandleByIndex(i)) for i in indices if i in here
+            ]
         except self._nvml.NVMLError as error:
-            log.info("devices are not watched: %s", error)
+            log.info("devices are not monitored: %s", error)
             self._handles = []
             return
         try:
@@ -64,16 +64,16 @@ class Devices:
                 kind = self._nvml.nvmlEventTypeXidCriticalError
                 self._nvml.nvmlDeviceRegisterEvents(handle, kind, self._events)
         except self._nvml.NVMLError as error:
-            log.info("the driver's messages are not watched: %s", error)
+            log.info("XID errors of the driver are not monitored: %s", error)
             self._events = None
 
-    def _listen(self) -> None:
-        """Messages of the driver since the last call."""
+    def _read_events(self) -> None:
+        """Read the driver's messages since the last call."""
         for _ in range(MAX_ENTRIES if self._events is not None else 0):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError:
-                return  # none waits
+                return  # no message is left
             xid = int(event.eventData)
             index = next((i for i, handle in self._handles if handle == event.device), -1)
             if xid in DEVICE_XIDS and index >= 0:
@@ -83,20 +83,25 @@ class Devices:
         nvml = self._nvml
         try:
             name = nvml.nvmlDeviceGetName(handle)
-            heat = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+            temperature_c = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         except nvml.NVMLError as error:
-            return DeviceHealth(index, "", fault=f"it does not answer: {error}"[:MAX_TEXT_LENGTH])
+            return DeviceHealth(index, "", fault=f"the device does not answer: {error}"[:MAX_TEXT_LENGTH])
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         errors = self._errors(index, handle)
         return DeviceHealth(
-            index, name[:MAX_TEXT_LENGTH], heat, self._throttled(handle), errors, self._faults.get(index, "")
+            index,
+            name[:MAX_TEXT_LENGTH],
+            temperature_c,
+            self._throttled(handle),
+            errors,
+            self._faults.get(index, ""),
         )
 
     def _throttled(self, handle: Any) -> str:
         try:
             mask = int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         except self._nvml.NVMLError:
-            return ""  # not every device tells
+            return ""  # not every device supports this
         found = [text for name, text in THROTTLED if mask & int(getattr(self._nvml, name, 0))]
         return ", ".join(dict.fromkeys(found))
 
@@ -109,11 +114,11 @@ class Devices:
                 )
             )
         except nvml.NVMLError:
-            return 0  # memory without error correction
-        return max(0, count - self._first.setdefault(index, count))
+            return 0  # memory without ECC
+        return max(0, count - self._initial_errors.setdefault(index, count))
 
 
-def _installed() -> Any:
+def _import_pynvml() -> Any:
     try:
         import pynvml
     except ImportError:

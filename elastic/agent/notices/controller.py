@@ -1,4 +1,4 @@
-"""How a node hears that it goes, and what its agent does about it: a shell around `elastic.core.node.notice_tracker`.
+"""Follows the notices of a node for its agent; the rules are in `elastic.core.node.notice_tracker`.
 
 Sources are read by threads of their own; everything else happens on the agent's thread.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.agent.notices.discovery import Surroundings, detect, sources_of
-from elastic.agent.notices.source import Source, Watcher
+from elastic.agent.notices.discovery import SourceContext, detect, sources_of
+from elastic.agent.notices.source import Source, SourceWatcher
 from elastic.config import JobConfig
 from elastic.core.node import notice_tracker as core
 from elastic.core.node.notice_tracker import NoticeTracker, ProviderNotice
@@ -28,88 +28,87 @@ SIGNAL = "signal"
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A source was read."""
+class NoticesRead:
+    """All notices that one source has now."""
 
     source: str
     found: tuple[ProviderNotice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A cloud was recognised."""
+class CloudDetected:
+    """`--notice auto` has found the cloud and its sources."""
 
     sources: tuple[Source, ...]
 
 
-class Leaving:
-    """`put` brings an event to the agent's thread, which calls `take` with it; `say` sends to the coordinator.
-
-    `rejoin` is called when a node that was let go stays after all.
-    """
+class NoticeController:
+    """Passes events to `put`, which must lead to a call of `take` on the agent's thread. `send`
+    sends to the coordinator; `rejoin` is called when a drained node is not taken away after all."""
 
     def __init__(
         self,
         config: JobConfig,
         node: str,
         put: Callable[[Any], object],
-        say: Callable[[Any], object],
+        send: Callable[[Any], object],
         rejoin: Callable[[], object],
     ) -> None:
-        """Raises FieldError if a source cannot be had."""
-        self._node, self._put, self._say, self._rejoin = node, put, say, rejoin
+        """Raises FieldError if a source cannot be opened."""
+        self._node, self._put, self._send, self._rejoin = node, put, send, rejoin
         self._grace_s, self._overdue_s = config.grace_s, config.timeouts.overdue_s
-        self._desk, self.incarnation = NoticeTracker(), ""
-        self._watchers: list[Watcher] = []
-        around = Surroundings(
+        self._tracker, self.incarnation = NoticeTracker(), ""
+        self._watchers: list[SourceWatcher] = []
+        context = SourceContext(
             node=node,
             silence_s=config.lease_s,
-            cards=Path(config.run_dir) / "hooks",
+            hook_dir=Path(config.run_dir) / "hooks",
             services=dict(config.metadata_services),
             token=os.environ.get(TOKEN_VARIABLE, ""),
         )
         for wanted in config.notices:
-            self._watch(sources_of(wanted, around))
+            self._watch(sources_of(wanted, context))
             if wanted.kind is SourceKind.AUTO:
-                detect(around, lambda sources: self._put(Found(sources)))
+                detect(context, lambda sources: self._put(CloudDetected(sources)))
 
     @property
     def parked(self) -> bool:
-        """The node belongs to no job and waits for what becomes of it."""
-        return self._desk.parked
+        """The node was drained and is no member; it waits until it is taken away or rejoins."""
+        return self._tracker.parked
 
-    def take(self, event: Read | Found) -> None:
-        """An event that came back through `put`."""
-        if isinstance(event, Found):
+    def take(self, event: NoticesRead | CloudDetected) -> None:
+        """Handle an event that came through `put`."""
+        if isinstance(event, CloudDetected):
             known = {watcher.source.name for watcher in self._watchers}
             self._watch(tuple(source for source in event.sources if source.name not in known))
             return
-        before = {one.identity for one in self._desk.active}
-        self._follow(core.source_read(self._desk, event.source, event.found))
-        for one in self._desk.active:
+        before = {one.identity for one in self._tracker.active}
+        self._follow(core.source_read(self._tracker, event.source, event.found))
+        for one in self._tracker.active:
             if one.identity not in before:
                 log.info("notice of %s: %s, %s", one.provider, one.kind, one.detail)
 
     def signalled(self) -> None:
-        """The launcher was told to end: as a notice. May be called from a signal handler."""
+        """Treat a signal to end as a notice. May be called from a signal handler."""
         deadline = time.monotonic() + self._grace_s
-        found = (ProviderNotice(SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True),)
-        threading.Thread(target=self._put, args=(Read(SIGNAL, found),), name="signalled", daemon=True).start()
+        notice = ProviderNotice(SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True)
+        event = NoticesRead(SIGNAL, (notice,))
+        threading.Thread(target=self._put, args=(event,), name="signalled", daemon=True).start()
 
     def released(self, leave: Callable[[], object]) -> None:
-        """The coordinator needs nothing of the node any more; `leave` empties it."""
-        self._desk = replace(self._desk, parked=True)
+        """The coordinator needs nothing of this node any more; `leave` empties the node."""
+        self._tracker = replace(self._tracker, parked=True)
         leave()
-        self._follow(core.node_released(self._desk))
+        self._follow(core.node_released(self._tracker))
 
-    def look(self) -> None:
-        """Time passed."""
-        if self._desk.by_source:
-            self._follow(core.expire_overdue(self._desk, time.monotonic(), self._overdue_s))
+    def poll(self) -> None:
+        """Act on deadlines that have passed."""
+        if self._tracker.by_source:
+            self._follow(core.expire_overdue(self._tracker, time.monotonic(), self._overdue_s))
 
-    def again(self) -> None:
-        """Tell a coordinator that may not know it."""
-        for action in core.resend(self._desk):
+    def resend(self) -> None:
+        """Send the notices again, to a coordinator that may not know them."""
+        for action in core.resend(self._tracker):
             self._act(action)
 
     def close(self) -> None:
@@ -118,22 +117,24 @@ class Leaving:
 
     def _watch(self, sources: tuple[Source, ...]) -> None:
         self._watchers += [
-            Watcher(source, lambda name, found: self._put(Read(name, found))) for source in sources
+            SourceWatcher(source, lambda name, found: self._put(NoticesRead(name, found)))
+            for source in sources
         ]
 
     def _follow(self, result: core.TrackerTransition) -> None:
-        self._desk, actions = result
+        self._tracker, actions = result
         for action in actions:
             self._act(action)
 
     def _act(self, action: core.TrackerAction) -> None:
         match action:
             case core.SendNotice(heard):
-                self._say(core.notice_message(self._node, self.incarnation, heard, time.monotonic()))
+                message = core.notice_message(self._node, self.incarnation, heard, time.monotonic())
+                self._send(message)
             case core.Acknowledge(heard):
                 for watcher in self._watchers:
                     if watcher.source.name.partition("-")[0] == heard.provider:
                         watcher.acknowledge(heard)
             case core.RejoinJob():
-                log.info("the notice was taken back or false: this node joins again")
+                log.info("the notice was withdrawn or false: this node joins again")
                 self._rejoin()

@@ -1,58 +1,91 @@
-"""A file that appears: the simplest notice of all. Empty, a number of seconds, or {"deadline_s": 120, "reason": "..."}.
+"""Notices that a person or an in-house scheduler writes: their format, and the file source.
 
-Whatever is in it, a file that is there says that the node leaves: what cannot be read means DEFAULT_S.
+A notice is empty, a number of seconds, or {"deadline_s": 120, "reason": "..."}.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.agent.notices.parsing import DEFAULT_S, read_told
+from elastic.agent.notices.source import Source
 from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 from elastic.domain.errors import FieldError
 
 log = logging.getLogger("elastic.agent.notices")
-LOOK_EVERY_S = 0.25
-MOST_BYTES = 4096
+DEFAULT_DEADLINE_S = 30.0
+MAX_DEADLINE_S = 30 * 86400.0
+MAX_REASON_CHARS = 200
+MAX_FILE_BYTES = 4096
+FILE_POLL_S = 0.25
 
 
-class NoticeFile:
-    """The file at `path`. The deadline counts from its last change; a file written anew is a new notice."""
+@dataclass(frozen=True, slots=True)
+class WrittenNotice:
+    """Seconds until the node goes, and the reason."""
 
-    name, every_s = "file", LOOK_EVERY_S
+    deadline_s: float = DEFAULT_DEADLINE_S
+    reason: str = ""
+
+
+def parse_notice(text: bytes) -> WrittenNotice:
+    """Parse a written notice. Raises FieldError for a malformed one."""
+    if not text.strip():
+        return WrittenNotice()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        remedy = 'must be seconds, or {"deadline_s": 120, "reason": "..."}'
+        raise FieldError("notice", text[:40], remedy) from None
+    if not isinstance(value, dict):
+        value = {"deadline_s": value}
+    unknown = sorted(set(value) - {"deadline_s", "reason"})
+    if unknown:
+        remedy = "the fields are deadline_s and reason"
+        raise FieldError(f"notice.{unknown[0][:40]}", "...", remedy)
+    deadline_s, reason = value.get("deadline_s", DEFAULT_DEADLINE_S), value.get("reason", "")
+    number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
+    if not number or not math.isfinite(deadline_s):
+        raise FieldError("notice.deadline_s", str(deadline_s)[:40], "must be a number of seconds")
+    if not 0 <= deadline_s <= MAX_DEADLINE_S:
+        remedy = f"must be from 0 to {MAX_DEADLINE_S:g} seconds"
+        raise FieldError("notice.deadline_s", deadline_s, remedy)
+    if not isinstance(reason, str):
+        raise FieldError("notice.reason", str(reason)[:40], "must be a text")
+    printable = "".join(c for c in reason[:MAX_REASON_CHARS] if c.isprintable())
+    return WrittenNotice(float(deadline_s), printable)
+
+
+class NoticeFile(Source):
+    """A notice in the file at `path`. The deadline counts from the file's last change; each change
+    is a new notice. A file with malformed content gives DEFAULT_DEADLINE_S."""
+
+    every_s = FILE_POLL_S
 
     def __init__(self, path: str) -> None:
-        self._path, self._puzzled = Path(path), 0
         self.name = f"file:{path}"
+        self._path, self._malformed = Path(path), 0
 
     def read(self) -> tuple[ProviderNotice, ...]:
         try:
-            changed = self._path.stat().st_mtime_ns
+            changed_ns = self._path.stat().st_mtime_ns
             with self._path.open("rb") as file:
-                text = file.read(MOST_BYTES)
+                text = file.read(MAX_FILE_BYTES)
         except FileNotFoundError:
             return ()
         try:
-            told = read_told(text)
-            deadline_s, detail = told.deadline_s, told.reason
+            notice = parse_notice(text)
         except FieldError as error:
-            deadline_s, detail = DEFAULT_S, ""
-            if self._puzzled != changed:
-                log.warning("%s: %s; %g s are given", self._path, error, DEFAULT_S)
-            self._puzzled = changed
-        past_s = max(0.0, time.time() - changed / 1e9)
-        deadline = time.monotonic() + deadline_s - past_s
-        return (
-            ProviderNotice(
-                "file", f"{self.name}@{changed}", NoticeKind.LEAVE, deadline, detail or str(self._path)
-            ),
-        )
-
-    def acknowledge(self, heard: ProviderNotice) -> None:
-        """Whoever wrote the file sees the node leave."""
-
-    def close(self) -> None:
-        """Nothing is kept open."""
+            notice = WrittenNotice()
+            if self._malformed != changed_ns:
+                log.warning("%s: %s; the deadline is %g s", self._path, error, DEFAULT_DEADLINE_S)
+            self._malformed = changed_ns
+        age_s = max(0.0, time.time() - changed_ns / 1e9)
+        deadline = time.monotonic() + notice.deadline_s - age_s
+        identity, detail = f"{self.name}@{changed_ns}", notice.reason or str(self._path)
+        return (ProviderNotice("file", identity, NoticeKind.LEAVE, deadline, detail),)

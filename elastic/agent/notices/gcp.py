@@ -1,50 +1,51 @@
-"""GCP: preemption and host maintenance, from the metadata server; both answer when the value changes.
+"""GCP: preemption and host maintenance, from two values of the metadata server.
 
-`instance/preempted` turns TRUE about 30 s before the machine is stopped, and stays so. `instance/maintenance-event`
-turns TERMINATE_ON_HOST_MAINTENANCE a minute or more ahead; MIGRATE_ON_HOST_MAINTENANCE moves the machine while it runs,
-so that nobody has to leave.
+A request can wait until the value changes. `instance/preempted` becomes TRUE about 30 s before the
+machine is stopped. `instance/maintenance-event` becomes TERMINATE_ON_HOST_MAINTENANCE at least a
+minute ahead; MIGRATE_ON_HOST_MAINTENANCE moves the running machine, so that the node stays.
 """
 
 from __future__ import annotations
 
 import time
 
-from elastic.agent.notices.metadata import Metadata, unexpected
+from elastic.agent.notices.metadata import MetadataService, unexpected
+from elastic.agent.notices.source import Source
 from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 
 BASE = "http://169.254.169.254"
 ROOT = "/computeMetadata/v1/"
 FLAVOR = {"Metadata-Flavor": "Google"}
-HANG_S = 60
-"""How long the server is asked to wait for a change."""
+WAIT_S = 60
+"""Time that the server is asked to wait for a change."""
 PAUSE_S = 0.2
-"""Between two questions, should the server not wait at all."""
+"""Pause between two requests, in case that the server does not wait."""
 PREEMPTED_S = 30.0
 MAINTENANCE_S = 60.0
-"""How long before the machine goes its value changes."""
+"""Time from the change of each value until the machine stops."""
 
 
-class Gcp:
-    """One of the two values."""
+class Gcp(Source):
+    """One of the two values. GCP accepts no acknowledgement."""
 
     every_s = PAUSE_S
 
-    def __init__(self, service: Metadata, what: str) -> None:
-        """`what`: preempted or maintenance-event."""
-        self.name = f"gcp-{what}"
-        self._service, self._what, self._etag = service, what, ""
+    def __init__(self, service: MetadataService, value: str) -> None:
+        """`value`: preempted or maintenance-event."""
+        self.name = f"gcp-{value}"
+        self._service, self._value, self._etag = service, value, ""
 
     def answers(self) -> bool:
-        """Whether this is GCP. Raises as `read` does."""
+        """True if this is GCP. Raises as `read` does."""
         answer = self._service.ask("GET", "/", FLAVOR)
         return answer.headers.get("metadata-flavor") == "Google"
 
     def read(self) -> tuple[ProviderNotice, ...]:
-        path = f"{ROOT}instance/{self._what}"
+        path = f"{ROOT}instance/{self._value}"
         if self._etag:
-            path += f"?wait_for_change=true&timeout_sec={HANG_S}&last_etag={self._etag}"
-        answer = self._service.ask("GET", path, FLAVOR, timeout_s=HANG_S + 5.0)
+            path += f"?wait_for_change=true&timeout_sec={WAIT_S}&last_etag={self._etag}"
+        answer = self._service.ask("GET", path, FLAVOR, timeout_s=WAIT_S + 5.0)
         if answer.status != 200 or answer.headers.get("metadata-flavor") != "Google":
             self._etag = ""
             raise unexpected(path, answer)
@@ -52,15 +53,9 @@ class Gcp:
         self._etag = etag if etag.isalnum() else ""
         return self._notice(answer.text.strip())
 
-    def acknowledge(self, heard: ProviderNotice) -> None:
-        """GCP takes no answer."""
-
-    def close(self) -> None:
-        """Nothing is kept open."""
-
     def _notice(self, value: str) -> tuple[ProviderNotice, ...]:
         now = time.monotonic()
-        match self._what, value:
+        match self._value, value:
             case "preempted", "TRUE":
                 return (
                     ProviderNotice("gcp", "gcp:preempted", NoticeKind.LEAVE, now + PREEMPTED_S, "preempted"),
@@ -68,6 +63,9 @@ class Gcp:
             case "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE":
                 deadline, identity = now + MAINTENANCE_S, f"gcp:maintenance@{self._etag}"
                 return (ProviderNotice("gcp", identity, NoticeKind.LEAVE, deadline, "host maintenance"),)
-            case ("preempted", "FALSE") | ("maintenance-event", "NONE" | "MIGRATE_ON_HOST_MAINTENANCE"):
+            case ("preempted", "FALSE") | (
+                "maintenance-event",
+                "NONE" | "MIGRATE_ON_HOST_MAINTENANCE",
+            ):
                 return ()
-        raise ValueError(f"{self._what}: {value[:80]!r}")
+        raise ValueError(f"{self._value}: {value[:80]!r}")

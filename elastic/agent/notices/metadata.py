@@ -1,4 +1,4 @@
-"""Plain HTTP to a metadata service: never through a proxy, never redirected, never more than a page."""
+"""Plain HTTP client of metadata services: no proxy, no redirects, bounded size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from elastic.domain.errors import FieldError
 
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 REQUEST_S = 2.0
-"""A metadata service is on the same host; one that takes longer does not work."""
+"""Timeout of a request; metadata services are on the same host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Answer:
     text: str
 
 
-class Metadata:
-    """One service at `base`, http://host[:port][/prefix]."""
+class MetadataService:
+    """The service at `base`, http://host[:port][/prefix]. Raises FieldError for another URL."""
 
     def __init__(self, base: str, timeout_s: float = REQUEST_S) -> None:
         parts = urlsplit(base if "://" in base else f"http://{base}")
@@ -38,22 +38,33 @@ class Metadata:
         self._prefix, self._timeout_s = parts.path.rstrip("/"), timeout_s
 
     def ask(
-        self, method: str, path: str, headers: Mapping[str, str], *, body: str = "", timeout_s: float = 0.0
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        body: str = "",
+        timeout_s: float = 0.0,
     ) -> Answer:
-        """One request. Raises OSError when nobody answers, HTTPException or ValueError when the answer is none."""
-        line = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s or self._timeout_s)
+        """Send one request. Raises OSError without an answer, HTTPException or ValueError for a
+        malformed one."""
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=timeout_s or self._timeout_s
+        )
         try:
-            line.request(method, self._prefix + path, body=body.encode() or None, headers=dict(headers))
-            answer = line.getresponse()
-            content = answer.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
-                raise ValueError(f"{path}: more than {MOST_BYTES} bytes")
+            connection.request(
+                method, self._prefix + path, body=body.encode() or None, headers=dict(headers)
+            )
+            answer = connection.getresponse()
+            content = answer.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise ValueError(f"{path}: more than {MAX_BYTES} bytes")
             found = {name.lower(): value for name, value in answer.getheaders()}
             return Answer(answer.status, found, content.decode())
         finally:
-            line.close()
+            connection.close()
 
 
 def unexpected(path: str, answer: Answer) -> ValueError:
-    """What is raised for an answer that the protocol does not know."""
+    """The error for an answer that the protocol does not define."""
     return ValueError(f"{path}: status {answer.status}, {answer.text[:80]!r}")

@@ -1,4 +1,4 @@
-"""What a source of notices is, and the thread that reads it."""
+"""The interface of a source of notices, and the thread that reads a source."""
 
 from __future__ import annotations
 
@@ -11,66 +11,77 @@ from typing import Protocol
 from elastic.core.node.notice_tracker import ProviderNotice
 
 log = logging.getLogger("elastic.agent.notices")
-SLOWEST_S = 30.0
-"""A source that cannot be read is tried this seldom at last."""
+MAX_RETRY_S = 30.0
+"""Longest pause between two attempts to read a source that fails."""
 
 
 class Source(Protocol):
-    """Reads one provider. Used by one thread; `acknowledge` by another."""
+    """Reads the notices of one provider. One thread reads; another one acknowledges."""
 
     name: str
     every_s: float
     """Pause between two reads."""
 
     def read(self) -> tuple[ProviderNotice, ...]:
-        """All that stands there now; may wait for a change. Raises OSError, HTTPException or ValueError."""
+        """All notices that are in force; may wait for a change. Raises OSError, HTTPException or
+        ValueError."""
+        ...
 
     def acknowledge(self, heard: ProviderNotice) -> None:
-        """The provider need not wait for the deadline. Raises as `read` does."""
+        """Tell the provider that it need not wait for the deadline. Raises as `read` does."""
+        return
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Release what the source holds open."""
+        return
 
 
-class Watcher:
-    """Reads a source until it is closed; `put(name, notices)` is called after every read that says something new.
+class SourceWatcher:
+    """Reads a source until it is closed. Calls `put(name, notices)` after each read that returns
+    notices, and after the first one that returns none again.
 
-    Trouble is logged once, until it is over; what stood before goes on standing.
+    A failure is logged once until reading succeeds again; the last notices stay in force.
     """
 
     def __init__(self, source: Source, put: Callable[[str, tuple[ProviderNotice, ...]], object]) -> None:
         self.source = source
         self._put, self._closed = put, threading.Event()
-        threading.Thread(target=self._run, name=f"notices-{source.name}", daemon=True).start()
+        name = f"notices-{source.name}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
         self.source.close()
 
     def acknowledge(self, heard: ProviderNotice) -> None:
-        """Not waited for: it is a courtesy."""
-        threading.Thread(target=self._acknowledge, args=(heard,), name="acknowledge", daemon=True).start()
+        """Acknowledge from a thread of its own, and ignore failures: the provider waits at most
+        until the deadline."""
+        threading.Thread(
+            target=self._acknowledge, args=(heard,), name="acknowledge", daemon=True
+        ).start()
 
     def _acknowledge(self, heard: ProviderNotice) -> None:
         try:
             self.source.acknowledge(heard)
         except (OSError, HTTPException, ValueError) as error:
-            log.warning("%s cannot be told that %s may go on: %s", self.source.name, heard.identity, error)
+            log.warning(
+                "%s: %s cannot be acknowledged: %s", self.source.name, heard.identity, error
+            )
 
     def _run(self) -> None:
-        pause_s, trouble, said = 0.0, False, False
+        pause_s, failing, had_notices = 0.0, False, False
         while not self._closed.wait(pause_s):
             try:
                 found = self.source.read()
             except (OSError, HTTPException, ValueError) as error:
-                if not trouble:
+                if not failing:
                     log.warning("notices of %s cannot be read: %s", self.source.name, error)
-                trouble = True
-                pause_s = min(SLOWEST_S, max(2 * pause_s, self.source.every_s))
+                failing = True
+                pause_s = min(MAX_RETRY_S, max(2 * pause_s, self.source.every_s))
                 continue
-            if trouble:
+            if failing:
                 log.info("notices of %s can be read again", self.source.name)
-            trouble, pause_s = False, self.source.every_s
-            if found or said:
+            failing, pause_s = False, self.source.every_s
+            if found or had_notices:
                 self._put(self.source.name, found)
-            said = bool(found)
+            had_notices = bool(found)

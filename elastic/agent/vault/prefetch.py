@@ -1,4 +1,4 @@
-"""Pulls layers' state into the local vault while training goes on, for a node that is about to join."""
+"""Fetches state into the vault of a node that is about to join, while training goes on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 def prefetch(vault: Vault, order: Prefetch) -> int:
-    """Fetch the newest state of every (layer, TP rank) of the order. Return the bytes fetched.
+    """Fetch the newest state of each (layer, TP rank) in `order`; return the number of bytes.
 
-    What was superseded meanwhile, or lies on a node that is gone, is fetched at entry instead.
+    State that was superseded meanwhile, or lies on a lost node, is fetched when the node enters.
     """
     addresses, total = dict(order.vaults), 0
     for node in dict.fromkeys(source for _, _, source in order.sources):
@@ -27,16 +27,16 @@ def prefetch(vault: Vault, order: Prefetch) -> int:
             for copy in sorted(client.inventory(), key=lambda c: (c.step, c.epoch, c.sequence)):
                 if copy.kind == STATE and copy.owner == node and (copy.layer, copy.shard) in wanted:
                     newest[copy.layer, copy.shard] = copy
-            total += sum(_pull(vault, client, copy) for copy in newest.values())
+            total += sum(_fetch(vault, client, copy) for copy in newest.values())
         except VaultError as error:
-            log.warning("prefetch from %s: %s", node, error)
+            log.warning("prefetch from %s failed: %s", node, error)
         finally:
             client.close()
     return total
 
 
-def _pull(vault: Vault, client: VaultClient, copy: Copy) -> int:
-    """Fetch one copy; return its bytes, or 0 if it is no longer there."""
+def _fetch(vault: Vault, client: VaultClient, copy: Copy) -> int:
+    """Fetch one copy; return its size in bytes, or 0 if it no longer exists."""
     try:
         incoming = vault.store(copy, trusted=True)
         try:
@@ -45,6 +45,6 @@ def _pull(vault: Vault, client: VaultClient, copy: Copy) -> int:
         finally:
             incoming.abort()
     except (VaultError, StaleError) as error:
-        log.info("prefetch of %s: %s", copy.key, error)
+        log.info("prefetch of %s failed: %s", copy.key, error)
         return 0
     return copy.nbytes

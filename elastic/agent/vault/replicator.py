@@ -1,10 +1,10 @@
-"""Sends what this node's workers publish to the peer's vault, in order, and acknowledges what is whole there.
+"""Sends the copies that this node's workers publish to the peer's vault, in order.
 
-One thread. A bundle that cannot be delivered is held, never acknowledged and never skipped: the failure is
-reported every few seconds, delivery is tried again with growing pauses, and `reset` (the epoch is over) drops it.
-Where the peer has no room, the bundle is given up and acknowledged, so that training goes on: `short` is told, once an
-epoch.
-Bundles for no peer are acknowledged in their turn.
+One thread sends the bundles. A bundle is acknowledged when it is whole at the peer. If it cannot be
+delivered, it is held: the failure is reported every few seconds, delivery is retried with growing
+pauses, and `reset` drops the bundle when the epoch is over. If the peer has no room, the bundle is
+given up and acknowledged, so that training goes on. Bundles without a peer are acknowledged in
+their turn.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from elastic.domain.types import Assignment, Copy
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.transfer import VaultClient
 
-RETRY_S, RETRY_LIMIT_S = 0.05, 2.0
+RETRY_S, MAX_RETRY_S = 0.05, 2.0
 REPORT_S = 5.0
-"""Between two reports of the same outage: the first may cross an epoch change and go unheard."""
+"""Interval between reports of the same outage: an epoch change may swallow the first report."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Bundle:
     worker: int
     published: Published
     round: int
-    """Which reset it came after."""
+    """Number of resets before it."""
     announced: float
-    """time.monotonic()"""
+    """time.monotonic() of the submission."""
 
 
 class Replicator:
-    """`acked(worker, bundle, kept)` and `failed(epoch, bundle, peer, error)` are called from the replicator's thread:
-    `epoch` is the one that was served then, whatever is served when the failure is heard of."""
+    """Calls, from its own thread, `acked(worker, bundle, kept)` per finished bundle, and
+    `failed(epoch, bundle, peer, error)` while one is held; `epoch` is the one of the failure."""
 
     def __init__(
         self,
@@ -54,23 +54,29 @@ class Replicator:
         timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
         prepare: Callable[[Published], None] = lambda published: None,
         pace: Callable[[int], None] | None = None,
-        short: Callable[[str, str], None] = lambda peer, why: None,
+        no_room: Callable[[str, str], None] = lambda peer, why: None,
         compressing: CompressionPolicy | None = None,
         sent: Callable[[str, int, float], None] = lambda peer, nbytes, seconds: None,
-        delivered: Callable[[Sequence[Copy], float, bool], None] = lambda copies, seconds, kept: None,
+        delivered: Callable[[Sequence[Copy], float, bool], None] = lambda copies, seconds, kept: (
+            None
+        ),
     ) -> None:
-        """`delivered` hears of copies that a peer took or (not kept) had no room for, and how long after their
-        announcement. `prepare` sees every bundle once, in the same thread, before it is sent or acknowledged; `pace`:
-        see `elastic.rpc.frames.Stream`; `compressing`: see `VaultClient`; `sent` is told of everything that is whole
-        at a peer: bytes and seconds."""
+        """Callbacks of the replicator's thread and settings of its connections.
+
+        `prepare` gets each bundle once, before it is sent or acknowledged. `no_room(peer, why)` is
+        called once per epoch. `sent(peer, bytes, seconds)` is called per delivered bundle, and
+        `delivered(copies, seconds, kept)` per bundle that the peer took or (not kept) had no room
+        for, with the time since `submit`. `pace`: see `elastic.rpc.frames.FrameStream`;
+        `compressing`: see `VaultClient`.
+        """
         self._delivered = delivered
-        self._prepare, self._pace, self._short, self._compressing = prepare, pace, short, compressing
-        self._sent = sent
-        self._told_short = (-1, "")
-        """(round, peer) of the last report that there is no room."""
+        self._prepare, self._pace, self._compressing = prepare, pace, compressing
+        self._no_room, self._sent = no_room, sent
+        self._reported_full = (-1, "")
+        """(round, peer) of the last report that a peer has no room."""
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
-        self._jobs: deque[_Job] = deque()
+        self._queue: deque[_Bundle] = deque()
         self._vaults: dict[str, str] = {}
         self._clients: dict[str, VaultClient] = {}
         self._round, self._epoch, self._closed = 0, 0, False
@@ -79,34 +85,36 @@ class Replicator:
 
     @property
     def vaults(self) -> dict[str, str]:
-        """Node -> host:port of its vault."""
+        """Address (host:port) per node of its vault."""
         with self._changed:
             return dict(self._vaults)
 
     @vaults.setter
-    def vaults(self, book: Mapping[str, str]) -> None:
+    def vaults(self, addresses: Mapping[str, str]) -> None:
         with self._changed:
-            for node in [n for n in self._clients if book.get(n) != self._vaults.get(n)]:
+            for node in [n for n in self._clients if addresses.get(n) != self._vaults.get(n)]:
                 self._clients.pop(node).close()
-            self._vaults = dict(book)
+            self._vaults = dict(addresses)
             self._changed.notify_all()
 
     def enter(self, epoch: int, assignment: Assignment) -> None:
-        """Serve the epoch of this assignment: what is left of older ones is dropped."""
+        """Serve the epoch of this assignment; drop the bundles of older ones."""
         self.reset(epoch)
         self.vaults = dict(assignment.vaults)
 
     def submit(self, worker: int, published: Published) -> None:
-        """Queue a bundle that the vault has indexed; dropped if it is for a peer and of a past epoch."""
+        """Queue a bundle that is in the vault's index. A bundle of a past epoch for a peer is
+        dropped."""
         with self._changed:
             stale = any(local.copy.epoch < self._epoch for local in published.copies)
             if self._closed or (published.peer and stale):
                 return
-            self._jobs.append(_Job(worker, published, self._round, time.monotonic()))
+            self._queue.append(_Bundle(worker, published, self._round, time.monotonic()))
             self._changed.notify_all()
 
     def reset(self, epoch: int) -> None:
-        """Drop what is unacknowledged, refuse bundles of epochs below `epoch`, end a send in progress."""
+        """Drop unacknowledged bundles, end a send in progress, and reject bundles of epochs below
+        `epoch`."""
         with self._changed:
             self._epoch = max(self._epoch, epoch)
             self._clear()
@@ -120,77 +128,82 @@ class Replicator:
 
     @property
     def pending(self) -> int:
-        """Bundles not yet acknowledged."""
+        """Number of bundles that are not acknowledged."""
         with self._changed:
-            return len(self._jobs)
+            return len(self._queue)
 
     @property
     def exposed_s(self) -> float:
-        """Age of the oldest bundle that a peer must have and has not; 0: there is none."""
+        """Age of the oldest unacknowledged bundle for a peer; 0: there is none."""
         with self._changed:
-            first = next((job.announced for job in self._jobs if job.published.peer), None)
+            first = next(
+                (bundle.announced for bundle in self._queue if bundle.published.peer), None
+            )
         return 0.0 if first is None else max(0.0, time.monotonic() - first)
 
     @property
     def link_bytes_per_s(self) -> float:
-        """What the link was seen to carry; 0: not known."""
+        """Measured bandwidth of the link to the peer; 0: unknown."""
         return self._compressing.link_bytes_per_s if self._compressing is not None else 0.0
 
     def _clear(self) -> None:
         self._round += 1
-        self._jobs.clear()
+        self._queue.clear()
         while self._clients:
             self._clients.popitem()[1].close()
         self._changed.notify_all()
 
     def _run(self) -> None:
         pause_s, reported = RETRY_S, (-1, 0.0)
-        prepared: _Job | None = None
-        while (job := self._next()) is not None:
-            if job is not prepared:
-                self._prepare(job.published)
-                prepared = job
-            error = self._deliver(job)
+        prepared: _Bundle | None = None
+        while (bundle := self._next()) is not None:
+            if bundle is not prepared:
+                self._prepare(bundle.published)
+                prepared = bundle
+            error = self._deliver(bundle)
             if isinstance(error, VaultFull):
-                self._give_up(job, error)
+                self._give_up(bundle, error)
             if error is None or isinstance(error, VaultFull):
                 pause_s, reported = RETRY_S, (-1, 0.0)
-                self._finish(job, kept=error is None)
+                self._finish(bundle, kept=error is None)
             else:
-                again = reported[0] != job.round or time.monotonic() - reported[1] > REPORT_S
-                epoch = self._epoch_of(job) if again else None
+                again = reported[0] != bundle.round or time.monotonic() - reported[1] > REPORT_S
+                epoch = self._epoch_of(bundle) if again else None
                 if epoch is not None:
                     log.warning(
-                        "bundle %d for %s is held: %s", job.published.bundle, job.published.peer, error
+                        "bundle %d for %s is held: %s",
+                        bundle.published.bundle,
+                        bundle.published.peer,
+                        error,
                     )
-                    self._failed(epoch, job.published.bundle, job.published.peer, error)
-                    reported = (job.round, time.monotonic())
-                self._pause(job, pause_s)
-                pause_s = min(2 * pause_s, RETRY_LIMIT_S)
+                    self._failed(epoch, bundle.published.bundle, bundle.published.peer, error)
+                    reported = (bundle.round, time.monotonic())
+                self._pause(bundle, pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
 
-    def _next(self) -> _Job | None:
-        """Wait for the oldest bundle; it stays at the head until it is finished."""
+    def _next(self) -> _Bundle | None:
+        """Wait for the oldest bundle, which stays in the queue until it is finished."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._jobs))
-            return None if self._closed else self._jobs[0]
+            self._changed.wait_for(lambda: self._closed or bool(self._queue))
+            return None if self._closed else self._queue[0]
 
-    def _deliver(self, job: _Job) -> ElasticError | None:
-        peer, copies = job.published.peer, job.published.copies
+    def _deliver(self, bundle: _Bundle) -> ElasticError | None:
+        peer, copies = bundle.published.peer, bundle.published.copies
         if not peer or not copies:
             return None
         try:
-            bundle = [(local.copy, self._vault.view(local)) for local in copies]
+            payload = [(local.copy, self._vault.view(local)) for local in copies]
             began = time.perf_counter()
-            self._client(job).put(bundle)
-            self._sent(peer, sum(data.nbytes for _, data in bundle), time.perf_counter() - began)
+            self._client(bundle).put(payload)
+            self._sent(peer, sum(data.nbytes for _, data in payload), time.perf_counter() - began)
         except (VaultError, StaleError, FieldError) as error:
             return error
         return None
 
-    def _client(self, job: _Job) -> VaultClient:
-        peer = job.published.peer
+    def _client(self, bundle: _Bundle) -> VaultClient:
+        peer = bundle.published.peer
         with self._changed:
-            if job.round != self._round:
+            if bundle.round != self._round:
                 raise StaleError("the epoch is over")
             if peer not in self._vaults:
                 raise VaultError(f"no vault of {peer} is known")
@@ -205,34 +218,39 @@ class Replicator:
                 )
             return self._clients[peer]
 
-    def _epoch_of(self, job: _Job) -> int | None:
-        """The epoch that is served; None: there was a reset since, the bundle is none of ours any more."""
+    def _epoch_of(self, bundle: _Bundle) -> int | None:
+        """The served epoch; None if a reset has dropped the bundle."""
         with self._changed:
-            return self._epoch if job.round == self._round else None
+            return self._epoch if bundle.round == self._round else None
 
-    def _finish(self, job: _Job, *, kept: bool) -> None:
-        """Acknowledge, unless a reset came between: then the bundle is none of ours any more."""
+    def _finish(self, bundle: _Bundle, *, kept: bool) -> None:
+        """Remove the bundle and acknowledge it, unless a reset has dropped it."""
         with self._changed:
-            if job.round != self._round:
+            if bundle.round != self._round:
                 return
-            self._jobs.popleft()
-        if job.published.peer:
-            copies = [local.copy for local in job.published.copies]
-            self._delivered(copies, time.monotonic() - job.announced, kept)
-        self._acked(job.worker, job.published.bundle, kept)
+            self._queue.popleft()
+        if bundle.published.peer:
+            copies = [local.copy for local in bundle.published.copies]
+            self._delivered(copies, time.monotonic() - bundle.announced, kept)
+        self._acked(bundle.worker, bundle.published.bundle, kept)
 
-    def _give_up(self, job: _Job, error: VaultFull) -> None:
-        peer = job.published.peer
-        if self._told_short != (job.round, peer):
-            self._told_short = job.round, peer
+    def _give_up(self, bundle: _Bundle, error: VaultFull) -> None:
+        peer = bundle.published.peer
+        if self._reported_full != (bundle.round, peer):
+            self._reported_full = bundle.round, peer
             log.warning(
-                "%s keeps no more copies of this node, training goes on without them: %s", peer, error
+                "%s has no room for copies of this node; training goes on without them: %s",
+                peer,
+                error,
             )
-            self._short(peer, str(error))
+            self._no_room(peer, str(error))
 
-    def _pause(self, job: _Job, pause_s: float) -> None:
+    def _pause(self, bundle: _Bundle, pause_s: float) -> None:
         with self._changed:
-            book = self._vaults
+            addresses = self._vaults
             self._changed.wait_for(
-                lambda: self._closed or job.round != self._round or book is not self._vaults, pause_s
+                lambda: (
+                    self._closed or bundle.round != self._round or addresses is not self._vaults
+                ),
+                pause_s,
             )

@@ -1,9 +1,13 @@
-"""Which copies a vault keeps. Pure.
+"""Rules for the copies that a vault keeps, and for those that make room. Pure functions.
 
-Per (kind, layer, shard, owner, epoch): the two newest steps, and of a step the newest copy alone. Of gradients the two
-newest: TP ranks are backed up one by one, and only a ledger that all have is of use. Of updates all since the older of
-the states that are kept of the same layer, shard, owner and epoch: each of those leads to the newest version. Updates
-without any state lead nowhere and are kept as others are. Logged messages are kept for each micro-batch by itself.
+A group is all copies of one kind, layer, shard, owner and epoch. Of a group the vault keeps
+
+- the two newest steps, and of each step the newest copy;
+- of gradients the two newest copies per step: TP ranks are backed up one after another, and only
+  a ledger that all ranks have is of use;
+- of updates all since the older kept state of the same layer, shard, owner and epoch, because each
+  of these states leads to the newest version through them;
+- logged messages per micro-batch.
 """
 
 from __future__ import annotations
@@ -16,19 +20,20 @@ from elastic.planning.plan.schemes import MOST_REPLAY
 KEPT_STEPS = 2
 KEPT_GRADIENTS = 2
 KEPT_UPDATES = 2 * MOST_REPLAY
-"""At most, should states no longer come."""
+"""Upper limit, in case that no more states arrive."""
 
-Group = tuple[str, int, int, str, int, frozenset[int]]
+RetentionGroup = tuple[str, int, int, str, int, frozenset[int]]
 
 
-def group_of(copy: Copy) -> Group:
-    """Copies that can supersede each other."""
+def group_of(copy: Copy) -> RetentionGroup:
+    """The group of copies that can supersede `copy`."""
     messages = copy.microbatches if copy.kind in LOGS else frozenset()
     return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch, messages
 
 
 def superseded(copies: Collection[Copy], states: Iterable[int] = ()) -> list[Copy]:
-    """Copies of one group that retention gives up. `states`: versions kept beside, for updates."""
+    """Copies of one group that the vault does not keep. `states`: steps of the kept states, needed
+    for updates."""
     steps = sorted({copy.step for copy in copies})
     oldest = min(states, default=None)
     if oldest is None:
@@ -37,25 +42,28 @@ def superseded(copies: Collection[Copy], states: Iterable[int] = ()) -> list[Cop
         steps = [step for step in steps if step >= oldest][-KEPT_UPDATES:]
     kept: list[Copy] = []
     for step in steps:
-        mine = sorted((c for c in copies if c.step == step), key=age)
-        kept += mine[-KEPT_GRADIENTS if mine[0].kind == GRADIENT else -1 :]
+        of_step = sorted((c for c in copies if c.step == step), key=age)
+        kept += of_step[-KEPT_GRADIENTS if of_step[0].kind == GRADIENT else -1 :]
     return [copy for copy in copies if copy not in kept]
 
 
-def spare(copies: Iterable[Copy], arriving: Copy) -> list[Copy]:
-    """Copies that make room for one that arrives, most dispensable ones included.
+def dispensable(copies: Iterable[Copy], arriving: Copy) -> list[Copy]:
+    """Copies that may be dropped to make room for `arriving`.
 
-    Of what there is of its kind, layer, shard and owner, of whatever epoch, the newest is left. Of states and updates,
-    the newest state and the updates that lead on from it: all that can be reached is reached from there.
+    They have its layer, shard and owner. The newest copy of its kind stays, of any epoch. Of states
+    and updates, the newest state and the later updates stay: every newer version can be computed
+    from these.
     """
-    kin = [
-        c for c in copies if (c.layer, c.shard, c.owner) == (arriving.layer, arriving.shard, arriving.owner)
+    related = [
+        c
+        for c in copies
+        if (c.layer, c.shard, c.owner) == (arriving.layer, arriving.shard, arriving.owner)
     ]
-    same = [copy for copy in kin if copy.kind == arriving.kind]
+    same = [copy for copy in related if copy.kind == arriving.kind]
     if arriving.kind not in (STATE, UPDATE):
         return _older(same)
-    updates = [copy for copy in kin if copy.kind == UPDATE]
-    states = [copy for copy in kin if copy.kind == STATE]
+    updates = [copy for copy in related if copy.kind == UPDATE]
+    states = [copy for copy in related if copy.kind == STATE]
     if not updates:
         return _older(states)
     if not states:
@@ -68,18 +76,23 @@ def spare(copies: Iterable[Copy], arriving: Copy) -> list[Copy]:
 
 
 def age(copy: Copy) -> tuple[int, int]:
-    """Of copies of one group and step the newest has the highest."""
+    """Sort key of copies of one group and step; the newest copy has the highest."""
     return len(copy.microbatches), copy.sequence
 
 
 def _older(copies: Sequence[Copy]) -> list[Copy]:
-    """All but the newest. Of an epoch that came later what is older in steps is newer: training went back."""
-    return sorted(copies, key=lambda c: (c.epoch if c.kind != GRADIENT else 0, c.step, *age(c)))[:-1]
+    """All copies but the newest. A later epoch counts as newer even at an earlier step, because
+    training went back."""
+    return sorted(copies, key=lambda c: (c.epoch if c.kind != GRADIENT else 0, c.step, *age(c)))[
+        :-1
+    ]
 
 
 def abandoned(copies: Iterable[Copy], epoch: int, step: int) -> list[Copy]:
-    """Copies of older epochs beyond the version in which `epoch` begins: training went back behind them, and comes
-    there again, in floating point with other last bits."""
+    """Copies of older epochs that are later than `step`, in which `epoch` begins.
+
+    Training went back and computes these versions again, in floating point with other last bits.
+    """
     return [
         copy
         for copy in copies

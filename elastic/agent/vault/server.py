@@ -1,6 +1,6 @@
 """Serves a vault to peers and local workers over TCP; the protocol is `elastic.rpc.bulk.transfer`.
 
-One thread a connection: a node has a handful of peers, and each waits in the kernel.
+One thread serves each connection: a node has only a few peers.
 """
 
 from __future__ import annotations
@@ -38,37 +38,34 @@ from elastic.rpc.bulk.transfer import (
     Probe,
     Put,
     Reply,
-    VaultClient,
     Verify,
     read_copy,
     send_copy,
     tune,
 )
-from elastic.rpc.frames import Stream, TooLarge
+from elastic.rpc.frames import FrameStream, TooLarge
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.token_proof import TokenGate
 from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
 
-__all__ = ["VaultClient", "VaultServer"]
-
-TELLING_BYTES = 8 << 20
-"""Copies that are got tell of the link if they are larger than this: smaller ones vanish into buffers at once."""
-
-MOST_CONNECTIONS = 1024
-"""More than any node has peers and workers; each has a thread."""
-MOST_STRANGERS, MOST_OF_ONE = 256, 32
-"""Connections besides, that have not shown yet whose they are; and those of one address, unless it is loopback."""
-ACCEPT_AGAIN_S = 0.1
-"""After a connection that could not be taken."""
-MOST_PROBE_BYTES = 16 << 20
+MIN_MEASURED_BYTES = 8 << 20
+"""Smaller copies fit into socket buffers, so that their transfer does not measure the link."""
+MAX_CONNECTIONS = 1024
+"""Upper limit of authenticated connections, above the peers and workers of any node."""
+MAX_UNAUTHENTICATED, MAX_PER_ADDRESS = 256, 32
+"""Upper limits of unauthenticated connections: all, and those of one address except loopback."""
+ACCEPT_RETRY_S = 0.1
+"""Pause after a connection could not be accepted."""
+MAX_PROBE_BYTES = 16 << 20
 PORT = "vault"
 
 log = logging.getLogger(__name__)
 
 
 class VaultServer:
-    """`start()` listens; `address` is then host:port. A client that stalls within a frame is dropped."""
+    """Listens after `start()`; `address` is then host:port. A client that stalls within a frame is
+    disconnected."""
 
     def __init__(
         self,
@@ -82,17 +79,20 @@ class VaultServer:
         secure: tls.SecuritySettings | None = None,
         received: Callable[[Sequence[Copy]], object] = lambda copies: None,
     ) -> None:
-        """`pace`: see `Stream`. `compressing` decides how copies are sent; None: as they are. `secure`: what is asked
-        of those who come; None: what this process goes by. `received` hears of copies that were taken in, from any
-        thread."""
+        """`pace`: see `FrameStream`. `compressing` chooses a codec per copy (None: uncompressed).
+        `secure`: security settings (None: those of this process). `received` gets the copies that
+        were stored, from any thread."""
         secure = secure or tls.current()
         self._gate, self._certificates = TokenGate(secure.token), secure.certificates
         self._pace, self._compressing = pace, compressing or CompressionPolicy("off")
         self._received = received
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
-        self._streams: set[Stream] = set()
-        self._strangers, self._known = UnauthenticatedConnections[Stream](), set[Stream]()
+        self._streams: set[FrameStream] = set()
+        self._unauthenticated, self._authenticated = (
+            UnauthenticatedConnections[FrameStream](),
+            set[FrameStream](),
+        )
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self.address = ""
@@ -103,7 +103,9 @@ class VaultServer:
             self._listener = socket.create_server(self._where, backlog=64)
         except OSError as error:
             address = f"{self._where[0]}:{self._where[1]}"
-            raise FieldError("vault address", address, f"a free local address is needed: {error}") from error
+            raise FieldError(
+                "vault address", address, f"a free local address is needed: {error}"
+            ) from error
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host}:{port}"
         self._spawn(self._accept, self._listener)
@@ -115,7 +117,7 @@ class VaultServer:
             listener, self._listener = self._listener, None
             streams, threads = tuple(self._streams), tuple(self._threads)
         if listener is not None:
-            Stream(listener).close()
+            FrameStream(listener).close()
         for stream in streams:
             stream.close()
         for thread in threads:
@@ -130,37 +132,37 @@ class VaultServer:
         while True:
             try:
                 sock, where = listener.accept()
-            except OSError as error:  # closed; or no descriptors are left, or the connection is gone already
+            except OSError as error:  # closed, no descriptors are left, or the client is gone
                 if self._listener is None:
                     return
-                log.warning("a connection could not be taken: %s", error)
-                time.sleep(ACCEPT_AGAIN_S)
+                log.warning("a connection could not be accepted: %s", error)
+                time.sleep(ACCEPT_RETRY_S)
                 continue
             with self._lock:
                 if self._listener is None:
                     sock.close()
                     return
-                stream = Stream(tune(sock))
+                stream = FrameStream(tune(sock))
                 stream.pace = self._pace
                 stream.until = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
-                self._room(where[0])
-                self._strangers.enter(stream, where[0])
+                self._make_room(where[0])
+                self._unauthenticated.enter(stream, where[0])
                 self._streams.add(stream)
                 self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
 
-    def _room(self, address: str) -> None:
-        """For another stranger from `address`; in the lock."""
-        strangers = self._strangers
-        first = strangers.crowded(address, MOST_OF_ONE) or strangers.full(MOST_STRANGERS)
-        if first is not None:
-            whose = strangers.leave(first)
-            REJECTIONS.count(PORT, Reason.TOO_MANY, whose, "it has not shown whose it is; others wait")
-            first.hang_up()
+    def _make_room(self, address: str) -> None:
+        """End the oldest unauthenticated connection if there are too many. Needs the lock."""
+        waiting = self._unauthenticated
+        oldest = waiting.crowded(address, MAX_PER_ADDRESS) or waiting.full(MAX_UNAUTHENTICATED)
+        if oldest is not None:
+            peer = waiting.leave(oldest)
+            REJECTIONS.count(PORT, Reason.TOO_MANY, peer, "it did not authenticate; others wait")
+            oldest.hang_up()
 
-    def _serve(self, stream: Stream, peer: str) -> None:
+    def _serve(self, stream: FrameStream, peer: str) -> None:
         try:
-            node = self._welcome(stream, peer)
-            if node is None or not self._proven(stream, peer):
+            node = self._authenticate(stream, peer)
+            if node is None or not self._admit(stream, peer):
                 return
             stream.until = None
             while True:
@@ -174,30 +176,32 @@ class VaultServer:
             REJECTIONS.count(PORT, Reason.OVERSIZE, peer, error)
         except FieldError as error:
             REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
-        except Exception as error:  # whatever came must not take the vault along
-            log.exception("vault %s: a client is dropped", self._vault.node)
+        except Exception as error:  # no request may end the vault
+            log.exception("vault %s: a client is disconnected", self._vault.node)
             REJECTIONS.count(PORT, Reason.MALFORMED, peer, type(error).__name__)
         finally:
             stream.close()
             with self._lock:
                 self._streams.discard(stream)
-                self._known.discard(stream)
-                self._strangers.leave(stream)
+                self._authenticated.discard(stream)
+                self._unauthenticated.leave(stream)
 
-    def _proven(self, stream: Stream, peer: str) -> bool:
-        """It is no stranger's any more. False: it was given up meanwhile, or there are too many that are proven."""
+    def _admit(self, stream: FrameStream, peer: str) -> bool:
+        """Count the connection as authenticated. False if it has ended, or if there are too
+        many."""
         with self._lock:
-            if not self._strangers.leave(stream):
+            if not self._unauthenticated.leave(stream):
                 return False
-            standing = len(self._known)
-            if standing < MOST_CONNECTIONS:
-                self._known.add(stream)
+            number = len(self._authenticated)
+            if number < MAX_CONNECTIONS:
+                self._authenticated.add(stream)
                 return True
-        REJECTIONS.count(PORT, Reason.TOO_MANY, peer, f"{standing} connections stand")
+        REJECTIONS.count(PORT, Reason.TOO_MANY, peer, f"{number} connections are open")
         return False
 
-    def _welcome(self, stream: Stream, peer: str) -> str | None:
-        """TLS and join token, as far as they are asked for: the node that is there ("": nobody was asked), or None."""
+    def _authenticate(self, stream: FrameStream, peer: str) -> str | None:
+        """Set up TLS and check the join token, if required. Return the client's node, "" if no
+        token is required, or None if the client was rejected."""
         try:
             if self._certificates is not None:
                 stream.secured(wrap_server(self._certificates))
@@ -212,33 +216,33 @@ class VaultServer:
             return None
         return found
 
-    def _answer(self, stream: Stream, header: Any, nbytes: int, node: str) -> None:
-        """Carry out one request of `node`; its errors go back as a reply and the connection goes on."""
+    def _answer(self, stream: FrameStream, header: Any, nbytes: int, node: str) -> None:
+        """Carry out one request of `node`. An error is the reply; the connection goes on."""
         kind = REQUESTS.get(str(header.get("kind", ""))) if isinstance(header, dict) else None
         if kind is None:
             raise FieldError("vault request", str(header)[:80], f"one of {', '.join(REQUESTS)}")
         request: Any = codec.decode(kind, header.get("body"))
         try:
             if isinstance(request, Locate) and node and request.node != node:
-                REJECTIONS.count(PORT, Reason.FORGED, node, f"it asks in the name of {request.node}")
-                raise VaultError(f"this connection is of {node}, not of {request.node}")
+                REJECTIONS.count(PORT, Reason.FORGED, node, f"it claims to be {request.node}")
+                raise VaultError(f"this connection belongs to {node}, not to {request.node}")
             if isinstance(request, Put):
                 self._put(stream, request, nbytes)
                 return
-            if nbytes and (not isinstance(request, Probe) or nbytes > MOST_PROBE_BYTES):
-                raise FieldError("payload bytes", nbytes, f"{header['kind']} comes without, or with fewer")
+            if nbytes and (not isinstance(request, Probe) or nbytes > MAX_PROBE_BYTES):
+                raise FieldError("payload bytes", nbytes, f"{header['kind']} allows none, or fewer")
             stream.drain(nbytes)
             if isinstance(request, Get):
                 self._get(stream, request.key)
                 return
-            reply = self._look(request)
+            reply = self._look_up(request)
         except (ChannelClosed, FieldError):
             raise
         except ElasticError as error:
-            reply = _refusal(error)
+            reply = _error_reply(error)
         stream.send(codec.encode(reply))
 
-    def _look(self, request: Locate | Inventory | Verify | Probe) -> Reply:
+    def _look_up(self, request: Locate | Inventory | Verify | Probe) -> Reply:
         if isinstance(request, Probe):
             return Reply()
         if isinstance(request, Inventory):
@@ -247,43 +251,48 @@ class VaultServer:
             good = self._vault.verify(request.key)
             return Reply(copies=(self._vault.copy(request.key),) if good else ())
         if request.node != self._vault.node:
-            raise VaultError(f"{request.node} cannot map memory of {self._vault.node}")
+            raise VaultError(f"{request.node} cannot map the memory of {self._vault.node}")
         local = self._vault.locate(request.key)
         return Reply(path=local.path, offset=local.offset)
 
-    def _get(self, stream: Stream, key: str) -> None:
+    def _get(self, stream: FrameStream, key: str) -> None:
         copy = self._vault.copy(key)
         with self._vault.lease(key) as view:
-            how = self._compressing.codec(copy, view)
-            stream.begin(codec.encode(Reply(codec=how)), view.nbytes)
+            codec_name = self._compressing.codec(copy, view)
+            stream.begin(codec.encode(Reply(codec=codec_name)), view.nbytes)
             began = time.perf_counter()
-            sent, codec_s = send_copy(stream, view, how)
-            if sent >= TELLING_BYTES:
+            sent, codec_s = send_copy(stream, view, codec_name)
+            if sent >= MIN_MEASURED_BYTES:
                 self._compressing.sent(sent, time.perf_counter() - began - codec_s)
 
-    def _put(self, stream: Stream, request: Put, nbytes: int) -> None:
-        """Take a bundle in: every copy verified before the first is kept."""
+    def _put(self, stream: FrameStream, request: Put, nbytes: int) -> None:
+        """Receive a bundle. Every copy is verified before the first one is kept."""
         copies, codecs = request.copies, request.codecs or ("",) * len(request.copies)
-        if sum(copy.nbytes for copy in copies) != nbytes or min((c.nbytes for c in copies), default=0) < 0:
-            raise FieldError("payload bytes", nbytes, "the sum of the copies' sizes is needed")
+        if (
+            sum(copy.nbytes for copy in copies) != nbytes
+            or min((c.nbytes for c in copies), default=0) < 0
+        ):
+            raise FieldError("payload bytes", nbytes, "must be the sum of the copies' sizes")
         if len(codecs) != len(copies) or not set(codecs) <= set(CODECS):
             raise FieldError(
-                "codecs", str(codecs)[:80], f"{len(copies)} of {', '.join(filter(None, CODECS))}"
+                "codecs",
+                str(codecs)[:80],
+                f"must be {len(copies)} of {', '.join(filter(None, CODECS))}",
             )
         incoming, error = self._reserve(copies)
         try:
             if request.ask:
-                stream.send(codec.encode(_answer_of(error)))
+                stream.send(codec.encode(_reply_for(error)))
                 if error is not None:
                     return
             digests = []
-            for number, (copy, how) in enumerate(zip(copies, codecs, strict=True)):
+            for number, (copy, codec_name) in enumerate(zip(copies, codecs, strict=True)):
                 if error is None:
                     hasher = xxhash.xxh3_64()
-                    error = read_copy(stream, incoming[number].buffer, how, hasher.update)
+                    error = read_copy(stream, incoming[number].buffer, codec_name, hasher.update)
                     digests.append(hasher.hexdigest())
-                else:  # what is left of the payload, so that the connection stays in step
-                    drain_blocks(stream, copy.nbytes) if how else stream.drain(copy.nbytes)
+                else:  # skip the rest of the payload, so that the connection stays usable
+                    drain_blocks(stream, copy.nbytes) if codec_name else stream.drain(copy.nbytes)
             if error is None:
                 error = self._commit(list(zip(incoming, digests, strict=True)))
             if error is None:
@@ -291,10 +300,10 @@ class VaultServer:
         finally:
             for arrival in incoming:
                 arrival.abort()
-        stream.send(codec.encode(_answer_of(error)))
+        stream.send(codec.encode(_reply_for(error)))
 
     def _reserve(self, copies: tuple[Copy, ...]) -> tuple[list[Incoming], ElasticError | None]:
-        """Room for all copies before the first byte, or why there is none."""
+        """Reserve room for all copies, or return the reason why there is none."""
         try:
             return self._vault.store_all(copies), None
         except (VaultError, StaleError) as error:
@@ -311,9 +320,11 @@ class VaultServer:
         return None
 
 
-def _answer_of(error: ElasticError | None) -> Reply:
-    return Reply() if error is None else _refusal(error)
+def _reply_for(error: ElasticError | None) -> Reply:
+    return Reply() if error is None else _error_reply(error)
 
 
-def _refusal(error: ElasticError) -> Reply:
-    return Reply(error=str(error), stale=isinstance(error, StaleError), full=isinstance(error, VaultFull))
+def _error_reply(error: ElasticError) -> Reply:
+    return Reply(
+        error=str(error), stale=isinstance(error, StaleError), full=isinstance(error, VaultFull)
+    )

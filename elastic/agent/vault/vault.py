@@ -1,13 +1,14 @@
-"""The vault: a node's index of whole copies, its own workers' and its peers', outside every worker process.
+"""The vault: a node's index of whole copies, outside the worker processes.
 
-Copies come in two ways. A worker writes one to a slot in shared memory and announces it (`publish`); a peer
-sends one (`store`), which is received into a slot of the vault's own, verified, and only then becomes part
-of the index. So the last whole copy is never overwritten by one that is not.
+A copy arrives in one of two ways. A local worker writes it to a slot in shared memory and announces
+it (`publish`). A peer sends it (`store`): the bytes go to a slot of the vault and are verified
+before the copy enters the index. So a partial copy never overwrites the last whole one.
 
-Slots (`elastic.store.shared_memory`) carry the sequence of what lies in them. An entry whose slot says anything else
-was overwritten, or its writer was killed while it did so; such an entry is dropped wherever it is met.
+Each slot (`elastic.store.shared_memory`) carries the sequence number of its content. If the number
+differs from the index entry, the slot was overwritten or its writer died while writing; the entry
+is dropped when it is next used.
 
-What is kept and what makes room is in `elastic.agent.vault.retention`. Whole epochs go by `trim`.
+`elastic.agent.vault.retention` has the rules for keeping copies. `trim` drops whole epochs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from elastic.agent.vault.retention import Group, abandoned, group_of, spare, superseded
+from elastic.agent.vault.retention import (
+    RetentionGroup,
+    abandoned,
+    dispensable,
+    group_of,
+    superseded,
+)
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.domain.types import LOGS, STATE, UPDATE, Copy
 from elastic.store.shared_memory import (
     DATA_OFFSET,
-    Slot,
+    SharedSlot,
     SlotPool,
     SlotReader,
     checksum,
@@ -34,10 +41,10 @@ from elastic.store.shared_memory import (
 
 
 @dataclass(slots=True)
-class _Entry:
+class _VaultEntry:
     copy: Copy
     path: str
-    slot: Slot | SlotReader
+    slot: SharedSlot | SlotReader
     pins: int = 0
     dropped: bool = False
 
@@ -51,32 +58,33 @@ class _Entry:
 
 
 class Incoming:
-    """A copy on its way into a vault: fill `buffer`, then `commit` or `abort`.
+    """A copy that is being received: fill `buffer`, then `commit` or `abort`.
 
-    The bytes lie in a slot of the vault's own and belong to the vault only after `commit`.
+    The copy belongs to the vault only after `commit`.
     """
 
     def __init__(
         self,
         copy: Copy,
-        slot: Slot,
-        add: Callable[[Slot], None],
-        give_back: Callable[[Slot], None],
+        slot: SharedSlot,
+        add: Callable[[SharedSlot], None],
+        give_back: Callable[[SharedSlot], None],
     ) -> None:
-        """`add` makes a whole copy part of the vault; `give_back` frees the slot."""
+        """`add` puts the whole copy into the index; `give_back` frees the slot."""
         self._copy, self._add, self._give_back = copy, add, give_back
-        self._slot: Slot | None = slot
+        self._slot: SharedSlot | None = slot
         self.buffer = slot.view(copy.nbytes)
 
     def verify(self, digest: str | None = None) -> None:
-        """Raise VaultError unless the bytes match. `digest`: their checksum, if it is known."""
+        """Raise VaultError unless the checksum matches. `digest`: the checksum, if known."""
         found = checksum(self.buffer) if digest is None else digest
         if found != self._copy.checksum:
             text = f"arrived corrupt: checksum {found}, not {self._copy.checksum}"
             raise VaultError(f"{self._copy.key} {text}")
 
     def commit(self, digest: str | None = None) -> None:
-        """Verify the bytes and add the copy to the vault; VaultError or StaleError keep nothing."""
+        """Verify the bytes and add the copy to the vault. Raises VaultError or StaleError, and then
+        keeps nothing."""
         if self._slot is None:
             raise VaultError(f"{self._copy.key} was aborted")
         try:
@@ -95,7 +103,7 @@ class Incoming:
 
 
 class Vault:
-    """Thread-safe. `directory` should lie on /dev/shm; `fallback` is used when that is full."""
+    """Index of copies on one node. Thread-safe."""
 
     def __init__(
         self,
@@ -106,45 +114,48 @@ class Vault:
         limit: int = 0,
         on_corrupt: Callable[[Copy], None] = lambda copy: None,
     ) -> None:
-        """`limit`: most bytes of copies that came from elsewhere; 0: what memory there is. `on_corrupt` hears of every
-        copy that is dropped because it does not match its checksum; from any thread."""
+        """`directory` should be on /dev/shm; `fallback` is used when that is full. `limit`: maximum
+        bytes of copies from peers (0: all of the memory). `on_corrupt` gets each copy that is
+        dropped because its checksum does not match, from any thread."""
         self._on_corrupt = on_corrupt
         self.node, self.directory = node, Path(directory)
         self._lock, self._arriving = threading.RLock(), threading.Lock()
         self._pool = SlotPool(self.directory, "vault-", fallback, limit)
-        self._entries: dict[str, _Entry] = {}
-        self._groups: dict[Group, set[str]] = {}
-        self._places: dict[str, str] = {}
+        self._entries: dict[str, _VaultEntry] = {}
+        self._groups: dict[RetentionGroup, set[str]] = {}
+        self._keys_by_path: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
         self._gone: set[tuple[Path, str]] = set()
         self._fence = self._trimmed = 0
         self._running = -1
-        """Step whose logged messages outlive the trim of their epoch."""
+        """Step of which logged messages survive the trim of their epoch; -1: none."""
 
     # ---- copies come in ----
 
     def publish(self, local: LocalCopy) -> None:
-        """Index a copy that one of this node's workers wrote. Not fenced: only own children announce here.
+        """Index a copy that a local worker wrote, and drop the entry that used the same slot.
 
-        What the index had in the same slot is dropped. Raises VaultError if the slot does not hold the copy.
+        There is no check of the epoch, because only child processes announce copies here. Raises
+        VaultError if the slot does not hold the copy.
         """
         with self._lock:
-            self._refuse_unusable(local.copy)
+            self._check_size(local.copy)
             reader = self._reader(local)
-            if local.path in self._places:
-                self._drop(self._entries[self._places[local.path]])
+            if local.path in self._keys_by_path:
+                self._drop(self._entries[self._keys_by_path[local.path]])
             if self._running >= 0 and local.copy.kind == STATE and local.copy.step != self._running:
                 self._drop_messages()
-            self._insert(_Entry(replace(local.copy, node=self.node), local.path, reader))
+            self._insert(_VaultEntry(replace(local.copy, node=self.node), local.path, reader))
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
-        """Make room for a copy that arrives. `trusted`: this node pulled it itself, so no fence applies.
+        """Reserve room for an arriving copy. `trusted`: this node fetched it itself, so that its
+        epoch is not checked.
 
-        Raises StaleError if its epoch is fenced off, VaultFull if memory is short.
+        Raises StaleError if the epoch is fenced, VaultFull if there is no room.
         """
         with self._lock:
-            self._refuse_unusable(copy)
-            self._refuse_stale(copy, trusted)
+            self._check_size(copy)
+            self._check_epoch(copy, trusted)
             try:
                 slot = self._pool.take(copy.nbytes)
             except VaultFull:
@@ -155,8 +166,11 @@ class Vault:
             return Incoming(copy, slot, add, self._give)
 
     def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
-        """`store` for all or none. Never waits for room, and one bundle after the other takes its: two that come at
-        once cannot both fail for what the other has taken so far."""
+        """Call `store` for all copies or for none.
+
+        One bundle at a time reserves its room, so that two concurrent bundles cannot both fail
+        because of each other's partial reservations.
+        """
         made: list[Incoming] = []
         with self._arriving:
             try:
@@ -169,7 +183,7 @@ class Vault:
         return made
 
     def fence(self, epoch: int) -> None:
-        """From now on refuse arriving copies of epochs below `epoch`, also those half arrived."""
+        """Reject arriving copies of epochs below `epoch`, including those in transfer."""
         with self._lock:
             self._fence = max(self._fence, epoch)
 
@@ -177,9 +191,9 @@ class Vault:
 
     @contextlib.contextmanager
     def lease(self, key: str) -> Iterator[memoryview]:
-        """The bytes of a copy, in place; a slot of the vault's own is not reused meanwhile.
+        """The bytes of a copy, in place. A slot of the vault is not reused meanwhile.
 
-        A worker's slot may be rewritten under the reader: whoever takes bytes away verifies their checksum.
+        A worker may rewrite its own slot meanwhile, so the reader must verify the checksum.
         """
         with self._lock:
             entry = self._find(key)
@@ -192,7 +206,8 @@ class Vault:
                 self._release(entry)
 
     def read(self, key: str) -> memoryview:
-        """A verified private copy of the bytes. A corrupt one is dropped, with VaultError."""
+        """The verified bytes, in private memory. Raises VaultError and drops the copy if it is
+        corrupt."""
         with self.lease(key) as view:
             data, expected = bytes(view), self.copy(key).checksum
         if checksum(data) != expected:
@@ -201,12 +216,12 @@ class Vault:
         return memoryview(data)
 
     def view(self, local: LocalCopy) -> memoryview:
-        """The bytes that a worker announced, also if a newer copy has taken their place in the index."""
+        """The bytes that a worker announced, even if the index has a newer copy."""
         with self._lock:
             return self._reader(local).view(local.copy.nbytes)
 
     def locate(self, key: str) -> LocalCopy:
-        """Where a copy lies, for readers on this node (`elastic.store.shared_memory.SlotReader`)."""
+        """Path of a copy's slot, for a `SlotReader` on this node."""
         with self._lock:
             entry = self._find(key)
             return LocalCopy(entry.copy, entry.path, DATA_OFFSET)
@@ -216,13 +231,13 @@ class Vault:
             return self._find(key).copy
 
     def find(self, kind: str, layer: int, shard: int, step: int) -> Copy | None:
-        """Some whole copy of that description, of the newest epoch and sequence; None if there is none."""
+        """The matching whole copy of the newest epoch and sequence, or None."""
         wanted = (kind, layer, shard, step)
         found = [c for c in self.inventory() if (c.kind, c.layer, c.shard, c.step) == wanted]
         return max(found, key=lambda c: (c.epoch, c.sequence), default=None)
 
     def inventory(self) -> tuple[Copy, ...]:
-        """All whole copies, `node` filled in, sorted by key. Torn ones are dropped here."""
+        """All whole copies, sorted by key. Drops overwritten ones."""
         with self._lock:
             for entry in [e for e in self._entries.values() if not e.whole]:
                 self._drop(entry)
@@ -230,21 +245,23 @@ class Vault:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies in the index, workers' slots included."""
+        """Bytes of all copies in the index, including those in workers' slots."""
         with self._lock:
             return sum(entry.copy.nbytes for entry in self._entries.values())
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the vault's own slots, free ones included."""
+        """Bytes of the vault's own slots, including free ones."""
         return self._pool.allocated_bytes
 
     # ---- copies go away ----
 
     def trim(self, epoch: int, step: int = -1) -> None:
-        """Drop copies of epochs below `epoch`; hand back slots set aside, remove those of dead workers.
+        """Drop copies of epochs below `epoch`, return unused slots to workers, and remove the slots
+        of dead workers.
 
-        Logged messages of `step`, in which the epoch began, stay until a worker here publishes another version.
+        Logged messages of `step`, in which the epoch began, stay until a local worker publishes
+        the state of another step.
         """
         with self._lock:
             copies = [entry.copy for entry in self._entries.values()]
@@ -253,27 +270,35 @@ class Vault:
             for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
                 if entry.copy.kind not in LOGS or entry.copy.step != self._running:
                     self._drop(entry)
-            self._hand_back()
+            self._return_slots()
             self._sweep()
 
     def _drop_messages(self) -> None:
-        """Drop what `trim` left."""
+        """Drop the logged messages that `trim` kept."""
         self._running = -1
-        old = [e for e in self._entries.values() if e.copy.kind in LOGS and e.copy.epoch < self._trimmed]
+        old = [
+            e
+            for e in self._entries.values()
+            if e.copy.kind in LOGS and e.copy.epoch < self._trimmed
+        ]
         for entry in old:
             self._drop(entry)
         if old:
-            self._hand_back()
+            self._return_slots()
             self._sweep()
 
-    def _hand_back(self) -> None:
+    def _return_slots(self) -> None:
         for path, reader in self._readers.items():
-            # Not one that is being written (epoch 0) or was handed back: its writer may be inside.
-            if path not in self._places and reader.sequence and 0 < reader.epoch < self._trimmed:
+            # Skip a slot that is being written (epoch 0) or was returned: its writer may use it.
+            if (
+                path not in self._keys_by_path
+                and reader.sequence
+                and 0 < reader.epoch < self._trimmed
+            ):
                 reader.release()
 
     def worker_gone(self, pid: int, directory: Path | None = None) -> None:
-        """The worker is dead, its copies stay; `trim` removes its slots as those go."""
+        """The worker has ended. Its copies stay; `trim` removes its slots when they are unused."""
         with self._lock:
             self._gone.add((directory or self.directory, slot_prefix(pid)))
 
@@ -281,24 +306,24 @@ class Vault:
         for directory, prefix in self._gone:
             announced = [path for path in self._readers if Path(path).name.startswith(prefix)]
             for path in {*announced, *map(str, directory.glob(f"{prefix}*"))}:
-                if path not in self._places:
+                if path not in self._keys_by_path:
                     Path(path).unlink(missing_ok=True)
                     self._readers.pop(path, None)
 
     def enter(self, epoch: int, step: int) -> None:
-        """`epoch` begins in `step`: refuse copies of older ones, and drop theirs of later steps."""
+        """`epoch` begins in `step`: fence older epochs and drop their copies of later steps."""
         with self._lock:
             self.fence(epoch)
             self._drop_all(abandoned([entry.copy for entry in self._entries.values()], epoch, step))
 
     def verify(self, key: str) -> bool:
-        """Compare a copy with its checksum; drop it and return False if it does not match."""
+        """Compare a copy with its checksum. Return False and drop the copy if they differ."""
         corrupt = self._drop_corrupt(key)
         with self._lock:
             return not corrupt and key in self._entries
 
     def _drop_corrupt(self, key: str) -> bool:
-        """Drop the copy and return True if it is corrupt; one that went meanwhile is not."""
+        """Drop the copy and return True if it is corrupt and was not removed meanwhile."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -317,84 +342,92 @@ class Vault:
         return corrupt
 
     def flip_bytes(self) -> int:
-        """Flip a byte in every copy that came from elsewhere, as failing memory would; return how many."""
+        """Flip a byte in each copy from a peer, as faulty memory would; return their number."""
         with self._lock:
-            found = [entry for entry in self._entries.values() if isinstance(entry.slot, Slot)]
+            found = [
+                entry for entry in self._entries.values() if isinstance(entry.slot, SharedSlot)
+            ]
             for entry in found:
                 entry.data[entry.copy.nbytes // 2] ^= 1
             return len(found)
 
     def check_integrity(self) -> tuple[Copy, ...]:
-        """Verify every copy and the index itself; return the copies that had to be dropped."""
+        """Verify all copies and the index; return the copies that were dropped."""
         bad = tuple(copy for copy in self.inventory() if self._drop_corrupt(copy.key))
         with self._lock:
             indexed = {key for keys in self._groups.values() for key in keys}
             assert indexed == set(self._entries), "groups and entries disagree"
-            kept = all(keys and not self._given_up(group) for group, keys in self._groups.items())
+            kept = all(keys and not self._superseded(group) for group, keys in self._groups.items())
             assert kept, "retention is broken"
-            places = {entry.path: key for key, entry in self._entries.items()}
-            assert places == self._places, "places and entries disagree"
+            keys_by_path = {entry.path: key for key, entry in self._entries.items()}
+            assert keys_by_path == self._keys_by_path, "paths and entries disagree"
         return bad
 
     def close(self) -> None:
-        """Drop everything and remove the vault's files."""
+        """Drop all copies and remove the vault's files."""
         with self._lock:
             for entry in list(self._entries.values()):
                 self._drop(entry)
             self._pool.close()
 
-    # ---- inside, all under the lock ----
+    # ---- helpers; the caller holds the lock ----
 
-    def _refuse_unusable(self, copy: Copy) -> None:
+    def _check_size(self, copy: Copy) -> None:
         if copy.sequence < 1 or copy.nbytes < 1:
-            raise VaultError(f"{copy.key} of {copy.nbytes} bytes: sequence and size must be positive")
-
-    def _refuse_stale(self, copy: Copy, trusted: bool) -> None:
-        if copy.epoch < self._fence and not trusted:
-            raise StaleError(
-                f"{copy.key} is of epoch {copy.epoch}; {self.node} refuses those below {self._fence}"
+            raise VaultError(
+                f"{copy.key} of {copy.nbytes} bytes: sequence and size must be positive"
             )
 
-    def _add(self, copy: Copy, slot: Slot, *, trusted: bool) -> None:
-        with self._lock:
-            self._refuse_stale(copy, trusted)
-            self._insert(_Entry(replace(copy, node=self.node), str(slot.path), slot))
+    def _check_epoch(self, copy: Copy, trusted: bool) -> None:
+        if copy.epoch < self._fence and not trusted:
+            raise StaleError(
+                f"{copy.key} is of epoch {copy.epoch}; {self.node} rejects any below {self._fence}"
+            )
 
-    def _give(self, slot: Slot) -> None:
+    def _add(self, copy: Copy, slot: SharedSlot, *, trusted: bool) -> None:
+        with self._lock:
+            self._check_epoch(copy, trusted)
+            self._insert(_VaultEntry(replace(copy, node=self.node), str(slot.path), slot))
+
+    def _give(self, slot: SharedSlot) -> None:
         with self._lock:
             self._pool.give(slot)
 
     def _make_room(self, copy: Copy) -> bool:
-        """Drop what is most dispensable of what came from elsewhere; whether there was any."""
-        found = spare([e.copy for e in self._entries.values() if isinstance(e.slot, Slot)], copy)
+        """Drop copies from peers to make room for `copy`; return whether any was dropped."""
+        found = dispensable(
+            [e.copy for e in self._entries.values() if isinstance(e.slot, SharedSlot)], copy
+        )
         self._drop_all(found)
         return bool(found)
 
-    def _insert(self, entry: _Entry) -> None:
-        """Apply retention, in which the new entry itself may lose against newer ones."""
+    def _insert(self, entry: _VaultEntry) -> None:
+        """Add an entry and apply retention, which may drop the new entry itself."""
         copy = entry.copy
         if copy.key in self._entries:
             self._drop(self._entries[copy.key])
-        self._entries[copy.key], self._places[entry.path] = entry, copy.key
+        self._entries[copy.key], self._keys_by_path[entry.path] = entry, copy.key
         self._groups.setdefault(group_of(copy), set()).add(copy.key)
-        for torn in [e for e in (self._entries[k] for k in self._groups[group_of(copy)]) if not e.whole]:
+        for torn in [
+            e for e in (self._entries[k] for k in self._groups[group_of(copy)]) if not e.whole
+        ]:
             self._drop(torn)
-        self._drop_all(self._given_up(group_of(copy)))
+        self._drop_all(self._superseded(group_of(copy)))
         if copy.kind == STATE:
-            self._drop_all(self._given_up((UPDATE, *group_of(copy)[1:])))
+            self._drop_all(self._superseded((UPDATE, *group_of(copy)[1:])))
 
-    def _given_up(self, group: Group) -> list[Copy]:
-        """What retention gives up of a group, as things are."""
+    def _superseded(self, group: RetentionGroup) -> list[Copy]:
+        """Copies of a group that retention does not keep now."""
         copies = [self._entries[key].copy for key in self._groups.get(group, ())]
         states = self._groups.get((STATE, *group[1:]), ()) if group[0] == UPDATE else ()
         return superseded(copies, [self._entries[key].copy.step for key in states])
 
     def _drop_all(self, copies: Iterable[Copy]) -> None:
-        """Drop those that are still there."""
+        """Drop those copies that are still in the index."""
         for entry in [self._entries[copy.key] for copy in copies if copy.key in self._entries]:
             self._drop(entry)
 
-    def _find(self, key: str) -> _Entry:
+    def _find(self, key: str) -> _VaultEntry:
         entry = self._entries.get(key)
         if entry is None or not entry.whole:
             if entry is not None:
@@ -402,25 +435,25 @@ class Vault:
             raise VaultError(f"{key} is not in the vault of {self.node}")
         return entry
 
-    def _drop(self, entry: _Entry) -> None:
-        """Once; with a state go the updates that are of no more use."""
+    def _drop(self, entry: _VaultEntry) -> None:
+        """Remove an entry, once. With a state, the updates that need it are dropped too."""
         copy, group = entry.copy, group_of(entry.copy)
         if entry.dropped:
             return
-        del self._entries[copy.key], self._places[entry.path]
+        del self._entries[copy.key], self._keys_by_path[entry.path]
         self._groups[group].discard(copy.key)
         if not self._groups[group]:
             del self._groups[group]
         entry.dropped = True
         self._release(entry)
         if copy.kind == STATE:
-            self._drop_all(self._given_up((UPDATE, *group[1:])))
+            self._drop_all(self._superseded((UPDATE, *group[1:])))
 
-    def _release(self, entry: _Entry) -> None:
-        """Give the room of a dropped entry back once nobody reads it."""
+    def _release(self, entry: _VaultEntry) -> None:
+        """Free the slot of a dropped entry when nobody reads it."""
         if not entry.dropped or entry.pins:
             return
-        if isinstance(entry.slot, Slot):
+        if isinstance(entry.slot, SharedSlot):
             self._pool.give(entry.slot)
 
     def _reader(self, local: LocalCopy) -> SlotReader:

@@ -1,4 +1,4 @@
-"""The agent's channels to its workers: one Unix socket, one thread a worker."""
+"""Channels from the agent to its workers: one Unix socket, one thread per worker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +16,57 @@ from elastic.domain.errors import ChannelClosed, FieldError
 from elastic.rpc.frames import Channel, listen_unix
 
 log = logging.getLogger("elastic.agent")
-LAST_WORDS_S = 2.0
-"""How long the end of a dead worker's channel is waited for, before its exit counts."""
+DRAIN_S = 2.0
+"""Upper limit of the wait for the last messages of a dead worker."""
 
 
-class Workers:
-    """Words of workers go to `put` as (generation, local rank, message), a worker's in their order.
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """A message of a worker, or its exit."""
 
-    `launched` tells the running launch: its generation and the process of each local rank.
+    generation: int
+    """Number of the launch."""
+    local_rank: int
+    message: Any
+
+
+class WorkerChannels:
+    """Passes each worker's messages to `put`, in their order, as `FromWorker`.
+
+    `launched` returns the generation and the process id per local rank of the running launch.
     """
 
     def __init__(
         self,
         path: Path,
-        put: Callable[[Any], object],
+        put: Callable[[FromWorker], object],
         launched: Callable[[], tuple[int, Mapping[int, int]]],
     ) -> None:
         self._put, self._launched = put, launched
         self._channels: dict[int, Channel] = {}
-        self._hearers: dict[tuple[int, int], threading.Thread] = {}
+        self._receivers: dict[tuple[int, int], threading.Thread] = {}
         listener = listen_unix(path)
         threading.Thread(target=self._accept, args=(listener,), name="workers", daemon=True).start()
 
-    def tell(self, message: Any, rank: int | None = None) -> None:
-        """To one worker, or to all that are connected. A closed channel is no news: its exit is."""
+    def send(self, message: Any, rank: int | None = None) -> None:
+        """Send to one worker or to all connected ones. Closed channels are skipped, because the
+        worker's exit is reported anyway."""
         for number, channel in list(self._channels.items()):
             if rank is None or rank == number:
                 with contextlib.suppress(ChannelClosed):
                     channel.send(message)
 
-    def gone(self, rank: int) -> None:
+    def remove(self, rank: int) -> None:
         self._channels.pop(rank, None)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._channels.clear()
 
-    def last_words(self, generation: int, rank: int) -> None:
-        """Wait until all that a dead worker said was handed on."""
-        hearer = self._hearers.pop((generation, rank), None)
-        if hearer is not None:
-            hearer.join(LAST_WORDS_S)
+    def drain(self, generation: int, rank: int) -> None:
+        """Wait until all messages of a dead worker have been passed on."""
+        receiver = self._receivers.pop((generation, rank), None)
+        if receiver is not None:
+            receiver.join(DRAIN_S)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -62,26 +74,29 @@ class Workers:
                 sock, _ = listener.accept()
             except OSError:
                 return  # closed: the agent ends
-            threading.Thread(target=self._hear, args=(Channel(sock),), name="worker", daemon=True).start()
+            channel = Channel(sock)
+            threading.Thread(
+                target=self._receive, args=(channel,), name="worker", daemon=True
+            ).start()
 
-    def _hear(self, channel: Channel) -> None:
-        """One worker's words until it is gone."""
+    def _receive(self, channel: Channel) -> None:
+        """Pass on one worker's messages until it is gone."""
         try:
             first = channel.receive()
             if not isinstance(first, m.Attach | m.Failed):
-                raise FieldError("first message", type(first).__name__, "a worker begins with Attach")
+                raise FieldError("first message", type(first).__name__, "Attach must come first")
             rank = first.local_rank
             generation, pids = self._launched()
             if isinstance(first, m.Failed):
-                self._put((generation, rank, first))
+                self._put(FromWorker(generation, rank, first))
                 return
             if pids.get(rank) != first.pid:
                 raise FieldError("pid", first.pid, f"not a worker of this launch ({dict(pids)})")
             self._channels[rank] = channel
-            self._hearers[generation, rank] = threading.current_thread()
-            self._put((generation, rank, first))
+            self._receivers[generation, rank] = threading.current_thread()
+            self._put(FromWorker(generation, rank, first))
             while True:
-                self._put((generation, rank, channel.receive()))
+                self._put(FromWorker(generation, rank, channel.receive()))
         except ChannelClosed:
             return
         except FieldError as error:

@@ -1,11 +1,11 @@
-"""Where workers' output goes: always to log files, and to the console as torchrun does.
+"""Copies the output of workers to log files and, as torchrun does, to the console.
 
-    neither flag   log file, and the console as it comes (torchrun: inherited)
-    --redirects    log file alone
-    --tee          log file, and the console line by line behind a prefix
+    neither flag   log file, and the console unchanged (torchrun: inherited)
+    --redirects    log file only
+    --tee          log file, and the console line by line with a prefix
 
-One thread a group copies what goes to both; what goes to the file alone is written there by the worker
-itself. A full disk costs lines of the log file and nothing else: the worker is never made to wait for it.
+One thread per group copies output that goes to both places; a worker writes to the file itself if
+it is the only place. On a full disk the log file loses lines, but no worker waits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LONGEST_LINE_BYTES = 1 << 16
 
 
 @dataclass
-class _Stream:
-    """One pipe from a worker: copied to `log` and, unless `console` is -1, to that descriptor."""
+class _Pipe:
+    """One pipe from a worker: copied to `log` and to the descriptor `console` (-1: none)."""
 
     log: IO[bytes]
     console: int
@@ -39,7 +39,7 @@ class _Stream:
     rest: bytes = field(default=b"")
     """The last, unfinished line."""
     dropped: int = 0
-    """Bytes that the log file lacks since its disk began to refuse them; 0 while it takes them."""
+    """Bytes that the log file has lost in the present outage of its disk."""
 
     def feed(self, data: bytes) -> None:
         self._keep(data)
@@ -54,22 +54,24 @@ class _Stream:
         if self.rest:
             self._show(self.prefix + self.rest + b"\n")
         if self.dropped:
-            log.warning("%s ends without its last %d bytes", self.log.name, self.dropped)
-        with contextlib.suppress(OSError):  # the disk refuses, which was told
+            log.warning("%s lacks its last %d bytes", self.log.name, self.dropped)
+        with contextlib.suppress(OSError):  # a full disk, already logged
             self.log.close()
 
     def _keep(self, data: bytes) -> None:
-        """Write to the log file; drop what its disk refuses."""
+        """Write to the log file; drop data while its disk fails."""
         try:
             while data:
                 data = data[self.log.write(data) :]
         except OSError as error:
             if not self.dropped:
-                log.warning("output is dropped: %s cannot be written: %s", self.log.name, error)
+                log.warning("output is lost: %s cannot be written: %s", self.log.name, error)
             self.dropped += len(data)
         else:
             if self.dropped:
-                log.warning("%s is written again; %d bytes are missing", self.log.name, self.dropped)
+                log.warning(
+                    "%s can be written again; %d bytes are missing", self.log.name, self.dropped
+                )
                 self.dropped = 0
 
     def _show(self, data: bytes) -> None:
@@ -77,15 +79,15 @@ class _Stream:
             while data and self.console >= 0:
                 data = data[os.write(self.console, data) :]
         except OSError as error:
-            if error.errno not in _NO_ROOM:  # of a console that is a file, there may be room later
-                self.console = -1  # nobody reads the console any more; the log file still has everything
+            if error.errno not in _NO_ROOM:  # a console that is a file may have room later
+                self.console = -1  # nobody reads the console; the log file has everything
 
 
 class Output:
     """Log files and console of one group of workers."""
 
     def __init__(self, config: JobConfig, console: tuple[int, int] = (1, 2)) -> None:
-        """`console` are the descriptors that stand for the console's standard output and error."""
+        """`console`: descriptors of the console's standard output and error."""
         self._config, self._console = config, console
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -93,9 +95,10 @@ class Output:
         self._thread = threading.Thread(target=self._pump, name="worker-output", daemon=True)
 
     def open(self, folder: Path, local_rank: int, names: dict[str, str]) -> tuple[int, int]:
-        """Create the log files in `folder`; return the descriptors for the worker's stdout and stderr.
+        """Create the log files in `folder`; return the descriptors for the worker's stdout, stderr.
 
-        `names` fill the prefix template. The caller closes the descriptors once the worker has them.
+        `names` fill the template of the prefix. The caller closes the descriptors after the worker
+        has inherited them.
         """
         folder.mkdir(parents=True, exist_ok=True)
         out = self._route(folder / "stdout.log", local_rank, STDOUT, names)
@@ -105,15 +108,19 @@ class Output:
         self._thread.start()
 
     def finish(self, timeout_s: float = 1.0) -> None:
-        """Copy what is still in the pipes, then stop; not later than `timeout_s` if descendants hold them."""
-        with contextlib.suppress(BrokenPipeError):  # every stream has ended already
+        """Copy what is still in the pipes, then stop. Descendants that hold a pipe open are waited
+        for up to `timeout_s`."""
+        with contextlib.suppress(BrokenPipeError):  # every pipe has ended already
             os.write(self._wake_write, b".")
         os.close(self._wake_write)
         self._thread.join(timeout_s)
 
     def _route(self, path: Path, local_rank: int, bit: int, names: dict[str, str]) -> int:
         config, log = self._config, path.open("ab", buffering=0)
-        tee, redirect = _of(config.tee, local_rank) & bit, _of(config.redirects, local_rank) & bit
+        tee, redirect = (
+            _per_rank(config.tee, local_rank) & bit,
+            _per_rank(config.redirects, local_rank) & bit,
+        )
         hidden = bool(config.local_ranks_filter) and local_rank not in config.local_ranks_filter
         if hidden or (redirect and not tee):
             descriptor = os.dup(log.fileno())
@@ -122,7 +129,9 @@ class Output:
         read, write = os.pipe()
         os.set_blocking(read, False)
         prefix = string.Template(config.log_line_prefix).substitute(names).encode() if tee else b""
-        self._selector.register(read, selectors.EVENT_READ, _Stream(log, self._console[bit - 1], prefix))
+        self._selector.register(
+            read, selectors.EVENT_READ, _Pipe(log, self._console[bit - 1], prefix)
+        )
         return write
 
     def _pump(self) -> None:
@@ -137,22 +146,22 @@ class Output:
             open_ends = len(self._selector.get_map()) > 1 and not (woken and idle)
         self._close()
 
-    def _copy(self, descriptor: int, stream: _Stream) -> None:
+    def _copy(self, descriptor: int, pipe: _Pipe) -> None:
         data = os.read(descriptor, _CHUNK_BYTES)
         if data:
-            return stream.feed(data)
+            return pipe.feed(data)
         self._selector.unregister(descriptor)
         os.close(descriptor)
-        stream.end()
+        pipe.end()
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Stream):
+            if isinstance(key.data, _Pipe):
                 os.close(key.fd)
                 key.data.end()
         self._selector.close()
         os.close(self._wake_read)
 
 
-def _of(values: tuple[int, ...], local_rank: int) -> int:
+def _per_rank(values: tuple[int, ...], local_rank: int) -> int:
     return values[local_rank] if len(values) > 1 else values[0]

@@ -1,8 +1,8 @@
-"""A node's worker processes: torchrun's environment, log files, exit codes at once, no orphans.
+"""Worker processes of a node, with torchrun's environment variables and log files.
 
-Each worker has a thread of its own that starts it and then waits for it: exits are known the moment they
-happen, and the kernel kills the worker if this process dies (`elastic.lifeline`). Workers stay in the
-agent's process group, so that killing the group is losing the node.
+One thread per worker starts the process and waits for it, so that an exit is known at once. The
+kernel kills the workers if the agent dies (`elastic.lifeline`). Workers stay in the agent's process
+group, so that killing the group loses the whole node.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from elastic.domain import codec
 
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 IDLE_S = 3.0
-"""A worker whose main thread used no CPU for so long may wait for its descendants: they are looked at too."""
-FAMILY_S = 1.0
-"""From one such look to the next: it reads about every process of the machine."""
+"""After this time without CPU use of its main thread, a worker may be waiting for its descendants:
+their CPU time is read too."""
+DESCENDANTS_POLL_S = 1.0
+"""Interval between two such reads, which scan every process of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,51 +43,49 @@ class WorkerExit:
     local_rank: int
     pid: int
     returncode: int
-    """Exit status, or minus the number of the signal that ended it."""
+    """Exit status, or minus the number of the signal that ended the process."""
     at: float
-    """time.time() when the agent knew."""
+    """time.time() when the agent noticed."""
     error: str = ""
-    """What the script left in TORCHELASTIC_ERROR_FILE."""
+    """Message that the script left in TORCHELASTIC_ERROR_FILE."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What the kernel says of a process."""
+    """State and CPU use of a process."""
 
     stopped: bool
     cpu_s: float
-    """CPU time used by all of its threads."""
+    """CPU time of all threads."""
     main_cpu_s: float
-    """CPU time used by its main thread, which trains; heartbeats and transfers have threads of their own."""
+    """CPU time of the main thread, which trains; other threads send heartbeats and copies."""
     on_disk: bool = False
-    """Its main thread waits for storage, and cannot be woken."""
-    family_cpu_s: float = 0.0
-    """CPU time used by its descendants, those that ended included; 0: not looked at."""
+    """The main thread waits for storage, uninterruptibly."""
+    descendant_cpu_s: float = 0.0
+    """CPU time of the descendants, including ended ones; 0: not read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What the environment of a node's workers is made of, besides configuration and launch."""
+class WorkerContext:
+    """Values of the node for the environment of its workers."""
 
     node: str
     agent: str
     """Path of the agent's Unix socket."""
     host: str = "127.0.0.1"
-    """Address under which other nodes reach the workers."""
+    """Address at which other nodes reach the workers."""
     device: str = ""
-    """Type of the node's devices, as the profile names it."""
+    """Device type of the node, as named in the profile."""
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """None: there is no such process any more."""
+    """Read the state of a process; None if it has ended."""
     try:
         process = psutil.Process(pid)
         with process.oneshot():
             status, cpu = process.status(), process.cpu_times()
         main = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    except psutil.NoSuchProcess:
+    except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
         return None
     if status == psutil.STATUS_ZOMBIE:
         return None
@@ -95,8 +94,8 @@ def process_state(pid: int) -> ProcessState | None:
     return ProcessState(stopped, cpu.user + cpu.system, used, main[0] == "D")
 
 
-def family_cpu_s(pid: int) -> float:
-    """CPU time of the descendants of `pid`, those that ended and were waited for included."""
+def descendant_cpu_s(pid: int) -> float:
+    """CPU time of the descendants of `pid`, including those that ended and were waited for."""
     total = 0.0
     for process in (pid, *(child.pid for child in _descendants(pid))):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -106,8 +105,8 @@ def family_cpu_s(pid: int) -> float:
     return total
 
 
-class Families:
-    """Looks at the descendants of processes that look idle, once in a while."""
+class DescendantSampler:
+    """Reads the CPU time of the descendants of processes that seem idle."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -115,7 +114,7 @@ class Families:
         self._seen: dict[int, tuple[float, float]] = {}
 
     def add(self, pid: int, state: ProcessState) -> ProcessState:
-        """`state` of `pid` with what its descendants used, if it looks idle."""
+        """Return `state`, with the CPU time of the descendants if process `pid` seems idle."""
         now = self._clock()
         used, since = self._main.get(pid, (-1.0, now))
         if state.main_cpu_s != used:
@@ -123,27 +122,32 @@ class Families:
             return state
         if now - since < IDLE_S:
             return state
-        at, family_s = self._seen.get(pid, (now - FAMILY_S, 0.0))
-        if now - at >= FAMILY_S:
-            at, family_s = now, family_cpu_s(pid)
-            self._seen[pid] = (at, family_s)
-        return replace(state, family_cpu_s=family_s)
+        at, cpu_s = self._seen.get(pid, (now - DESCENDANTS_POLL_S, 0.0))
+        if now - at >= DESCENDANTS_POLL_S:
+            at, cpu_s = now, descendant_cpu_s(pid)
+            self._seen[pid] = (at, cpu_s)
+        return replace(state, descendant_cpu_s=cpu_s)
 
 
-SECRET = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
-"""Variables that are not for scripts."""
+SECRET_VARIABLES = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
+"""Environment variables that training scripts must not see."""
 
 
 def worker_environment(
-    config: JobConfig, launch: Launch, place: Place, local_rank: int, tp_store: str, base: Mapping[str, str]
+    config: JobConfig,
+    launch: Launch,
+    context: WorkerContext,
+    local_rank: int,
+    tp_store: str,
+    base: Mapping[str, str],
 ) -> dict[str, str]:
-    """`base` with torchrun's variables and ours for one worker."""
+    """The environment `base` with torchrun's variables and our own for one worker."""
     rank = launch.rank + local_rank
     threads_unset = "OMP_NUM_THREADS" not in base
     shared = config.nproc_per_node > 1 or config.local_nodes > 1
-    folder = config.log_path(place.node, launch.restart, local_rank)
+    folder = config.log_path(context.node, launch.restart, local_rank)
     return {
-        **{name: value for name, value in base.items() if name not in SECRET},
+        **{name: value for name, value in base.items() if name not in SECRET_VARIABLES},
         "RANK": str(rank),
         "LOCAL_RANK": "0" if config.virtual_local_rank else str(local_rank),
         "GROUP_RANK": str(launch.group_rank),
@@ -164,16 +168,20 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **({"OMP_NUM_THREADS": "1"} if threads_unset and shared else {}),
         **(_one_device(local_rank, base) if config.virtual_local_rank else {}),
-        "ELASTIC_AGENT": place.agent,
-        "ELASTIC_NODE": place.node,
-        "ELASTIC_HOST": place.host,
+        "ELASTIC_AGENT": context.agent,
+        "ELASTIC_NODE": context.node,
+        "ELASTIC_HOST": context.host,
         "ELASTIC_LOCAL_RANK": str(local_rank),
         "ELASTIC_RUN_DIR": config.run_dir,
         "ELASTIC_MEMORY_DIR": config.memory_dir,
         "ELASTIC_ACCUMULATE": config.accumulate.value,
         "ELASTIC_FAULTS": dump_faults(config.faults),
-        "ELASTIC_PROFILE": "" if config.profile is None else "emulate" if config.emulate else "plan",
-        "ELASTIC_DEVICE": place.device,
+        "ELASTIC_PROFILE": ""
+        if config.profile is None
+        else "emulate"
+        if config.emulate
+        else "plan",
+        "ELASTIC_DEVICE": context.device,
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
         "ELASTIC_SILENCE": repr(config.lease_s),
@@ -189,25 +197,25 @@ class WorkerGroup:
         self,
         config: JobConfig,
         launch: Launch,
-        place: Place,
+        context: WorkerContext,
         on_exit: Callable[[WorkerExit], None],
         console: tuple[int, int] = (1, 2),
     ) -> None:
-        """`on_exit` is called once a worker, from its thread. Nothing runs before `start`."""
-        self._config, self._launch, self._place, self._on_exit = config, launch, place, on_exit
-        self._output, self._families = Output(config, console), Families()
+        """`on_exit` is called once per worker, from its thread. Nothing runs before `start`."""
+        self._config, self._launch, self._context, self._on_exit = config, launch, context, on_exit
+        self._output, self._descendants = Output(config, console), DescendantSampler()
         self._changed = threading.Condition()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: dict[int, WorkerExit] = {}
         self._finishing, self._finished = threading.Lock(), False
         self.tp_store = str(
-            Path(config.memory_dir, place.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
+            Path(config.memory_dir, context.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
         )
-        """Path for the FileStore of the TP groups; new at every launch."""
+        """Path of the FileStore of the TP groups; new at each launch."""
 
     def start(self) -> None:
-        """Start all workers and return once they run. Raises OSError when logs or processes cannot be
-        made."""
+        """Start all workers and return when they run. Raises OSError if a log file or a process
+        cannot be created."""
         Path(self.tp_store).parent.mkdir(parents=True, exist_ok=True)
         streams = [self._open(rank) for rank in range(self._config.nproc_per_node)]
         self._output.start()
@@ -224,41 +232,43 @@ class WorkerGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process id of every worker started, by local rank."""
+        """Process id per local rank of the workers that were started."""
         with self._changed:
             return {rank: process.pid for rank, process in sorted(self._processes.items())}
 
     def alive(self) -> tuple[int, ...]:
-        """Local ranks that have not ended."""
+        """Local ranks of the workers that have not ended."""
         with self._changed:
             return tuple(rank for rank in sorted(self._processes) if rank not in self._exits)
 
     def states(self) -> dict[int, ProcessState]:
-        """What the kernel says of each worker that has not ended."""
+        """State per local rank of the workers that have not ended."""
         pids = self.pids
         found = {rank: process_state(pids[rank]) for rank in self.alive()}
         seen = ((rank, state) for rank, state in found.items() if state is not None)
-        return {rank: self._families.add(pids[rank], state) for rank, state in seen}
+        return {rank: self._descendants.add(pids[rank], state) for rank, state in seen}
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until every worker has ended; False when `timeout_s` went by first."""
+        """Wait until every worker has ended; return False after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: len(self._exits) == len(self._processes), timeout_s)
+            return self._changed.wait_for(
+                lambda: len(self._exits) == len(self._processes), timeout_s
+            )
 
     def terminate(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to what is left after `grace_s`. Returns when all have ended."""
+        """Send SIGTERM, and after `grace_s` SIGKILL. Returns when all workers have ended."""
         for rank in self.alive():
             self._signal(rank, signal.SIGTERM)
         self.wait(grace_s)
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to every worker and its descendants. Returns when all workers have ended."""
+        """Send SIGKILL to all workers and descendants. Returns when all workers have ended."""
         pids = self.pids
-        family = [process for rank in self.alive() for process in _descendants(pids[rank])]
+        descendants = [process for rank in self.alive() for process in _descendants(pids[rank])]
         for rank in self.alive():
             self._signal(rank, signal.SIGKILL)
-        for process in family:
+        for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.wait()
@@ -286,9 +296,9 @@ class WorkerGroup:
             self._finish()
 
     def _open(self, rank: int) -> tuple[int, int]:
-        folder = self._config.log_path(self._place.node, self._launch.restart, rank)
+        folder = self._config.log_path(self._context.node, self._launch.restart, rank)
         names = {
-            "node": self._place.node,
+            "node": self._context.node,
             "rank": str(self._launch.rank + rank),
             "local_rank": str(rank),
             "role_name": self._config.role,
@@ -298,10 +308,14 @@ class WorkerGroup:
         return ends
 
     def _spawn(self, rank: int, ends: tuple[int, int]) -> subprocess.Popen[bytes]:
-        env = worker_environment(self._config, self._launch, self._place, rank, self.tp_store, os.environ)
+        env = worker_environment(
+            self._config, self._launch, self._context, rank, self.tp_store, os.environ
+        )
         argv = lifeline.tied_command(self._config.command.argv(os.environ.get("PYTHON_EXEC", "")))
         try:
-            return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=ends[0], stderr=ends[1])
+            return subprocess.Popen(
+                argv, env=env, stdin=subprocess.DEVNULL, stdout=ends[0], stderr=ends[1]
+            )
         finally:
             for end in ends:
                 os.close(end)
@@ -311,15 +325,17 @@ class WorkerGroup:
             self._processes[rank].send_signal(number)
 
     def _error(self, rank: int) -> str:
-        path = self._config.log_path(self._place.node, self._launch.restart, rank) / "error.json"
+        path = self._config.log_path(self._context.node, self._launch.restart, rank) / "error.json"
         try:
             message = json.loads(path.read_bytes())["message"]
         except (OSError, ValueError, KeyError, TypeError):
-            return ""  # most scripts leave no such file
-        return str(message["message"] if isinstance(message, dict) and "message" in message else message)
+            return ""  # most scripts write no such file
+        return str(
+            message["message"] if isinstance(message, dict) and "message" in message else message
+        )
 
     def _finish(self) -> None:
-        """Whoever returns from here knows that all output is in its files."""
+        """Flush the output, once. On return all output is in the files."""
         with self._finishing:
             if not self._finished:
                 self._finished = True
@@ -335,4 +351,6 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 def _one_device(local_rank: int, base: Mapping[str, str]) -> dict[str, str]:
     given = [device for device in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    return {"CUDA_VISIBLE_DEVICES": given[local_rank] if local_rank < len(given) else str(local_rank)}
+    return {
+        "CUDA_VISIBLE_DEVICES": given[local_rank] if local_rank < len(given) else str(local_rank)
+    }

@@ -1,4 +1,4 @@
-"""Checkpoints whose parts are all written are made the newest ones; the disk is waited for by a thread."""
+"""Completes checkpoints whose parts are all written; a thread waits for the disk."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ log = logging.getLogger("elastic.coordinator")
 Commit = Future[job.CheckpointCommitted | None]
 
 
-class Commits:
-    """Futures go to `done` when they are through."""
+class CheckpointCommits:
+    """Passes each finished commit to `done`, from another thread, for `take`."""
 
     def __init__(self, directory: Path, done: Callable[[Any], object]) -> None:
         self._directory, self._done = directory, done
         self._disk = ThreadPoolExecutor(1, "checkpoint")
-        self._left: list[Commit] = []
+        self._pending: list[Commit] = []
 
     def begin(self, step: int, spec: JobSpec | None) -> None:
         def work() -> job.CheckpointCommitted | None:
             try:
                 path = checkpoint_directory.commit(self._directory, step, spec)
-            except (ElasticError, OSError) as error:  # the disk may be a network's
-                log.error("checkpoint of step %d is not whole: %s", step, error)
+            except (ElasticError, OSError) as error:  # a network disk may fail at any time
+                log.error("checkpoint of step %d is incomplete: %s", step, error)
                 return None
             return job.CheckpointCommitted(str(path), step)
 
         future = self._disk.submit(work)
-        self._left.append(future)
+        self._pending.append(future)
         future.add_done_callback(self._done)
 
-    def left(self) -> tuple[Commit, ...]:
-        """Those that were not taken."""
-        return tuple(self._left)
+    def pending(self) -> tuple[Commit, ...]:
+        """Commits that were not taken."""
+        return tuple(self._pending)
 
     def take(self, future: Commit) -> job.CheckpointCommitted | None:
-        """Wait for it. None: it was taken before, or is not whole."""
-        if future not in self._left:
+        """Wait for a commit. None if it was taken before or has failed."""
+        if future not in self._pending:
             return None
-        self._left.remove(future)
+        self._pending.remove(future)
         return future.result()
 
     def close(self) -> None:
-        """Returns at once; what is under way is not waited for."""
+        """Does not wait for a commit in progress."""
         self._disk.shutdown(wait=False)

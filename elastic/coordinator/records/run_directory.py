@@ -1,4 +1,4 @@
-"""What a coordinator finds in its run directory, and what it writes there of itself."""
+"""Small files of the run directory, and the first state of a run."""
 
 from __future__ import annotations
 
@@ -17,41 +17,49 @@ from elastic.store import checkpoint_directory
 log = logging.getLogger("elastic.coordinator")
 
 
-def first_state(config: JobConfig) -> job.JobState:
-    """Of a new run: from the checkpoint that it resumes, if any. What is left of unfinished ones is removed."""
+def initial_state(config: JobConfig) -> job.JobState:
+    """State of a new run, from the checkpoint that it resumes, if any. Removes what unfinished
+    checkpoints have left."""
     checkpoint_directory.discard_incomplete(Path(config.checkpoint_dir))
-    checkpoint = _checkpoint(Path(config.resume)) if config.resume else None
     state = job.JobState(policy=policy_of(config))
-    if checkpoint is not None:
-        state = state.of(checkpoint=(str(checkpoint), step_of(checkpoint)))
-    return state
+    if not config.resume:
+        return state
+    path = Path(config.resume)
+    if not (path / checkpoint_directory.MANIFEST).is_file():  # a folder of checkpoints
+        newest = checkpoint_directory.latest(path)
+        if newest is None:
+            return state
+        path = newest
+    step = int(path.name.rsplit("-", 1)[1])
+    return state.of(checkpoint=(str(path), step))
 
 
-def announce(run_dir: Path, told: dict[str, Any]) -> None:
-    """Say in coordinator.json who leads, unless one with a higher term did."""
+def announce(run_dir: Path, leader: dict[str, Any]) -> None:
+    """Write the leader to coordinator.json, unless the file has one with a higher term."""
     path = run_dir / "coordinator.json"
-    if (read_told(path).get("term") or 0) <= told["term"]:
-        _try(path, json.dumps(told) + "\n")
+    if (read_json(path).get("term") or 0) <= leader["term"]:
+        _try_replace(path, json.dumps(leader) + "\n")
 
 
-def note_pid(run_dir: Path, slot: int) -> None:
-    """Say in coordinator-SLOT.pid that it runs."""
-    _try(run_dir / f"coordinator-{slot}.pid", f"{os.getpid()}\n")
+def write_pid(run_dir: Path, slot: int) -> None:
+    """Write this process to coordinator-SLOT.pid."""
+    _try_replace(run_dir / f"coordinator-{slot}.pid", f"{os.getpid()}\n")
 
 
-def replace(path: Path, text: str) -> None:
-    """Change a file at once; on a disk without room for a second one, where it lies. Raises OSError."""
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically; on a full disk, overwrite it. Raises OSError."""
     draft = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         draft.write_text(text)
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)
-        overwrite(path, text)
+        overwrite_file(path, text)
 
 
-def overwrite(path: Path, text: str) -> None:
-    """Into the room that an existing file has. Raises OSError; FileNotFoundError if there is none."""
+def overwrite_file(path: Path, text: str) -> None:
+    """Write into the space of an existing file. Raises OSError; FileNotFoundError if there is no
+    file."""
     with path.open("r+b", buffering=0) as file:
         data = text.encode()
         if file.write(data) != len(data):
@@ -59,15 +67,15 @@ def overwrite(path: Path, text: str) -> None:
         file.truncate()
 
 
-def _try(path: Path, text: str) -> None:
-    """Training needs none of these files: a disk that refuses ends no coordinator."""
+def _try_replace(path: Path, text: str) -> None:
+    """Replace a file that training does not need: a failure is only logged."""
     try:
-        replace(path, text)
+        replace_file(path, text)
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error)
 
 
-def read_told(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} if there is none."""
     try:
         return dict(json.loads(path.read_text()))
@@ -75,16 +83,6 @@ def read_told(path: Path) -> dict[str, Any]:
         return {}
 
 
-def name_of(slot: int) -> str:
-    """Of one among the coordinators of this machine."""
+def coordinator_name(slot: int) -> str:
+    """Name of one of the coordinators of this machine."""
     return f"coordinator-{slot}" if slot else "coordinator"
-
-
-def step_of(checkpoint: Path) -> int:
-    """Step of a checkpoint directory step-XXXXXXXX."""
-    return int(checkpoint.name.rsplit("-", 1)[1])
-
-
-def _checkpoint(path: Path) -> Path | None:
-    """`path` itself if it is one checkpoint, else the newest one in it."""
-    return path if (path / checkpoint_directory.MANIFEST).is_file() else checkpoint_directory.latest(path)

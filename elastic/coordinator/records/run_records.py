@@ -1,6 +1,7 @@
-"""What a run leaves behind: events.jsonl, progress.jsonl, summary.json, exit.json.
+"""Writes the files of a run: events.jsonl, progress.jsonl, summary.json and exit.json.
 
-Decisions do not wait for these files. What their disk refuses is kept, up to a bound, and written later.
+Decisions do not wait for these files. Lines that the disk refuses are kept, up to a limit, and
+written later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.records.run_directory import overwrite, replace
+from elastic.coordinator.records.run_directory import overwrite_file, replace_file
 from elastic.coordinator.records.run_summary import plan_entry, summarize
 from elastic.core.job.goodput import recovery_entry
 from elastic.core.job.state import ChangeCompleted, JobState
@@ -25,50 +26,50 @@ from elastic.domain.types import JobSpec, Plan
 from elastic.telemetry import EventLog, event_line, read_events
 
 log = logging.getLogger("elastic.coordinator")
-TOLD = ("step", "reason", "todo", "partial")
-"""What events.jsonl keeps of a new plan, besides the plan itself."""
+PLAN_FIELDS = ("step", "reason", "todo", "partial")
+"""Fields of the log entry of a new plan that events.jsonl keeps."""
 KEPT_BYTES = 16 << 20
-"""Of events that a full disk refuses; beyond, the oldest are dropped."""
+"""Maximum bytes of unwritten events; beyond, the oldest are dropped."""
 DRAFT_BYTES = 4096
-"""Room that is taken at the start, for what has to be said at the end."""
+"""Disk space reserved at the start for exit.json."""
 
 
-class PatientLog:
-    """An event log that outlives a full disk: events that it refuses are written in their order once it takes them."""
+class RetryingEventLog:
+    """An event log that survives a full disk: unwritten events are written in their order later."""
 
     def __init__(self, path: Path, kept_bytes: int = KEPT_BYTES) -> None:
         self.path, self._kept_bytes = path, kept_bytes
         self._log: EventLog | None = None
-        self._waiting, self._nbytes, self._dropped = deque[bytes](), 0, 0
-        self._failures, self._again, self._since = 0, 0.0, 0.0
+        self._unwritten, self._nbytes, self._dropped = deque[bytes](), 0, 0
+        self._failures, self._retry_at, self._failed_at = 0, 0.0, 0.0
         self._closed = False
         self.retry()
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
-        """As of `EventLog`, but raises no OSError."""
-        self._wait(event_line(kind, fields, at))
+        """Append an event, as `EventLog` does, but without raising OSError."""
+        self._keep(event_line(kind, fields, at))
         self.retry()
 
     def retry(self, at_once: bool = False) -> None:
-        """Write what waits, if it is time to try."""
-        if self._closed or not (at_once or time.monotonic() >= self._again):
+        """Write the unwritten events, if the pause is over or `at_once` is set."""
+        if self._closed or not (at_once or time.monotonic() >= self._retry_at):
             return
         try:
             self._log = self._log or EventLog(self.path)
-            while self._waiting:
-                self._log.write(self._waiting[0])
-                self._nbytes -= len(self._waiting.popleft())
+            while self._unwritten:
+                self._log.write(self._unwritten[0])
+                self._nbytes -= len(self._unwritten.popleft())
         except OSError as error:
-            self._refused(error)
+            self._failed(error)
         else:
             if self._failures:
-                self._back()
+                self._recovered()
 
     def close(self) -> None:
         """Idempotent."""
         self.retry(at_once=True)
-        if self._waiting and not self._closed:
-            log.error("%s lacks its last %d events", self.path, len(self._waiting))
+        if self._unwritten and not self._closed:
+            log.error("%s lacks its last %d events", self.path, len(self._unwritten))
         self._closed = True
         self._release()
 
@@ -78,41 +79,43 @@ class PatientLog:
             with contextlib.suppress(OSError):
                 found.close()
 
-    def _wait(self, line: bytes) -> None:
-        self._waiting.append(line)
+    def _keep(self, line: bytes) -> None:
+        self._unwritten.append(line)
         self._nbytes += len(line)
         while self._nbytes > self._kept_bytes:
-            self._nbytes -= len(self._waiting.popleft())
+            self._nbytes -= len(self._unwritten.popleft())
             self._dropped += 1
 
-    def _refused(self, error: OSError) -> None:
-        self._release()  # opened again, it is mended
+    def _failed(self, error: OSError) -> None:
+        self._release()  # a partial line is repaired when the file is opened again
         self._failures += 1
-        self._again = time.monotonic() + retry_s(self._failures)
+        self._retry_at = time.monotonic() + retry_s(self._failures)
         if self._failures == 1:
-            self._since = time.monotonic()
+            self._failed_at = time.monotonic()
             log.warning("events wait: %s cannot be written: %s", self.path, error)
 
-    def _back(self) -> None:
-        refused_s, dropped = round(time.monotonic() - self._since, 3), self._dropped
-        self._failures, self._again, self._dropped = 0, 0.0, 0
-        log.warning("%s is written again after %.1f s; %d events are missing", self.path, refused_s, dropped)
+    def _recovered(self) -> None:
+        refused_s, dropped = round(time.monotonic() - self._failed_at, 3), self._dropped
+        self._failures, self._retry_at, self._dropped = 0, 0.0, 0
+        log.warning(
+            "%s is written again after %.1f s; %d events are missing", self.path, refused_s, dropped
+        )
         self.append("records-late", {"refused_s": refused_s, "dropped": dropped})
 
 
-class Records:
-    """Files of one run directory. Only the coordinator writes them."""
+class RunRecords:
+    """The files of one run directory. Only the leading coordinator writes them."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._events = PatientLog(run_dir / "events.jsonl")
-        self._progress = PatientLog(run_dir / "progress.jsonl")
-        self._last_beat = (0, 0)
+        self._events = RetryingEventLog(run_dir / "events.jsonl")
+        self._progress = RetryingEventLog(run_dir / "progress.jsonl")
+        self._last_position = (0, 0)
         self._draft = run_dir / "exit.draft"
-        _tried(self._draft, lambda: replace(self._draft, " " * DRAFT_BYTES))
+        _try(self._draft, lambda: replace_file(self._draft, " " * DRAFT_BYTES))
 
     def close(self) -> None:
-        """Another coordinator writes from now on. Idempotent."""
+        """Stop writing: another coordinator takes over. Idempotent."""
         self._events.close()
         self._progress.close()
 
@@ -122,16 +125,18 @@ class Records:
     def refused(
         self, node: str, port: str, reason: str, peer: str, detail: str, count: int, total: int
     ) -> None:
-        """`node`, or the coordinator, refused something at its `port`."""
-        told = {"node": node, "port": port, "reason": str(reason), "peer": peer, "detail": detail}
-        self.event("refused", {**told, "count": count, "total": total})
+        """`node` or the coordinator rejected a message or connection at its `port`."""
+        entry = {"node": node, "port": port, "reason": str(reason), "peer": peer, "detail": detail}
+        self.event("refused", {**entry, "count": count, "total": total})
 
     def decision(self, state: JobState, reason: str) -> None:
         self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
 
-    def plan(self, plan: Plan, told: Mapping[str, Any]) -> None:
-        """`told`: what the coordinator's note says of it."""
-        self.event("plan", {**plan_entry(plan), "epoch": plan.epoch, **{k: told[k] for k in TOLD}})
+    def plan(self, plan: Plan, entry: Mapping[str, Any]) -> None:
+        """`entry`: data of the log entry of this plan."""
+        self.event(
+            "plan", {**plan_entry(plan), "epoch": plan.epoch, **{k: entry[k] for k in PLAN_FIELDS}}
+        )
 
     def step(self, done: m.StepDone, state: JobState) -> None:
         entry = {
@@ -150,7 +155,7 @@ class Records:
         self.progress(state, done)
 
     def progress(self, state: JobState, done: m.StepDone | None = None) -> None:
-        """One line for whoever shows how far the job is."""
+        """Write a line of progress.jsonl, from which progress displays are made."""
         plan = state.plan
         reports = [mb.report for mb in state.members.values()]
         entry: dict[str, Any] = {
@@ -158,7 +163,7 @@ class Records:
             "microbatch": 0 if done else max((r.microbatch for r in reports), default=0),
             "steps": state.spec.n_steps if state.spec else 0,
             "nodes": len(plan.nodes()) if plan else len(state.members),
-            "plan": shape(plan) if plan else "",
+            "plan": plan_shape(plan) if plan else "",
             "phase": state.phase.value,
             "epoch": state.epoch,
         }
@@ -170,7 +175,7 @@ class Records:
         self._progress.append("progress", entry)
 
     def job(self, spec: JobSpec) -> None:
-        """What is trained, once a worker has told it."""
+        """Record the job's dimensions, when a worker has reported them."""
         entry = {
             "steps": spec.n_steps,
             "microbatches": spec.n_microbatches,
@@ -181,55 +186,55 @@ class Records:
         }
         self.event("job", entry)
 
-    def beat(self, here: tuple[int, int], state: JobState) -> None:
-        """Progress between steps, as a heartbeat tells it: (step, micro-batch); at most once a micro-batch."""
+    def heartbeat(self, position: tuple[int, int], state: JobState) -> None:
+        """Record the progress of a heartbeat, (step, micro-batch), at most once per micro-batch."""
         self._events.retry()
         self._progress.retry()
-        if here > self._last_beat:
-            self._last_beat = here
+        if position > self._last_position:
+            self._last_position = position
             self.progress(state)
 
     def recovered(self, event: ChangeCompleted) -> dict[str, Any]:
-        """Note an epoch change; return its figures."""
+        """Record a completed epoch change; return its entry."""
         entry = recovery_entry(event, self._fault_time(event))
         self.event("recovery", entry)
         return entry
 
     def _fault_time(self, event: ChangeCompleted) -> float | None:
-        """When the first injected fault since the recovery before was carried out."""
+        """Time of the first injected fault since the previous recovery, or None."""
         times = [p.stat().st_mtime for p in (self.run_dir / "faults").glob("*.fired")]
         recent = [t for t in times if event.since < t <= event.change.began]
         return min(recent, default=None)
 
     def end(self, code: int, reason: str, params_sha256: str) -> None:
-        """The job is over: write the summary, then the exit record that the launcher waits for."""
+        """The job is over: write the summary, then exit.json, for which the launcher waits."""
         for fired in sorted((self.run_dir / "faults").glob("*.fired"), key=lambda p: int(p.stem)):
             self._events.append("fault", {"number": int(fired.stem)}, at=fired.stat().st_mtime)
         self.event("end", {"code": code, "reason": reason, "params_sha256": params_sha256})
         self._events.retry(at_once=True)
-        _tried(self.run_dir / "summary.json", self._summarize)
+        _try(self.run_dir / "summary.json", self._write_summary)
         text = json.dumps({"code": code, "reason": reason}) + "\n"
-        _tried(self.run_dir / "exit.json", lambda: self._verdict(text))
+        _try(self.run_dir / "exit.json", lambda: self._write_exit(text))
 
-    def _summarize(self) -> None:
+    def _write_summary(self) -> None:
         summary = summarize(read_events(self.run_dir / "events.jsonl"))
-        replace(self.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        replace_file(self.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
-    def _verdict(self, text: str) -> None:
-        """In the room that was taken at the start: a full disk must not hide how the job ended."""
+    def _write_exit(self, text: str) -> None:
+        """Use the reserved disk space: exit.json must be written on a full disk too."""
         try:
-            overwrite(self._draft, text)
+            overwrite_file(self._draft, text)
             self._draft.replace(self.run_dir / "exit.json")
         except OSError:
-            replace(self.run_dir / "exit.json", text)
+            replace_file(self.run_dir / "exit.json", text)
 
 
-def shape(plan: Plan) -> str:
-    """Depths of the pipelines, as in 3+1."""
+def plan_shape(plan: Plan) -> str:
+    """Numbers of stages per pipeline, such as 3+1."""
     return "+".join(str(len(p.stages)) for p in plan.pipelines)
 
 
-def _tried(path: Path, write: Callable[[], object]) -> None:
+def _try(path: Path, write: Callable[[], object]) -> None:
     try:
         write()
     except (OSError, FieldError) as error:

@@ -1,6 +1,6 @@
-"""What a run was, told from its event log alone: RUN_DIR/summary.json is a fold over RUN_DIR/events.jsonl.
+"""Computes the summary of a run (summary.json) from its event log alone.
 
-A coordinator that took over in the middle therefore reports the whole run.
+So a coordinator that took over in the middle reports the whole run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elastic.planning.plan.plan import format_plan
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Fold event-log entries into the summary of the run."""
+    """The summary of a run from the entries of its event log."""
     steps: dict[int, dict[str, Any]] = {}
     recoveries, plan, backup, end, checkpoints = [], "", {}, {}, []
     first = last = 0.0
@@ -59,7 +59,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plan_entry(plan: Plan) -> dict[str, Any]:
-    """What the event log keeps of a plan."""
+    """Fields of a plan in the event log."""
     return {
         "text": format_plan(plan),
         "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},

@@ -1,145 +1,199 @@
-"""Saves the coordinator's state, and holds back what may only happen once it is saved.
+"""Saves the job's state in the store before anybody learns of a decision.
 
-While the store is out of reach decisions go on being made, in memory; nothing of them is sent or told. Once it is
-back, the newest state is saved and everything held back happens in its order, as after a slow network. A store that
-refuses (a state too large for it, a permission taken away) is out of reach, too: training goes on until somebody
-mends it, while a coordinator that gave up would only be started again.
+**If the store is away** (etcd or SQLite cannot be reached, or refuses a write), training goes on:
 
-A report from which nothing follows yet need not be saved at once: its node says it again to the next coordinator, for
-which it is as if it had come a little later. In a job of thousands of nodes a change of plan brings thousands.
+1. The coordinator still decides, in memory. Messages, records and metrics that follow from its
+   decisions are held back: nothing is sent that a successor would not know.
+2. `retry_s` gives the growing pauses between attempts to save. After REPORT_AFTER failures in a row
+   the event `store-lost` is reported; `elastic status` shows that decisions wait.
+3. When the store is back, the newest state is saved, and everything held back happens in its order,
+   as after a slow network. The event `store-back` has the duration.
+4. If another coordinator took over meanwhile, saving raises StaleError, nothing that was held back
+   happens, and this coordinator stands by.
+
+A store that refuses writes (state too large, permission missing) counts as away, because a
+coordinator that ended would only be restarted.
+
+A report without consequences is saved with a delay: its node resends it to the next coordinator.
+In a job of thousands of nodes a change of plan brings thousands of such reports.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+import operator
 import time
 from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from elastic.coordinator.records.state_encoding import StateText
-from elastic.core.job.state import JobState
+from elastic.core.job.state import JobState, Member
 from elastic.core.protocol.election import retry_s
+from elastic.core.protocol.messages import NodeReport
+from elastic.domain import codec
 from elastic.store.interface import Conflict, Entry, Lease, Store, StoreError, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
-TOLD_AT = 2
-"""Failures in a row until it is told in the event log. One alone may be ours: a coordinator that was stopped in the
-middle of a save finds its time over when it goes on, and at the next attempt that it was replaced; it tells nothing.
-"""
-
-SOON_S, LATEST_S = 0.1, 2.0
-"""What can wait is saved after so long at least and at most; in between, such that saving takes a tenth of a core,
-while a save takes less than 0.2 s."""
+REPORT_AFTER = 2
+"""Failures in a row after which the store is reported as lost. A single failure can be our own: a
+coordinator that was stopped during a save sees a timeout first, and then that it was replaced."""
+MIN_DELAY_S, MAX_DELAY_S = 0.1, 2.0
+"""Limits of the delay of reports without consequences. In between, the delay is ten times the
+duration of a save."""
 
 
-class Saver:
-    """Belongs to one term. All methods are called from the coordinator's thread."""
+class StateSaver:
+    """Saves the state during one term. Used by the coordinator's thread only."""
 
-    def __init__(
-        self,
-        store: Store,
-        lease: Lease,
-        key: str,
-        entry: Entry | None,
-    ) -> None:
+    def __init__(self, store: Store, lease: Lease, key: str, entry: Entry | None) -> None:
         self._store, self._token, self._key = store, lease.token, key
-        self.tell: Callable[[str, dict[str, Any]], object] = lambda kind, data: None
-        """Told of events of the store itself."""
+        self.report: Callable[[str, dict[str, Any]], object] = lambda kind, data: None
+        """Gets the events `store-lost` and `store-back`."""
         self.measured: Callable[[float, int], object] = lambda seconds, nbytes: None
-        """Told of each save: how long it took, and how large the state is."""
-        self._text = StateText()
+        """Gets duration and size of each save."""
+        self._encoder = StateEncoder()
         self._revision = entry.revision if entry is not None else None
         self._saved = entry.value if entry is not None else b""
         self._held: list[tuple[object, Callable[[], object]]] = []
         self._unsaved: JobState | None = None
-        self._waiting: JobState | None = None
-        self._wait_until = self._took_s = 0.0
-        self._failures, self._again, self._lost_at = 0, 0.0, 0.0
+        self._delayed: JobState | None = None
+        self._delayed_until = self._took_s = 0.0
+        self._failures, self._retry_at, self._lost_at = 0, 0.0, 0.0
 
     @property
     def away(self) -> bool:
-        """The store was out of reach, or refused, when it was last asked."""
+        """The last attempt to save has failed."""
         return self._failures > 0
 
     @property
     def nbytes(self) -> int:
-        """Size of the state as it was saved last."""
+        """Size of the state that was saved last."""
         return len(self._saved)
 
-    def hold(self, what: object, deed: Callable[[], object]) -> None:
-        """Do this once the state is saved. `what`, when given, is done once however often it is held."""
-        if what is not None and any(what == other for other, _ in self._held):
-            return
-        self._held.append((what, deed))
+    def hold(self, key: object, action: Callable[[], object]) -> None:
+        """Call `action` after the next save. Of several actions with the same `key` only the first
+        is called, except for None."""
+        if key is None or all(key != other for other, _ in self._held):
+            self._held.append((key, action))
 
     def save(self, state: JobState) -> None:
-        """Save `state` and do what was held back; or, if the store is out of reach or refuses, do neither for now.
+        """Save `state` and call the held actions; if the store is away, do so later.
 
         Raises StaleError if another coordinator has taken over.
         """
         self._unsaved = state
-        if time.monotonic() >= self._again:
+        if time.monotonic() >= self._retry_at:
             self.retry()
 
-    def wait(self, state: JobState) -> None:
-        """Save `state` by and by, or with the next decision: nothing follows from what is new in it."""
+    def save_later(self, state: JobState) -> None:
+        """Save `state`, from which nothing follows yet, after a delay or with the next decision."""
         if self._unsaved is not None:
             self._unsaved = state
             return
-        if self._waiting is None:
-            self._wait_until = time.monotonic() + min(LATEST_S, max(SOON_S, 10 * self._took_s))
-        self._waiting = state
+        if self._delayed is None:
+            delay_s = min(MAX_DELAY_S, max(MIN_DELAY_S, 10 * self._took_s))
+            self._delayed_until = time.monotonic() + delay_s
+        self._delayed = state
 
     def flush(self) -> None:
-        """Do what needs no saving, if nothing waits to be saved."""
+        """Call the held actions, unless a state is unsaved."""
         if self._unsaved is None:
             held, self._held = self._held, []
-            for _, deed in held:
-                deed()
+            for _, action in held:
+                action()
 
     def due(self) -> bool:
-        """Time to look for the store again, or to save what waited."""
-        now, waited = time.monotonic(), self._waiting is not None
-        return now >= (self._again if self.away else self._wait_until if waited else inf)
+        """It is time to call `retry`."""
+        pending_at = self._delayed_until if self._delayed is not None else inf
+        return time.monotonic() >= (self._retry_at if self.away else pending_at)
 
     def retry(self) -> None:
-        """Save now what is not saved. Raises as `save`."""
-        state = self._unsaved = self._unsaved or self._waiting
-        self._waiting = None
+        """Save what is unsaved or delayed. Raises as `save`."""
+        state = self._unsaved = self._unsaved or self._delayed
+        self._delayed = None
         if state is None:
             return
         try:
             self._put(state)
         except (StoreUnavailable, StoreError) as error:
             self._failures += 1
-            self._again = time.monotonic() + retry_s(self._failures)
+            self._retry_at = time.monotonic() + retry_s(self._failures)
             if self._failures == 1:
                 self._lost_at = time.monotonic()
-                log.warning("decisions wait: %s", error)
-            elif self._failures == TOLD_AT:
-                self.tell("store-lost", {"why": str(error)})
+                log.warning("decisions wait for the store: %s", error)
+            elif self._failures == REPORT_AFTER:
+                self.report("store-lost", {"why": str(error)})
             return
         self._unsaved = None
         failures, self._failures = self._failures, 0
-        if failures >= TOLD_AT:
-            away_s = round(time.monotonic() - self._lost_at, 3)
-            log.warning("the store is back after %.1f s; %d deeds were held back", away_s, len(self._held))
-            self.tell("store-back", {"away_s": away_s, "held": len(self._held)})
+        if failures >= REPORT_AFTER:
+            away_s, held = round(time.monotonic() - self._lost_at, 3), len(self._held)
+            log.warning("the store is back after %.1f s; %d actions were held back", away_s, held)
+            self.report("store-back", {"away_s": away_s, "held": held})
         self.flush()
 
     def _put(self, state: JobState) -> None:
         began = time.perf_counter()
-        value = self._text.dumps(state).encode()
+        value = self._encoder.encode(state).encode()
         if value == self._saved:
             return
         try:
             entry = self._store.put_if(self._key, value, self._revision, self._token)
         except Conflict:
-            # Only our token may write here: an earlier attempt arrived although its answer was lost.
+            # Only our token may write here: an earlier write arrived although its answer was lost.
             present = self._store.get(self._key)
             self._revision = present.revision if present is not None else None
             entry = self._store.put_if(self._key, value, self._revision, self._token)
         self._revision, self._saved = entry.revision, value
         self._took_s = time.perf_counter() - began
         self.measured(self._took_s, len(value))
+
+
+MEMBER_REST = tuple(field.name for field in dataclasses.fields(Member))[2:]
+"""Fields of a member after `report` and `seen`."""
+_member_rest = operator.attrgetter(*MEMBER_REST)
+
+
+class StateEncoder:
+    """Encodes states as `elastic.domain.codec` does, and reuses the text of unchanged parts.
+
+    A state is immutable, so the same object has the same text. In a job of thousands of nodes a
+    save often follows a few reports, while the assignment alone has tens of thousands of recipes.
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._fields: dict[str, tuple[Any, str]] = {}
+        self._members: dict[str, tuple[NodeReport, tuple[Any, ...], str, str]] = {}
+
+    def encode(self, state: JobState) -> str:
+        """The same text as `codec.dumps(state)`."""
+        parts = []
+        for field in dataclasses.fields(state):
+            name, value = field.name, getattr(state, field.name)
+            text = self._encode_members(value) if name == "members" else self._encode(name, value)
+            parts.append(f'"{name}":{text}')
+        return f"{{{','.join(parts)}}}"
+
+    def _encode(self, name: str, value: Any) -> str:
+        known = self._fields.get(name)
+        if known is None or known[0] is not value:
+            known = self._fields[name] = (value, codec.dumps(value))
+        return known[1]
+
+    def _encode_members(self, members: dict[str, Member]) -> str:
+        for node in self._members.keys() - members.keys():
+            del self._members[node]
+        return f"{{{','.join([self._encode_member(n, mb) for n, mb in members.items()])}}}"
+
+    def _encode_member(self, node: str, member: Member) -> str:
+        """A heartbeat changes only `seen`, so the texts before and after it are kept."""
+        known, report, rest = self._members.get(node), member.report, _member_rest(member)
+        if known is None or known[0] is not report or known[1] != rest:
+            before = f'{json.dumps(node)}:{{"report":{codec.dumps(report)},"seen":'
+            fields = zip(MEMBER_REST, rest, strict=True)
+            after = "".join(f',"{name}":{codec.dumps(value)}' for name, value in fields) + "}"
+            known = self._members[node] = (report, rest, before, after)
+        return f"{known[2]}{codec.dumps(member.seen)}{known[3]}"

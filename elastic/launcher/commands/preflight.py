@@ -42,7 +42,7 @@ def preflight(
     directories += [("checkpoints", checkpoint_dir)] if checkpoint_dir else []
     tls.use(asking(SimpleNamespace(**secrets), os.environ, None))
 
-    from elastic.agent.health.preflight import local_checks, network_checks, standing_of
+    from elastic.agent.health.preflight import local_checks, network_checks, score_class
     from elastic.core.protocol.health_report import Preflight
 
     began = perf_counter()
@@ -60,6 +60,6 @@ def preflight(
         }
         for c in flight.checks
     ]
-    figures = {"seconds": round(flight.seconds, 3), "score": round(score, 2), "standing": standing_of(score)}
+    figures = {"seconds": round(flight.seconds, 3), "score": round(score, 2), "standing": score_class(score)}
     show({"ok": not flight.failed, **figures, "checks": rows}, json)
     return EXIT_FAILURE if flight.failed else EXIT_OK

@@ -20,7 +20,7 @@ import blosc
 from blosc.blosc_extension import error as CorruptBuffer
 
 from elastic.domain.errors import FieldError, VaultError
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import FrameStream
 
 BLOSC = "blosc"
 """Name of the codec in requests and replies; "" means uncompressed."""
@@ -60,7 +60,7 @@ def unpack(block: bytes | bytearray, out: memoryview) -> None:
     out[:] = raw
 
 
-def send_blocks(stream: Stream, data: memoryview) -> tuple[int, float]:
+def send_blocks(stream: FrameStream, data: memoryview) -> tuple[int, float]:
     """Send a copy compressed. Returns the bytes sent and the seconds spent on compression."""
     sent, spent = 0, 0.0
     for piece in _pieces(data):
@@ -73,7 +73,7 @@ def send_blocks(stream: Stream, data: memoryview) -> tuple[int, float]:
 
 
 def read_blocks(
-    stream: Stream, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
+    stream: FrameStream, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
 ) -> VaultError | None:
     """Read a compressed copy into `out`; `on_chunk` gets it piece by piece.
 
@@ -94,13 +94,13 @@ def read_blocks(
     return problem
 
 
-def drain_blocks(stream: Stream, nbytes: int) -> None:
+def drain_blocks(stream: FrameStream, nbytes: int) -> None:
     """Read and discard the blocks of a copy of `nbytes`."""
     for start in range(0, nbytes, BLOCK_BYTES):
         _read_block(stream, min(BLOCK_BYTES, nbytes - start))
 
 
-def _read_block(stream: Stream, raw: int) -> bytearray:
+def _read_block(stream: FrameStream, raw: int) -> bytearray:
     head = bytearray(_LENGTH.size)
     stream.read_into(memoryview(head))
     (length,) = _LENGTH.unpack(head)

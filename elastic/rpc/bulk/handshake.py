@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.domain.errors import FieldError, VaultError
-from elastic.rpc.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Stream
+from elastic.rpc.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameStream
 from elastic.rpc.security.rejections import Reason
 from elastic.rpc.security.tls import Certificates, SecuritySettings
 from elastic.rpc.security.token_proof import TokenGate, answer, new_nonce, proved
@@ -37,7 +37,7 @@ class HandshakeRejected:
     text: str
 
 
-def authenticate(stream: Stream, token: str, node: str) -> None:
+def authenticate(stream: FrameStream, token: str, node: str) -> None:
     """Run the client's side. Raises VaultError when either side rejects the other."""
     mine = new_nonce()
     stream.send({"kind": "Hello", "body": {"node": node, "nonce": mine}})
@@ -51,10 +51,10 @@ def authenticate(stream: Stream, token: str, node: str) -> None:
         raise VaultError(f"the vault rejects this node: {error}")
 
 
-def verify_client(stream: Stream, gate: TokenGate) -> str | HandshakeRejected:
+def verify_client(stream: FrameStream, gate: TokenGate) -> str | HandshakeRejected:
     """Run the vault's side.
 
-    Returns the node, or why it is rejected. Raises the errors of `Stream`.
+    Returns the node, or why it is rejected. Raises the errors of `FrameStream`.
     """
     stream.most_header, stream.most_payload = MAX_BYTES, 0
     hello = _body(stream, "Hello")
@@ -89,14 +89,14 @@ def wrap_server(certificates: Certificates) -> Callable[[socket.socket], ssl.SSL
     )
 
 
-def _received(stream: Stream) -> dict[str, Any]:
+def _received(stream: FrameStream) -> dict[str, Any]:
     header, nbytes = stream.receive()
     if not isinstance(header, dict) or nbytes:
         raise FieldError("handshake", str(header)[:80], "an object is needed")
     return header
 
 
-def _body(stream: Stream, kind: str) -> dict[str, Any] | None:
+def _body(stream: FrameStream, kind: str) -> dict[str, Any] | None:
     header = _received(stream)
     body = header.get("body")
     return body if header.get("kind") == kind and isinstance(body, dict) else None

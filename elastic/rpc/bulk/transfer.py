@@ -42,7 +42,7 @@ from elastic.domain.types import Copy
 from elastic.rpc.bulk.blocks import CODECS, read_blocks, send_blocks
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.handshake import authenticate, wrap_client
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import FrameStream
 from elastic.rpc.security import tls
 
 BUFFER_BYTES = 1 << 20
@@ -138,7 +138,7 @@ class VaultClient:
         secure: tls.SecuritySettings | None = None,
     ) -> None:
         """`node`: the client's own. `timeout_s` bounds every wait without progress. `pace`: see
-        `Stream`. `compressing` chooses codecs; None: uncompressed. `secure`: None means the
+        `FrameStream`. `compressing` chooses codecs; None: uncompressed. `secure`: None means the
         settings of this process.
         """
         self.address, self._pace = address, pace
@@ -146,7 +146,7 @@ class VaultClient:
         self._compressing = compressing or CompressionPolicy("off")
         self._where = split_address(address)
         self._node, self._timeout_s = node, timeout_s
-        self._stream: Stream | None = None
+        self._stream: FrameStream | None = None
         self._closed = False
         self._calling, self._lock = threading.Lock(), threading.Lock()
 
@@ -234,7 +234,7 @@ class VaultClient:
         if stream is not None:
             stream.close()
 
-    def _open(self) -> Stream:
+    def _open(self) -> FrameStream:
         """The connection, opened if there is none.
 
         It is registered before it is open, so that `close` can end the wait.
@@ -243,7 +243,7 @@ class VaultClient:
             return self._stream
         family, kind, protocol, _, where = socket.getaddrinfo(*self._where, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
-        stream = Stream(tune(sock), self._timeout_s)
+        stream = FrameStream(tune(sock), self._timeout_s)
         stream.pace = self._pace
         with self._lock:
             self._stream = stream
@@ -258,7 +258,7 @@ class VaultClient:
         return stream
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[Stream]:
+    def _connected(self) -> Iterator[FrameStream]:
         """The connection.
 
         After an error that is no clean answer it is dropped: it may be inside a frame.
@@ -278,7 +278,7 @@ class VaultClient:
             raise
 
 
-def send_copy(stream: Stream, data: memoryview, how: str) -> tuple[int, float]:
+def send_copy(stream: FrameStream, data: memoryview, how: str) -> tuple[int, float]:
     """Send a copy, uncompressed ("") or by a codec.
 
     Returns bytes sent and seconds spent on compression.
@@ -290,7 +290,7 @@ def send_copy(stream: Stream, data: memoryview, how: str) -> tuple[int, float]:
 
 
 def read_copy(
-    stream: Stream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
+    stream: FrameStream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
 ) -> VaultError | None:
     """Read a copy with the codec `how` into `out`; `on_chunk` gets it piece by piece.
 
@@ -305,12 +305,12 @@ def read_copy(
     return None
 
 
-def _ask(stream: Stream, request: Any) -> None:
+def _ask(stream: FrameStream, request: Any) -> None:
     with _reason_first():
         _begin(stream, request, 0)
 
 
-def _begin(stream: Stream, request: Any, nbytes: int, waits: bool = False) -> None:
+def _begin(stream: FrameStream, request: Any, nbytes: int, waits: bool = False) -> None:
     stream.begin({"kind": type(request).__name__, "body": codec.encode(request)}, nbytes, waits)
 
 
@@ -319,7 +319,7 @@ def _reason_first() -> contextlib.AbstractContextManager[None]:
     return contextlib.suppress(ChannelClosed)
 
 
-def _reply(stream: Stream) -> tuple[Reply, int]:
+def _reply(stream: FrameStream) -> tuple[Reply, int]:
     body, nbytes = stream.receive()
     reply = codec.decode(Reply, body)
     if reply.error:

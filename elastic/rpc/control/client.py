@@ -1,6 +1,6 @@
 """A node's side of its stream to the coordinator, and single calls.
 
-A `Session` tries to reach its coordinator for as long as it is open; it finds a coordinator again
+A `CoordinatorSession` tries to reach its coordinator for as long as it is open; it finds a coordinator again
 about half a second after its return. Nothing is kept while the coordinator is away: in `on_up` a
 node sends its whole condition anew. Among several coordinators the one with the highest term is
 followed (`elastic.core.protocol.election`). All addresses are tried all the time, so a new leader is found
@@ -67,7 +67,7 @@ class CoordinatorStub:
         self.call = channel.unary_unary(CALL, request_serializer=to_wire)
 
 
-class Session:
+class CoordinatorSession:
     """Keeps one stream open, to the leader among `address` (host:port, several separated by
     commas), from the moment it is made until `close`.
 

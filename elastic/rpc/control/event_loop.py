@@ -8,7 +8,7 @@ messages and keepalives.
 gRPC's poller thread wakes the loop by one byte per event, through a socket that holds a few
 hundred. gRPC's reader handles all events that are there, but takes one byte, so each event cost a
 turn of the loop. When turns became long, as with a busy second thread, the socket was full, the
-poller waited for one byte per turn, and messages waited for seconds. `Loop` therefore takes all
+poller waited for one byte per turn, and messages waited for seconds. `GrpcEventLoop` therefore takes all
 bytes but one (decision 023).
 """
 
@@ -38,7 +38,7 @@ CANCEL_AGAIN_S = 2.0
 _starting = threading.Lock()
 
 
-class Loop(asyncio.SelectorEventLoop):
+class GrpcEventLoop(asyncio.SelectorEventLoop):
     """An event loop on which gRPC's poller never waits for more than one turn."""
 
     spared = 0
@@ -68,7 +68,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _started_loop() -> asyncio.AbstractEventLoop:
-    loop = Loop()
+    loop = GrpcEventLoop()
     threading.Thread(target=loop.run_forever, name="rpc-loop", daemon=True).start()
     return loop
 

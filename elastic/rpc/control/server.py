@@ -55,7 +55,7 @@ WORDS_CHARS = 2000
 """Longest error text in an answer: gRPC drops answers whose headers exceed 8 KiB."""
 
 
-class Session:
+class ClientSession:
     """A node's open stream. All methods are thread-safe and return at once."""
 
     def __init__(
@@ -120,9 +120,9 @@ class Server:
         self,
         address: str,
         *,
-        on_open: Callable[[Session], object],
-        on_message: Callable[[Session, Any, Envelope], object],
-        on_close: Callable[[Session], object],
+        on_open: Callable[[ClientSession], object],
+        on_message: Callable[[ClientSession, Any, Envelope], object],
+        on_close: Callable[[ClientSession], object],
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
@@ -206,7 +206,7 @@ class Server:
         """Serve one node's stream from its opening to its end."""
         peer = self._peer(context)
         metadata = dict(context.invocation_metadata() or ())
-        session = Session(str(metadata.get("sender", "")), peer, self._term, self._encoder)
+        session = ClientSession(str(metadata.get("sender", "")), peer, self._term, self._encoder)
         await self._admit(context, "session", session.sender)
         self._dispatcher.post(partial(self._on_open, session))
         tasks: set[asyncio.Task[None]] = set()
@@ -227,7 +227,7 @@ class Server:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, session: Session, requests: AsyncIterator[bytes]) -> None:
+    async def _read(self, session: ClientSession, requests: AsyncIterator[bytes]) -> None:
         """Hand on every message until the stream ends."""
         newest, begun = 0, bytearray()
         async for request in requests:

@@ -47,7 +47,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
+class RejectionNotice:
     """One notice: the last rejection for a reason, and how many there were."""
 
     port: str
@@ -69,7 +69,7 @@ class Rejections:
         self._clock, self._lock = clock, threading.Lock()
         self._counts: dict[tuple[str, Reason], int] = {}
         self._reported: dict[tuple[str, Reason], tuple[float, int]] = {}
-        self._subscribers: list[Callable[[Rejection], object]] = []
+        self._subscribers: list[Callable[[RejectionNotice], object]] = []
 
     def count(self, port: str, reason: Reason, peer: object = "", detail: object = "") -> None:
         """Count one rejection.
@@ -84,7 +84,7 @@ class Rejections:
                 return
             self._reported[key] = now, total
             subscribers = tuple(self._subscribers)
-        notice = Rejection(port, reason, _plain(peer), _plain(detail), total - before, total)
+        notice = RejectionNotice(port, reason, _plain(peer), _plain(detail), total - before, total)
         log.warning(
             "%s port rejected (%s, %d since the last report) from %s: %s",
             port,
@@ -112,12 +112,12 @@ class Rejections:
         """Number of rejections for `reason`, at `port` or at any."""
         return sum(n for (where, why), n in self.counts().items() if why is reason and port in ("", where))
 
-    def subscribe(self, subscriber: Callable[[Rejection], object]) -> None:
+    def subscribe(self, subscriber: Callable[[RejectionNotice], object]) -> None:
         """Call `subscriber` with every notice, on the thread that rejects; it must not block."""
         with self._lock:
             self._subscribers.append(subscriber)
 
-    def unsubscribe(self, subscriber: Callable[[Rejection], object]) -> None:
+    def unsubscribe(self, subscriber: Callable[[RejectionNotice], object]) -> None:
         with self._lock:
             if subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)

@@ -37,7 +37,7 @@ import torch
 from elastic.core.protocol.messages import LocalCopy, Published
 from elastic.domain.errors import StaleError, VaultFull
 from elastic.domain.types import GRADIENT, LOGS, Copy
-from elastic.store.shared_memory import DATA_OFFSET, Slot, SlotPool, checksum, slot_prefix
+from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, SlotPool, checksum, slot_prefix
 from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.items import PendingCopy, RingKey
@@ -57,7 +57,7 @@ class AgentChannel(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _RingSlot:
-    slot: Slot
+    slot: SharedSlot
     bundle: int = 0
     """The bundle of its announcement; 0: not announced, so free to be written."""
     step: int = -1
@@ -92,7 +92,7 @@ class Publisher:
         self._channel, self._node, self._shard = channel, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()))
         self._rings: dict[RingKey, _Ring] = {}
-        self._retired: list[Slot] = []
+        self._retired: list[SharedSlot] = []
         self._epoch = 0
         self._sequence = time.monotonic_ns() // 1000
         """Starts above the numbers of each earlier worker of this node."""
@@ -185,7 +185,7 @@ class Publisher:
     def _announce(self, bundle: int, peer: str, written: list[LocalCopy]) -> None:
         self._channel.send(Published(bundle, tuple(written), peer))
 
-    def _write(self, item: PendingCopy, slot: Slot, epoch: int, sequence: int) -> LocalCopy:
+    def _write(self, item: PendingCopy, slot: SharedSlot, epoch: int, sequence: int) -> LocalCopy:
         began, view = time.perf_counter(), slot.view(item.nbytes)
         slot.begin()
         item.write(torch.frombuffer(view, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""A driver of accelerators that acts like pynvml, and can be broken."""
+"""A fake of pynvml, with faults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class Driver:
-    """`count` devices; tests change `heat`, `mask`, `ecc`, `gone` and add (device, XID) to `messages`."""
+    """`count` devices. Tests change `heat`, `mask`, `ecc` and `gone`, and add (device, XID) to
+    `messages`."""
 
     class NVMLError(Exception):
         pass

@@ -1,4 +1,4 @@
-"""What the driver says becomes figures; what breaks in it becomes a finding."""
+"""Readings of accelerators, and failures of the driver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_errors_from_before_do_not_count() -> None:
     assert devices.read()[0].errors == 3
 
 
-@pytest.mark.parametrize(("xid", "fault"), [(79, "XID 79"), (48, "XID 48"), (13, ""), (31, ""), (43, "")])
+@pytest.mark.parametrize(
+    ("xid", "fault"), [(79, "XID 79"), (48, "XID 48"), (13, ""), (31, ""), (43, "")]
+)
 def test_errors_of_the_program_are_no_fault_of_the_device(xid: int, fault: str) -> None:
     driver = Driver(2)
     devices = Devices(driver)

@@ -1,14 +1,15 @@
-"""The agent's look at its node: what is reported, when, and how large that can get."""
+"""Health reports: their content, times and size."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elastic.agent.health import monitor as health
 from elastic.agent.health.devices import Devices
-from elastic.agent.health.monitor import LEAST_BYTES, QUIET_LOOKS, Monitor, disk_of
+from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, Monitor, disk_of
 from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, HealthReport
 from elastic.domain import codec
 from tests.agent.health.drivers import Driver
@@ -32,59 +33,59 @@ def monitor(folder: Path, driver: Driver | None = None) -> tuple[Monitor, Clock]
     return made, clock
 
 
-def looked(made: Monitor) -> HealthReport:
-    report = made.look()
+def sampled(made: Monitor) -> HealthReport:
+    report = made.sample()
     assert report is not None
     return report
 
 
 def test_the_first_look_tells_of_everything_and_later_ones_of_news(tmp_path: Path) -> None:
     made, _ = monitor(tmp_path)
-    first = looked(made)
+    first = sampled(made)
     assert (first.node, first.incarnation, first.epoch) == ("node1", "a", 3)
     assert first.memory_total_bytes > first.memory_free_bytes > 0 and first.load >= 0
     (disk,) = first.disks
     assert disk.path == str(tmp_path) and disk.total_bytes >= disk.free_bytes > 0 and disk.volume
-    assert [made.look() for _ in range(QUIET_LOOKS)] == [None] * QUIET_LOOKS
-    assert looked(made).failed_operations == ()
+    assert [made.sample() for _ in range(MAX_SILENT_SAMPLES)] == [None] * MAX_SILENT_SAMPLES
+    assert sampled(made).failed_operations == ()
 
 
 def test_what_could_not_be_written_is_told_at_once_and_counted(tmp_path: Path) -> None:
     made, _ = monitor(tmp_path)
-    looked(made)
+    sampled(made)
     for _ in range(3):
         made.failed("checkpoint", str(tmp_path), "No space left on device")
-    (mishap,) = looked(made).failed_operations
-    assert (mishap.what, mishap.count) == ("checkpoint", 3) and made.look() is None
+    (mishap,) = sampled(made).failed_operations
+    assert (mishap.what, mishap.count) == ("checkpoint", 3) and made.sample() is None
 
 
 def test_links_are_measured_by_copies_of_the_largest_size(tmp_path: Path) -> None:
     made, _clock = monitor(tmp_path)
-    looked(made)
-    made.sent("node2", LEAST_BYTES - 1, 0.001)
-    made.sent("node2", LEAST_BYTES, 1.0)
+    sampled(made)
+    made.sent("node2", MIN_BYTES - 1, 0.001)
+    made.sent("node2", MIN_BYTES, 1.0)
     made.sent("node2", 4 * MIB, 1.0)
-    assert made.look() is None, "one copy is not enough, and small ones tell nothing"
+    assert made.sample() is None, "one copy is not enough, and small copies do not count"
     made.sent("node2", 4 * MIB, 0.5)
-    (link,) = looked(made).links
+    (link,) = sampled(made).links
     assert (link.peer, link.sends, link.nbytes) == ("node2", 2, 8 * MIB)
     assert link.best_bytes_per_s == 8 * MIB and link.seconds == 1.5
 
 
 def test_a_steady_link_is_told_of_now_and_then_and_a_change_at_once(tmp_path: Path) -> None:
     made, clock = monitor(tmp_path)
-    looked(made)
+    sampled(made)
 
     def second(seconds: float) -> bool:
         clock.now += 1.0
         for _ in range(3):
             made.sent("node2", MIB, seconds)
-        report = made.look()
+        report = made.sample()
         return report is not None and bool(report.links)
 
     told = [second(0.1) for _ in range(24)]
-    assert told[: health.FIRST_WINDOWS] == [True] * health.FIRST_WINDOWS
-    assert sum(told[health.FIRST_WINDOWS :]) == 2
+    assert told[: health.SHORT_WINDOWS] == [True] * health.SHORT_WINDOWS
+    assert sum(told[health.SHORT_WINDOWS :]) == 2
     for _ in range(2):
         second(1.0)
     assert second(1.0) or second(1.0), "ten times slower is news"
@@ -92,26 +93,26 @@ def test_a_steady_link_is_told_of_now_and_then_and_a_change_at_once(tmp_path: Pa
 
 def test_a_new_membership_begins_anew(tmp_path: Path) -> None:
     made, _ = monitor(tmp_path)
-    looked(made)
+    sampled(made)
     made.sent("node2", MIB, 0.1)
     made.enter("b", 0)
     made.sent("node2", MIB, 0.1)
-    report = looked(made)
+    report = sampled(made)
     assert report.incarnation == "b" and report.links == ()
 
 
 def test_a_device_that_changes_is_news(tmp_path: Path) -> None:
     driver = Driver(2)
     made, _ = monitor(tmp_path, driver)
-    looked(made)
+    sampled(made)
     driver.heat[1] = 70
-    assert made.look() is None, "warmer is none"
+    assert made.sample() is None, "warmer is none"
     driver.mask[1] = driver.nvmlClocksThrottleReasonHwThermalSlowdown
-    assert looked(made).devices[1].throttled == "too hot"
+    assert sampled(made).devices[1].throttled == "too hot"
     driver.ecc[0] += 2
-    assert looked(made).devices[0].errors == 2
+    assert sampled(made).devices[0].errors == 2
     driver.messages.append((0, 79))
-    assert looked(made).devices[0].fault == "XID 79"
+    assert sampled(made).devices[0].fault == "XID 79"
 
 
 def test_a_report_is_small_whatever_happens(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_report_is_small_whatever_happens(tmp_path: Path) -> None:
         made.failed("checkpoint", f"/{number}/" + "x" * 10_000, "y" * 10_000)
         for _ in range(3):
             made.sent(f"node{number}", MIB, 0.1)
-    report = looked(made)
+    report = sampled(made)
     assert max(map(len, (report.links, report.failed_operations, report.devices))) == MAX_ENTRIES
     assert max(len(mishap.path) for mishap in report.failed_operations) == MAX_TEXT_LENGTH
     assert len(codec.dumps(report)) < 16_000
@@ -142,5 +143,5 @@ def test_a_network_disk_is_the_same_from_everywhere(
         def __init__(self) -> None:
             self.fstype = fstype
 
-    monkeypatch.setattr(health.psutil, "disk_partitions", lambda all: [Mount()])
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [Mount()])
     assert health.volume(tmp_path) == "server:/export"

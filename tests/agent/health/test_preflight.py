@@ -1,4 +1,4 @@
-"""Pre-flight: what is checked, what is fatal, and how often a node asks."""
+"""The pre-flight: its checks, their severity, and when it is repeated."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elastic.agent.health import preflight
 from elastic.agent.health.devices import Devices
-from elastic.agent.health.preflight import Gate, local_checks, network_checks, standing_of
+from elastic.agent.health.preflight import local_checks, network_checks, score_class
+from elastic.agent.health.readiness import PreflightGate
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.health_report import Preflight, PreflightCheck
@@ -48,8 +50,6 @@ def test_less_memory_than_the_plan_may_use_is_a_warning() -> None:
 def test_wrong_results_are_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
         def __eq__(self, other: object) -> Any:
-            import numpy as np
-
             return np.array([True, False])
 
     class Matrix:
@@ -67,7 +67,7 @@ def test_wrong_results_are_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
 
         __sub__ = __mod__
 
-    monkeypatch.setattr(preflight.np, "arange", lambda *args, **kinds: Matrix())
+    monkeypatch.setattr(np, "arange", lambda *args, **kinds: Matrix())
     check = preflight.compute()
     assert not check.ok and check.fatal and "wrong results" in check.remedy
 
@@ -86,7 +86,11 @@ def test_a_broken_device_is_fatal_and_a_hot_one_a_warning() -> None:
     ("program", "ok", "text"),
     [
         ("print('noise'); print('{\"tflops\": 3.5}')", True, ""),
-        ('print(\'{"tflops": 0.1, "error": "cuda:0 computes wrong results"}\')', False, "wrong results"),
+        (
+            'print(\'{"tflops": 0.1, "error": "cuda:0 computes wrong results"}\')',
+            False,
+            "wrong results",
+        ),
         ("raise SystemExit(3)", False, "the trial failed"),
     ],
 )
@@ -108,7 +112,9 @@ def test_clock_and_peer(tmp_path: Path) -> None:
             {"node": "b", "vault": server.address},
         ]
         found = network_checks("host:1", "a", ask=answers(peers=rows, now=time.time()))
-        assert [c.name for c in found] == ["coordinator", "clock", "peer"] and all(c.ok for c in found)
+        assert [c.name for c in found] == ["coordinator", "clock", "peer"] and all(
+            c.ok for c in found
+        )
         assert found[2].value > 1e6 and abs(found[1].value) < 5.0
     finally:
         server.close()
@@ -135,9 +141,9 @@ def test_a_coordinator_that_does_not_answer_is_no_reason_to_stay_away() -> None:
 
 
 def test_standing_is_in_steps_of_a_quarter() -> None:
-    assert standing_of(0.0) == 0
-    assert standing_of(125.0) - standing_of(100.0) == 1
-    assert standing_of(100.0) == standing_of(104.0), "noise is none"
+    assert score_class(0.0) == 0
+    assert score_class(125.0) - score_class(100.0) == 1
+    assert score_class(100.0) == score_class(104.0), "noise is none"
 
 
 # ---- the gate ----------------------------------------------------------------------------------
@@ -150,14 +156,19 @@ def sound() -> tuple[list[PreflightCheck], float]:
 def test_the_gate_holds_the_first_report_back_until_the_checks_are_made() -> None:
     flown = threading.Event()
     found: list[Preflight] = []
-    gate = Gate("on", sound, lambda flight: (found.append(flight), flown.set()))
+
+    def receive(flight: Preflight) -> None:
+        found.append(flight)
+        flown.set()
+
+    gate = PreflightGate("on", sound, receive)
     assert not gate.open
-    gate.ask()
-    gate.ask()
+    gate.start()
+    gate.start()
     assert flown.wait(LONG_S)
-    gate.made(found[0])
-    assert gate.open and gate.flight is not None and not gate.flight.failed
-    gate.ask()
+    gate.finished(found[0])
+    assert gate.open and gate.result is not None and not gate.result.failed
+    gate.start()
     assert len(found) == 1
     gate.shut()
     assert not gate.open, "another membership, another look"
@@ -165,8 +176,8 @@ def test_the_gate_holds_the_first_report_back_until_the_checks_are_made() -> Non
 
 def test_a_refused_node_looks_again_after_the_pause() -> None:
     flown = threading.Event()
-    gate = Gate("on", sound, lambda flight: flown.set())
-    gate.made(Preflight("on", 0.1))
+    gate = PreflightGate("on", sound, lambda flight: flown.set())
+    gate.finished(Preflight("on", 0.1))
     gate.refused(0.01)
     assert not gate.open and flown.wait(LONG_S)
     gate.close()
@@ -179,13 +190,17 @@ def test_checks_that_break_off_are_a_failure() -> None:
     def broken() -> tuple[list[PreflightCheck], float]:
         raise ZeroDivisionError("oops")
 
-    gate = Gate("on", broken, lambda flight: (found.append(flight), flown.set()))
-    gate.ask()
+    def receive(flight: Preflight) -> None:
+        found.append(flight)
+        flown.set()
+
+    gate = PreflightGate("on", broken, receive)
+    gate.start()
     assert flown.wait(LONG_S)
     (check,) = found[0].failed
     assert "oops" in check.remedy
 
 
 def test_without_preflight_the_gate_is_open() -> None:
-    gate = Gate("off", sound, lambda flight: None)
-    assert gate.open and gate.flight is None
+    gate = PreflightGate("off", sound, lambda flight: None)
+    assert gate.open and gate.result is None

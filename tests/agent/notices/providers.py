@@ -1,4 +1,4 @@
-"""Metadata services as the clouds have them: real HTTP servers that speak each protocol, and refuse what it refuses.
+"""Fake metadata services: real HTTP servers that speak each cloud's protocol.
 
 Every machine has its own under /NAME/..., so that one server stands for those of many machines.
 """
@@ -62,7 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         parts = urlsplit(self.path)
-        _, machine, rest = parts.path.split("/", 2) if parts.path.count("/") > 1 else ("", "", parts.path[1:])
+        _, machine, rest = (
+            parts.path.split("/", 2) if parts.path.count("/") > 1 else ("", "", parts.path[1:])
+        )
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         self.provider.asked.append((self.command, machine, f"/{rest}"))
         match self.provider.broken:
@@ -194,7 +196,9 @@ class FakeAzure(Provider):
         with self.changed:
             return self.changed.wait_for(lambda: event in self.started, limit_s)
 
-    def schedule(self, event: str, kind: str, *machines: str, not_before: str, duration_s: int = -1) -> None:
+    def schedule(
+        self, event: str, kind: str, *machines: str, not_before: str, duration_s: int = -1
+    ) -> None:
         self.events = [
             *self.events,
             {

@@ -1,4 +1,4 @@
-"""Each provider's client against a real server that speaks its protocol, and refuses what it refuses."""
+"""Each provider's client against a real server that speaks its protocol."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from elastic.agent.notices import discovery as gather
 from elastic.agent.notices.aws import Aws
 from elastic.agent.notices.azure import Azure
-from elastic.agent.notices.discovery import Surroundings, detect
+from elastic.agent.notices.discovery import SourceContext, detect
 from elastic.agent.notices.file import NoticeFile
 from elastic.agent.notices.gcp import Gcp
-from elastic.agent.notices.metadata import Metadata
-from elastic.agent.notices.source import Source, Watcher
+from elastic.agent.notices.metadata import MetadataService
+from elastic.agent.notices.source import Source, SourceWatcher
 from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 from tests.agent.notices.providers import FakeAws, FakeAzure, FakeGcp, Provider
@@ -46,8 +46,8 @@ def azure() -> Iterator[FakeAzure]:
     with_.close()
 
 
-def service(provider: Provider, machine: str = "node0", timeout_s: float = 2.0) -> Metadata:
-    return Metadata(f"http://{provider.address}/{machine}", timeout_s)
+def service(provider: Provider, machine: str = "node0", timeout_s: float = 2.0) -> MetadataService:
+    return MetadataService(f"http://{provider.address}/{machine}", timeout_s)
 
 
 def left_s(heard: ProviderNotice) -> float:
@@ -94,7 +94,11 @@ def test_aws_recommends_to_rebalance(aws: FakeAws) -> None:
 
 def test_aws_hibernates_at_once_and_an_unreadable_time_is_two_minutes(aws: FakeAws) -> None:
     client = Aws(service(aws))
-    aws.set("node0", FakeAws.ACTION, {"action": "hibernate", "time": in_(120).strftime("%Y-%m-%dT%H:%M:%SZ")})
+    aws.set(
+        "node0",
+        FakeAws.ACTION,
+        {"action": "hibernate", "time": in_(120).strftime("%Y-%m-%dT%H:%M:%SZ")},
+    )
     assert left_s(client.read()[0]) <= 0
     aws.set("node0", FakeAws.ACTION, {"action": "stop", "time": "soon"})
     assert 110 < left_s(client.read()[0]) <= 120
@@ -125,7 +129,9 @@ def test_aws_tells_of_an_interruption_although_recommendations_cannot_be_read(
 
 def test_gcp_answers_when_the_value_changes(gcp: FakeGcp) -> None:
     found: queue.Queue[tuple[ProviderNotice, ...]] = queue.Queue()
-    watcher = Watcher(Gcp(service(gcp), "preempted"), lambda name, notices: found.put(notices))
+    watcher = SourceWatcher(
+        Gcp(service(gcp), "preempted"), lambda name, notices: found.put(notices)
+    )
     try:
         gcp.set("node0", FakeGcp.PREEMPTED, "TRUE")
         (one,) = found.get(timeout=LONG_S)
@@ -142,7 +148,7 @@ def test_gcp_waits_instead_of_asking_all_the_time(gcp: FakeGcp) -> None:
     def change(name: str, notices: tuple[ProviderNotice, ...]) -> None:
         timer.put(name)
 
-    watcher = Watcher(client, change)
+    watcher = SourceWatcher(client, change)
     try:
         gcp.set("node1", FakeGcp.PREEMPTED, "TRUE")  # another machine's
         gcp.set("node0", FakeGcp.PREEMPTED, "TRUE")
@@ -170,7 +176,9 @@ def test_azure_tells_of_events_that_concern_this_machine(azure: FakeAzure) -> No
     azure.schedule("other", "Preempt", "node1", not_before=format_datetime(in_(30), usegmt=True))
     assert client.read() == ()
     azure.schedule("mine", "Preempt", "node0", not_before=format_datetime(in_(30), usegmt=True))
-    azure.schedule("both", "Reboot", "node0", "node1", not_before=format_datetime(in_(900), usegmt=True))
+    azure.schedule(
+        "both", "Reboot", "node0", "node1", not_before=format_datetime(in_(900), usegmt=True)
+    )
     first, second = client.read()
     assert (first.identity, second.identity) == ("azure:mine", "azure:both")
     assert 20 < left_s(first) <= 30 and left_s(second) > 800
@@ -181,7 +189,9 @@ def test_azure_tells_of_events_that_concern_this_machine(azure: FakeAzure) -> No
 
 
 @pytest.mark.parametrize(("duration_s", "leaves"), [(2, False), (30, True), (-1, True)])
-def test_azure_freezes_only_count_when_they_are_felt(azure: FakeAzure, duration_s: int, leaves: bool) -> None:
+def test_azure_freezes_only_count_when_they_are_felt(
+    azure: FakeAzure, duration_s: int, leaves: bool
+) -> None:
     azure.schedule("f", "Freeze", "node0", not_before="", duration_s=duration_s)
     assert bool(Azure(service(azure), silence_s=3.0).read()) == leaves
 
@@ -197,7 +207,11 @@ def test_a_service_in_trouble_raises_and_says_nothing(
     provider: Provider = {"aws": aws, "gcp": gcp, "azure": azure}[cloud]
     provider.broken = trouble
     base = service(provider, timeout_s=0.2)
-    clients: dict[str, Source] = {"aws": Aws(base), "gcp": Gcp(base, "preempted"), "azure": Azure(base, 3.0)}
+    clients: dict[str, Source] = {
+        "aws": Aws(base),
+        "gcp": Gcp(base, "preempted"),
+        "azure": Azure(base, 3.0),
+    }
     if (cloud, trouble) == ("gcp", "silent"):
         pytest.skip("waiting is what it is asked for")
     with pytest.raises((OSError, ValueError)):
@@ -211,7 +225,7 @@ def test_trouble_is_logged_once_and_notices_come_through_again(
     client = Aws(service(aws))
     client.every_s = 0.05
     aws.broken = "down"
-    watcher = Watcher(client, lambda name, notices: found.put(notices))
+    watcher = SourceWatcher(client, lambda name, notices: found.put(notices))
     try:
         end = time.monotonic() + LONG_S
         while len(aws.asked) < 4 and time.monotonic() < end:
@@ -224,9 +238,11 @@ def test_trouble_is_logged_once_and_notices_come_through_again(
     assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
 
 
-def around(tmp_path: Path, **services: str) -> Surroundings:
+def around(tmp_path: Path, **services: str) -> SourceContext:
     nowhere = dict.fromkeys(("aws", "gcp", "azure"), "http://127.0.0.1:9")
-    return Surroundings(node="node0", silence_s=3.0, cards=tmp_path, services={**nowhere, **services})
+    return SourceContext(
+        node="node0", silence_s=3.0, hook_dir=tmp_path, services={**nowhere, **services}
+    )
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure", ""])

@@ -1,4 +1,4 @@
-"""Several hosts, a launcher each: file, HTTP hook, SIGTERM and preStop hook take their nodes; the others go on."""
+"""Hosts with a launcher each: a notice of every kind drains one host; the others go on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,15 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
         "last": ["--notice", "none"],
     }
     with ExitStack() as stack:
-        main = ["coordinator", "--address", address, *common, "--run-dir", str(tmp_path / "main"), *script]
+        main = [
+            "coordinator",
+            "--address",
+            address,
+            *common,
+            "--run-dir",
+            str(tmp_path / "main"),
+            *script,
+        ]
         coordinator = stack.enter_context(running(tmp_path / "main", main, {}))
         agents: dict[str, Job] = {}
         for host in HOSTS:
@@ -93,13 +101,26 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
     drained = [event["node"] for event in kinds(run, "drained")]
     assert set(drained[:2]) == {"file", "hook"} and drained[2:] == ["pod", "hooked-pod"]
     assert_nothing_was_lost(run, drained)
-    assert sorted(e["provider"] for e in kinds(run, "notice")) == ["file", "http", "signal", "signal"]
+    assert sorted(e["provider"] for e in kinds(run, "notice")) == [
+        "file",
+        "http",
+        "signal",
+        "signal",
+    ]
     assert run.summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
 
 
 def test_a_node_with_nothing_to_move_ends_at_once(tmp_path: Path) -> None:
-    """No coordinator answers, no worker has attached: SIGTERM is no reason to wait for the end of the grace."""
-    words = ["agent", "--coordinator", f"127.0.0.1:{free_port()}", "--node", "alone", "--nnodes", "1:2"]
+    """Without a coordinator and workers, SIGTERM ends the agent without the grace period."""
+    words = [
+        "agent",
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        "--node",
+        "alone",
+        "--nnodes",
+        "1:2",
+    ]
     flags = ["--grace", "200", "--notice", "http:0", "--run-dir", str(tmp_path / "alone")]
     with running(tmp_path / "alone", [*words, *flags, *SCRIPT], {}) as agent:
         end = time.monotonic() + DEADLINE_S

@@ -1,7 +1,8 @@
-"""Small checkpoints to break."""
+"""Small checkpoints for tests of interrupted writes."""
 
 from __future__ import annotations
 
+import os
 import signal
 import struct
 from pathlib import Path
@@ -17,9 +18,11 @@ def floats(*values: float) -> bytes:
 
 
 def layer_run(layer: int, version: int, shard: int = 0, tp: int = 1) -> bytes:
-    """A weight [2, 4] split along columns, a bf16 bias along rows, a norm that all have, and moments."""
+    """A weight [2, 4] split by column, a bf16 bias split by row, a shared norm, and moments."""
     columns = range(4)[shard * 4 // tp : (shard + 1) * 4 // tp]
-    weight = floats(*(100 * layer + 10 * row + column + version for row in range(2) for column in columns))
+    weight = floats(
+        *(100 * layer + 10 * row + column + version for row in range(2) for column in columns)
+    )
     bias = bytes(b for row in columns for b in (row, 0x40 + layer))
     return state_run(
         version,
@@ -55,7 +58,7 @@ def write_and_die(directory: str, where: str, reached: object) -> None:
         signal.pause()
 
     if where == "before a part is renamed":
-        checkpoint_directory.os.replace = stop  # type: ignore[assignment]
+        os.replace = stop  # type: ignore[assignment]
     elif where == "before the commit":
-        checkpoint_directory.os.rename = stop  # type: ignore[assignment]
+        os.rename = stop  # type: ignore[assignment]
     whole(Path(directory), 7)

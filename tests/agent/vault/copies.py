@@ -1,4 +1,4 @@
-"""Copies to play with: descriptions, contents, and a writer of local slots."""
+"""Copies for tests: descriptions, contents, and a writer of local slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import LocalCopy
 from elastic.domain.state_layout import plan_layout
 from elastic.domain.types import GRADIENT, STATE, Copy
-from elastic.store.shared_memory import DATA_OFFSET, Slot, checksum
+from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, checksum
 
 _SEQUENCE = itertools.count(1)
 
@@ -21,7 +21,7 @@ def content(seed: int, nbytes: int = 1000) -> bytes:
 
 
 def make(data: bytes, **changes: Any) -> Copy:
-    """A copy of `data`: state 0 of layer 0, epoch 1, made on node b, unless `changes` say otherwise."""
+    """A copy of `data`: by default a state of layer 0, step 0, epoch 1, made on node b."""
     copy = Copy(
         kind=STATE,
         layer=0,
@@ -53,13 +53,15 @@ class LocalWriter:
 
     def __init__(self, directory: Path, prefix: str = "worker-1-") -> None:
         self._directory, self._prefix = directory, prefix
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, SharedSlot] = {}
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, number: int, copy: Copy, data: bytes) -> LocalCopy:
         """Write `data` into slot `number`, made big enough at its first use."""
         if number not in self.slots:
-            self.slots[number] = Slot(self._directory / f"{self._prefix}{number}.slot", len(data))
+            self.slots[number] = SharedSlot(
+                self._directory / f"{self._prefix}{number}.slot", len(data)
+            )
         slot = self.slots[number]
         slot.begin()
         slot.view(len(data))[:] = data

@@ -1,4 +1,4 @@
-"""Agents, as far as backups are concerned: vault, server, replicator, the channel of a worker."""
+"""The backup parts of agents: vault, server, replicator, and a worker's channel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,7 +33,7 @@ class MiniNode:
         self.failed: queue.Queue[tuple[int, str, ElasticError]] = queue.Queue()
         self.failed_epochs: list[int] = []
         self.heard: queue.Queue[Published] = queue.Queue()
-        self.on_acked = lambda bundle: None
+        self.on_acked: Callable[[int], object] = lambda bundle: None
         self.refused: list[int] = []
         """Bundles for which the peer had no room."""
         self.replicator = Replicator(self.vault, self._on_acked, self._on_failed, timeout_s=LONG_S)
@@ -49,7 +49,7 @@ class MiniNode:
         self.failed.put((bundle, peer, error))
 
     def take(self, published: Published, worker: int = 0) -> None:
-        """What an agent does with an announcement."""
+        """Handle an announcement as an agent does."""
         for local in published.copies:
             self.vault.publish(local)
         self.replicator.submit(worker, published)
@@ -102,7 +102,9 @@ class ProcessVault:
     def __init__(self, name: str, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(name, str(directory), there), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(name, str(directory), there), daemon=True
+        )
         self._process.start()
         self.address: str = self._pipe.recv()
 

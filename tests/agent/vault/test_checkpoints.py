@@ -1,4 +1,4 @@
-"""Checkpoints are taken from announced states, by one node a layer, without holding anything up."""
+"""Checkpoints are written from announced states, by one node per layer, in the background."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class Node:
     """A node's vault and checkpoint writer; `parts` is what the agent hears."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        self.vault, self.workers = Vault(name, directory / name), LocalWriter(directory / f"{name}-worker")
+        self.vault, self.workers = (
+            Vault(name, directory / name),
+            LocalWriter(directory / f"{name}-worker"),
+        )
         self.directory = directory / "checkpoints"
         self.parts: queue.Queue[CheckpointPart] = queue.Queue()
         self.writer = CheckpointWriter(self.directory, self.vault, self.parts.put)
@@ -46,13 +49,15 @@ class Node:
         locals_ = []
         for layer in layers:
             run = layer_run(layer, step)
-            locals_.append(self.workers.write(2 * layer + step % 2, make(run, layer=layer, step=step), run))
+            locals_.append(
+                self.workers.write(2 * layer + step % 2, make(run, layer=layer, step=step), run)
+            )
             self.vault.publish(locals_[-1])
         published = Published(step, tuple(locals_), "")
         self.writer.offer(published)
         return published
 
-    def written(self) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+    def written(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
         """All parts so far, once what is queued is done."""
         done = threading.Event()
         self.writer.then(done.set)
@@ -148,7 +153,9 @@ def test_the_last_step_is_always_a_checkpoint_and_can_be_waited_for(node: Node) 
     assert [order.get(timeout=LONG_S) for _ in range(2)] == ["slow", "2 on disk"]
 
 
-def test_a_disk_that_refuses_costs_that_checkpoint(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_refuses_costs_that_checkpoint(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     node.directory.write_text("not a directory")
     node.announce(2, 0, 1)
     assert node.written() == [] and "checkpoint of step 2" in caplog.text
@@ -166,7 +173,7 @@ def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
 
 
 def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: Node) -> None:
-    """A holder wrote its portion; the other was lost before it wrote its own, and the first has the whole state now."""
+    """A holder wrote its portion, the other was lost, and the first now has the whole state."""
     run = memoryview(layer_run(0, 2))
     header = read_header(run)
     rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in header.tensors]
@@ -190,7 +197,7 @@ from tests.agent.vault.test_checkpoints import Node
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 node = Node("a", Path(sys.argv[1]))
 refused = []
-node.writer._refused = refused.append
+node.writer._failed = refused.append
 node.announce(0, 0, 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 node.announce(2, 0, 1)
@@ -205,6 +212,8 @@ print(refused)
 def test_a_disk_that_refuses_is_told_of_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
     """For real, without the right to mount a small disk: the system refuses files above a limit."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONG_S)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONG_S
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("File too large") == 1 and "Traceback" not in done.stderr

@@ -42,7 +42,9 @@ def test_the_newest_state_of_every_layer_comes_from_its_holder(three: list[MiniN
     put(b.vault, make(data, layer=2, step=9, owner="c"), data)  # what b keeps for c is not its own
     put(b.vault, gradient(data, 4, {0}, owner="b"), data)
     joining.vault.fence(8)  # fetched on purpose: no fence applies
-    fetched = prefetch(joining.vault, order(three, (0, 0, "b"), (2, 0, "c"), (1, 0, "b"), (1, 1, "b")))
+    fetched = prefetch(
+        joining.vault, order(three, (0, 0, "b"), (2, 0, "c"), (1, 0, "b"), (1, 1, "b"))
+    )
     assert fetched == sum(copy.nbytes for copy in wanted)
     assert described(joining.vault.inventory()) == described(tuple(wanted))
     for copy in wanted:
@@ -67,7 +69,9 @@ def test_again_brings_what_is_newer_also_from_slots(three: list[MiniNode], tmp_p
 def test_what_a_source_does_not_have_is_left_out(three: list[MiniNode]) -> None:
     joining, b, _ = three
     copy = own(b, 1, 2)
-    assert prefetch(joining.vault, order(three, (0, 0, "b"), (1, 0, "b"), (1, 0, "c"))) == copy.nbytes
+    assert (
+        prefetch(joining.vault, order(three, (0, 0, "b"), (1, 0, "b"), (1, 0, "c"))) == copy.nbytes
+    )
     assert described(joining.vault.inventory()) == described((copy,))
     assert prefetch(joining.vault, order(three)) == 0
 
@@ -82,7 +86,9 @@ def test_a_source_that_is_gone_costs_its_own_layers_alone(three: list[MiniNode])
     assert described(joining.vault.inventory()) == described((copy,))
 
 
-def test_corrupt_bytes_are_refused_and_their_room_comes_back(three: list[MiniNode], tmp_path: Path) -> None:
+def test_corrupt_bytes_are_refused_and_their_room_comes_back(
+    three: list[MiniNode], tmp_path: Path
+) -> None:
     joining, b, _ = three
     writer = LocalWriter(tmp_path / "worker")
     data = content(1, 9_000)

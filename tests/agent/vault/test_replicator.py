@@ -8,14 +8,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic.agent.vault.replicator import RETRY_S, Replicator
 from elastic.agent.vault.server import VaultServer
-from elastic.agent.vault.vault import Vault
+from elastic.agent.vault.vault import Incoming, Vault
 from elastic.core.protocol.messages import LocalCopy, Published
 from elastic.domain.errors import VaultError
+from elastic.domain.types import Copy
+from elastic.rpc.bulk.transfer import VaultClient
 from tests.agent.vault.copies import LocalWriter, content, gradient, make
 from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
 from tests.patience import LONG_S
@@ -38,7 +41,9 @@ def bundle(writer: LocalWriter, number: int, peer: str = "b", epoch: int = 1) ->
     return Published(number, (writer.write(number, copy, data),), peer)
 
 
-def test_bundles_arrive_and_are_acknowledged_in_order(pair: list[MiniNode], writer: LocalWriter) -> None:
+def test_bundles_arrive_and_are_acknowledged_in_order(
+    pair: list[MiniNode], writer: LocalWriter
+) -> None:
     a, b = pair
     for number in range(1, 6):
         a.take(bundle(writer, number), worker=3)
@@ -86,7 +91,9 @@ def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(
         assert a.failed.empty() and a.acked.empty()
 
 
-def test_a_peer_that_hangs_is_reported_and_a_reset_ends_the_wait(tmp_path: Path, writer: LocalWriter) -> None:
+def test_a_peer_that_hangs_is_reported_and_a_reset_ends_the_wait(
+    tmp_path: Path, writer: LocalWriter
+) -> None:
     peer = ProcessVault("p", tmp_path / "p")
     peer.signal(signal.SIGSTOP)
     try:
@@ -112,7 +119,7 @@ def test_a_peer_that_comes_back_gets_what_was_held(tmp_path: Path, writer: Local
 
 
 def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) -> None:
-    """The peer is in the next epoch already: of the one that ends there is the report, not of the one that comes."""
+    """The peer has entered the next epoch; the failure is reported for the ending one."""
     a, b = pair
     a.replicator.reset(6)
     b.vault.fence(7)
@@ -122,7 +129,9 @@ def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) 
     assert a.acked.empty() and b.vault.inventory() == ()
 
 
-def test_superseded_bundles_are_not_skipped(pair: list[MiniNode], writer: LocalWriter) -> None:
+def test_superseded_bundles_are_not_skipped(
+    pair: list[MiniNode], writer: LocalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bundle 1 is out of the local index when its turn comes; it is sent all the same."""
     a, b = pair
     held = a.replicator.vaults
@@ -133,7 +142,12 @@ def test_superseded_bundles_are_not_skipped(pair: list[MiniNode], writer: LocalW
     assert {c.key for c in a.vault.inventory()} == {p.copies[0].copy.key for p in newer}
     sent: queue.Queue[int] = queue.Queue()
     store = b.vault.store
-    b.vault.store = lambda copy, **how: (sent.put(len(copy.microbatches)), store(copy, **how))[1]  # type: ignore
+
+    def record(copy: Copy, *, trusted: bool = False) -> Incoming:
+        sent.put(len(copy.microbatches))
+        return store(copy, trusted=trusted)
+
+    monkeypatch.setattr(b.vault, "store", record)
     a.replicator.vaults = held
     assert [a.acked.get(timeout=LONG_S)[1] for _ in range(3)] == [1, 2, 3]
     assert [sent.get(timeout=LONG_S) for _ in range(3)] == [1, 2, 3]
@@ -146,8 +160,13 @@ def test_waiting_costs_few_attempts(
 ) -> None:
     a, _ = pair
     a.replicator.vaults = {}
-    client, tried = a.replicator._client, []
-    monkeypatch.setattr(a.replicator, "_client", lambda job: (tried.append(job), client(job))[1])
+    client, tried = a.replicator._client, list[Any]()
+
+    def record(bundle: Any) -> VaultClient:
+        tried.append(bundle)
+        return client(bundle)
+
+    monkeypatch.setattr(a.replicator, "_client", record)
     began = time.monotonic()
     a.take(Published(1, (writer.write(1, make(content(1)), content(1)),), "b"))
     a.failed.get(timeout=LONG_S)
@@ -156,14 +175,18 @@ def test_waiting_costs_few_attempts(
 
 
 def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWriter) -> None:
-    """Bundles that a full peer refuses are given up and acknowledged; it is told once, and what it has stays whole."""
+    """Bundles for a full peer are given up and acknowledged; this is reported once."""
     told: queue.Queue[tuple[str, str]] = queue.Queue()
     small = Vault("s", tmp_path / "s", limit=3 * 4096)
     server = VaultServer(small, timeout_s=LONG_S).start()
     with nodes(tmp_path, "a") as (a,):
         a.replicator.close()
         a.replicator = Replicator(
-            a.vault, a._on_acked, a._on_failed, timeout_s=30, short=lambda peer, why: told.put((peer, why))
+            a.vault,
+            a._on_acked,
+            a._on_failed,
+            timeout_s=30,
+            no_room=lambda peer, why: told.put((peer, why)),
         )
         a.replicator.vaults = {"s": server.address}
         for number in range(1, 6):

@@ -1,4 +1,4 @@
-"""Retention against models of it, slots that are rewritten under the index, and what the room costs."""
+"""Retention compared with a model, slots rewritten during use, and memory use."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ arrivals = st.tuples(
     st.integers(0, 3),
 )
 writing = st.sampled_from(("publish", "publish", "publish", "half", "unannounced", "step"))
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @quick
 @given(st.lists(st.one_of(arrivals, arrivals, arrivals, st.integers(1, 3)), max_size=30))
 def test_the_inventory_is_what_the_rules_say(
-    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int, int, int, int, int] | int]
+    tmp_path_factory: pytest.TempPathFactory,
+    events: list[tuple[str, int, int, int, int, int] | int],
 ) -> None:
     vault = Vault("a", tmp_path_factory.mktemp("vault"))
     came: list[tuple[Copy, bytes]] = []
@@ -66,10 +69,12 @@ def _superseded_updates(came: list[Copy]) -> set[Copy]:
 
 
 def _kept(came: list[Copy]) -> set[Copy]:
-    """Retention, said once more: a copy stays until enough that are newer came, whenever they came."""
+    """A model of retention: a copy stays until enough newer ones have arrived, in any order."""
 
     def stays(copy: Copy) -> bool:
-        group = [c for c in came if (c.kind, c.layer, c.epoch) == (copy.kind, copy.layer, copy.epoch)]
+        group = [
+            c for c in came if (c.kind, c.layer, c.epoch) == (copy.kind, copy.layer, copy.epoch)
+        ]
         newer_steps = {c.step for c in group if c.step > copy.step}
         newer = [
             c
@@ -78,7 +83,11 @@ def _kept(came: list[Copy]) -> set[Copy]:
             and (len(c.microbatches), c.sequence) > (len(copy.microbatches), copy.sequence)
         ]
         if copy.kind == UPDATE:
-            states = {c.step for c in came if (c.kind, c.layer, c.epoch) == (STATE, copy.layer, copy.epoch)}
+            states = {
+                c.step
+                for c in came
+                if (c.kind, c.layer, c.epoch) == (STATE, copy.layer, copy.epoch)
+            }
             since = sorted(states)[-2:]
             return not newer and (copy.step >= since[0] if since else len(newer_steps) < 2)
         return len(newer_steps) < 2 and len(newer) < (2 if copy.kind == GRADIENT else 1)
@@ -91,7 +100,7 @@ def _kept(came: list[Copy]) -> set[Copy]:
 def test_of_a_ring_of_two_slots_the_index_has_what_is_whole(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, int]]
 ) -> None:
-    """A worker writes over the older of two slots a layer and may stop anywhere; nothing torn is listed."""
+    """A worker overwrites the older of two slots per layer and may stop anywhere."""
     directory = tmp_path_factory.mktemp("ring")
     vault, writer = Vault("a", directory / "vault"), LocalWriter(directory / "worker")
     lies: dict[int, tuple[Copy, bytes] | None] = {}
@@ -127,7 +136,7 @@ def test_of_a_ring_of_two_slots_the_index_has_what_is_whole(
 
 
 def test_bytes_read_while_slots_are_rewritten_are_never_torn(tmp_path: Path) -> None:
-    """One thread writes and announces into a ring of two slots, without pause; others read what is listed."""
+    """One thread rewrites a ring of two slots without pause; others read the listed copies."""
     vault, writer = Vault("a", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
     server = VaultServer(vault, timeout_s=LONG_S).start()
     written: dict[str, bytes] = {}
@@ -159,7 +168,10 @@ def test_bytes_read_while_slots_are_rewritten_are_never_torn(tmp_path: Path) -> 
     for thread in threads:
         thread.join(LONG_S)
     assert not wrong and all(read.values())
-    assert [len(c.microbatches) for c in vault.inventory()] == [7, 8] and vault.check_integrity() == ()
+    assert [len(c.microbatches) for c in vault.inventory()] == [
+        7,
+        8,
+    ] and vault.check_integrity() == ()
     server.close()
 
 
@@ -177,7 +189,7 @@ def test_a_leased_view_of_the_older_gradient_shows_that_it_was_rewritten(tmp_pat
 
 
 def test_a_torn_gradient_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
-    """The newest here is being rewritten when older ones arrive from a peer: both of them are kept."""
+    """Older copies arrive while the newest one is rewritten: both of them are kept."""
     vault, writer = Vault("a", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
     vault.publish(writer.write(0, gradient(content(3), 1, {0, 1, 2, 3}), content(3)))
     writer.slots[0].begin()
@@ -193,7 +205,7 @@ def test_the_larger_ledger_is_newer_whatever_its_sequence(tmp_path: Path) -> Non
 
 
 def test_room_for_gradients_stops_growing(tmp_path: Path) -> None:
-    """Two steps of two gradients, and one that arrives; what retention gives up is written again."""
+    """Slots of dropped copies are reused: two steps of two gradients, and one in arrival."""
     vault = Vault("b", tmp_path / "vault")
     data = content(1, 50_000)
     for step in range(4):
@@ -202,13 +214,17 @@ def test_room_for_gradients_stops_growing(tmp_path: Path) -> None:
     slots = list(vault.directory.iterdir())
     assert len(slots) == 5 and vault.nbytes == 4 * len(data)
     assert vault.allocated_bytes == sum(p.stat().st_size - 64 for p in slots)
-    for arrival in range(3):  # one that loses at once gives its room back, as does one that is aborted
+    for arrival in range(
+        3
+    ):  # one that loses at once gives its room back, as does one that is aborted
         put(vault, gradient(data, 3, {0}), data)
         vault.store(gradient(data, 4, {arrival})).abort()
     assert list(vault.directory.iterdir()) == slots
     vault.trim(2)
     put(vault, gradient(data, 4, {0}, epoch=2), data)
-    assert vault.allocated_bytes == sum(p.stat().st_size - 64 for p in slots) and vault.nbytes == len(data)
+    assert vault.allocated_bytes == sum(
+        p.stat().st_size - 64 for p in slots
+    ) and vault.nbytes == len(data)
 
 
 def test_an_older_gradient_is_not_reused_under_its_reader(tmp_path: Path) -> None:
@@ -224,15 +240,24 @@ def test_an_older_gradient_is_not_reused_under_its_reader(tmp_path: Path) -> Non
     assert vault.allocated_bytes == before and vault.check_integrity() == ()
 
 
-def test_trim_leaves_alone_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only slots that hold a copy of a past epoch are handed back; a writer is inside the others."""
+def test_trim_leaves_alone_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only slots with a copy of a past epoch are returned; a writer uses the others."""
     vault, writer = Vault("a", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
     for slot, epoch in enumerate((1, 2, 2)):
-        vault.publish(writer.write(slot, make(content(slot), layer=slot, epoch=epoch), content(slot)))
+        vault.publish(
+            writer.write(slot, make(content(slot), layer=slot, epoch=epoch), content(slot))
+        )
     writer.slots[1].begin()
     handed_back: list[int] = []
     release = SlotReader.release
-    monkeypatch.setattr(SlotReader, "release", lambda r: (handed_back.append(r.epoch), release(r))[1])
+
+    def record(reader: SlotReader) -> None:
+        handed_back.append(reader.epoch)
+        release(reader)
+
+    monkeypatch.setattr(SlotReader, "release", record)
     vault.trim(2)
     vault.trim(2)
     assert handed_back == [1]

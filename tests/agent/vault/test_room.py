@@ -53,7 +53,9 @@ def test_what_finds_no_room_is_not_sent(vault: Vault, server: VaultServer, mode:
         client.put(halves(2))
     assert sum(pieces) == 0 and vault.inventory() == ()
     client.put(halves(2, epoch=2))
-    assert sum(pieces) > 0 and len(vault.inventory()) == 2, "what the refused one had taken came back"
+    assert sum(pieces) > 0 and len(vault.inventory()) == 2, (
+        "what the refused one had taken came back"
+    )
     data = content(1)
     with pytest.raises(VaultFull):
         client.put([(make(data, layer=9, epoch=2), memoryview(data)), *halves(1, 20, epoch=2)])
@@ -67,7 +69,12 @@ def test_of_two_bundles_at_once_one_gets_all_its_room(vault: Vault, server: Vaul
     for turn in range(10):
         together, found = threading.Barrier(2), list[str]()
 
-        def send(layer: int, turn: int = turn, together: threading.Barrier = together, found=found) -> None:  # type: ignore[no-untyped-def]
+        def send(
+            layer: int,
+            turn: int = turn,
+            together: threading.Barrier = together,
+            found: list[str] = found,
+        ) -> None:
             client = VaultClient(server.address, timeout_s=LONG_S)
             copies = halves(2, layer, epoch=turn + 1)
             together.wait(LONG_S)
@@ -88,7 +95,9 @@ def test_of_two_bundles_at_once_one_gets_all_its_room(vault: Vault, server: Vaul
         vault.trim(turn + 2)
 
 
-def test_a_sender_that_dies_with_its_room_reserved_gives_it_back(vault: Vault, server: VaultServer) -> None:
+def test_a_sender_that_dies_with_its_room_reserved_gives_it_back(
+    vault: Vault, server: VaultServer
+) -> None:
     began = threading.Event()
 
     def die(nbytes: int) -> None:
@@ -112,7 +121,7 @@ def test_a_sender_that_dies_with_its_room_reserved_gives_it_back(vault: Vault, s
 
 
 def test_a_vault_that_fails_is_not_a_full_one(tmp_path: Path) -> None:
-    """A fault in making a slot, such as too many open files, holds the bundle until it passes; nothing is given up."""
+    """If no slot can be made (too many open files), the bundle is held, not given up."""
     writer = LocalWriter(tmp_path / "worker")
     with nodes(tmp_path, "a", "b") as (a, b):
         store = b.vault.store

@@ -1,4 +1,4 @@
-"""Vault server and client over loopback, and everything that can go wrong between them."""
+"""Vault server and client over loopback, and their failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import FieldError, StaleError, VaultError
 from elastic.rpc.bulk.transfer import VaultClient, split_address
-from elastic.rpc.frames import Stream
+from elastic.rpc.frames import FrameStream
 from tests.agent.vault.copies import LocalWriter, content, make, put
 from tests.patience import LONG_S
 
@@ -44,7 +44,11 @@ def test_put_get_list_over_one_connection(vault: Vault, client: VaultClient) -> 
     data = [content(n, 300_000 * n + 1) for n in range(4)]
     copies = [make(d, layer=n) for n, d in enumerate(data)]
     client.put([(copy, memoryview(d)) for copy, d in zip(copies, data, strict=True)])
-    assert client.inventory() == vault.inventory() == tuple(dataclasses.replace(c, node="a") for c in copies)
+    assert (
+        client.inventory()
+        == vault.inventory()
+        == tuple(dataclasses.replace(c, node="a") for c in copies)
+    )
     for copy, d in zip(copies, data, strict=True):
         assert bytes(client.get(copy)) == d
         out = bytearray(len(d))
@@ -66,7 +70,9 @@ def test_refusals_are_clean_and_the_connection_goes_on(vault: Vault, client: Vau
     vault.fence(3)
     data = bytes(3 << 20)
     with pytest.raises(StaleError, match="below 3"):
-        client.put([(make(data, epoch=2), memoryview(data)), (make(data, epoch=3), memoryview(data))])
+        client.put(
+            [(make(data, epoch=2), memoryview(data)), (make(data, epoch=3), memoryview(data))]
+        )
     with pytest.raises(VaultError, match="not in the vault of a"):
         client.get(make(data))
     client.put([(make(data, epoch=3), memoryview(data))])
@@ -155,7 +161,10 @@ def test_closing_a_client_ends_its_call() -> None:
 
 def test_closing_a_client_ends_its_connecting() -> None:
     """A machine that is away answers no SYN; here a listener whose queue is full."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        contextlib.ExitStack() as waiting,
+    ):
         for _ in range(2):
             sock = waiting.enter_context(socket.socket())
             sock.setblocking(False)
@@ -182,7 +191,7 @@ def test_garbage_does_not_harm_the_server(server: VaultServer, client: VaultClie
             sock.settimeout(LONG_S)
             assert sock.recv(1) == b""
     with socket.create_connection(where) as sock:
-        Stream(sock).send({"kind": "Put", "body": {"copies": [{"kind": "state"}]}})
+        FrameStream(sock).send({"kind": "Put", "body": {"copies": [{"kind": "state"}]}})
         assert sock.recv(1) == b""
     assert client.inventory() == ()
 
@@ -191,7 +200,7 @@ def test_a_client_that_dies_in_the_middle_leaves_nothing(vault: Vault, server: V
     data = bytes(1 << 20)
     copy = make(data)
     sock = socket.create_connection(split_address(server.address))
-    stream = Stream(sock)
+    stream = FrameStream(sock)
     header = {
         "kind": "Put",
         "body": {"copies": [dataclasses.asdict(copy) | {"microbatches": [], "losses": []}]},
@@ -211,18 +220,18 @@ def test_a_client_that_dies_in_the_middle_leaves_nothing(vault: Vault, server: V
     assert before == vault.allocated_bytes, "its room came back"
 
 
-def _send_half(stream: Stream, header: object, data: bytes) -> None:
+def _send_half(stream: FrameStream, header: object, data: bytes) -> None:
     stream.send(header, (_Lying(data),))  # type: ignore[arg-type]
 
 
 class _Lying(bytes):
-    """Says that it is as long as a whole copy but sends half."""
+    """Bytes that have the length of a whole copy but send half of it."""
 
     @property
     def nbytes(self) -> int:
         return len(self)
 
-    def __getitem__(self, key: object) -> bytes:
+    def __getitem__(self, key: object) -> bytes:  # type: ignore[override]
         return bytes(self)[: len(self) // 2]
 
 

@@ -269,7 +269,9 @@ def test_many_threads(vault: Vault) -> None:
     for thread in threads:
         thread.join(LONG_S)
     assert bad == []
-    assert sorted((c.owner, c.step) for c in vault.inventory()) == [(o, s) for o in "wxyz" for s in (38, 39)]
+    assert sorted((c.owner, c.step) for c in vault.inventory()) == [
+        (o, s) for o in "wxyz" for s in (38, 39)
+    ]
     assert vault.check_integrity() == ()
 
 

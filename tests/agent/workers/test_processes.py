@@ -1,4 +1,4 @@
-"""Workers: environment, output, exit codes, ends. Real processes throughout."""
+"""Worker processes: environment, output, exit codes and ends. Uses real processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,12 @@ import pytest
 from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
-    Families,
-    Place,
+    DescendantSampler,
     ProcessState,
+    WorkerContext,
     WorkerExit,
     WorkerGroup,
-    family_cpu_s,
+    descendant_cpu_s,
     process_state,
     worker_environment,
 )
@@ -43,7 +44,7 @@ LAUNCH = Launch(
     master_port=1234,
     restart=3,
 )
-PLACE = Place(node="node1", agent="/tmp/agent.sock", host="10.0.0.2")
+PLACE = WorkerContext(node="node1", agent="/tmp/agent.sock", host="10.0.0.2")
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 Running = tuple[WorkerGroup, "queue.Queue[WorkerExit]"]
 MakeConfig = Callable[..., JobConfig]
@@ -109,7 +110,11 @@ def test_omp_threads(
 def test_virtual_local_rank(make_config: MakeConfig) -> None:
     config = make_config(nproc_per_node=2, virtual_local_rank=True)
     env = worker_environment(config, LAUNCH, PLACE, 1, "", {"CUDA_VISIBLE_DEVICES": "4,6"})
-    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"], env["ELASTIC_LOCAL_RANK"]) == ("0", "6", "1")
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"], env["ELASTIC_LOCAL_RANK"]) == (
+        "0",
+        "6",
+        "1",
+    )
     assert worker_environment(config, LAUNCH, PLACE, 1, "", {})["CUDA_VISIBLE_DEVICES"] == "1"
 
 
@@ -169,12 +174,16 @@ def test_a_killed_worker_is_known(make_config: MakeConfig) -> None:
         assert exits.get(timeout=LONG_S).returncode == -9
 
 
+def _is_up(config: JobConfig) -> bool:
+    return "up" in log(config, 0)
+
+
 def test_terminate_then_kill(make_config: MakeConfig) -> None:
     stubborn = "import signal; signal.signal(15, signal.SIG_IGN)\n" + SLEEP
     for source, grace, code in ((SLEEP, 10.0, -15), (stubborn, 0.1, -9)):
         config = make_config(source, log_dir=str(make_config().run_dir) + f"/{code}")
         with running(config) as (group, exits):
-            assert wait_until(lambda config=config: "up" in log(config, 0))
+            assert wait_until(partial(_is_up, config))
             group.terminate(grace)
             assert exits.get(timeout=LONG_S).returncode == code
             assert group.alive() == ()
@@ -182,7 +191,8 @@ def test_terminate_then_kill(make_config: MakeConfig) -> None:
 
 def test_kill_takes_descendants(make_config: MakeConfig) -> None:
     source = (
-        "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); "
+        "print(p.pid, flush=True); p.wait()"
     )
     config = make_config(source)
     with running(config) as (group, _):
@@ -205,7 +215,10 @@ def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:
 
 PARENT = """
 import subprocess, sys
-child = "import time\\nend = time.monotonic() + 9\\nwhile time.process_time() < 0.5 and time.monotonic() < end: pass"
+child = (
+    "import time\\nend = time.monotonic() + 9\\n"
+    "while time.process_time() < 0.5 and time.monotonic() < end: pass"
+)
 subprocess.run([sys.executable, "-c", child])
 nap = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
 nap.wait()
@@ -215,13 +228,13 @@ nap.wait()
 def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: MakeConfig) -> None:
     """Those that ended count too; a busy worker's are not looked at."""
     now = 0.0
-    families = Families(lambda: now)
+    families = DescendantSampler(lambda: now)
     with running(make_config(PARENT)) as (group, _):
         pid = group.pids[0]
-        assert wait_until(lambda: family_cpu_s(pid) >= 0.2)
+        assert wait_until(lambda: descendant_cpu_s(pid) >= 0.2)
 
         def seen(used_s: float) -> float:
-            return families.add(pid, ProcessState(False, used_s, used_s)).family_cpu_s
+            return families.add(pid, ProcessState(False, used_s, used_s)).descendant_cpu_s
 
         assert seen(1.0) == 0.0, "nothing is known yet"
         now = IDLE_S / 2
@@ -231,7 +244,9 @@ def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: Mak
         assert seen(1.1) == 0.0, "it moved"
 
 
-TALK = "import sys\nprint('to out'); print('to err', file=sys.stderr); sys.stdout.write('no newline')"
+TALK = (
+    "import sys\nprint('to out'); print('to err', file=sys.stderr); sys.stdout.write('no newline')"
+)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +269,9 @@ def test_console_and_log_files(
     make_config: MakeConfig, tmp_path: Path, changes: dict[str, object], out: str, err: str
 ) -> None:
     config = make_config(TALK, **changes)
-    console = [os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for name in ("out", "err")]
+    console = [
+        os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for name in ("out", "err")
+    ]
     with running(config, (console[0], console[1])) as (group, _):
         assert group.wait(LONG_S)
     assert ((tmp_path / "out").read_text(), (tmp_path / "err").read_text()) == (out, err)
@@ -274,7 +291,10 @@ def test_console_that_went_away(make_config: MakeConfig) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"tee": (3,)}])
 def test_a_full_disk_costs_the_log_alone(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, object]
+    make_config: MakeConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, object],
 ) -> None:
     """A worker that prints more than a pipe holds ends, and the console has all of it."""
     config = make_config("for i in range(30000): print('line', i)", **changes)
@@ -288,7 +308,7 @@ def test_a_full_disk_costs_the_log_alone(
     assert (tmp_path / "out").read_text().count("\n") == 30000
     words = [record.message for record in caplog.records if "stdout.log" in record.message]
     assert len(words) == 2 and "No space left" in words[0], words
-    assert re.search(r"ends without its last \d{6} bytes", words[1])
+    assert re.search(r"lacks its last \d{6} bytes", words[1])
 
 
 def test_a_log_goes_on_when_there_is_room_again(
@@ -307,18 +327,18 @@ def test_a_log_goes_on_when_there_is_room_again(
         os.close(out)
         output.finish(10.0)
         assert (tmp_path / "disk" / "stdout.log").read_text() == "kept\n"
-    assert "is written again; 5 bytes are missing" in caplog.text
+    assert "can be written again; 5 bytes are missing" in caplog.text
 
 
 AGENT = """
 import sys, signal
 from elastic import lifeline
 from elastic.config import load_config
-from elastic.agent.workers.processes import Place, WorkerGroup
+from elastic.agent.workers.processes import WorkerContext, WorkerGroup
 from elastic.core.protocol.messages import Launch
 if len(sys.argv) > 2: lifeline.watch(int(sys.argv[2]))
 launch = Launch(0, 1, 0, 2, "127.0.0.1", 1, 0)
-group = WorkerGroup(load_config(sys.argv[1]), launch, Place("n", ""), lambda e: None)
+group = WorkerGroup(load_config(sys.argv[1]), launch, WorkerContext("n", ""), lambda e: None)
 group.start()
 print(*group.pids.values(), flush=True)
 signal.pause()
@@ -347,14 +367,20 @@ def test_no_orphan_after_the_agent_is_killed(
     assert wait_until(lambda: all(gone(pid) for pid in pids))
 
 
-def test_lifeline_ends_the_whole_group(make_config: MakeConfig, environment: dict[str, str]) -> None:
+def test_lifeline_ends_the_whole_group(
+    make_config: MakeConfig, environment: dict[str, str]
+) -> None:
     config = make_config(SLEEP, nproc_per_node=2, redirects=(3,))
     config.save()
     read, write = os.pipe()
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, config.run_dir, str(read)],
-        env=environment, stdout=subprocess.PIPE, text=True, pass_fds=(read,), start_new_session=True,
-    )  # fmt: skip
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(read,),
+        start_new_session=True,
+    )
     os.close(read)
     assert agent.stdout is not None
     pids = [int(pid) for pid in agent.stdout.readline().split()]

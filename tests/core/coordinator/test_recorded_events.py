@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic.coordinator.records.state_encoding import StateText
+from elastic.coordinator.records.state_saver import StateEncoder
 from elastic.core.coordinator.transitions import apply_rules, record_event, transition
 from elastic.core.job.state import (
     ConnectionClosed,
@@ -105,7 +105,7 @@ def test_the_model_is_stored_once() -> None:
 
 def test_the_saved_text_equals_the_codec_output() -> None:
     """This includes partial changes and departed members."""
-    text, state = StateText(), JobState(policy=Policy(min_nodes=2, max_nodes=2))
+    text, state = StateEncoder(), JobState(policy=Policy(min_nodes=2, max_nodes=2))
     events = [NodeReported(report('a"'))] + [
         NodeReported(f(n)) for f in (report, attached) for n in ("b", "c")
     ]
@@ -118,7 +118,7 @@ def test_the_saved_text_equals_the_codec_output() -> None:
         ]
     ):
         state, _, _ = transition(state, event, 10.0 + number / 10)
-        assert text.dumps(state) == codec.dumps(state)
-        assert codec.loads(JobState, text.dumps(state)) == state
+        assert text.encode(state) == codec.dumps(state)
+        assert codec.loads(JobState, text.encode(state)) == state
     state = state.of(members={})
-    assert text.dumps(state) == codec.dumps(state)
+    assert text.encode(state) == codec.dumps(state)

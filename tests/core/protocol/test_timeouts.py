@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.agent.notices.source import SLOWEST_S
+from elastic.agent.notices.source import MAX_RETRY_S
 from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.queries import policy_of, status
 from elastic.core.coordinator.transitions import transition
@@ -164,4 +164,4 @@ def test_long_microbatches_lengthen_the_limit_for_hangs() -> None:
 
 
 def test_a_failing_source_is_read_again_before_its_notice_counts_as_false() -> None:
-    assert DEFAULT_TIMEOUTS.overdue_s >= SLOWEST_S
+    assert DEFAULT_TIMEOUTS.overdue_s >= MAX_RETRY_S

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.agent.vault.retention import KEPT_UPDATES, spare, superseded
+from elastic.agent.vault.retention import KEPT_UPDATES, dispensable, superseded
 from elastic.agent.vault.vault import Vault
 from elastic.core.recovery.recovery import solve
 from elastic.domain.errors import Unrecoverable, VaultError, VaultFull
@@ -341,7 +341,7 @@ def test_copies_of_an_older_epoch_make_room_first(kind: str) -> None:
     """Version 20 of an abandoned epoch makes room, not version 10 of the running one."""
     old = [make(content(v), kind=kind, step=v, epoch=3) for v in (19, 20)]
     here = make(content(10), kind=kind, step=10, epoch=4)
-    assert spare([*old, here], make(content(11), kind=kind, step=11, epoch=4)) == old
+    assert dispensable([*old, here], make(content(11), kind=kind, step=11, epoch=4)) == old
 
 
 def test_copies_beyond_the_first_version_of_an_epoch_are_dropped(tmp_path: Path) -> None:

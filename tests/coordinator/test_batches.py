@@ -1,4 +1,4 @@
-"""Events that are there together: one save for all of them, and nothing sent, written or counted before it."""
+"""One save for all waiting events; nothing is sent, written or counted before it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from prometheus_client import generate_latest
 
 from elastic.config import JobConfig, WorkerCommand
-from elastic.coordinator import inbox
-from elastic.coordinator.clock import Clock
-from elastic.coordinator.leadership import Part
-from elastic.coordinator.metrics.endpoint import Exposed
+from elastic.coordinator import event_queue as inbox
+from elastic.coordinator.event_queue import WallClock
+from elastic.coordinator.leadership import RunMembership
+from elastic.coordinator.metrics import MetricsEndpoint
 from elastic.coordinator.records import state_saver as saving
 from elastic.coordinator.service import Coordinator
 from elastic.core.job.state import Tick
@@ -23,14 +23,14 @@ from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
 from elastic.store.interface import Entry, StoreUnavailable
 from elastic.telemetry import read_events
-from tests.coordinator.helpers import Hands
+from tests.coordinator.helpers import ManualLoop
 from tests.store.memory import MemoryStore
 
 SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
 
 
-class Counting(MemoryStore):
-    """A store that can be away, and counts what is saved."""
+class CountingStore(MemoryStore):
+    """A store that can be away, and counts its writes."""
 
     away, saves = False, 0
 
@@ -41,8 +41,8 @@ class Counting(MemoryStore):
         return super().put_if(key, value, expected, token)
 
 
-class Line:
-    """In place of a session."""
+class FakeSession:
+    """Keeps the types of the messages that are sent on it."""
 
     peer = "here"
 
@@ -58,27 +58,38 @@ class Line:
 class Bench:
     def __init__(self, folder: Path) -> None:
         config = JobConfig(
-            job_id="j", run_dir=str(folder), memory_dir=str(folder / "memory"), command=WorkerCommand(script="x"),
-            checkpoint_dir=str(folder / "checkpoints"), min_nodes=3, max_nodes=3, backup="stream+snapshot",
-        )  # fmt: skip
-        self.folder, self.store = folder, Counting()
-        lease = self.store.acquire("coordinator", "a", 60.0, 0.0)
-        self.exposed = Exposed(config, "coordinator", -1, lambda: 0.0)
-        self.coordinator = Coordinator(
-            config, "127.0.0.1:0", self.store, lease, Part(self.store, folder), self.exposed
+            job_id="j",
+            run_dir=str(folder),
+            memory_dir=str(folder / "memory"),
+            command=WorkerCommand(script="x"),
+            checkpoint_dir=str(folder / "checkpoints"),
+            min_nodes=3,
+            max_nodes=3,
+            backup="stream+snapshot",
         )
-        self.lines = {node: Line(node) for node in ("a", "b", "c")}
+        self.folder, self.store = folder, CountingStore()
+        lease = self.store.acquire("coordinator", "a", 60.0, 0.0)
+        self.endpoint = MetricsEndpoint(config, "coordinator", -1, lambda: 0.0)
+        self.coordinator = Coordinator(
+            config,
+            "127.0.0.1:0",
+            self.store,
+            lease,
+            RunMembership(self.store, folder),
+            self.endpoint,
+        )
+        self.sessions = {node: FakeSession(node) for node in ("a", "b", "c")}
         self.saved = self.store.saves
 
     def take(self, *messages: Any) -> None:
-        """As one batch."""
+        """Handle the messages as one batch."""
         for message in messages:
             node = message.node if isinstance(message, Heartbeat) else message.info.node
-            self.coordinator._take((self.lines[node], message))
+            self.coordinator._handle((self.sessions[node], message))
         self.coordinator._decide()
 
     def saves(self) -> int:
-        """Since this was asked last."""
+        """Number of saves since the last call."""
         before, self.saved = self.saved, self.store.saves
         return self.saved - before
 
@@ -86,17 +97,17 @@ class Bench:
         return [event["kind"] for event in read_events(self.folder / "events.jsonl")]
 
     def sent(self) -> list[list[str]]:
-        return [line.sent for line in self.lines.values()]
+        return [session.sent for session in self.sessions.values()]
 
     def metrics(self) -> str:
-        return generate_latest(self.exposed.meter.registry).decode()
+        return generate_latest(self.endpoint.metrics.registry).decode()
 
 
 @pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    """Asked for before `bench`, its coordinator goes by this clock."""
-    made = Hands()
-    monkeypatch.setattr(Clock, "now", lambda clock: made.now)
+def loop(monkeypatch: pytest.MonkeyPatch) -> ManualLoop:
+    """Request it before `bench`, so that the coordinator uses this clock."""
+    made = ManualLoop()
+    monkeypatch.setattr(WallClock, "now", lambda clock: made.now)
     monkeypatch.setattr(inbox, "event_loop", lambda: made)
     return made
 
@@ -118,7 +129,7 @@ def attached(node: str) -> NodeReport:
     return replace(came(node), phase=NodePhase.IDLE, able=True, elastic=True, spec=SPEC, restart=0)
 
 
-def test_one_save_for_all_that_came_together(bench: Bench) -> None:
+def test_one_save_for_a_batch_of_events(bench: Bench) -> None:
     bench.take(*map(came, "abc"))
     assert bench.saves() == 1 and bench.told().count("joined") == 3
     assert bench.sent() == [["Launch"]] * 3
@@ -126,16 +137,19 @@ def test_one_save_for_all_that_came_together(bench: Bench) -> None:
     assert bench.saves() == 1
     assert bench.sent() == [["Launch", "Halt"]] * 3
     bench.take(Heartbeat("a", "a-1", 0, 0))
-    assert bench.saves() == 0, "signs of life alone are not saved"
+    assert bench.saves() == 0, "heartbeats alone are not saved"
 
 
-def test_nothing_of_a_batch_happens_before_it_is_saved(bench: Bench) -> None:
+def test_no_action_of_a_batch_happens_before_the_save(bench: Bench) -> None:
     bench.take(*map(came, "ab"))
     before = bench.told()
     bench.store.away = True
     bench.take(came("c"), *map(attached, "abc"))
     bench.take(Heartbeat("a", "a-1", 0, 0))
-    assert bench.sent() == [[]] * 3 and [kind for kind in bench.told() if kind != "store-lost"] == before
+    assert (
+        bench.sent() == [[]] * 3
+        and [kind for kind in bench.told() if kind != "store-lost"] == before
+    )
     assert 'elastic_events_total{kind="joined"} 2.0' in bench.metrics()
     bench.store.away = False
     bench.coordinator._saver.retry()
@@ -146,25 +160,25 @@ def test_nothing_of_a_batch_happens_before_it_is_saved(bench: Bench) -> None:
     assert 'elastic_events_total{kind="joined"} 3.0' in bench.metrics()
 
 
-def test_what_waits_for_a_busy_coordinator_came_in_time(hands: Hands, bench: Bench) -> None:
-    """It is busy for four leases; two nodes speak on meanwhile, and the third falls silent."""
-    box = bench.coordinator._inbox
-    box.start()
+def test_waiting_events_count_as_of_their_arrival(loop: ManualLoop, bench: Bench) -> None:
+    """It is busy for four lease times; two nodes send heartbeats, the third one is silent."""
+    events = bench.coordinator._events
+    events.start()
     for node in "abc":
-        box.say(bench.lines[node], came(node))
+        events.receive(bench.sessions[node], came(node))
     bench.coordinator._turn()
     assert set(bench.coordinator._state.members) == {"a", "b", "c"}
     for _ in range(24):
-        hands.wait(0.5)
+        loop.advance(0.5)
         for node in "ab":
-            box.say(bench.lines[node], Heartbeat(node, f"{node}-1", 0, 0))
-    hands.wait(0.5)
-    while len(box):
+            events.receive(bench.sessions[node], Heartbeat(node, f"{node}-1", 0, 0))
+    loop.advance(0.5)
+    while len(events):
         bench.coordinator._turn()
     assert set(bench.coordinator._state.members) == {"a", "b"}
 
 
-def test_a_report_from_which_nothing_follows_is_saved_by_and_by(
+def test_a_report_without_consequences_is_saved_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.take(*map(came, "ab"))
@@ -172,23 +186,24 @@ def test_a_report_from_which_nothing_follows_is_saved_by_and_by(
     at = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: at)
     bench.take(replace(came("a"), step=1))
-    bench.coordinator._inbox.put(Tick())
+    bench.coordinator._events.put(Tick())
     bench.coordinator._turn()
     assert bench.saves() == 0
-    monkeypatch.setattr(time, "monotonic", lambda: at + saving.LATEST_S)
-    bench.coordinator._inbox.put(Tick())
+    monkeypatch.setattr(time, "monotonic", lambda: at + saving.MAX_DELAY_S)
+    bench.coordinator._events.put(Tick())
     bench.coordinator._turn()
     assert bench.saves() == 1
 
 
-def test_metrics_of_a_process_over_its_terms(bench: Bench) -> None:
+def test_metrics_over_several_terms(bench: Bench) -> None:
     bench.take(*map(came, "abc"))
     leading = bench.metrics()
     assert "elastic_coordinator_leader 1.0" in leading and "elastic_coordinator_term 1.0" in leading
     assert 'elastic_nodes{state="starting"} 3.0' in leading
-    bench.exposed.stand_by()
+    bench.endpoint.stand_by()
     waiting = bench.metrics()
     assert (
-        "elastic_coordinator_leader 0.0" in waiting and 'elastic_events_total{kind="joined"} 3.0' in waiting
+        "elastic_coordinator_leader 0.0" in waiting
+        and 'elastic_events_total{kind="joined"} 3.0' in waiting
     )
     assert "elastic_coordinator_term" not in waiting and "elastic_nodes{" not in waiting
