@@ -12,9 +12,17 @@ import click
 from elastic.command_line import TIME, CommandLine
 from elastic.domain.errors import FieldError
 from elastic_sim import reproduce as tables
-from elastic_sim.cli.commands import advise, doubted, policies, replay
-from elastic_sim.cli.options import FILE, RATE, PerNode, mtbf_of, sizes_of, stored, writable
-from elastic_sim.cli.sweep_command import sweep
+from elastic_sim.cli.commands import advise, policies, replay, sweep
+from elastic_sim.cli.options import (
+    FILE,
+    RATE,
+    PerNode,
+    doubted,
+    mtbf_of,
+    sizes_of,
+    stored,
+    writable,
+)
 from elastic_sim.microbatches.physics import Physics
 from elastic_sim.microbatches.physics import read as read_physics
 from elastic_sim.microbatches.validate import as_json as report_json
@@ -43,10 +51,10 @@ def traces_group() -> None:
 def stats(file: Path, as_json: bool, html: Path | None) -> None:
     """Nodes, losses, lifetimes of a trace."""
     writable(html)
+    if html is not None:
+        from elastic_sim.report.trace_page import trace_page
     found, _ = traces.read(file)
     if html is not None:
-        from elastic_sim.report.trace_page import trace_page  # templates take a while to import
-
         stored(html, trace_page(found, file.name))
     doubted(found, file)
     click.echo(json.dumps(asdict(statistics(found))) if as_json else _told(statistics(found)))
@@ -63,10 +71,18 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
     default=1,
     help="spot-prices: nodes of a zone",
 )
-@click.option("--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several")
+@click.option(
+    "--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several"
+)
 @click.option("--hours", is_flag=True, help="counts: times are hours, not seconds")
 def import_(
-    kind: str, source: Path, out: Path, bid: float | None, nodes: int, product: str | None, hours: bool
+    kind: str,
+    source: Path,
+    out: Path,
+    bid: float | None,
+    nodes: int,
+    product: str | None,
+    hours: bool,
 ) -> None:
     """Convert a file of another form into a trace."""
     more: dict[str, Any] = {}
@@ -89,7 +105,9 @@ def import_(
 @traces_group.command("convert")
 @click.argument("source", type=FILE)
 @click.argument("out", type=FILE)
-@click.option("--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did")
+@click.option(
+    "--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did"
+)
 @click.option("--from", "first", type=TIME, default="0", help="begin here")
 @click.option("--to", "last", type=TIME, help="end here")
 def convert(source: Path, out: Path, repair: bool, first: float, last: float | None) -> None:
@@ -101,7 +119,9 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     if first or last is not None:
         end = found.end_s if last is None else last
         if not first < end <= found.end_s:
-            raise FieldError("--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s")
+            raise FieldError(
+                "--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s"
+            )
         found = traces.window(whole, first, end)
     _write(found, out)
     doubted(whole, source)
@@ -117,10 +137,14 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     default="1h",
     help="mean time between two losses in the cluster, or per node as 200h/node",
 )
-@click.option("--repair", type=TIME, default="20m", help="time until a lost node is replaced; 0: never")
+@click.option(
+    "--repair", type=TIME, default="20m", help="time until a lost node is replaced; 0: never"
+)
 @click.option("--notice", type=TIME, default="0", help="time between notice and loss")
 @click.option("--bulk", default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
-@click.option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1")
+@click.option(
+    "--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1"
+)
 @click.option(
     "--shape",
     type=float,
@@ -134,13 +158,18 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     help="Weibull shape of the nodes' lifetimes; below 1: young nodes are lost more often",
 )
 @click.option(
-    "--zones", default="", show_default=False, help="zones, comma-separated [a; with --like: the trace's]"
+    "--zones",
+    default="",
+    show_default=False,
+    help="zones, comma-separated [a; with --like: the trace's]",
 )
 @click.option(
     "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
 )
 @click.option(
-    "--inference", type=int, help="shared with inference, which leaves at least so many nodes by day"
+    "--inference",
+    type=int,
+    help="shared with inference, which leaves at least so many nodes by day",
 )
 @click.option("--seed", type=int, default=0)
 def generate_(
@@ -199,7 +228,9 @@ def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
 @main.command("reproduce")
 @click.argument("what", type=click.Choice(sorted(tables.TABLES)))
 @click.option(
-    "--data", type=FILE, help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)"
+    "--data",
+    type=FILE,
+    help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)",
 )
 @click.option("--json", "out", type=FILE, help="write the rows there, too")
 def reproduce(what: str, data: Path | None, out: Path | None) -> None:
@@ -212,8 +243,12 @@ def reproduce(what: str, data: Path | None, out: Path | None) -> None:
 
 @main.command("validate")
 @click.argument("run_dirs", metavar="RUN_DIR...", type=FILE, nargs=-1, required=True)
-@click.option("--physics", type=FILE, help="what a machine's messages, processes and links take [defaults]")
-@click.option("--calibrate", "out", type=FILE, help="measure that in these runs, and write it there, instead")
+@click.option(
+    "--physics", type=FILE, help="what a machine's messages, processes and links take [defaults]"
+)
+@click.option(
+    "--calibrate", "out", type=FILE, help="measure that in these runs, and write it there, instead"
+)
 @click.option("--json", "as_json", type=FILE, help="write the figures there, too")
 def validate_(
     run_dirs: tuple[Path, ...], physics: Path | None, out: Path | None, as_json: Path | None
@@ -222,7 +257,9 @@ def validate_(
     if out is not None:
         if physics is not None or as_json is not None:
             raise FieldError(
-                "--calibrate", str(out), "give --physics and --json to another call: this one measures"
+                "--calibrate",
+                str(out),
+                "give --physics and --json to another call: this one measures",
             )
         click.echo(f"{out}: {measure(run_dirs, out)}")
         return

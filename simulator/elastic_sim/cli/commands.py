@@ -1,12 +1,13 @@
-"""The commands that run policies: `replay` and `policies`."""
+"""DOC"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,114 +15,40 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from elastic.command_line import TIME, Command
-from elastic.domain.errors import FieldError
-from elastic_sim.cli.options import FILE, RATE, mtbf_of, sizes_of, stored, writable
+from elastic.command_line import Command
+from elastic.domain.errors import EXIT_INTERRUPTED, FieldError
+from elastic_sim.cli.options import (
+    FILE,
+    RATE,
+    PerNode,
+    Several,
+    scenario_of,
+    scenario_options,
+    scenarios_of,
+    stored,
+    sweep_scenarios,
+    warn,
+    writable,
+)
 from elastic_sim.replay import advise as advice
 from elastic_sim.replay import show
 from elastic_sim.replay.replay import replay as run
+from elastic_sim.report.command_line import scenario_words
 from elastic_sim.steps import policies as known
 from elastic_sim.steps.clusters import NODE_TYPES, node_type_of
 from elastic_sim.steps.scenario import Scenario
-from elastic_sim.traces.generate import Market
-from elastic_sim.traces.importers import doubt
-from elastic_sim.traces.trace import Trace
+from elastic_sim.sweep import sweep as sweeps
+from elastic_sim.sweep.cells import Backend, Cell, cells_of, checked
+from elastic_sim.sweep.local_backend import local
 
-Callback = Callable[..., None]
-DEFAULT = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
-
-_OPTIONS = {
-    "model": click.option("--model", default="gpt3-6.7b", help="a name, or the file of a profile"),
-    "microbatches": click.option(
-        "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
-    ),
-    "nodes_of": click.option("--nodes-of", default="a40", help="node types, comma-separated"),
-    "mtbf": click.option(
-        "--mtbf", type=RATE, help="no trace: the cluster loses nodes so often; each node, as 200h/node"
-    ),
-    "nodes": click.option("--nodes", type=int, default=32, help="with --mtbf: wanted at any time"),
-    "duration": click.option("--duration", type=TIME, default="12h", help="with --mtbf: length of the run"),
-    "repair": click.option(
-        "--repair", type=TIME, default="20m", help="with --mtbf: time until a lost node is replaced"
-    ),
-    "bulk": click.option("--bulk", default="1", help="with --mtbf: nodes lost at once, as 1:3,4:1"),
-    "notice": click.option("--notice", type=TIME, help="every loss is announced so long before"),
-    "first": click.option("--from", "first", type=TIME, default="0", help="of a trace: begin here"),
-    "last": click.option(
-        "--to", "last", type=TIME, default=0.0, show_default=False, help="of a trace: end here"
-    ),
-    "physics": click.option(
-        "--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator/simulator.md"
-    ),
-}
-
-
-def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Callback], Callback]:
-    """What is simulated. `but`: without these."""
-
-    def with_options(command: Callback) -> Callback:
-        for name, option in reversed(_OPTIONS.items()):
-            command = command if name in but else option(command)
-        return command
-
-    return with_options
-
-
-def scenario_of(trace: Path | None, told: dict[str, Any]) -> Scenario:
-    """From the options above, which are taken out of `told`. Raises FieldError."""
-    values = {name: told.pop(name) for name in _OPTIONS}
-    if (trace is None) == (values["mtbf"] is None):
-        given = "both" if trace is not None else "neither"
-        raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
-    market = None
-    if trace is None:
-        bulk = sizes_of(values["bulk"])
-        market = Market(
-            nodes=values["nodes"],
-            mtbf_s=mtbf_of(values["mtbf"], values["nodes"], bulk),
-            bulk=bulk,
-            repair_s=values["repair"],
-        )
-    return Scenario(
-        trace=str(trace) if trace is not None else "",
-        first_s=values["first"],
-        last_s=values["last"],
-        market=market,
-        duration_s=values["duration"],
-        model=values["model"],
-        microbatches=values["microbatches"],
-        nodes_of=tuple(name.strip() for name in values["nodes_of"].split(",")),
-        notice_s=-1.0 if values["notice"] is None else values["notice"],
-        physics=tuple(values["physics"]),
-    )
-
-
-def scenarios_of(traces: Sequence[Path], told: dict[str, Any]) -> list[Scenario]:
-    """One for each trace, or that of a failure rate. Raises FieldError."""
-    first = scenario_of(traces[0] if traces else None, told)
-    found = [replace(first, trace=str(trace)) for trace in traces] or [first]
-    names = [one.name() for one in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise FieldError("TRACE", twice, "each trace once, under a name of its own")
-    return found
-
-
-def doubted(found: Trace, source: Path | str, unit: str = "seconds", hint: str = "") -> None:
-    """Warn of a trace that is unlike any market."""
-    if strange := doubt(found, unit):
-        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
-
-
-def warn(scenarios: Sequence[Scenario]) -> None:
-    """Of strange traces, looked at whole; but runs that were made to fail lose more. Raises FieldError."""
-    for trace in dict.fromkeys(one.trace for one in scenarios if one.trace):
-        if Path(trace).suffix != ".jsonl":
-            doubted(Scenario(trace=trace).trace_of(0), trace)
+DEFAULT_POLICIES = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
 
 
 def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
     """--policy, repeated or comma-separated; all: every one. Raises FieldError."""
-    names = [name.strip() for text in told for name in text.split(",") if name.strip()] or list(DEFAULT)
+    names = [name.strip() for text in told for name in text.split(",") if name.strip()] or list(
+        DEFAULT_POLICIES
+    )
     names = [one for name in names for one in (known.makers() if name == "all" else (name,))]
     for name in names:
         known.maker_of(name)
@@ -130,7 +57,9 @@ def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
 
 @click.command(cls=Command)
 @click.argument("trace", type=FILE, required=False)
-@click.option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; all: every one")
+@click.option(
+    "--policy", "wanted", multiple=True, help="repeatable, or comma-separated; all: every one"
+)
 @click.option("--seeds", type=click.IntRange(1, 10_000), default=1, help="runs of each policy")
 @click.option("--json", "out", type=FILE, help="write the figures there")
 @click.option("--html", type=FILE, help="write a page with tables, charts and decisions there")
@@ -146,18 +75,23 @@ def replay(
     """What each policy delivers and costs on a trace, or at a failure rate."""
     scenario, names = scenario_of(trace, told), policies_of(wanted)
     writable(out, html)
+    if html is not None:
+        from elastic_sim.report.replay_page import replay_page
     warn([scenario])
     found = run(scenario.world(), scenario.trace_of, names, range(seeds), keep=html is not None)
     click.echo(show.table(found))
     if not any(one.samples_per_s.value for one in found):
-        click.echo(f"elastic-sim: nothing ever runs: {scenario.model} does not fit on these nodes", err=True)
+        click.echo(
+            f"elastic-sim: nothing ever runs: {scenario.model} does not fit on these nodes",
+            err=True,
+        )
     if out is not None:
-        told = show.as_json(scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps()))
+        told = show.as_json(
+            scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps())
+        )
         stored(out, json.dumps(told, indent=2) + "\n")
     if html is not None:
-        from elastic_sim.report.report import report  # its templates need a library that others need not load
-
-        stored(html, report(scenario, found, names, seeds))
+        stored(html, replay_page(scenario, found, names, seeds))
 
 
 @click.command(cls=Command)
@@ -176,13 +110,11 @@ def policies() -> None:
     "eighth fewer and more]",
 )
 @click.option(
-    "--mixes",
-    "steps",
-    type=click.IntRange(1, 100),
-    default=4,
-    help="of spot and on-demand",
+    "--mixes", "steps", type=click.IntRange(1, 100), default=4, help="of spot and on-demand"
 )
-@click.option("--budget", type=float, default=math.inf, show_default=False, help="dollars an hour [none]")
+@click.option(
+    "--budget", type=float, default=math.inf, show_default=False, help="dollars an hour [none]"
+)
 @click.option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR for a backup")
 @click.option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
 @click.option("--json", "out", type=FILE, help="write the figures there")
@@ -253,3 +185,109 @@ def _sizes(text: str) -> list[int]:
     if not found or not all(0 < n <= 100_000 for n in found):
         raise FieldError("--buy", text, "numbers of nodes from 1 up, as 32 or 28,32,36")
     return found
+
+
+@click.command(cls=Command)
+@click.argument("out", type=FILE)
+@click.option("--trace", "traces", type=FILE, multiple=True, help="repeatable")
+@click.option(
+    "--mtbf", "rates", type=Several(RATE), default=(), help="failure rates, as 10m,1h,200h/node"
+)
+@click.option(
+    "--model",
+    "models",
+    type=Several(click.STRING),
+    default=("gpt3-6.7b",),
+    help="names, or files of profiles, comma-separated",
+)
+@click.option(
+    "--policy", "wanted", multiple=True, help="repeatable, or comma-separated; all: every one"
+)
+@click.option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
+@click.option("--workers", type=click.IntRange(1, 1024), help="processes [one a core]")
+@click.option("--ray", is_flag=True, help="on a Ray cluster, in place of processes of this machine")
+@click.option(
+    "--address", help="with --ray: of the cluster [RAY_ADDRESS, or one that is started here]"
+)
+@click.option("--html", type=FILE, help="write a page with charts and tables there")
+@scenario_options(but=("model", "mtbf"))
+def sweep(
+    out: Path,
+    traces: tuple[Path, ...],
+    rates: tuple[float | PerNode, ...],
+    models: tuple[str, ...],
+    wanted: tuple[str, ...],
+    seeds: int,
+    workers: int | None,
+    ray: bool,
+    address: str | None,
+    html: Path | None,
+    **told: Any,
+) -> None:
+    """Traces and failure rates x models x policies x seeds, into the folder OUT. The same command goes on where one
+    was interrupted."""
+    scenarios, names = sweep_scenarios(traces, rates, models, told), policies_of(wanted)
+    cells = cells_of(scenarios, names, seeds)
+    writable(html)
+    if html is not None:
+        from elastic_sim.sweep.sweep_page import sweep_page
+    backend = _backend(workers, ray, address)
+    checked(cells)
+    warn(scenarios)
+    with tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty()) as bar:
+
+        def began(done: int) -> None:
+            bar.update(done)
+            if done:
+                bar.write(f"{done} of {len(cells)} cells were done before", file=sys.stderr)
+
+        def progress(cell: Cell) -> None:
+            bar.set_postfix_str(str(cell), refresh=False)
+            bar.update()
+
+        try:
+            rows = sweeps.run(out, cells, backend, began=began, progress=progress)
+        except KeyboardInterrupt:
+            bar.close()
+            click.echo("elastic-sim: interrupted; the same command goes on from here", err=True)
+            sys.exit(EXIT_INTERRUPTED)
+    if html is not None:
+        stored(html, sweep_page(rows, seeds, sweep_command(scenarios, names, seeds)))
+    click.echo("goodput: samples over those of the oracle, with 95 % intervals over seeds")
+    click.echo(sweeps.table(rows))
+    click.echo(f"{out / sweeps.WHOLE}: {len(cells)} cells")
+
+
+def sweep_command(scenarios: Sequence[Scenario], policies: Sequence[str], seeds: int) -> str:
+    """The same sweep again."""
+    traces = dict.fromkeys(one.trace for one in scenarios if one.trace)
+    rates = dict.fromkeys(f"{one.market.mtbf_s:g}s" for one in scenarios if one.market is not None)
+    words = [
+        "elastic-sim",
+        "sweep",
+        "OUT",
+        *(word for trace in traces for word in ("--trace", trace)),
+    ]
+    words += ["--mtbf", ",".join(rates)] if rates else []
+    words += ["--model", ",".join(dict.fromkeys(one.model for one in scenarios))]
+    words += ["--policy", ",".join(policies), "--seeds", f"{seeds}"]
+    made_up = next((one for one in scenarios if one.market is not None), scenarios[0])
+    return shlex.join([*words, *scenario_words(made_up)])
+
+
+def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
+    """Raises FieldError."""
+    if not ray:
+        if address is not None:
+            raise FieldError("--address", address, "it goes with --ray")
+        return partial(local, workers=workers or os.cpu_count() or 1)
+    if workers is not None:
+        raise FieldError(
+            "--workers", workers, "it goes without --ray, which has as many as the cluster has CPUs"
+        )
+    try:
+        from elastic_sim.sweep.ray_backend import LOCAL, on_ray
+    except ImportError as error:
+        remedy = f"ray is not installed ({error}); pip install 'elastic-runtime[ray]'"
+        raise FieldError("--ray", True, remedy) from error
+    return on_ray(address or os.environ.get("RAY_ADDRESS") or LOCAL)

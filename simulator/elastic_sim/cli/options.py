@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic.command_line import Parsed, time_of
+from elastic.command_line import TIME, Parsed, time_of
 from elastic.domain.errors import FieldError
+from elastic_sim.steps.scenario import Scenario
+from elastic_sim.traces.generate import Market
+from elastic_sim.traces.importers import doubt
+from elastic_sim.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,128 @@ def sizes_of(text: str) -> tuple[tuple[int, float], ...]:
     return found
 
 
+Callback = Callable[..., None]
+
+_OPTIONS = {
+    "model": click.option("--model", default="gpt3-6.7b", help="a name, or the file of a profile"),
+    "microbatches": click.option(
+        "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
+    ),
+    "nodes_of": click.option("--nodes-of", default="a40", help="node types, comma-separated"),
+    "mtbf": click.option(
+        "--mtbf",
+        type=RATE,
+        help="no trace: the cluster loses nodes so often; each node, as 200h/node",
+    ),
+    "nodes": click.option("--nodes", type=int, default=32, help="with --mtbf: wanted at any time"),
+    "duration": click.option(
+        "--duration", type=TIME, default="12h", help="with --mtbf: length of the run"
+    ),
+    "repair": click.option(
+        "--repair", type=TIME, default="20m", help="with --mtbf: time until a lost node is replaced"
+    ),
+    "bulk": click.option("--bulk", default="1", help="with --mtbf: nodes lost at once, as 1:3,4:1"),
+    "notice": click.option("--notice", type=TIME, help="every loss is announced so long before"),
+    "first": click.option("--from", "first", type=TIME, default="0", help="of a trace: begin here"),
+    "last": click.option(
+        "--to", "last", type=TIME, default=0.0, show_default=False, help="of a trace: end here"
+    ),
+    "physics": click.option(
+        "--physics",
+        multiple=True,
+        help="NAME=NUMBER, as boot_s=90; see docs/simulator/simulator.md",
+    ),
+}
+
+
+def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Callback], Callback]:
+    """What is simulated. `but`: without these."""
+
+    def with_options(command: Callback) -> Callback:
+        for name, option in reversed(_OPTIONS.items()):
+            command = command if name in but else option(command)
+        return command
+
+    return with_options
+
+
+def scenario_of(trace: Path | None, told: dict[str, Any]) -> Scenario:
+    """From the options above, which are taken out of `told`. Raises FieldError."""
+    values = {name: told.pop(name) for name in _OPTIONS}
+    if (trace is None) == (values["mtbf"] is None):
+        given = "both" if trace is not None else "neither"
+        raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
+    market = None
+    if trace is None:
+        bulk = sizes_of(values["bulk"])
+        market = Market(
+            nodes=values["nodes"],
+            mtbf_s=mtbf_of(values["mtbf"], values["nodes"], bulk),
+            bulk=bulk,
+            repair_s=values["repair"],
+        )
+    return Scenario(
+        trace=str(trace) if trace is not None else "",
+        first_s=values["first"],
+        last_s=values["last"],
+        market=market,
+        duration_s=values["duration"],
+        model=values["model"],
+        microbatches=values["microbatches"],
+        nodes_of=tuple(name.strip() for name in values["nodes_of"].split(",")),
+        notice_s=-1.0 if values["notice"] is None else values["notice"],
+        physics=tuple(values["physics"]),
+    )
+
+
+def scenarios_of(traces: Sequence[Path], told: dict[str, Any]) -> list[Scenario]:
+    """One for each trace, or that of a failure rate. Raises FieldError."""
+    first = scenario_of(traces[0] if traces else None, told)
+    found = [replace(first, trace=str(trace)) for trace in traces] or [first]
+    names = [one.name() for one in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FieldError("TRACE", twice, "each trace once, under a name of its own")
+    return found
+
+
+def doubted(found: Trace, source: Path | str, unit: str = "seconds", hint: str = "") -> None:
+    """Warn of a trace that is unlike any market."""
+    if strange := doubt(found, unit):
+        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
+
+
+def warn(scenarios: Sequence[Scenario]) -> None:
+    """Of strange traces, looked at whole; but runs that were made to fail lose more. Raises FieldError."""
+    for trace in dict.fromkeys(one.trace for one in scenarios if one.trace):
+        if Path(trace).suffix != ".jsonl":
+            doubted(Scenario(trace=trace).trace_of(0), trace)
+
+
+def sweep_scenarios(
+    traces: tuple[Path, ...],
+    rates: tuple[float | PerNode, ...],
+    models: tuple[str, ...],
+    told: dict[str, Any],
+) -> list[Scenario]:
+    """Every trace and every rate, with every model. Raises FieldError."""
+    if not traces and not rates:
+        raise FieldError("--trace, --mtbf", "neither", "name traces, or failure rates, or both")
+    names = [trace.name for trace in dict.fromkeys(traces)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FieldError(
+            "--trace", twice, "several files have this name, and tables could not tell them apart"
+        )
+    if not models:
+        raise FieldError("--model", "", "name one at least")
+    markets: list[tuple[Path | None, float | PerNode | None]] = [(trace, None) for trace in traces]
+    markets += [(None, rate) for rate in rates]
+    return [
+        scenario_of(trace, {**told, "model": model, "mtbf": rate})
+        for model in models
+        for trace, rate in dict.fromkeys(markets)
+    ]
+
+
 def stored(out: Path, text: str) -> None:
     """Write a file. Raises FieldError."""
     try:
@@ -83,6 +209,8 @@ def writable(*paths: Path | None) -> None:
     """Say at once, and not after hours, that a file cannot be written. Raises FieldError."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
-            raise FieldError("output", str(path), f"the folder {path.parent} does not exist; make it first")
+            raise FieldError(
+                "output", str(path), f"the folder {path.parent} does not exist; make it first"
+            )
         if path is not None and path.is_dir():
             raise FieldError("output", str(path), "it is a folder; name a file")

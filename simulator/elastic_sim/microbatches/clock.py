@@ -98,7 +98,9 @@ class Wire:
         if version != self._version:
             return
         self._advance()
-        for name in [n for n, stream in self._streams.items() if stream[0][0] <= ROUNDING_S * self._rate]:
+        for name in [
+            n for n, stream in self._streams.items() if stream[0][0] <= ROUNDING_S * self._rate
+        ]:
             _, done = self._streams[name].popleft()
             if not self._streams[name]:
                 del self._streams[name]

@@ -1,21 +1,82 @@
-"""What one worker in one epoch puts into vaults, and when: the schemes of `elastic.planning.plan.schemes` acted out.
-
-Bundles go to the peer in order over the node's wire. Two of gradients and two of states may be under way; before a
-commit all must have arrived.
-"""
+"""DOC"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from elastic.core.protocol import messages as m
-from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, STATE, UPDATE, Assignment, Copy, Portion
+from elastic.domain.types import (
+    ACTIVATION,
+    COTANGENT,
+    GRADIENT,
+    STATE,
+    UPDATE,
+    Assignment,
+    Copy,
+    Portion,
+)
 from elastic.planning.plan.schemes import LOG, NONE, gradients_of, portion_of, state_of
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic_sim.microbatches.environment import Environment, Host
-from elastic_sim.microbatches.held_layers import HeldLayers, Ledger
+
+Ledger = frozenset[int]
+NOTHING: Ledger = frozenset()
+
+
+class HeldLayers:
+    """The state of one worker's layers, all at the same version."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.parts: dict[int, tuple[Ledger, Ledger]] = {}
+        """Layer: micro-batches in its own gradient, and in the sum that all holders have."""
+        self._recovered: dict[int, Ledger] = {}
+        """Layer: micro-batches that the recovery gave to this holder alone."""
+
+    def install(self, version: int, recovered: Mapping[int, Ledger]) -> None:
+        """Hold these layers at `version`, with the gradients that the recovery brought."""
+        self.version, self._recovered = version, dict(recovered)
+        self.parts = {layer: (ledger, NOTHING) for layer, ledger in recovered.items()}
+
+    def own(self, layer: int) -> Ledger:
+        """Micro-batches in the worker's own gradient."""
+        return self.parts[layer][0]
+
+    def shared(self, layer: int) -> Ledger:
+        """Micro-batches in the sum that all holders have."""
+        return self.parts[layer][1]
+
+    def ledger(self, layer: int) -> Ledger:
+        """All micro-batches in the layer's gradients."""
+        own, common = self.parts[layer]
+        return own | common
+
+    def unshared(self) -> bool:
+        """Whether a gradient that the recovery brought is in no common sum yet."""
+        return any(self._recovered.get(la, NOTHING) & self.own(la) for la in self.parts)
+
+    def add(self, microbatch: int, layers: Iterable[int], covered: Mapping[int, Ledger]) -> None:
+        """Add a micro-batch to the layers in whose `covered` ledger it is not."""
+        for layer in layers:
+            own, common = self.parts[layer]
+            if microbatch not in covered.get(layer, NOTHING):
+                twice = f"micro-batch {microbatch} twice in layer {layer}"
+                assert microbatch not in own | common, twice
+                self.parts[layer] = own | {microbatch}, common
+
+    def share(self, layer: int, union: Ledger) -> None:
+        """All holders now have the sum over `union`."""
+        own, common = self.parts[layer]
+        self.parts[layer] = own - union, common | union
+
+    def update(self) -> None:
+        """The optimizer step: a new version, with empty gradients."""
+        self.version += 1
+        self.parts = dict.fromkeys(self.parts, (NOTHING, NOTHING))
+        self._recovered = {}
+
 
 MOST_UNACKED = 2
 
@@ -65,7 +126,13 @@ class Copies:
         self.tell()
 
     def tell(self) -> None:
-        if self._entered and not self._told and self._install <= 0 and self.settled and not self.over:
+        if (
+            self._entered
+            and not self._told
+            and self._install <= 0
+            and self.settled
+            and not self.over
+        ):
             self._told = True
             self._say(m.Protected(self._plan.epoch))
 
@@ -127,7 +194,9 @@ class Copies:
     def full(self) -> bool:
         """The next copy of gradients would have to wait."""
         return (
-            self._unacked[GRADIENT] >= MOST_UNACKED and bool(self._every) and self._fresh + 1 >= self._every
+            self._unacked[GRADIENT] >= MOST_UNACKED
+            and bool(self._every)
+            and self._fresh + 1 >= self._every
         )
 
     @property
@@ -191,7 +260,10 @@ class Copies:
         self._host.vault.add(copy)
 
     def _copy(self, kind: str, layer: int, step: int, indices: Ledger = frozenset()) -> Copy:
-        spec, last = self._layers[layer] if layer < len(self._layers) else None, len(self._layers) - 1
+        spec, last = (
+            self._layers[layer] if layer < len(self._layers) else None,
+            len(self._layers) - 1,
+        )
         portion: Portion = (0, 1)
         if kind in (STATE, UPDATE):
             portion = portion_of(self._plan, self._node, layer)

@@ -11,7 +11,7 @@ from elastic.core.job.state import JobPhase, JobState, Recovered
 from elastic.planning.plan.plan import format_plan
 from elastic_sim.microbatches.clock import BEGIN_S
 from elastic_sim.microbatches.environment import Environment
-from elastic_sim.microbatches.training import Run
+from elastic_sim.microbatches.worker import Run
 from elastic_sim.steps.time_accounting import Account, Use
 
 IDLE = (JobPhase.WAITING, JobPhase.PAUSED, JobPhase.FINISHED, JobPhase.FAILED)
@@ -162,7 +162,9 @@ class Meter:
             return there, used, Use.USEFUL if living.issuperset(nodes) else Use.DETECT
         if state.phase is JobPhase.HALTING and change is not None and change.boundary:
             old = runs.get(state.plan.epoch) if state.plan is not None else None
-            going = old is not None and any(w.here and w.training is not None for w in old.present.values())
+            going = old is not None and any(
+                w.here and w.training is not None for w in old.present.values()
+            )
             return there, used, Use.USEFUL if going else Use.PLAN
         if state.phase is JobPhase.INSTALLING and world.clock.now >= self.sent_at:
             met = run is not None and set(run.present) >= set(nodes)

@@ -67,7 +67,9 @@ class Physics:
 def check(physics: Physics) -> Physics:
     """Raise FieldError for the first value that is none."""
     if physics.version != VERSION:
-        raise FieldError("Physics.version", physics.version, f"this program reads version {VERSION}")
+        raise FieldError(
+            "Physics.version", physics.version, f"this program reads version {VERSION}"
+        )
     for field in fields(physics):
         value = getattr(physics, field.name)
         if not isfinite(value) or value < 0:

@@ -40,7 +40,8 @@ class Vault:
         kept = list[Copy]()
         for step in steps[-KEPT_STEPS:]:
             mine = sorted(
-                (c for c in group if c.step == step), key=lambda c: (len(c.microbatches), c.sequence)
+                (c for c in group if c.step == step),
+                key=lambda c: (len(c.microbatches), c.sequence),
             )
             kept += mine[-most:]
         return kept

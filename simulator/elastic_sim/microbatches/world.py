@@ -16,12 +16,11 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, NodeInfo
 from elastic.planning.cost.profile import Profile, check_profile
 from elastic.planning.plan.schemes import refuse_useless
-from elastic_sim.microbatches.agent import Agent
-from elastic_sim.microbatches.coordinator import CoordinatorModel
+from elastic_sim.microbatches.control_plane import Agent, CoordinatorModel
 from elastic_sim.microbatches.environment import Environment
 from elastic_sim.microbatches.meter import Meter, Outcome
 from elastic_sim.microbatches.physics import Physics, check
-from elastic_sim.microbatches.training import Run
+from elastic_sim.microbatches.worker import Run
 from elastic_sim.traces.trace import ADD, Event, Trace
 
 
@@ -49,7 +48,9 @@ class Job:
         least = {"microbatches": 1, "steps": 1, "min_nodes": 1, "max_nodes": self.min_nodes}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
-                raise FieldError(f"Job.{name}", getattr(self, name), f"a whole number from {lowest} up")
+                raise FieldError(
+                    f"Job.{name}", getattr(self, name), f"a whole number from {lowest} up"
+                )
         if self.backup != "auto":
             refuse_useless(self.backup, self.pipelines, "Job.backup")
 
@@ -180,7 +181,9 @@ class World(Environment):
     def reach(self, step: int) -> None:
         for at in range(self._reached + 1, step + 1):
             for one in self._anchored.pop(at, []):
-                self._put(max(0.0, one.after_s), one.event, 0.0 if one.ready else self.physics.spawn_s)
+                self._put(
+                    max(0.0, one.after_s), one.event, 0.0 if one.ready else self.physics.spawn_s
+                )
         self._reached = max(self._reached, step)
 
     def outcome(self, end_s: float) -> Outcome:

@@ -50,7 +50,12 @@ TEMPLATE = go.layout.Template(
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif", "size": 12},
         "margin": {"l": 60, "r": 16, "t": TOP, "b": BOTTOM},
-        "xaxis": {"automargin": True, "gridcolor": "#dfe3e9", "zeroline": False, "title_standoff": 8},
+        "xaxis": {
+            "automargin": True,
+            "gridcolor": "#dfe3e9",
+            "zeroline": False,
+            "title_standoff": 8,
+        },
         "yaxis": {"automargin": True, "gridcolor": "#dfe3e9", "zeroline": False},
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
     }
@@ -92,10 +97,7 @@ def library() -> str:
 def html(figure: Any, name: str) -> str:
     """Return the markup of a figure; `name` is unique on its page."""
     markup: str = figure.to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        div_id=name,
-        config=CONFIG,
+        full_html=False, include_plotlyjs=False, div_id=name, config=CONFIG
     )
     return markup
 
@@ -146,7 +148,9 @@ def time_bars(policies: Sequence[str], shares: Sequence[dict[Use, float]]) -> An
 def _policy_bars(bars: Sequence[Any], n: int, title: str) -> Any:
     figure = _figure(bars, BAR * n, title, "", TOP if len(bars) > 1 else 10)
     figure.update_yaxes(autorange="reversed", showgrid=False, dtick=1)
-    return figure.update_layout(uniformtext={"minsize": 10, "mode": "hide"}, legend_traceorder="normal")
+    return figure.update_layout(
+        uniformtext={"minsize": 10, "mode": "hide"}, legend_traceorder="normal"
+    )
 
 
 def over_time(
@@ -177,7 +181,9 @@ def over_time(
         told = f"{_label(row.policy)}: %{{y:.4g}} samples/s"
         steps = _windows(row.rates, window_s, end_s)
         figure.add_trace(_area(steps, unit, row.colour, told), row=i, col=1)
-        figure.add_trace(_marks(row.changes, unit, -0.12 * most, "line-ns", row.colour), row=i, col=1)
+        figure.add_trace(
+            _marks(row.changes, unit, -0.12 * most, "line-ns", row.colour), row=i, col=1
+        )
         figure.update_yaxes(range=[-0.25 * most, 1.05 * most], nticks=4, row=i, col=1)
     figure.update_xaxes(range=[0, end_s / unit])
     figure.update_xaxes(title=f"time ({name})", row=len(rows) + 1, col=1)
@@ -186,28 +192,42 @@ def over_time(
 
 def _windows(rates: Sequence[float], window_s: float, end_s: float) -> list[tuple[float, float]]:
     """Return (seconds, rate from then on), to the end."""
-    return [*((i * window_s, rate) for i, rate in enumerate(rates)), (end_s, rates[-1] if rates else 0.0)]
+    return [
+        *((i * window_s, rate) for i, rate in enumerate(rates)),
+        (end_s, rates[-1] if rates else 0.0),
+    ]
 
 
-def _marks(marks: Sequence[tuple[float, str]], unit: float, y: float, symbol: str, colour: str) -> Any:
+def _marks(
+    marks: Sequence[tuple[float, str]], unit: float, y: float, symbol: str, colour: str
+) -> Any:
     return go.Scatter(
         mode="markers",
         x=[at / unit for at, _ in marks],
         y=[y for _ in marks],
         text=["<br>".join(map(_text, wrap(f"{clock(at)}: {text}", 90))) for at, text in marks],
         hovertemplate="%{text}<extra></extra>",
-        marker={"symbol": symbol, "size": 8, "color": colour, "line": {"color": colour, "width": 1.5}},
+        marker={
+            "symbol": symbol,
+            "size": 8,
+            "color": colour,
+            "line": {"color": colour, "width": 1.5},
+        },
         cliponaxis=False,
     )
 
 
 def pipelines(panels: Sequence[Panel]) -> Any:
     """Timelines of pipelines: one row per unit, one box per compute action, on one time axis."""
-    figure = _stacked([UNIT * len(panel.rows) for panel in panels], [_text(panel.title) for panel in panels])
+    figure = _stacked(
+        [UNIT * len(panel.rows) for panel in panels], [_text(panel.title) for panel in panels]
+    )
     shown = set[str]()
     for i, panel in enumerate(panels, 1):
         spans = [(span, panel.timeline.unit_of(span)) for span in panel.timeline.spans]
-        for kind in [kind for kind in NAMES if any(span.action.kind.value == kind for span, _ in spans)]:
+        for kind in [
+            kind for kind in NAMES if any(span.action.kind.value == kind for span, _ in spans)
+        ]:
             mine = [(span, row) for span, row in spans if span.action.kind.value == kind]
             bar = go.Bar(
                 orientation="h",
@@ -274,7 +294,9 @@ def failure_rates(curves: Sequence[Curve]) -> Any:
     entry = 40 + LETTER * max((len(curve.policy) for curve in curves), default=0)
     lines = -(-len(curves) // max(1, NARROW // entry))
     figure.update_layout(showlegend=True, legend_maxheight=20 * lines + TOP)
-    return figure.update_layout(margin_t=20 * lines + 14, height=figure.layout.height + 20 * (lines - 1))
+    return figure.update_layout(
+        margin_t=20 * lines + 14, height=figure.layout.height + 20 * (lines - 1)
+    )
 
 
 def heat(
@@ -310,7 +332,9 @@ def heat(
     figure.update_xaxes(side="top", showgrid=False, tickangle=0, **names)
     names = {"tickvals": list(range(len(rows))), "ticktext": _labels(rows)}
     figure.update_yaxes(autorange="reversed", showgrid=False, **names)
-    return figure.update_layout(margin={"t": TOP + 10, "b": 10}, height=figure.layout.height - BOTTOM + 20)
+    return figure.update_layout(
+        margin={"t": TOP + 10, "b": 10}, height=figure.layout.height - BOTTOM + 20
+    )
 
 
 # ---- trace ----
@@ -319,7 +343,9 @@ def heat(
 def steps(points: Sequence[tuple[float, float]], end_s: float, across: str, up: str) -> Any:
     """A value over time: (seconds, value from then on). `across` and `up` name the axes."""
     unit, name = axis_unit(end_s)
-    figure = _figure([_area(points, unit, PALETTE[0], "%{y:.4g}")], 220, f"{across} ({name})", up, 10)
+    figure = _figure(
+        [_area(points, unit, PALETTE[0], "%{y:.4g}")], 220, f"{across} ({name})", up, 10
+    )
     figure.update_xaxes(range=[0, end_s / unit])
     return figure.update_yaxes(rangemode="tozero")
 
@@ -334,7 +360,9 @@ def histogram(counts: dict[int, int], across: str, up: str) -> Any:
     )
     figure = _figure([bar], 220, across, up, 10)
     figure.update_xaxes(dtick=max(1, -(-len(counts) // 12)), showgrid=False)
-    return figure.update_yaxes(rangemode="tozero", dtick=1 if max(counts.values(), default=0) < 6 else None)
+    return figure.update_yaxes(
+        rangemode="tozero", dtick=1 if max(counts.values(), default=0) < 6 else None
+    )
 
 
 # ---- parts ----

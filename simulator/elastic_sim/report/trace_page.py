@@ -24,7 +24,10 @@ def trace_page(trace: Trace, name: str) -> str:
         "Nodes lost at once": _bulks(trace),
         "Losses by hour": _hours(trace),
     }
-    plots = [(title, chart(figure, f"plot-{i}", title)) for i, (title, figure) in enumerate(figures.items())]
+    plots = [
+        (title, chart(figure, f"plot-{i}", title))
+        for i, (title, figure) in enumerate(figures.items())
+    ]
     lead = (
         f"{found.nodes_mean:.1f} nodes on average ({found.nodes_least} to {found.nodes_most}) over {found.hours:.4g} "
         f"hours; {found.losses} losses in {found.loss_events} events, {found.losses_per_node_hour:.3g} a node-hour."
@@ -45,8 +48,13 @@ def trace_page(trace: Trace, name: str) -> str:
 def _lifetimes(trace: Trace) -> Any:
     """Of the nodes that were lost, the share that stayed longer."""
     ended = sorted(gone.seconds - came.seconds for came, gone in stays(trace) if gone is not None)
-    rows = [(0.0, 100.0), *((length, 100.0 * (1 - (i + 1) / len(ended))) for i, length in enumerate(ended))]
-    return charts.steps(rows, ended[-1] if ended else 1.0, "lifetime", "share of the lost nodes (%)")
+    rows = [
+        (0.0, 100.0),
+        *((length, 100.0 * (1 - (i + 1) / len(ended))) for i, length in enumerate(ended)),
+    ]
+    return charts.steps(
+        rows, ended[-1] if ended else 1.0, "lifetime", "share of the lost nodes (%)"
+    )
 
 
 def _bulks(trace: Trace) -> Any:

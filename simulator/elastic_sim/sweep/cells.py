@@ -100,7 +100,9 @@ def sha256_of(path: str) -> str:
 def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int) -> list[Cell]:
     """Every policy on every scenario and seed, and the oracle; each once, those of one world side by side."""
     named = tuple(dict.fromkeys((ORACLE, *policies)))
-    found = [Cell(scenario, p, seed) for scenario in scenarios for seed in range(seeds) for p in named]
+    found = [
+        Cell(scenario, p, seed) for scenario in scenarios for seed in range(seeds) for p in named
+    ]
     unique = {cell.key: cell for cell in found}
     return sorted(unique.values(), key=lambda cell: world_of(cell.scenario))
 

@@ -34,7 +34,9 @@ class Log:
 
     def add(self, cell: Cell, result: Result) -> None:
         """Keep a result. On disk when this returns."""
-        line = json.dumps({"key": cell.key, "cell": cell.definition(), "result": result}, sort_keys=True)
+        line = json.dumps(
+            {"key": cell.key, "cell": cell.definition(), "result": result}, sort_keys=True
+        )
         self.file.write(line.encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -59,12 +61,16 @@ def opened(out: Path, cells: Sequence[Cell]) -> Iterator[Log]:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / CELLS).open("a+b")
     except OSError as error:
-        raise FieldError("OUT", str(out), f"a folder that can be written is needed: {error}") from error
+        raise FieldError(
+            "OUT", str(out), f"a folder that can be written is needed: {error}"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise FieldError("OUT", str(out), "another sweep is writing there; wait for it") from None
+            raise FieldError(
+                "OUT", str(out), "another sweep is writing there; wait for it"
+            ) from None
         file.seek(0)
         lines = file.read().split(b"\n")
         torn = lines.pop()
@@ -87,9 +93,7 @@ def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, Cell]) -> dict
             remedy = "it holds no cell; remove the line, or name another folder"
             raise FieldError(str(path), f"line {number}", remedy) from None
         if key not in cells:
-            remedy = (
-                "it holds a cell that this sweep has not: name another folder, or the options that made it"
-            )
+            remedy = "it holds a cell that this sweep has not: name another folder, or the options that made it"
             raise FieldError(str(path), _named(cell), remedy)
         done.setdefault(key, result)
     return done
@@ -101,7 +105,9 @@ def _named(cell: Any) -> str:
         scenario = cell["scenario"]
         rate = scenario["trace"] or f"mtbf {scenario['market']['mtbf_s']:g} s"
         version = cell["version"]
-        return f"{cell['policy']}, {scenario['model']}, {rate}, seed {cell['seed']}, version {version}"
+        return (
+            f"{cell['policy']}, {scenario['model']}, {rate}, seed {cell['seed']}, version {version}"
+        )
     except (KeyError, TypeError, ValueError):
         return str(cell)[:80]
 
@@ -156,11 +162,16 @@ def dumps(cells: Sequence[Cell], done: Mapping[str, Result], rows: Sequence[Row]
     """{"scenarios": [as `replay --json` has them], "cells": [..]}, sorted."""
     told = {
         "cells": sorted(
-            ({"key": cell.key, "cell": cell.definition(), "result": done[cell.key]} for cell in cells),
+            (
+                {"key": cell.key, "cell": cell.definition(), "result": done[cell.key]}
+                for cell in cells
+            ),
             key=lambda line: json.dumps(line["cell"], sort_keys=True),
         ),
         "scenarios": [
-            show.as_json(row.scenario.name(), row.scenario.model, row.found, scenario=defined(row.scenario))
+            show.as_json(
+                row.scenario.name(), row.scenario.model, row.found, scenario=defined(row.scenario)
+            )
             for row in rows
         ],
     }
@@ -179,7 +190,9 @@ def replaced(path: Path, text: str) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """A row a scenario: goodput of each policy; of the oracle, samples a second."""
-    names = list(dict.fromkeys(one.policy for row in rows for one in row.found if one.policy != ORACLE))
+    names = list(
+        dict.fromkeys(one.policy for row in rows for one in row.found if one.policy != ORACLE)
+    )
     head = ["model, failures", "oracle samples/s", *names]
     body = [
         [

@@ -9,13 +9,23 @@ import pytest
 from elastic_sim.microbatches import physics as files
 from elastic_sim.microbatches.clock import BEGIN_S, Clock, Wire
 from elastic_sim.microbatches.physics import Physics
-from elastic_sim.microbatches.story import pairs, tell
+from elastic_sim.microbatches.recorded_run import pairs, tell
 from elastic_sim.microbatches.vault import Vault
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
-from elastic.domain.types import ACTIVATION, GRADIENT, STATE, UPDATE, Copy, Pipeline, Plan, Stage, Unit
+from elastic.domain.types import (
+    ACTIVATION,
+    GRADIENT,
+    STATE,
+    UPDATE,
+    Copy,
+    Pipeline,
+    Plan,
+    Stage,
+    Unit,
+)
 from elastic.planning.plan.plan import format_plan
 
 
@@ -97,7 +107,11 @@ def test_entering_an_epoch_drops_a_history_that_was_given_up() -> None:
     vault.add(copy(STATE, 5))
     vault.add(copy(STATE, 6, 1))
     vault.enter(2, 5)
-    assert [c.step for c in vault] == [5] and copy(STATE, 5) in vault and copy(STATE, 6, 1) not in vault
+    assert (
+        [c.step for c in vault] == [5]
+        and copy(STATE, 5) in vault
+        and copy(STATE, 6, 1) not in vault
+    )
 
 
 def test_physics_are_kept_in_files(tmp_path: Path) -> None:
@@ -159,7 +173,8 @@ def test_a_story_is_told_from_events() -> None:
     assert story.starts == (3.0,) and story.prefetches == (0.5,)
     assert [step for step, _ in story.undisturbed()] == [2, 3]
     assert [
-        step for step, *_ in tell([*events, {"at": 20.0, "kind": "lost-steps", "from_step": 3}]).steps
+        step
+        for step, *_ in tell([*events, {"at": 20.0, "kind": "lost-steps", "from_step": 3}]).steps
     ] == [0, 1, 2]
 
 

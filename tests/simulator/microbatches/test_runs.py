@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from elastic_sim.microbatches.physics import Physics
-from elastic_sim.microbatches.training import Run
+from elastic_sim.microbatches.worker import Run
 from elastic_sim.microbatches.world import Anchored, Job, World, simulate
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.traces.trace import ADD, Event
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.predict import predict
 from elastic.planning.plan.schemes import schemes_of
-from tests.simulator.microbatches.runs import (
+from tests.simulator.microbatches.sample_runs import (
     JOB,
     PAIRS,
     came,
@@ -91,7 +91,9 @@ def test_who_connects_last_finds_the_others_through() -> None:
 def test_halting_waits_for_the_action_that_is_computed() -> None:
     job = replace(JOB, pipelines="1", steps=4)
     halts = [
-        simulate(steady(4, 200.0, lost(at, 3)), profile(seconds=0.6), job, EXACT).recoveries[0]["halt_s"]
+        simulate(steady(4, 200.0, lost(at, 3)), profile(seconds=0.6), job, EXACT).recoveries[0][
+            "halt_s"
+        ]
         for at in (20.0, 20.3, 20.6, 20.9)
     ]
     action_s = 3 * 0.4  # three of eight layers backward, at most
@@ -108,7 +110,9 @@ def test_finished_microbatches_are_not_run_again_where_their_gradients_are_kept(
 
 
 def test_a_node_with_a_notice_leaves_at_the_end_of_a_step_and_loses_nothing() -> None:
-    outcome = simulate(steady(4, 120.0, lost(40.0, 1, 30.0)), profile(), replace(JOB, steps=50), EXACT)
+    outcome = simulate(
+        steady(4, 120.0, lost(40.0, 1, 30.0)), profile(), replace(JOB, steps=50), EXACT
+    )
     (found,) = outcome.recoveries
     assert found["planned"] and found["cause"] == "drain node1"
     assert found["microbatches_lost"] == 0 and outcome.account.totals()[Use.LOST] == 0
@@ -121,21 +125,27 @@ def test_a_newcomer_enters_once_its_processes_have_started() -> None:
     outcome = simulate(steady(3, 120.0, came(8.0, 3)), profile(), job, physics)
     (found,) = outcome.recoveries
     assert (found["nodes_before"], found["nodes_after"]) == (3, 4)
-    halt = next(event for event in outcome.events if event["kind"] == "halt" and event["epoch"] == 2)
+    halt = next(
+        event for event in outcome.events if event["kind"] == "halt" and event["epoch"] == 2
+    )
     assert 12.0 < halt["at"] < 13.0
 
 
 def test_events_may_follow_steps() -> None:
     gone = Anchored(Event(0.0, "remove", "node1"), step=7, after_s=0.1)
     new = Anchored(Event(0.0, ADD, "node9"), step=9, after_s=0.2, ready=True)
-    outcome = simulate(steady(4), profile(), replace(JOB, steps=30, max_nodes=4), EXACT, 0, (gone, new))
+    outcome = simulate(
+        steady(4), profile(), replace(JOB, steps=30, max_nodes=4), EXACT, 0, (gone, new)
+    )
     first, second = outcome.recoveries
     assert first["step"] == 7 and second["cause"] == "join node9" and second["step"] in (10, 11)
 
 
 def test_what_cannot_be_recovered_ends_the_job_and_says_why() -> None:
     gone = [lost(9.0, 0), lost(9.0, 1), lost(9.0, 2)]
-    outcome = simulate(steady(4, 60.0, *gone), profile(), replace(JOB, min_nodes=4, pipelines="1"), EXACT)
+    outcome = simulate(
+        steady(4, 60.0, *gone), profile(), replace(JOB, min_nodes=4, pipelines="1"), EXACT
+    )
     assert outcome.phase == "failed" and "there is no durable checkpoint" in outcome.reason
     with_one = replace(JOB, min_nodes=4, pipelines="1", checkpoint_every=4, steps=40)
     outcome = simulate(steady(4, 200.0, *gone), profile(), with_one, EXACT)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
-from tests.simulator.microbatches.runs import node_ms
+from tests.simulator.microbatches.sample_runs import node_ms
 
 QUIET = Physics(boot_s=0.0, noise=0.0)
 RANDOM = ("ours", "ours:log+snapshot", "checkpoint", "varuna", "varuna-no-rollback", "bamboo", "oobleck", "parcae",

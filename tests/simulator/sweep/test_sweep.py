@@ -21,7 +21,7 @@ from elastic_sim.replay.replay import ORACLE, replay
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep
 from elastic_sim.sweep.cells import MOST_DEATHS, Cell, CellFailed, Result, cells_of
-from elastic_sim.sweep.sweep_local import local
+from elastic_sim.sweep.local_backend import local
 from elastic_sim.traces.generate import Market
 
 from elastic.domain.errors import FieldError
@@ -31,7 +31,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def scenario(mtbf_s: float, model: str = "gpt2") -> Scenario:
-    return Scenario(market=Market(nodes=4, mtbf_s=mtbf_s, repair_s=600.0), duration_s=1800.0, model=model)
+    return Scenario(
+        market=Market(nodes=4, mtbf_s=mtbf_s, repair_s=600.0), duration_s=1800.0, model=model
+    )
 
 
 CELLS = cells_of([scenario(300.0), scenario(900.0)], ("varuna", "torchft"), 2)
@@ -78,7 +80,10 @@ def test_figures_are_those_of_replay(wanted: bytes) -> None:
     world = scenario(300.0)
     for one in replay(world.world(), world.trace_of, ("varuna", "torchft"), range(2)):
         told = row["policies"][one.policy]
-        assert told["goodput"] == one.goodput.value and told["margins"]["goodput"] == one.goodput.margin
+        assert (
+            told["goodput"] == one.goodput.value
+            and told["margins"]["goodput"] == one.goodput.margin
+        )
         assert told["time"] == pytest.approx(one.time)
     assert row["policies"][ORACLE]["goodput"] == 1.0
 
@@ -88,14 +93,18 @@ def test_the_order_does_not_matter(tmp_path: Path, wanted: bytes) -> None:
     assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
 
 
-def test_processes_give_the_same_and_one_that_dies_is_replaced(tmp_path: Path, wanted: bytes) -> None:
+def test_processes_give_the_same_and_one_that_dies_is_replaced(
+    tmp_path: Path, wanted: bytes
+) -> None:
     mark = tmp_path / "died"
     first = Deadly(CELLS[3].scenario, CELLS[3].policy, CELLS[3].seed, str(mark), 1)
     cells = [*CELLS[:3], first, *CELLS[4:]]
     sweep.run(tmp_path, cells, partial(local, workers=2))
     assert mark.read_text() == "x"
     assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
-    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    assert not [
+        child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())
+    ]
 
 
 def test_a_cell_that_always_takes_its_process_down_is_named(tmp_path: Path) -> None:
@@ -194,14 +203,27 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
 
 # ---- the command ----
 
-WORDS = ("--mtbf", "5m,15m", "--nodes", "4", "--repair", "10m", "--duration", "30m", "--model", "gpt2")
+WORDS = (
+    "--mtbf",
+    "5m,15m",
+    "--nodes",
+    "4",
+    "--repair",
+    "10m",
+    "--duration",
+    "30m",
+    "--model",
+    "gpt2",
+)
 
 
 def test_the_command(tmp_path: Path, wanted: bytes) -> None:
     words = ("sweep", str(tmp_path / "out"), *WORDS, "--policy", "varuna,torchft", "--seeds", "2")
     done = CliRunner().invoke(main, [*words, "--workers", "1"])
     assert done.exit_code == 0, done.output
-    assert "gpt2, mtbf 300 s" in done.output and "torchft" in done.output and "12 cells" in done.output
+    assert (
+        "gpt2, mtbf 300 s" in done.output and "torchft" in done.output and "12 cells" in done.output
+    )
     assert (tmp_path / "out" / sweep.WHOLE).read_bytes() == wanted
     again = CliRunner().invoke(main, [*words, "--workers", "2"])
     assert "12 of 12 cells were done before" in again.output
@@ -227,7 +249,9 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs ignore it
     )
     lines = tmp_path / sweep.CELLS
     until = time.monotonic() + LONG_S

@@ -15,7 +15,13 @@ from elastic_sim.steps.world import World
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
 
 COARSE = Physics(
-    boot_s=0.0, noise=0.0, decide_s=0.4, groups_base_s=0.2, group_s=0.0, contention=0.2, copy_exposed=0.1
+    boot_s=0.0,
+    noise=0.0,
+    decide_s=0.4,
+    groups_base_s=0.2,
+    group_s=0.0,
+    contention=0.2,
+    copy_exposed=0.1,
 )
 FINE = Fine(
     closed_s=3.0,
@@ -33,7 +39,10 @@ FINE = Fine(
 
 def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
     there = [Event(0.0, ADD, f"n{i}") for i in range(6)]
-    more = [Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0) for at, kind, node in events]
+    more = [
+        Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0)
+        for at, kind, node in events
+    ]
     return check([*there, *more], 900.0)
 
 
@@ -56,15 +65,11 @@ def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
 )
 def test_levels_agree(of: Trace, pair: str) -> None:
     training = training_of("bert-large")
-    world = World(replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE)
-    coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
-    job = Job(
-        steps=10_000,
-        microbatches=32,
-        backup=pair,
-        min_nodes=6,
-        max_nodes=32,
+    world = World(
+        replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE
     )
+    coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
+    job = Job(steps=10_000, microbatches=32, backup=pair, min_nodes=6, max_nodes=32)
     fine = simulate(of, world.profile, job, FINE)
     assert coarse is not None
     made = coarse.samples / training.microbatch

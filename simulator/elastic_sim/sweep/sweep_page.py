@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from elastic_sim.replay.replay import ORACLE, Mean, Summary
-from elastic_sim.report import charts, facts
+from elastic_sim.report import assumptions as facts
+from elastic_sim.report import charts
 from elastic_sim.report.durations import duration
-from elastic_sim.report.headline import ahead
 from elastic_sim.report.pages import chart, page
-from elastic_sim.report.report import mean
+from elastic_sim.report.replay_page import ahead, mean
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.sweep import Row
 
 
-def sweep_report(rows: Sequence[Row], seeds: int, command: str) -> str:
+def sweep_page(rows: Sequence[Row], seeds: int, command: str) -> str:
     """The page."""
-    names = list(dict.fromkeys(one.policy for row in rows for one in row.found if one.policy != ORACLE))
+    names = list(
+        dict.fromkeys(one.policy for row in rows for one in row.found if one.policy != ORACLE)
+    )
     models = {row.scenario.model for row in rows}
     kinds = ", ".join(rows[0].scenario.nodes_of)
     return page(
@@ -30,15 +32,22 @@ def sweep_report(rows: Sequence[Row], seeds: int, command: str) -> str:
             "headline": headline(rows),
             "names": names,
             "curves": [
-                (title, chart(figure, f"failure-rates-{i}", f"goodput of {title} over failure rates"))
+                (
+                    title,
+                    chart(figure, f"failure-rates-{i}", f"goodput of {title} over failure rates"),
+                )
                 for i, (title, figure) in enumerate(failure_rates(rows, names))
             ],
-            "heat": chart(heat(rows, names), "goodput", "goodput by scenario and policy") if names else "",
+            "heat": chart(heat(rows, names), "goodput", "goodput by scenario and policy")
+            if names
+            else "",
             "costs": [
-                (label(row.scenario), samples(row), [_cost(row.of(name)) for name in names]) for row in rows
+                (label(row.scenario), samples(row), [_cost(row.of(name)) for name in names])
+                for row in rows
             ],
             "settings": [
-                (label(row.scenario), facts.setting(row.scenario, row.scenario.world())) for row in rows
+                (label(row.scenario), facts.setting(row.scenario, row.scenario.world()))
+                for row in rows
             ],
             "constants": facts.constants(rows[0].scenario.world().physics),
             "abouts": [(told, facts.is_model(told)) for told in map(facts.about, [*names, ORACLE])],

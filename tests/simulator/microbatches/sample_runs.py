@@ -20,7 +20,12 @@ from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
 
 EPOCH_S = 1_700_000_000.0
 JOB = Job(
-    microbatches=8, steps=20, min_nodes=3, max_nodes=8, backup="stream+snapshot", tokens_per_microbatch=4
+    microbatches=8,
+    steps=20,
+    min_nodes=3,
+    max_nodes=8,
+    backup="stream+snapshot",
+    tokens_per_microbatch=4,
 )
 GRADIENTS = ("stream", "stream:4", "reduce", "reduce:2", "log", "recompute")
 STATES = ("snapshot", "replica", "replay", "replay:3")
@@ -30,7 +35,9 @@ PAIRS = tuple(f"{g}+{s}" for g in GRADIENTS for s in (*STATES, *SHARDED))
 
 def profile(layers: int = 8, seconds: float = 0.03, bytes_per_s: float = 50e6) -> Profile:
     times = LayerTimes(seconds / 3, 2 * seconds / 3, seconds / 3, seconds / 3)
-    layer = LayerSpec(1 << 18, 1 << 19, 1 << 18, times.forward_s, times.backward_s, output_bytes=1 << 14)
+    layer = LayerSpec(
+        1 << 18, 1 << 19, 1 << 18, times.forward_s, times.backward_s, output_bytes=1 << 14
+    )
     return Profile(
         model="equal",
         layers=(layer,) * layers,
@@ -84,21 +91,29 @@ def dumped(outcome: Outcome) -> str:
                         "progress": outcome.progress, "spans": outcome.account.spans})  # fmt: skip
 
 
-def acted_run(folder: Path, job: Job, known: Profile, trace: Trace, physics: Physics, seed: int = 0) -> Path:
+def acted_run(
+    folder: Path, job: Job, known: Profile, trace: Trace, physics: Physics, seed: int = 0
+) -> Path:
     """A run directory as if the simulated run had been a real one."""
     outcome = simulate(trace, known, job, physics, seed)
     assert outcome.phase == "finished", outcome.reason
     kills = [e for e in trace.events if e.kind == REMOVE and not e.notice_s]
-    faults = tuple(replace(parse_fault("kill node=0 phase=optimizer"), node=event.node) for event in kills)
+    faults = tuple(
+        replace(parse_fault("kill node=0 phase=optimizer"), node=event.node) for event in kills
+    )
     events: list[dict[str, Any]] = [{"at": EPOCH_S, "kind": "job", "steps": job.steps,
         "microbatches": job.microbatches, "tokens_per_microbatch": job.tokens_per_microbatch, "tp": 1, "tied": [],
         "checkpoint_every": 0}]  # fmt: skip
     events += [{**event, "at": EPOCH_S + event["at"]} for event in outcome.events]
-    events += [{"at": EPOCH_S + e.seconds, "kind": "fault", "number": i} for i, e in enumerate(kills)]
+    events += [
+        {"at": EPOCH_S + e.seconds, "kind": "fault", "number": i} for i, e in enumerate(kills)
+    ]
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "config.json").write_text(json.dumps(config(job, known, faults)))
-    (folder / "summary.json").write_text(json.dumps({"step_s": [one.seconds for one in outcome.steps]}))
+    (folder / "summary.json").write_text(
+        json.dumps({"step_s": [one.seconds for one in outcome.steps]})
+    )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""An agent: the real node transition, with a vault, a wire, a stream to the coordinator and one worker."""
+"""DOC"""
 
 from __future__ import annotations
 
@@ -8,16 +8,125 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from elastic.core.coordinator.transitions import transition
+from elastic.core.job import state as job
+from elastic.core.job.state import JobPhase, JobState
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Copy, NodeInfo
 from elastic_sim.microbatches.clock import Wire
-from elastic_sim.microbatches.coordinator import CoordinatorModel
 from elastic_sim.microbatches.environment import Environment
-from elastic_sim.microbatches.training import Run
+from elastic_sim.microbatches.meter import Meter
 from elastic_sim.microbatches.vault import Vault
-from elastic_sim.microbatches.worker import Worker
+from elastic_sim.microbatches.worker import Run, Worker
+
+TICK_S = 0.05
+OVER = (JobPhase.FINISHED, JobPhase.FAILED)
+
+
+class CoordinatorModel:
+    """Applies the real transition to what it hears, and tells `meter` about every decision."""
+
+    def __init__(self, world: Environment, state: JobState, meter: Meter) -> None:
+        self._world, self._meter, self.state = world, meter, state
+        self.finish: job.Finish | None = None
+        self._sessions: dict[str, Link] = {}
+        self._backlog: list[tuple[Link | None, Any]] = []
+        self._busy_until = 0.0
+        world.clock.after(TICK_S, self._tick)
+
+    def hear(self, link: Link | None, message: Any) -> None:
+        """A message arrived; while a plan is made it waits in the queue."""
+        if self._world.clock.now < self._busy_until or self._backlog:
+            self._backlog.append((link, message))
+        else:
+            self._take(link, message)
+
+    def _tick(self) -> None:
+        self._world.clock.after(TICK_S, self._tick)
+        if self._world.clock.now >= self._busy_until:
+            self._apply(job.Tick())
+
+    def _wake(self) -> None:
+        while self._backlog and self._world.clock.now >= self._busy_until:
+            self._take(*self._backlog.pop(0))
+
+    def _take(self, link: Link | None, message: Any) -> None:
+        """As `elastic.coordinator.service` does; but what came while a plan was made is learned as of its end."""
+        match message:
+            case m.NodeReport():
+                assert link is not None
+                node = message.info.node
+                connected = self._sessions.get(node) is not link
+                self._sessions[node] = link
+                self._apply(job.Reported(message, connected))
+            case m.Heartbeat():
+                assert link is not None
+                self._sessions.setdefault(message.node, link)
+                self._apply(
+                    job.Beat(
+                        message.node,
+                        message.incarnation,
+                        message.step,
+                        message.microbatch,
+                        message.measured,
+                    )
+                )
+            case m.StepDone():
+                self._apply(job.Stepped(message.record))
+            case "closed":
+                for node in [n for n, s in self._sessions.items() if s is link]:
+                    del self._sessions[node]
+                    if node in self.state.members:
+                        self._apply(
+                            job.Closed(node, self.state.members[node].report.info.incarnation)
+                        )
+            case _:
+                self._apply(message)
+
+    def _apply(self, event: Any) -> None:
+        clock = self._world.clock
+        before = self.state
+        self.state, actions, reason = transition(before, event, clock.now)
+        self._meter.state = self.state
+        if reason and (actions or self.state.phase is not before.phase):
+            self._meter.decided(reason)
+        if any(isinstance(a, job.Send) and isinstance(a.message, m.Install) for a in actions):
+            planning_s = clock.vary(self._planning_s())
+            self._busy_until = self._meter.sent_at = clock.now + planning_s
+            clock.after(planning_s, lambda: self._act(actions))
+            clock.after(planning_s, self._wake)
+        else:
+            self._act(actions)
+
+    def _planning_s(self) -> float:
+        change, physics = self.state.change, self._world.physics
+        joining = change is not None and change.causes[0].kind is job.CauseKind.JOIN
+        return physics.replan_s if joining else physics.plan_s
+
+    def _act(self, actions: tuple[job.Action, ...]) -> None:
+        for action in actions:
+            match action:
+                case job.Send(node, message):
+                    link = self._sessions.get(node)
+                    if link is not None:
+                        link.down(message)
+                    if isinstance(message, m.Fenced) and link is not None:
+                        del self._sessions[node]
+                case job.Finish():
+                    self.finish = action
+                case job.Recovered() if not action.change.starts_job:
+                    self._meter.recovered(action)
+                case job.Note(kind, data):
+                    self._meter.noted(kind, data)
+        if actions:
+            self._meter.look()
+
+    @property
+    def over(self) -> bool:
+        return self.state.phase in OVER
+
 
 LOOK_S = 0.2
 """Between two looks at the worker."""
@@ -275,5 +384,7 @@ class Agent:
             if self.worker is not None:
                 self.worker.die()
             for other in self._agents.values():
-                self.world.clock.about(self.world.physics.closed_s, partial(other.peer_gone, self.name))
+                self.world.clock.about(
+                    self.world.physics.closed_s, partial(other.peer_gone, self.name)
+                )
             self.disconnect(self.world.physics.closed_s)

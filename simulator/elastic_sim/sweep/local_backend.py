@@ -32,12 +32,16 @@ def local(cells: Sequence[Cell], workers: int) -> Generator[tuple[Cell, Result]]
             for cell in list(running.values()) or [waiting[0]]:
                 deaths[cell] += 1
                 if deaths[cell] >= MOST_DEATHS:
-                    raise CellFailed(f"{cell}: {MOST_DEATHS} processes died while they ran it") from None
+                    raise CellFailed(
+                        f"{cell}: {MOST_DEATHS} processes died while they ran it"
+                    ) from None
             waiting.extendleft(reversed(running.values()))
         finally:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            pool.shutdown(cancel_futures=True)  # its thread would be at work while the interpreter ends
+            pool.shutdown(
+                cancel_futures=True
+            )  # its thread would be at work while the interpreter ends
 
 
 def _drained(

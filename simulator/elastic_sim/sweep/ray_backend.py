@@ -82,7 +82,9 @@ def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
             found = ray.get(done)
         except DIED as error:
             if len(batch) == 1:
-                raise CellFailed(f"{batch[0]}: {MOST_DEATHS} processes died while they ran it") from error
+                raise CellFailed(
+                    f"{batch[0]}: {MOST_DEATHS} processes died while they ran it"
+                ) from error
             running |= {task.remote([cell], files): [cell] for cell in batch}
             continue
         except exceptions.RayError as error:
@@ -111,7 +113,9 @@ def files_of(cells: Sequence[Cell]) -> Files:
     try:
         return {path: Path(path).read_bytes() for path in sorted(paths)}
     except OSError as error:
-        raise FieldError("file", str(error.filename), f"a readable file is needed: {error}") from error
+        raise FieldError(
+            "file", str(error.filename), f"a readable file is needed: {error}"
+        ) from error
 
 
 def placed(scenario: Scenario, files: Files) -> Scenario:
@@ -128,5 +132,7 @@ def placed(scenario: Scenario, files: Files) -> Scenario:
             fresh.replace(copy)
         copies[name] = str(copy)
     return replace(
-        scenario, trace=copies.get("trace", scenario.trace), model=copies.get("model", scenario.model)
+        scenario,
+        trace=copies.get("trace", scenario.trace),
+        model=copies.get("model", scenario.model),
     )

@@ -21,8 +21,12 @@ from tests.simulator.sweep.test_sweep import Deadly, here
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400, method="thread"),  # while Ray waits it drops what a signal's handler raises
-    pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
+    pytest.mark.timeout(
+        400, method="thread"
+    ),  # while Ray waits it drops what a signal's handler raises
+    pytest.mark.skipif(
+        not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"
+    ),
 ]
 
 MARKET = Market(nodes=4, mtbf_s=300.0, repair_s=600.0)
@@ -34,7 +38,9 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    found = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     try:
         found.add_node(num_cpus=1)
         yield found
@@ -45,7 +51,7 @@ def cluster() -> Iterator[Any]:
 
 def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_path: Path) -> None:
     """One that had done a cell of its batch, and one three times over: its batch is taken apart."""
-    from elastic_sim.sweep.sweep_ray import batches, on_ray
+    from elastic_sim.sweep.ray_backend import batches, on_ray
 
     trace = tmp_path / "trace.csv"
     trace.write_text(format_trace(generate(MARKET, 1800.0, 5)))
@@ -69,7 +75,18 @@ def deadly(cell: Cell, mark: Path, times: int) -> Cell:
 
 
 def test_the_command(cluster: Any, tmp_path: Path) -> None:
-    words = ("--mtbf", "5m", "--nodes", "4", "--repair", "10m", "--duration", "30m", "--model", "gpt2")
+    words = (
+        "--mtbf",
+        "5m",
+        "--nodes",
+        "4",
+        "--repair",
+        "10m",
+        "--duration",
+        "30m",
+        "--model",
+        "gpt2",
+    )
     more = ("--policy", "varuna", "--seeds", "1", "--ray", "--address", cluster.address)
     done = CliRunner().invoke(main, ["sweep", str(tmp_path), *words, *more])
     assert done.exit_code == 0, done.output
@@ -78,7 +95,7 @@ def test_the_command(cluster: Any, tmp_path: Path) -> None:
 
 def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
     from elastic_sim.sweep.cells import CellFailed
-    from elastic_sim.sweep.sweep_ray import on_ray
+    from elastic_sim.sweep.ray_backend import on_ray
 
     cell = Cell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
     with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
@@ -86,7 +103,7 @@ def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:
-    from elastic_sim.sweep.sweep_ray import LARGEST, batches
+    from elastic_sim.sweep.ray_backend import LARGEST, batches
 
     scenarios = [Scenario(market=MARKET, model=model) for model in ("gpt2", "bert-large")]
     cells = cells_of(scenarios, ("varuna", "bamboo"), 20)
@@ -99,7 +116,7 @@ def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:
 
 def test_files_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines of the cluster need not have the trace."""
-    from elastic_sim.sweep.sweep_ray import files_of, placed
+    from elastic_sim.sweep.ray_backend import files_of, placed
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
     trace = tmp_path / "t.csv"
@@ -119,7 +136,7 @@ def test_no_ray_and_no_cluster_are_told(
 ) -> None:
     if missing:
         monkeypatch.setitem(sys.modules, "ray", None)
-        monkeypatch.delitem(sys.modules, "elastic_sim.sweep.sweep_ray", raising=False)
+        monkeypatch.delitem(sys.modules, "elastic_sim.sweep.ray_backend", raising=False)
     words = ["sweep", str(tmp_path / "out"), "--mtbf", "1h", "--model", "gpt2", "--ray"]
     done = CliRunner().invoke(main, [*words, "--address", "nonsense"])
     assert done.exit_code == 2 and why in done.output and done.output.count("\n") == 1, done.output

@@ -101,11 +101,15 @@ def _nodes(scenario: Scenario, world: World) -> list[Fact]:
             f"${kind.spot:g} an hour (${kind.on_demand:g} on demand)"
         )
         measured = "model" in scenario.files()
-        found.append(Fact(f"node {kind.name}", value, Path(kind.source).name if measured else kind.source))
+        found.append(
+            Fact(f"node {kind.name}", value, Path(kind.source).name if measured else kind.source)
+        )
         if not measured:
             device = hardware_of(kind.device)
             share = f"{device.achieved:.0%} of its peak of {device.peak / 1e12:g} Tflop/s"
-            found.append(Fact(f"device {kind.device}", f"{share}; {device.memory:g} GiB", device.source))
+            found.append(
+                Fact(f"device {kind.device}", f"{share}; {device.memory:g} GiB", device.source)
+            )
     return found
 
 
@@ -125,7 +129,9 @@ def market(scenario: Scenario) -> list[Fact]:
             f"{m.nodes} nodes wanted; every {duration(m.mtbf_s)} on average a loss of {bulk}; replaced "
             + (f"after {duration(m.repair_s)} on average" if m.repair_s else "never")
         )
-        found.append(Fact("failures", f"{value}; {duration(scenario.duration_s)}", "made up, not recorded"))
+        found.append(
+            Fact("failures", f"{value}; {duration(scenario.duration_s)}", "made up, not recorded")
+        )
     if scenario.notice_s >= 0:
         found.append(Fact("notice", duration(scenario.notice_s), "before every loss, as asked for"))
     return found

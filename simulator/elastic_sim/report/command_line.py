@@ -9,19 +9,19 @@ from typing import Any
 from elastic_sim.steps.scenario import Scenario
 
 
-def command_line(scenario: Scenario, policies: Sequence[str], seeds: int) -> str:
+def replay_command(scenario: Scenario, policies: Sequence[str], seeds: int) -> str:
     """The same replay again."""
     words = ["elastic-sim", "replay"]
     if scenario.market is None:
         words.append(scenario.trace)
     words += ["--model", scenario.model, "--policy", ",".join(policies), "--seeds", f"{seeds}"]
-    words += options(scenario)
+    words += scenario_words(scenario)
     if scenario.market is not None:
         words += ["--mtbf", f"{scenario.market.mtbf_s:g}s"]
     return shlex.join(words)
 
 
-def options(scenario: Scenario) -> list[str]:
+def scenario_words(scenario: Scenario) -> list[str]:
     """Words for what differs from the defaults, and for all that the failure rate needs."""
     usual = Scenario()
     told: list[tuple[str, Any, bool]] = [
