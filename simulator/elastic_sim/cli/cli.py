@@ -23,10 +23,9 @@ from elastic_sim.cli.options import (
     stored,
     writable,
 )
-from elastic_sim.microbatches.physics import Physics
+from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.physics import read as read_physics
-from elastic_sim.microbatches.validate import as_json as report_json
-from elastic_sim.microbatches.validate import measure, told, validate
+from elastic_sim.microbatches.validate import calibrate_runs, format_report, report_json, validate
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.fetch import HOST, ORIGINALS, fetch
 from elastic_sim.traces.generate import Market, fitted, generate, shared_with_inference
@@ -261,10 +260,10 @@ def validate_(
                 str(out),
                 "give --physics and --json to another call: this one measures",
             )
-        click.echo(f"{out}: {measure(run_dirs, out)}")
+        click.echo(f"{out}: {calibrate_runs(run_dirs, out)}")
         return
-    report = validate(run_dirs, read_physics(physics) if physics is not None else Physics())
-    click.echo(told(report))
+    report = validate(run_dirs, read_physics(physics) if physics is not None else MicrobatchPhysics())
+    click.echo(format_report(report))
     if as_json is not None:
         stored(as_json, json.dumps(report_json(report), indent=1) + "\n")
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastic_sim.microbatches.meter import Outcome
-from elastic_sim.microbatches.physics import Physics
-from elastic_sim.microbatches.world import Job, simulate
+from elastic_sim.microbatches.meter import MicrobatchResult
+from elastic_sim.microbatches.physics import MicrobatchPhysics
+from elastic_sim.microbatches.world import MicrobatchJob, simulate
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, check
 
 from elastic.core.protocol.fault_spec import FaultSpec, parse_fault
@@ -19,7 +19,7 @@ from elastic.domain.types import LayerSpec
 from elastic.planning.cost.profile import Device, LayerTimes, Link, Profile
 
 EPOCH_S = 1_700_000_000.0
-JOB = Job(
+JOB = MicrobatchJob(
     microbatches=8,
     steps=20,
     min_nodes=3,
@@ -78,21 +78,21 @@ def random_trace(seed: int, events: int = 6) -> Trace:
     return check(tuple(found), now + 90.0, "made for a test")
 
 
-def samples_once(outcome: Outcome) -> None:
+def samples_once(outcome: MicrobatchResult) -> None:
     """Steps that count are 0, 1, 2, ..., each once and in order."""
     assert [one.step for one in outcome.steps] == list(range(len(outcome.steps)))
     ended = [one.ended_s for one in outcome.steps]
     assert ended == sorted(ended)
 
 
-def dumped(outcome: Outcome) -> str:
+def dumped(outcome: MicrobatchResult) -> str:
     """Everything that came out, as text."""
     return codec.dumps({"steps": outcome.steps, "recoveries": outcome.recoveries, "events": outcome.events,
                         "progress": outcome.progress, "spans": outcome.account.spans})  # fmt: skip
 
 
 def acted_run(
-    folder: Path, job: Job, known: Profile, trace: Trace, physics: Physics, seed: int = 0
+    folder: Path, job: MicrobatchJob, known: Profile, trace: Trace, physics: MicrobatchPhysics, seed: int = 0
 ) -> Path:
     """A run directory as if the simulated run had been a real one."""
     outcome = simulate(trace, known, job, physics, seed)
@@ -117,7 +117,7 @@ def acted_run(
     return folder
 
 
-def config(job: Job, known: Profile, faults: tuple[FaultSpec, ...]) -> dict[str, Any]:
+def config(job: MicrobatchJob, known: Profile, faults: tuple[FaultSpec, ...]) -> dict[str, Any]:
     return {
         "emulate": True,
         "profile": codec.encode(known),

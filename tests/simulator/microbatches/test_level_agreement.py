@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from elastic_sim.microbatches.physics import Physics as Fine
-from elastic_sim.microbatches.world import Job, simulate
+from elastic_sim.microbatches.physics import MicrobatchPhysics
+from elastic_sim.microbatches.world import MicrobatchJob, simulate
 from elastic_sim.replay.replay import run_one
 from elastic_sim.steps.clusters import node_type_of, training_of
 from elastic_sim.steps.physics import Physics
@@ -23,7 +23,7 @@ COARSE = Physics(
     contention=0.2,
     copy_exposed=0.1,
 )
-FINE = Fine(
+FINE = MicrobatchPhysics(
     closed_s=3.0,
     plan_s=0.3,
     replan_s=0.3,
@@ -69,7 +69,7 @@ def test_levels_agree(of: Trace, pair: str) -> None:
         replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE
     )
     coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
-    job = Job(steps=10_000, microbatches=32, backup=pair, min_nodes=6, max_nodes=32)
+    job = MicrobatchJob(steps=10_000, microbatches=32, backup=pair, min_nodes=6, max_nodes=32)
     fine = simulate(of, world.profile, job, FINE)
     assert coarse is not None
     made = coarse.samples / training.microbatch

@@ -6,9 +6,9 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from elastic_sim.microbatches.physics import Physics
-from elastic_sim.microbatches.worker import Run
-from elastic_sim.microbatches.world import Anchored, Job, World, simulate
+from elastic_sim.microbatches.physics import MicrobatchPhysics
+from elastic_sim.microbatches.worker import EpochRun
+from elastic_sim.microbatches.world import AnchoredEvent, MicrobatchJob, MicrobatchWorld, simulate
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.traces.trace import ADD, Event
 from hypothesis import given, settings
@@ -29,17 +29,17 @@ from tests.simulator.microbatches.sample_runs import (
     steady,
 )
 
-EXACT = Physics(jitter=0.0)
+EXACT = MicrobatchPhysics(jitter=0.0)
 
 
 def test_without_failures_a_step_takes_what_the_planner_says() -> None:
     known, job = profile(), replace(JOB, backup="none+none", min_nodes=4, max_nodes=4)
     outcome = simulate(steady(4), known, job, EXACT)
     assert outcome.phase == "finished" and not outcome.recoveries
-    world = World(job, known, EXACT, 0)
-    world.expect(steady(4))
+    world = MicrobatchWorld(job, known, EXACT, 0)
+    world.schedule(steady(4))
     world.clock.run(10.0, lambda: bool(world.runs) and next(iter(world.runs.values())).connected)
-    run: Run = next(iter(world.runs.values()))
+    run: EpochRun = next(iter(world.runs.values()))
     infos = tuple(agent.info for agent in world.agents.values())
     assert outcome.steps[5].seconds == pytest.approx(predict(run.plan, known, infos).step_s)
     assert outcome.samples == 20 * 8 and outcome.tokens == 20 * 8 * 4
@@ -132,8 +132,8 @@ def test_a_newcomer_enters_once_its_processes_have_started() -> None:
 
 
 def test_events_may_follow_steps() -> None:
-    gone = Anchored(Event(0.0, "remove", "node1"), step=7, after_s=0.1)
-    new = Anchored(Event(0.0, ADD, "node9"), step=9, after_s=0.2, ready=True)
+    gone = AnchoredEvent(Event(0.0, "remove", "node1"), step=7, after_s=0.1)
+    new = AnchoredEvent(Event(0.0, ADD, "node9"), step=9, after_s=0.2, ready=True)
     outcome = simulate(
         steady(4), profile(), replace(JOB, steps=30, max_nodes=4), EXACT, 0, (gone, new)
     )
@@ -166,7 +166,7 @@ def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every
     """The ledgers are checked at every commit; here what comes out."""
     trace = random_trace(seed)
     job = replace(JOB, backup=pair, checkpoint_every=every, steps=30)
-    outcome = simulate(trace, profile(), job, Physics(), seed)
+    outcome = simulate(trace, profile(), job, MicrobatchPhysics(), seed)
     samples_once(outcome)
     assert sum(outcome.account.totals().values()) == outcome.account.node_ms
     spans = outcome.account.spans
@@ -183,13 +183,13 @@ def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every
 @given(st.integers(0, 10_000), st.sampled_from(PAIRS))
 def test_the_same_seed_gives_the_same_bytes(seed: int, pair: str) -> None:
     trace, job = random_trace(seed, 3), replace(JOB, backup=pair, steps=12)
-    one, two = (dumped(simulate(trace, profile(), job, Physics(), seed)) for _ in range(2))
+    one, two = (dumped(simulate(trace, profile(), job, MicrobatchPhysics(), seed)) for _ in range(2))
     assert one == two
 
 
 def test_another_seed_gives_other_times() -> None:
     trace = steady(4, 60.0, lost(9.0, 1))
-    one, two = (simulate(trace, profile(), JOB, Physics(), seed) for seed in (1, 2))
+    one, two = (simulate(trace, profile(), JOB, MicrobatchPhysics(), seed) for seed in (1, 2))
     assert one.recoveries[0]["total_s"] != two.recoveries[0]["total_s"]
 
 
@@ -214,11 +214,11 @@ def test_every_pair_of_the_list_is_legal() -> None:
 def test_schedules() -> None:
     for schedule in ("1f1b", "interleaved", "zero-bubble"):
         job = replace(JOB, schedule=schedule, pipelines="auto", steps=12, max_nodes=4)
-        outcome = simulate(steady(4, 120.0, lost(8.0, 2)), profile(), job, Physics(), 3)
+        outcome = simulate(steady(4, 120.0, lost(8.0, 2)), profile(), job, MicrobatchPhysics(), 3)
         assert outcome.phase == "finished" and len(outcome.recoveries) == 1, schedule
 
 
 def test_job_defaults() -> None:
-    assert Job(microbatches=1, steps=1).backup == "auto"
-    outcome = simulate(steady(1, 30.0), profile(2), Job(microbatches=2, steps=3), EXACT)
+    assert MicrobatchJob(microbatches=1, steps=1).backup == "auto"
+    outcome = simulate(steady(1, 30.0), profile(2), MicrobatchJob(microbatches=2, steps=3), EXACT)
     assert outcome.phase == "finished"

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from elastic_sim.cli.cli import main
-from elastic_sim.microbatches.physics import Physics, write
+from elastic_sim.microbatches.physics import MicrobatchPhysics, write
 from elastic_sim.microbatches.recorded_run import read
-from elastic_sim.microbatches.validate import Figure, calibrate, compare, told
+from elastic_sim.microbatches.validate import ComparedFigure, calibrate, compare, format_report
 
 from elastic.domain.errors import FieldError
 from tests.simulator.microbatches.sample_runs import JOB, acted_run, came, lost, profile, steady
 
-TRUE = Physics(closed_s=0.12, leave_s=0.09, stop_s=0.15, plan_s=0.2, install_s=0.06, group_s=0.17, spawn_s=2.0,
+TRUE = MicrobatchPhysics(closed_s=0.12, leave_s=0.09, stop_s=0.15, plan_s=0.2, install_s=0.06, group_s=0.17, spawn_s=2.0,
                pair_s=0.0133, prefetch_s=0.04, hop_s=0.002, step_s=0.03, resume_s=0.02, start_s=0.5)  # fmt: skip
 LONG = replace(JOB, steps=70, min_nodes=4, max_nodes=4, backup="stream:4+snapshot")
 ONE = steady(
@@ -59,7 +59,7 @@ def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
 
 
 def test_without_physics_of_the_machine_it_shows(runs: tuple[Path, Path]) -> None:
-    report = compare([read(runs[1])], Physics(plan_s=1.0, group_s=1.0))
+    report = compare([read(runs[1])], MicrobatchPhysics(plan_s=1.0, group_s=1.0))
     assert report.figure("losses: total, median").ratio > 1.5
     assert report.figure("throughput").ratio < 1
 
@@ -99,14 +99,14 @@ def test_the_command_calibrates_and_compares(runs: tuple[Path, Path], tmp_path: 
 
 
 def test_a_figure_of_nothing() -> None:
-    assert Figure("x", "s", 0.0, 0.0).ratio == 1.0
-    assert Figure("x", "s", 0.0, 1.0).ratio == float("inf")
+    assert ComparedFigure("x", "s", 0.0, 0.0).ratio == 1.0
+    assert ComparedFigure("x", "s", 0.0, 1.0).ratio == float("inf")
 
 
 def test_recoveries_of_one_side_alone_are_told(runs: tuple[Path, Path]) -> None:
     found = read(runs[0])
     report = compare([replace(found, anchored=found.anchored[:2])], TRUE)
-    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in told(report)
+    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in format_report(report)
 
 
 def edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
@@ -152,13 +152,13 @@ def config(**changes: Any) -> Callable[[Path], None]:
     ],
 )
 def test_damaged_runs_are_refused(
-    runs: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None], told: str
+    runs: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None], format_report: str
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     damage(folder)
     done = run(folder)
-    assert done.exit_code == 2 and told in done.output, done.output
+    assert done.exit_code == 2 and format_report in done.output, done.output
     assert len(done.output.strip().splitlines()) == 1 and done.output.startswith(
         "elastic-sim validate: "
     )
