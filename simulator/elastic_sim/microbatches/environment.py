@@ -1,4 +1,4 @@
-"""Shared facts of a simulated cluster, and the interfaces through which its parts see each other."""
+"""Shared facts of a simulated cluster, and the interfaces between its parts."""
 
 from __future__ import annotations
 

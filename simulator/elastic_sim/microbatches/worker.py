@@ -616,9 +616,9 @@ class SimulatedWorker:
             for part in recipe.portions:
                 yield from part.states
                 yield from part.updates
-            if recipe.state is not None:
-                if not (whole and recipe.state.step == self.held.version):
-                    yield recipe.state
+            state = recipe.state
+            if state is not None and not (whole and state.step == self.held.version):
+                yield state
             yield from recipe.updates
             yield from recipe.replay
         for copy in recipe.gradients:

@@ -70,7 +70,9 @@ class AnchoredEvent:
 class MicrobatchWorld(Environment):
     """The cluster: creates its parts and carries out the trace on them."""
 
-    def __init__(self, job: MicrobatchJob, profile: Profile, physics: MicrobatchPhysics, seed: int) -> None:
+    def __init__(
+        self, job: MicrobatchJob, profile: Profile, physics: MicrobatchPhysics, seed: int
+    ) -> None:
         check_profile(profile)
         check(physics)
         spec = JobSpec(
@@ -207,7 +209,7 @@ def simulate(
     seed: int = 0,
     anchored: Sequence[AnchoredEvent] = (),
 ) -> MicrobatchResult:
-    """Run `job` on the nodes of `trace` until one of them ends. Raises FieldError for wrong values."""
+    """Run `job` on `trace` until one of them ends. Raises FieldError for wrong values."""
     world = MicrobatchWorld(job, profile, physics or MicrobatchPhysics(), seed)
     world.schedule(trace, anchored)
     world.reach(0)

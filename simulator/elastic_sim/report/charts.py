@@ -1,7 +1,7 @@
 """Charts of the pages, as Plotly figures in HTML. The only module that needs plotly.
 
-Callers pass plain text; each function here escapes it, since Plotly reads some tags in labels.
-Text and grid lines take their colours from `templates/style.css`, for light and dark pages.
+Callers pass plain text and each function escapes it, because Plotly interprets tags in labels.
+`templates/style.css` gives the colours of text and grid lines for light and dark pages.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ USES = {
 }
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "triangle-down", "cross")
 DASHES = ("solid", "dash", "dot")
-LABEL = 44
-"""Most characters of a label on an axis."""
+MAX_LABEL = 44
+"""Characters of the longest label on an axis."""
 BAR, UNIT, GAP, TOP, BOTTOM = 30, 26, 34, 34, 44
-"""Heights in pixels: of a horizontal bar, of a row of a pipeline, between rows of charts, of margins."""
+"""Heights in pixels: bar, row of a pipeline, gap between charts, margins."""
 LETTER, NARROW = 6, 400
-"""Widths in pixels: of a letter, about, and of a narrow chart."""
+"""Widths in pixels: a typical letter, a narrow chart."""
 TEMPLATE = go.layout.Template(
     layout={
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -64,8 +64,8 @@ CONFIG = {"responsive": True, "displayModeBar": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput:
-    """One policy in the chart over time."""
+class PolicyThroughput:
+    """A policy in the chart over time."""
 
     policy: str
     colour: str
@@ -76,8 +76,8 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One policy in the chart over failure rates."""
+class PolicyCurve:
+    """A policy in the chart over failure rates."""
 
     policy: str
     rates_s: Sequence[float]
@@ -90,16 +90,12 @@ class Curve:
 
 def library() -> str:
     """Return the source of plotly.js, which a page needs once."""
-    source: str = get_plotlyjs()
-    return source
+    return str(get_plotlyjs())
 
 
 def html(figure: Any, name: str) -> str:
     """Return the markup of a figure; `name` is unique on its page."""
-    markup: str = figure.to_html(
-        full_html=False, include_plotlyjs=False, div_id=name, config=CONFIG
-    )
-    return markup
+    return str(figure.to_html(CONFIG, include_plotlyjs=False, full_html=False, div_id=name))
 
 
 def colour(policy: str, index: int) -> str:
@@ -107,11 +103,8 @@ def colour(policy: str, index: int) -> str:
     return GREY if policy in ("oracle", "ceiling") else PALETTE[index % len(PALETTE)]
 
 
-# ---- replay ----
-
-
 def goodput_bars(policies: Sequence[str], values: Sequence[float], margins: Sequence[float]) -> Any:
-    """Goodput of each policy with its 95 % interval, in percent."""
+    """Return bars of the goodput of each policy with its 95 % interval, in percent."""
     bar = go.Bar(
         orientation="h",
         x=values,
@@ -125,7 +118,7 @@ def goodput_bars(policies: Sequence[str], values: Sequence[float], margins: Sequ
 
 
 def time_bars(policies: Sequence[str], shares: Sequence[dict[Use, float]]) -> Any:
-    """Percent of node time by use, stacked, one bar per policy."""
+    """Return stacked bars of node time by use in percent, one bar per policy."""
     bars = [
         go.Bar(
             orientation="h",
@@ -158,10 +151,10 @@ def over_time(
     window_s: float,
     nodes: Sequence[tuple[float, int]],
     losses: Sequence[tuple[float, str]],
-    rows: Sequence[Throughput],
+    rows: Sequence[PolicyThroughput],
     behind: Sequence[float] = (),
 ) -> Any:
-    """Nodes, and one row of throughput per policy, on one time axis.
+    """Return charts of nodes and of each policy's throughput on one time axis.
 
     `nodes`: (seconds, nodes from then on). `losses`: (seconds, text). `behind`: the oracle's
     samples per second, per window, drawn grey behind the other policies.
@@ -178,9 +171,9 @@ def over_time(
         if behind and row.policy != "oracle":
             steps = _windows(behind, window_s, end_s)
             figure.add_trace(_area(steps, unit, GREY, "", width=0), row=i, col=1)
-        told = f"{_label(row.policy)}: %{{y:.4g}} samples/s"
+        hover = f"{_label(row.policy)}: %{{y:.4g}} samples/s"
         steps = _windows(row.rates, window_s, end_s)
-        figure.add_trace(_area(steps, unit, row.colour, told), row=i, col=1)
+        figure.add_trace(_area(steps, unit, row.colour, hover), row=i, col=1)
         figure.add_trace(
             _marks(row.changes, unit, -0.12 * most, "line-ns", row.colour), row=i, col=1
         )
@@ -191,7 +184,7 @@ def over_time(
 
 
 def _windows(rates: Sequence[float], window_s: float, end_s: float) -> list[tuple[float, float]]:
-    """Return (seconds, rate from then on), to the end."""
+    """Return (seconds, rate from then on) up to the end."""
     return [
         *((i * window_s, rate) for i, rate in enumerate(rates)),
         (end_s, rates[-1] if rates else 0.0),
@@ -218,7 +211,7 @@ def _marks(
 
 
 def pipelines(panels: Sequence[Panel]) -> Any:
-    """Timelines of pipelines: one row per unit, one box per compute action, on one time axis."""
+    """Return timelines of pipelines: one row per unit, one box per compute action."""
     figure = _stacked(
         [UNIT * len(panel.rows) for panel in panels], [_text(panel.title) for panel in panels]
     )
@@ -262,11 +255,8 @@ def pipelines(panels: Sequence[Panel]) -> Any:
     return figure.update_layout(legend_y=1 + GAP / inner, margin_t=TOP + GAP, height=height)
 
 
-# ---- sweep ----
-
-
-def failure_rates(curves: Sequence[Curve]) -> Any:
-    """Goodput of each policy over the mean time between losses."""
+def failure_rates(curves: Sequence[PolicyCurve]) -> Any:
+    """Return curves of goodput over the mean time between losses."""
     drawn = [
         go.Scatter(
             name=_label(curve.policy),
@@ -305,13 +295,13 @@ def heat(
     values: Sequence[Sequence[float]],
     texts: Sequence[Sequence[str]],
 ) -> Any:
-    """Goodput in percent, as colours; `texts` are written on the cells, the best of a row bold."""
+    """Return a heat map of goodput in percent; `texts` label the cells, the best of a row bold."""
     marked = [
         [
             f"<b>{text}</b>" if value == max(line) > 0 else text
-            for value, text in zip(line, map(_text, told), strict=True)
+            for value, text in zip(line, map(_text, row_texts), strict=True)
         ]
-        for line, told in zip(values, texts, strict=True)
+        for line, row_texts in zip(values, texts, strict=True)
     ]
     cells = go.Heatmap(
         z=values,
@@ -337,11 +327,8 @@ def heat(
     )
 
 
-# ---- trace ----
-
-
 def steps(points: Sequence[tuple[float, float]], end_s: float, across: str, up: str) -> Any:
-    """A value over time: (seconds, value from then on). `across` and `up` name the axes."""
+    """Return a step curve of (seconds, value from then on). `across` and `up`: axis titles."""
     unit, name = axis_unit(end_s)
     figure = _figure(
         [_area(points, unit, PALETTE[0], "%{y:.4g}")], 220, f"{across} ({name})", up, 10
@@ -351,7 +338,7 @@ def steps(points: Sequence[tuple[float, float]], end_s: float, across: str, up: 
 
 
 def histogram(counts: dict[int, int], across: str, up: str) -> Any:
-    """Counts of whole numbers."""
+    """Return a histogram of whole numbers."""
     bar = go.Bar(
         x=list(counts),
         y=list(counts.values()),
@@ -363,9 +350,6 @@ def histogram(counts: dict[int, int], across: str, up: str) -> Any:
     return figure.update_yaxes(
         rangemode="tozero", dtick=1 if max(counts.values(), default=0) < 6 else None
     )
-
-
-# ---- parts ----
 
 
 def _figure(traces: Sequence[Any], inner: int, across: str, up: str, top: int = TOP) -> Any:
@@ -400,9 +384,9 @@ def _stacked(heights: Sequence[float], titles: Sequence[str]) -> Any:
 
 
 def _area(
-    points: Sequence[tuple[float, float]], unit: float, line: str, told: str, width: float = 1.6
+    points: Sequence[tuple[float, float]], unit: float, line: str, hover: str, width: float = 1.6
 ) -> Any:
-    """Return a filled step curve. `told`: the hover text, after the time; none: no hover."""
+    """Return a filled step curve. `hover`: hover text after the time; "": none."""
     return go.Scatter(
         mode="lines",
         x=[at / unit for at, _ in points],
@@ -411,8 +395,8 @@ def _area(
         line={"shape": "hv", "color": line, "width": width},
         fill="tozeroy",
         fillcolor=f"rgba({', '.join(str(int(line[i : i + 2], 16)) for i in (1, 3, 5))}, 0.25)",
-        hovertemplate=f"%{{text}}: {told}<extra></extra>" if told else None,
-        hoverinfo=None if told else "skip",
+        hovertemplate=f"%{{text}}: {hover}<extra></extra>" if hover else None,
+        hoverinfo=None if hover else "skip",
     )
 
 
@@ -421,9 +405,9 @@ def _labels(texts: Sequence[str]) -> list[str]:
 
 
 def _label(text: str) -> str:
-    return _text(text if len(text) <= LABEL else f"{text[: LABEL - 1]}…")
+    return _text(text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…")
 
 
 def _text(text: str) -> str:
-    """Escape text for Plotly, which would read its tags."""
+    """Escape text for Plotly, which interprets tags."""
     return escape(text, quote=False)

@@ -1,4 +1,4 @@
-"""Durations as people write them."""
+"""Durations as text, and round lengths for axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace at a glance, as a page: nodes over time, how long nodes stay, how many go at once, and at which hour."""
+"""The page of a trace: nodes over time, lifetimes, sizes and hours of losses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from elastic_sim.traces.trace import ADD, Trace
 
 
 def trace_page(trace: Trace, name: str) -> str:
-    """The page. The same trace gives the same bytes."""
+    """Return the page; the same trace gives the same bytes."""
     found = statistics(trace)
-    told = [(key.replace("_", " "), f"{value:.4g}") for key, value in asdict(found).items()]
+    table = [(key.replace("_", " "), f"{value:.4g}") for key, value in asdict(found).items()]
     figures = {
         "Nodes over time": charts.steps(counts(trace), trace.end_s, "time", "nodes"),
         "Still there after": _lifetimes(trace),
@@ -29,8 +29,9 @@ def trace_page(trace: Trace, name: str) -> str:
         for i, (title, figure) in enumerate(figures.items())
     ]
     lead = (
-        f"{found.nodes_mean:.1f} nodes on average ({found.nodes_least} to {found.nodes_most}) over {found.hours:.4g} "
-        f"hours; {found.losses} losses in {found.loss_events} events, {found.losses_per_node_hour:.3g} a node-hour."
+        f"{found.nodes_mean:.1f} nodes on average ({found.nodes_least} to {found.nodes_most}) "
+        f"over {found.hours:.4g} hours; {found.losses} losses in {found.loss_events} events, "
+        f"{found.losses_per_node_hour:.3g} a node-hour."
     )
     return page(
         "trace.html",
@@ -38,7 +39,7 @@ def trace_page(trace: Trace, name: str) -> str:
             "title": name,
             "lead": lead,
             "origin": trace.origin,
-            "told": told,
+            "told": table,
             "plots": plots,
             "version": f"elastic-sim {version('elastic-runtime')}",
         },
@@ -46,7 +47,7 @@ def trace_page(trace: Trace, name: str) -> str:
 
 
 def _lifetimes(trace: Trace) -> Any:
-    """Of the nodes that were lost, the share that stayed longer."""
+    """Return the chart of the share of lost nodes that lived longer."""
     ended = sorted(gone.seconds - came.seconds for came, gone in stays(trace) if gone is not None)
     rows = [
         (0.0, 100.0),

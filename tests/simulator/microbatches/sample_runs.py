@@ -92,7 +92,12 @@ def dumped(outcome: MicrobatchResult) -> str:
 
 
 def acted_run(
-    folder: Path, job: MicrobatchJob, known: Profile, trace: Trace, physics: MicrobatchPhysics, seed: int = 0
+    folder: Path,
+    job: MicrobatchJob,
+    known: Profile,
+    trace: Trace,
+    physics: MicrobatchPhysics,
+    seed: int = 0,
 ) -> Path:
     """A run directory as if the simulated run had been a real one."""
     outcome = simulate(trace, known, job, physics, seed)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from elastic_sim.microbatches import physics as files
-from elastic_sim.microbatches.clock import BEGIN_S, VirtualClock, Uplink
+from elastic_sim.microbatches.clock import BEGIN_S, Uplink, VirtualClock
 from elastic_sim.microbatches.physics import MicrobatchPhysics
-from elastic_sim.microbatches.recorded_run import matched_recoveries, history_of
+from elastic_sim.microbatches.recorded_run import history_of, matched_recoveries
 from elastic_sim.microbatches.vault import SimulatedVault
 from hypothesis import given
 from hypothesis import strategies as st
@@ -174,7 +174,9 @@ def test_a_story_is_told_from_events() -> None:
     assert [step for step, _ in story.undisturbed()] == [2, 3]
     assert [
         step
-        for step, *_ in history_of([*events, {"at": 20.0, "kind": "lost-steps", "from_step": 3}]).steps
+        for step, *_ in history_of(
+            [*events, {"at": 20.0, "kind": "lost-steps", "from_step": 3}]
+        ).steps
     ] == [0, 1, 2]
 
 

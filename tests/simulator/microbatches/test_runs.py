@@ -183,7 +183,9 @@ def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every
 @given(st.integers(0, 10_000), st.sampled_from(PAIRS))
 def test_the_same_seed_gives_the_same_bytes(seed: int, pair: str) -> None:
     trace, job = random_trace(seed, 3), replace(JOB, backup=pair, steps=12)
-    one, two = (dumped(simulate(trace, profile(), job, MicrobatchPhysics(), seed)) for _ in range(2))
+    one, two = (
+        dumped(simulate(trace, profile(), job, MicrobatchPhysics(), seed)) for _ in range(2)
+    )
     assert one == two
 
 

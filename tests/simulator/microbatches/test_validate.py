@@ -106,7 +106,9 @@ def test_a_figure_of_nothing() -> None:
 def test_recoveries_of_one_side_alone_are_told(runs: tuple[Path, Path]) -> None:
     found = read(runs[0])
     report = compare([replace(found, anchored=found.anchored[:2])], TRUE)
-    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in format_report(report)
+    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in format_report(
+        report
+    )
 
 
 def edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
@@ -125,7 +127,7 @@ def config(**changes: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (without("events.jsonl"), "events.jsonl"),
         (without("config.json"), "config.json"),
@@ -152,13 +154,13 @@ def config(**changes: Any) -> Callable[[Path], None]:
     ],
 )
 def test_damaged_runs_are_refused(
-    runs: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None], format_report: str
+    runs: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     damage(folder)
     done = run(folder)
-    assert done.exit_code == 2 and format_report in done.output, done.output
+    assert done.exit_code == 2 and message in done.output, done.output
     assert len(done.output.strip().splitlines()) == 1 and done.output.startswith(
         "elastic-sim validate: "
     )

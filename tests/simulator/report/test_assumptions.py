@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from elastic_sim.replay.replay import Mean
-from elastic_sim.report import assumptions as facts
+from elastic_sim.report import assumptions
 from elastic_sim.report.command_line import replay_command
 from elastic_sim.report.durations import axis_unit, clock, duration, round_step
-from elastic_sim.report.replay_page import WINDOWS, mean
+from elastic_sim.report.replay_page import MAX_WINDOWS, format_mean
 from elastic_sim.steps.physics import Physics
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
@@ -33,16 +33,18 @@ def test_the_command_line_gives_the_same_scenario_again() -> None:
 
 
 def test_every_constant_has_its_source() -> None:
-    assert all(fact.source for fact in facts.constants(Physics()))
-    changed = [fact.name for fact in facts.constants(Physics(boot_s=90.0)) if fact.changed]
+    assert all(fact.source for fact in assumptions.constants(Physics()))
+    changed = [fact.name for fact in assumptions.constants(Physics(boot_s=90.0)) if fact.changed]
     assert changed == ["boot_s"]
 
 
 def test_policies_say_what_they_are() -> None:
-    assert facts.about("ours:stream:2+snapshot").ours
-    assert facts.is_model(facts.about("varuna")) and not facts.is_model(facts.about("ceiling"))
+    assert assumptions.about("ours:stream:2+snapshot").ours
+    assert assumptions.is_model(assumptions.about("varuna")) and not assumptions.is_model(
+        assumptions.about("ceiling")
+    )
     with pytest.raises(FieldError, match="--policy"):
-        facts.about("absent")
+        assumptions.about("absent")
 
 
 @pytest.mark.parametrize(
@@ -55,12 +57,12 @@ def test_policies_say_what_they_are() -> None:
     ],
 )
 def test_means_print(value: Mean, digits: int | None, wanted: str) -> None:
-    assert mean(value, digits, "", "$" if digits == 0 else "") == wanted
+    assert format_mean(value, digits, "", "$" if digits == 0 else "") == wanted
 
 
 def test_durations_are_round() -> None:
     for end in (1.0, 90.0, 3600.0, 86400.0, 90 * 86400.0):
-        assert end / round_step(end, WINDOWS) <= WINDOWS
+        assert end / round_step(end, MAX_WINDOWS) <= MAX_WINDOWS
     assert [axis_unit(s)[1] for s in (1, 119, 120, 7200, 172800)] == ["s", "s", "min", "h", "d"]
     assert [duration(s) for s in (30, 600, 5400, 172800, 601)] == [
         "30 s",

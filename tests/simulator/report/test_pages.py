@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.replay.replay import Summary, replay, summary
-from elastic_sim.report import assumptions as facts
+from elastic_sim.report import assumptions
 from elastic_sim.report.command_line import replay_command
 from elastic_sim.report.replay_page import headline, replay_page, throughput
 from elastic_sim.steps.physics import Physics
@@ -109,7 +109,7 @@ def test_a_replay_shows_everything(page: str) -> None:
         "pipeline",
     ):
         assert words in text
-    for fact in facts.constants(Physics()):
+    for fact in assumptions.constants(Physics()):
         assert fact.name in text
     assert "bert-large on 4 a40 nodes, a loss every 10 min" in text
     assert len(re.findall("<details>", text)) == len(POLICIES)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep
-from elastic_sim.sweep.cells import MOST_DEATHS, Cell, cells_of
+from elastic_sim.sweep.cells import MAX_DEATHS, Cell, cells_of
 from elastic_sim.traces.generate import Market, generate
 from elastic_sim.traces.trace import format_trace
 
@@ -61,13 +61,13 @@ def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_pa
     *_, first, second = (list(batch) for batch in batches(cells, 2))
     assert len(first) == len(second) == 3
     once, often = tmp_path / "once", tmp_path / "often"
-    doomed = {first[1]: (once, 1), second[-1]: (often, MOST_DEATHS)}
+    doomed = {first[1]: (once, 1), second[-1]: (often, MAX_DEATHS)}
     told = [deadly(cell, *doomed[cell]) if cell in doomed else cell for cell in cells]
     out, wanted = tmp_path / "ray", tmp_path / "here"
     sweep.run(out, told, on_ray(cluster.address))
-    assert (once.read_text(), often.read_text()) == ("x", "x" * MOST_DEATHS)
+    assert (once.read_text(), often.read_text()) == ("x", "x" * MAX_DEATHS)
     sweep.run(wanted, cells, here)
-    assert (out / sweep.WHOLE).read_bytes() == (wanted / sweep.WHOLE).read_bytes()
+    assert (out / sweep.SUMMARY_FILE).read_bytes() == (wanted / sweep.SUMMARY_FILE).read_bytes()
 
 
 def deadly(cell: Cell, mark: Path, times: int) -> Cell:
@@ -90,7 +90,7 @@ def test_the_command(cluster: Any, tmp_path: Path) -> None:
     more = ("--policy", "varuna", "--seeds", "1", "--ray", "--address", cluster.address)
     done = CliRunner().invoke(main, ["sweep", str(tmp_path), *words, *more])
     assert done.exit_code == 0, done.output
-    assert "2 cells" in done.output and (tmp_path / sweep.WHOLE).exists()
+    assert "2 cells" in done.output and (tmp_path / sweep.SUMMARY_FILE).exists()
 
 
 def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
@@ -103,14 +103,14 @@ def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:
-    from elastic_sim.sweep.ray_backend import LARGEST, batches
+    from elastic_sim.sweep.ray_backend import MAX_BATCH, batches
 
     scenarios = [Scenario(market=MARKET, model=model) for model in ("gpt2", "bert-large")]
     cells = cells_of(scenarios, ("varuna", "bamboo"), 20)
     found = list(batches(cells, 2))
     assert [cell for batch in found for cell in batch] == cells
     assert all(len({cell.scenario.model for cell in batch}) == 1 for batch in found)
-    assert max(map(len, found)) == LARGEST
+    assert max(map(len, found)) == MAX_BATCH
     assert len(list(batches(cells[:8], 8))) == 8
 
 

@@ -20,8 +20,8 @@ from elastic_sim.cli.cli import main
 from elastic_sim.replay.replay import ORACLE, replay
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep
-from elastic_sim.sweep.cells import MOST_DEATHS, Cell, CellFailed, Result, cells_of
-from elastic_sim.sweep.local_backend import local
+from elastic_sim.sweep.cells import MAX_DEATHS, Cell, CellFailed, Result, cells_of
+from elastic_sim.sweep.local_backend import run_locally
 from elastic_sim.traces.generate import Market
 
 from elastic.domain.errors import FieldError
@@ -50,7 +50,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """sweep.json of an undisturbed sweep."""
     out = tmp_path_factory.mktemp("undisturbed")
     sweep.run(out, CELLS, here)
-    return (out / sweep.WHOLE).read_bytes()
+    return (out / sweep.SUMMARY_FILE).read_bytes()
 
 
 def test_cells_are_every_combination_and_the_oracle() -> None:
@@ -90,7 +90,7 @@ def test_figures_are_those_of_replay(wanted: bytes) -> None:
 
 def test_the_order_does_not_matter(tmp_path: Path, wanted: bytes) -> None:
     sweep.run(tmp_path, CELLS, lambda cells: here(tuple(reversed(cells))))
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
 def test_processes_give_the_same_and_one_that_dies_is_replaced(
@@ -99,9 +99,9 @@ def test_processes_give_the_same_and_one_that_dies_is_replaced(
     mark = tmp_path / "died"
     first = Deadly(CELLS[3].scenario, CELLS[3].policy, CELLS[3].seed, str(mark), 1)
     cells = [*CELLS[:3], first, *CELLS[4:]]
-    sweep.run(tmp_path, cells, partial(local, workers=2))
+    sweep.run(tmp_path, cells, partial(run_locally, workers=2))
     assert mark.read_text() == "x"
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
     assert not [
         child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())
     ]
@@ -112,16 +112,16 @@ def test_a_cell_that_always_takes_its_process_down_is_named(tmp_path: Path) -> N
     bad = Deadly(scenario(300.0), "varuna", 7, str(mark), 99)
     cells = [CELLS[0], bad]
     with pytest.raises(CellFailed, match="varuna, gpt2, mtbf 300 s, seed 7: 3 processes died"):
-        sweep.run(tmp_path, cells, partial(local, workers=2))
-    assert len(mark.read_text()) == MOST_DEATHS
-    with sweep.opened(tmp_path, cells) as log:  # what was done is kept
+        sweep.run(tmp_path, cells, partial(run_locally, workers=2))
+    assert len(mark.read_text()) == MAX_DEATHS
+    with sweep.open_log(tmp_path, cells) as log:  # what was done is kept
         assert CELLS[0].key in log.done and bad.key not in log.done
 
 
 def test_an_error_in_a_cell_names_it(tmp_path: Path) -> None:
     cell = Cell(scenario(300.0), "absent", 0)
     with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
-        sweep.run(tmp_path, [cell], partial(local, workers=1))
+        sweep.run(tmp_path, [cell], partial(run_locally, workers=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +156,23 @@ def test_what_is_done_is_not_run_again(tmp_path: Path, wanted: bytes) -> None:
     for n in (3, 5):
         with pytest.raises(KeyboardInterrupt):
             sweep.run(tmp_path, CELLS, partial(some, n=n))
-    assert not (tmp_path / sweep.WHOLE).exists()
+    assert not (tmp_path / sweep.SUMMARY_FILE).exists()
     sweep.run(tmp_path, CELLS, partial(some, n=99))
     assert ran == list(CELLS)
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
 @pytest.mark.parametrize("cut", [1, 2, 200, 600])
 def test_a_torn_last_line_is_run_again(tmp_path: Path, wanted: bytes, cut: int) -> None:
     sweep.run(tmp_path, CELLS, here)
-    lines = tmp_path / sweep.CELLS
+    lines = tmp_path / sweep.CELLS_FILE
     whole = lines.read_bytes()
     lines.write_bytes(whole[:-cut])
     ran: list[Cell] = []
     sweep.run(tmp_path, CELLS, here, progress=ran.append)
     assert ran == [CELLS[-1]]
     assert lines.read_bytes() == whole
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
 def test_a_larger_sweep_goes_on_from_a_smaller_one(tmp_path: Path, wanted: bytes) -> None:
@@ -180,7 +180,7 @@ def test_a_larger_sweep_goes_on_from_a_smaller_one(tmp_path: Path, wanted: bytes
     ran: list[Cell] = []
     sweep.run(tmp_path, CELLS, here, progress=ran.append)
     assert len(ran) == len(CELLS) - 2
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
 def test_cells_of_another_sweep_are_refused(tmp_path: Path) -> None:
@@ -191,13 +191,16 @@ def test_cells_of_another_sweep_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["nonsense", "{}", "[]", '{"key": 1, "cell": 2, "result": 3}'])
 def test_lines_that_are_no_cells_are_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / sweep.CELLS).write_text(line + "\n")
+    (tmp_path / sweep.CELLS_FILE).write_text(line + "\n")
     with pytest.raises(FieldError, match=r"no cell|this sweep has not"):
         sweep.run(tmp_path, CELLS[:1], here)
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
-    with sweep.opened(tmp_path, CELLS), pytest.raises(FieldError, match="another sweep is writing"):
+    with (
+        sweep.open_log(tmp_path, CELLS),
+        pytest.raises(FieldError, match="another sweep is writing"),
+    ):
         sweep.run(tmp_path, CELLS, here)
 
 
@@ -224,7 +227,7 @@ def test_the_command(tmp_path: Path, wanted: bytes) -> None:
     assert (
         "gpt2, mtbf 300 s" in done.output and "torchft" in done.output and "12 cells" in done.output
     )
-    assert (tmp_path / "out" / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / "out" / sweep.SUMMARY_FILE).read_bytes() == wanted
     again = CliRunner().invoke(main, [*words, "--workers", "2"])
     assert "12 of 12 cells were done before" in again.output
     other = CliRunner().invoke(main, [*words, "--nodes", "5"])
@@ -253,7 +256,7 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
             signal.SIGINT, signal.SIG_DFL
         ),  # background jobs ignore it
     )
-    lines = tmp_path / sweep.CELLS
+    lines = tmp_path / sweep.CELLS_FILE
     until = time.monotonic() + LONG_S
     while time.monotonic() < until and not (lines.exists() and lines.read_bytes().count(b"\n")):
         time.sleep(0.01)
@@ -261,7 +264,9 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
     _, told = started.communicate(timeout=LONG_S)
     assert started.returncode == 130, told.decode()
     assert b"goes on from here" in told and b"Traceback" not in told
-    assert 0 < lines.read_bytes().count(b"\n") < 6000 and not (tmp_path / sweep.WHOLE).exists()
+    assert (
+        0 < lines.read_bytes().count(b"\n") < 6000 and not (tmp_path / sweep.SUMMARY_FILE).exists()
+    )
     until = time.monotonic() + LONG_S
     with pytest.raises(ProcessLookupError):  # nothing of it is left
         while time.monotonic() < until:
