@@ -14,7 +14,7 @@ from elastic_sim.cli.cli import main
 from elastic_sim.cli.commands import policies_of
 from elastic_sim.steps.policies import makers
 from elastic_sim.traces import trace as traces
-from elastic_sim.traces.trace import read
+from elastic_sim.traces.trace import Event, read
 
 from tests.patience import LONG_S
 
@@ -73,7 +73,7 @@ def test_traces_are_made_imported_and_cut(tmp_path: Path) -> None:
     assert read(other)[0].end_s == 60 and done.stderr == ""
 
 
-def test_a_wrong_unit_is_told(tmp_path: Path) -> None:
+def test_a_wrong_unit_causes_a_warning(tmp_path: Path) -> None:
     source, out = tmp_path / "hours.csv", str(tmp_path / "out.csv")
     source.write_text(
         "".join(f"{hour},{4 + hour % 2}\n{hour + 1},{4 + hour % 2}\n" for hour in range(40))
@@ -99,7 +99,9 @@ def market(hour: float) -> str:
     ("hour", "why"),
     [(3600, ""), (1, "losses per node and hour"), (3600e3, "longer than any record")],
 )
-def test_a_wrong_unit_of_our_own_format_is_told(hour: float, why: str, tmp_path: Path) -> None:
+def test_a_wrong_unit_in_a_trace_file_causes_a_warning(
+    hour: float, why: str, tmp_path: Path
+) -> None:
     source, out = tmp_path / "t.csv", tmp_path / "out.csv"
     source.write_text(market(hour))
     for words in (("stats", str(source), "--json"), ("convert", str(source), str(out))):
@@ -209,7 +211,7 @@ def test_losses_in_bursts_are_made_and_fitted(tmp_path: Path) -> None:
     assert "zones=('z',)" in read(fixed)[0].origin
 
 
-def test_repairs_are_told(tmp_path: Path) -> None:
+def test_repairs_are_listed(tmp_path: Path) -> None:
     path, out = tmp_path / "t.csv", tmp_path / "out.csv"
     path.write_text(GOOD.replace("10,remove,a", "10,remove,b"))
     assert run("traces", "stats", str(path)).exit_code == 2
@@ -326,15 +328,16 @@ def test_data_come_from_the_flag_then_the_environment(
 
 
 def test_it_starts_without_torch() -> None:
-    program = "import sys, elastic_sim.cli.cli; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    check = "'torch' in sys.modules or 'megatron' in sys.modules"
+    program = f"import sys, elastic_sim.cli.cli; sys.exit({check})"
     assert (
         subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
     )
 
 
 def test_failure_rates_are_of_the_cluster_or_of_each_node(tmp_path: Path) -> None:
-    """32 nodes of which each is lost every 32 hours lose one an hour; two at a time, every other hour."""
-    made = []
+    """If each of 32 nodes is lost every 32 hours, the cluster loses one per hour."""
+    made = list[tuple[Event, ...]]()
     for rate, bulk in (("1h", "1"), ("32h/node", "1"), ("16h/node", "2"), ("2h", "2")):
         out = tmp_path / f"{len(made)}.csv"
         done = run(
@@ -375,8 +378,8 @@ def test_failure_rates_are_of_the_cluster_or_of_each_node(tmp_path: Path) -> Non
     assert swept.exit_code == 0 and "mtbf 300 s" in swept.output and "mtbf 600 s" in swept.output
 
 
-def test_what_is_strange_about_a_replay_is_told(tmp_path: Path) -> None:
-    """Hours taken for seconds; a model that fits nowhere; files of one name, which tables could not tell apart."""
+def test_implausible_replays_cause_warnings(tmp_path: Path) -> None:
+    """Hours instead of seconds, a model that fits nowhere, and two files of one name."""
     small = ["--model", "bert-large", "--microbatches", "16", "--policy", "varuna"]
     hours = tmp_path / "hours.csv"
     rows = "".join(f"{h},add,n{h},,,\n{h + 0.5},remove,n{h},,,\n" for h in range(40))

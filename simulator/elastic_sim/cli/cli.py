@@ -117,9 +117,8 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     if first or last is not None:
         end = found.end_s if last is None else last
         if not first < end <= found.end_s:
-            raise FieldError(
-                "--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s"
-            )
+            remedy = f"a part of 0 to {found.end_s:g} s"
+            raise FieldError("--from, --to", f"{first:g}, {end:g}", remedy)
         found = traces.window(whole, first, end)
     _write(found, out)
     warn_if_implausible(whole, source)
@@ -135,8 +134,14 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     default="1h",
     help="mean time between two losses in the cluster, or per node as 200h/node",
 )
-@option("--repair", type=TIME, default="20m", help="time until a lost node is replaced; 0: never")
-@option("--notice", type=TIME, default="0", help="time between notice and loss")
+@option(
+    "--repair",
+    "repair_s",
+    type=TIME,
+    default="20m",
+    help="time until a lost node is replaced; 0: never",
+)
+@option("--notice", "notice_s", type=TIME, default="0", help="time between notice and loss")
 @option("--bulk", default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
 @option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1")
 @option(
@@ -171,37 +176,27 @@ def generate_command(
     nodes: int,
     duration: float,
     mtbf: float | PerNode,
-    repair: float,
-    notice: float,
+    notice_s: float,
     bulk: str,
-    diurnal: float,
-    shape: float,
-    lifetime_shape: float,
     zones: str,
     like: Path | None,
     inference: int | None,
     seed: int,
+    **rates: Any,
 ) -> None:
     """Generate a synthetic trace, labelled as such."""
     names = tuple(name.strip() for name in zones.split(",")) if zones else ()
     if inference is not None:
-        made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice)
+        made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice_s)
     else:
-        market = (
-            fitted(traces.read(like)[0], zones=names)
-            if like is not None
-            else Market(
-                nodes=nodes,
-                mtbf_s=mtbf_of(mtbf, nodes, sizes_of(bulk)),
-                bulk=sizes_of(bulk),
-                repair_s=repair,
-                notice_s=notice,
-                shape=shape,
-                lifetime_shape=lifetime_shape,
-                diurnal=diurnal,
-                zones=names or ("a",),
+        if like is not None:
+            market = fitted(traces.read(like)[0], zones=names)
+        else:
+            sizes, zone_names = sizes_of(bulk), names or ("a",)
+            mtbf_s = mtbf_of(mtbf, nodes, sizes)
+            market = Market(
+                nodes=nodes, mtbf_s=mtbf_s, bulk=sizes, notice_s=notice_s, zones=zone_names, **rates
             )
-        )
         made = generate(market, duration, seed)
     _write(made, out)
 

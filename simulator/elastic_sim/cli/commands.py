@@ -83,10 +83,10 @@ def replay(
             err=True,
         )
     if out is not None:
-        told = show.as_json(
+        found_json = show.as_json(
             scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps())
         )
-        write_output(out, json.dumps(told, indent=2) + "\n")
+        write_output(out, json.dumps(found_json, indent=2) + "\n")
     if html is not None:
         write_output(html, replay_page(scenario, found, names, seeds))
 
@@ -161,8 +161,8 @@ def advise(
             {**row, "spares": one.spares, "backup": one.backup, "backup_share": one.backup_share}
             for row, one in zip(show.offers_json(found), found, strict=True)
         ]
-        names = [one.name() for one in scenarios]
-        found_json = {"traces": names, "model": scenarios[0].model, "offers": offers}
+        traces_json = [one.name() for one in scenarios]
+        found_json = {"traces": traces_json, "model": scenarios[0].model, "offers": offers}
         write_output(out, json.dumps(found_json, indent=2) + "\n")
 
 

@@ -345,6 +345,6 @@ def _panels(world: World, seen: Seen, reports: tuple[PipelineReport, ...]) -> It
 
 def _short_timeline(world: World, seen: Seen, pipeline: Pipeline, drawn: int) -> Timeline:
     few = replace(pipeline, microbatches=tuple(range(drawn)))
-    none = {"peers": (), "gradients": "none", "state": "none"}
-    plan: Plan = replace(seen.plan, pipelines=(few,), n_microbatches=drawn, **none)
+    plan: Plan = replace(seen.plan, pipelines=(few,), n_microbatches=drawn, peers=())
+    plan = replace(plan, gradients="none", state="none")
     return simulate(actions_of(few), predict(plan, world.profile, seen.nodes).stages[0])

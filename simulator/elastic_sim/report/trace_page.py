@@ -39,7 +39,7 @@ def trace_page(trace: Trace, name: str) -> str:
             "title": name,
             "lead": lead,
             "origin": trace.origin,
-            "told": table,
+            "table": table,
             "plots": plots,
             "version": f"elastic-sim {version('elastic-runtime')}",
         },

@@ -72,7 +72,7 @@ def _connected(cells: Sequence[Cell], address: str) -> Generator[tuple[Cell, Res
 
 def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
     task = ray.remote(_attempt_all).options(num_cpus=1, max_retries=MAX_DEATHS - 1)
-    files = ray.put(_files_of(cells))
+    files = ray.put(read_files(cells))
     cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
     running = {task.remote(batch, files): batch for batch in batches(cells, cpus)}
     while running:
@@ -105,11 +105,11 @@ def batches(cells: Sequence[Cell], cpus: int) -> Iterator[list[Cell]]:
 def _attempt_all(cells: Sequence[Cell], files: Files) -> list[Result | str]:
     """Run a batch in a worker."""
     return [
-        attempt(replace(cell, scenario=_with_local_files(cell.scenario, files))) for cell in cells
+        attempt(replace(cell, scenario=with_local_files(cell.scenario, files))) for cell in cells
     ]
 
 
-def _files_of(cells: Sequence[Cell]) -> Files:
+def read_files(cells: Sequence[Cell]) -> Files:
     """Return all files that cells read. Raises FieldError."""
     paths = {path for cell in cells for path in cell.scenario.files().values()}
     try:
@@ -120,7 +120,7 @@ def _files_of(cells: Sequence[Cell]) -> Files:
         ) from error
 
 
-def _with_local_files(scenario: Scenario, files: Files) -> Scenario:
+def with_local_files(scenario: Scenario, files: Files) -> Scenario:
     """Return the scenario with copies of its files on this machine, in folders named by content."""
     copies = {}
     for name, path in scenario.files().items():

@@ -1,4 +1,4 @@
-"""Small jobs and clusters for the micro-batch level, and run directories as a real run would leave them."""
+"""Small jobs, traces and run directories for tests of the micro-batch level."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def profile(layers: int = 8, seconds: float = 0.03, bytes_per_s: float = 50e6) -
 
 
 def steady(nodes: int, end_s: float = 120.0, *later: Event) -> Trace:
-    """Nodes that are there from the beginning, and what happens later."""
+    """Return a trace of nodes present from the beginning, and later events."""
     start = tuple(Event(0.0, ADD, f"node{i}") for i in range(nodes))
     return check((*start, *later), end_s, "made for a test")
 
@@ -62,7 +62,7 @@ def came(seconds: float, node: int) -> Event:
 
 
 def random_trace(seed: int, events: int = 6) -> Trace:
-    """Nodes in two zones that come and go, at times together, at times with a notice."""
+    """Return a trace of nodes in two zones with random joins, losses and notices."""
     rng = random.Random(seed)
     n = rng.randint(4, 8)
     found = [Event(0.0, ADD, f"node{i}", rng.choice("ab")) for i in range(n)]
@@ -79,15 +79,16 @@ def random_trace(seed: int, events: int = 6) -> Trace:
 
 
 def samples_once(outcome: MicrobatchResult) -> None:
-    """Steps that count are 0, 1, 2, ..., each once and in order."""
+    """Assert that the completed steps are 0, 1, 2, ..., each once and in order."""
     assert [one.step for one in outcome.steps] == list(range(len(outcome.steps)))
     ended = [one.ended_s for one in outcome.steps]
     assert ended == sorted(ended)
 
 
 def dumped(outcome: MicrobatchResult) -> str:
-    """Everything that came out, as text."""
-    return codec.dumps({"steps": outcome.steps, "recoveries": outcome.recoveries, "events": outcome.events,
+    """Return all results as text."""
+    return codec.dumps({"steps": outcome.steps, "recoveries": outcome.recoveries,
+                        "events": outcome.events,
                         "progress": outcome.progress, "spans": outcome.account.spans})  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def acted_run(
     physics: MicrobatchPhysics,
     seed: int = 0,
 ) -> Path:
-    """A run directory as if the simulated run had been a real one."""
+    """Write the run directory that a real run like the simulated one would leave."""
     outcome = simulate(trace, known, job, physics, seed)
     assert outcome.phase == "finished", outcome.reason
     kills = [e for e in trace.events if e.kind == REMOVE and not e.notice_s]
@@ -107,8 +108,8 @@ def acted_run(
         replace(parse_fault("kill node=0 phase=optimizer"), node=event.node) for event in kills
     )
     events: list[dict[str, Any]] = [{"at": EPOCH_S, "kind": "job", "steps": job.steps,
-        "microbatches": job.microbatches, "tokens_per_microbatch": job.tokens_per_microbatch, "tp": 1, "tied": [],
-        "checkpoint_every": 0}]  # fmt: skip
+        "microbatches": job.microbatches, "tokens_per_microbatch": job.tokens_per_microbatch,
+        "tp": 1, "tied": [], "checkpoint_every": 0}]  # fmt: skip
     events += [{**event, "at": EPOCH_S + event["at"]} for event in outcome.events]
     events += [
         {"at": EPOCH_S + e.seconds, "kind": "fault", "number": i} for i, e in enumerate(kills)
@@ -140,7 +141,7 @@ def config(job: MicrobatchJob, known: Profile, faults: tuple[FaultSpec, ...]) ->
 
 
 def node_ms(of: Trace) -> int:
-    """From the trace alone."""
+    """Return node-milliseconds, from the trace alone."""
     came: dict[str, int] = {}
     total = 0
     for event in of.events:

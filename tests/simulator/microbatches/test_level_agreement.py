@@ -1,4 +1,4 @@
-"""The step level and the micro-batch level agree: both run the real decisions, with what things take from one place."""
+"""The step level and the micro-batch level agree on the same job and delays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FINE = MicrobatchPhysics(
     spawn_s=0.0,
     jitter=0.0,
 )
-"""A silent node is known to be lost after its lease; here its connections close that late."""
+"""Connections close after the lease, when the step level notices a lost node."""
 
 
 def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:

@@ -1,4 +1,4 @@
-"""Parts of the micro-batch level: time, wires, vaults, physics files, and stories told from events."""
+"""Parts of the micro-batch level: clock, uplinks, vaults, physics files and run histories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copy(kind: str, step: int, sequence: int = 0, **more: object) -> Copy:
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def test_actions_come_in_the_order_of_their_times_then_of_their_asking() -> None:
+def test_actions_run_in_order_of_time_then_of_scheduling() -> None:
     clock, told = VirtualClock(0, 0.0), list[str]()
     for name, seconds in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
         clock.after(seconds, lambda name=name: told.append(f"{name}{clock.ms}"))  # type: ignore[misc]
@@ -48,7 +48,7 @@ def test_jitter_stays_in_its_bounds(seed: int, jitter: float, seconds: float) ->
     assert seconds * (1 - jitter) - 1e-9 <= varied <= seconds * (1 + jitter) + 1e-9
 
 
-def test_streams_share_a_wire_evenly_and_each_keeps_its_order() -> None:
+def test_streams_share_an_uplink_evenly_and_keep_their_order() -> None:
     clock, there = VirtualClock(0, 0.0), list[tuple[str, int]]()
     wire = Uplink(clock, 100.0, 0.5)
     for name, stream, nbytes in (("a1", "a", 100), ("a2", "a", 100), ("b1", "b", 50)):
@@ -58,7 +58,7 @@ def test_streams_share_a_wire_evenly_and_each_keeps_its_order() -> None:
     assert there == [("b1", 1500), ("a1", 2000), ("a2", 3000)] and wire.busy_s == 0.0
 
 
-def test_what_is_dropped_makes_room() -> None:
+def test_dropped_streams_free_bandwidth() -> None:
     clock, there = VirtualClock(0, 0.0), list[int]()
     wire = Uplink(clock, 100.0, 0.0)
     wire.send("a", 100, lambda: there.append(clock.ms))
@@ -139,7 +139,7 @@ def test_wrong_physics_are_refused(tmp_path: Path, text: str, field: str) -> Non
         files.read(path)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match="--physics"):
         files.read(tmp_path / "none.json")
 
@@ -155,7 +155,7 @@ ENTRY = {
 }
 
 
-def test_a_story_is_told_from_events() -> None:
+def test_a_history_is_read_from_events() -> None:
     events = [
         {"at": 1.0, "kind": "plan", "epoch": 1, "text": PLAN},
         *({"at": 2.0 + s, "kind": "step", "step": s, "seconds": 1.0} for s in range(5)),
@@ -167,11 +167,11 @@ def test_a_story_is_told_from_events() -> None:
         {"at": 12.5, "kind": "halt", "epoch": 3, "cause_kind": "join", "cause_nodes": ["y"]},
         {"at": 13.0, "kind": "step", "step": 5, "seconds": 3.0},
     ]
-    story = history_of(events)
-    assert story.seconds == 11.0
-    assert story.planning_s(False) == [pytest.approx(0.3)] and story.planning_s(True) == []
-    assert story.startups == (3.0,) and story.prefetches == (0.5,)
-    assert [step for step, _ in story.undisturbed()] == [2, 3]
+    history = history_of(events)
+    assert history.seconds == 11.0
+    assert history.planning_s(False) == [pytest.approx(0.3)] and history.planning_s(True) == []
+    assert history.startups == (3.0,) and history.prefetches == (0.5,)
+    assert [step for step, _ in history.undisturbed()] == [2, 3]
     assert [
         step
         for step, *_ in history_of(

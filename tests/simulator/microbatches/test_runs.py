@@ -1,4 +1,4 @@
-"""The micro-batch level: our real decisions on virtual time, whatever happens to the nodes."""
+"""Simulated runs of the micro-batch level under losses, joins and notices."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_lost_node_costs_its_phases_and_no_step() -> None:
     samples_once(outcome)
 
 
-def test_who_connects_last_finds_the_others_through() -> None:
-    """Three that come at once make three connections; where one has fetched for long, a third of that is left."""
+def test_the_last_worker_waits_only_for_its_own_connections() -> None:
+    """The last worker connects to the others when they have connected to each other already."""
     job, waits = replace(JOB, steps=40, pipelines="1"), dict[str, list[float]]()
     for name, bytes_per_s in (("at once", 0.0), ("apart", 1e5)):
         for pair_s in (0.0, 0.1):
@@ -141,7 +141,7 @@ def test_events_may_follow_steps() -> None:
     assert first["step"] == 7 and second["cause"] == "join node9" and second["step"] in (10, 11)
 
 
-def test_what_cannot_be_recovered_ends_the_job_and_says_why() -> None:
+def test_an_unrecoverable_loss_ends_the_job_with_a_reason() -> None:
     gone = [lost(9.0, 0), lost(9.0, 1), lost(9.0, 2)]
     outcome = simulate(
         steady(4, 60.0, *gone), profile(), replace(JOB, min_nodes=4, pipelines="1"), EXACT
@@ -163,7 +163,7 @@ def test_without_enough_nodes_the_job_waits() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(PAIRS), st.sampled_from((0, 5)))
 def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every: int) -> None:
-    """The ledgers are checked at every commit; here what comes out."""
+    """Results are consistent; the simulator checks the ledgers at every commit."""
     trace = random_trace(seed)
     job = replace(JOB, backup=pair, checkpoint_every=every, steps=30)
     outcome = simulate(trace, profile(), job, MicrobatchPhysics(), seed)

@@ -1,4 +1,4 @@
-"""`elastic-sim validate`: a run against its simulation. Here the run was simulated too, so what is right is known."""
+"""`elastic-sim validate` on simulated runs, whose true delays are known."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from elastic_sim.microbatches.validate import ComparedFigure, calibrate, compare
 from elastic.domain.errors import FieldError
 from tests.simulator.microbatches.sample_runs import JOB, acted_run, came, lost, profile, steady
 
-TRUE = MicrobatchPhysics(closed_s=0.12, leave_s=0.09, stop_s=0.15, plan_s=0.2, install_s=0.06, group_s=0.17, spawn_s=2.0,
-               pair_s=0.0133, prefetch_s=0.04, hop_s=0.002, step_s=0.03, resume_s=0.02, start_s=0.5)  # fmt: skip
+TRUE = MicrobatchPhysics(closed_s=0.12, leave_s=0.09, stop_s=0.15, plan_s=0.2, install_s=0.06,
+               group_s=0.17, spawn_s=2.0, pair_s=0.0133, prefetch_s=0.04, hop_s=0.002,
+               step_s=0.03, resume_s=0.02, start_s=0.5)  # fmt: skip
 LONG = replace(JOB, steps=70, min_nodes=4, max_nodes=4, backup="stream:4+snapshot")
 ONE = steady(
     4, 200.0, lost(6.0, 1), came(8.0, 4), lost(17.0, 2), came(18.0, 5), lost(45.0, 0, 20.0)
@@ -58,13 +59,13 @@ def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
     assert report.unmatched == (0, 0) and len(report.recoveries) == 6
 
 
-def test_without_physics_of_the_machine_it_shows(runs: tuple[Path, Path]) -> None:
+def test_wrong_physics_give_wrong_predictions(runs: tuple[Path, Path]) -> None:
     report = compare([read(runs[1])], MicrobatchPhysics(plan_s=1.0, group_s=1.0))
     assert report.figure("losses: total, median").ratio > 1.5
     assert report.figure("throughput").ratio < 1
 
 
-def test_what_happened_is_read_from_the_events(runs: tuple[Path, Path]) -> None:
+def test_a_run_is_read_from_its_events(runs: tuple[Path, Path]) -> None:
     found = read(runs[0])
     assert sorted(event.node for event in found.trace.events) == [
         "node0",
@@ -103,7 +104,7 @@ def test_a_figure_of_nothing() -> None:
     assert ComparedFigure("x", "s", 0.0, 1.0).ratio == float("inf")
 
 
-def test_recoveries_of_one_side_alone_are_told(runs: tuple[Path, Path]) -> None:
+def test_unmatched_recoveries_are_reported(runs: tuple[Path, Path]) -> None:
     found = read(runs[0])
     report = compare([replace(found, anchored=found.anchored[:2])], TRUE)
     assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in format_report(

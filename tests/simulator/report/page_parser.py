@@ -1,4 +1,4 @@
-"""Reads pages, and the charts on them."""
+"""Parses pages and their charts."""
 
 from __future__ import annotations
 

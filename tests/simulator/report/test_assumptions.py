@@ -1,4 +1,4 @@
-"""What pages say of a scenario: facts with sources, durations, means, the command line."""
+"""Texts of pages: assumptions with sources, durations, means, command lines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_the_command_line_gives_the_same_scenario_again() -> None:
     market = Market(nodes=5, mtbf_s=600.0, repair_s=300.0, bulk=((1, 3.0), (2, 1.0)))
     scenario = replace(SCENARIO, market=market, notice_s=30.0, physics=("boot_s=90",))
     assert replay_command(scenario, ("ours", "varuna"), 2) == (
-        "elastic-sim replay --model bert-large --policy ours,varuna --seeds 2 --notice 30s --nodes 5 --repair 300s "
-        "--duration 2400s --bulk 1:3,2:1 --physics boot_s=90 --mtbf 600s"
+        "elastic-sim replay --model bert-large --policy ours,varuna --seeds 2 "
+        "--notice 30s --nodes 5 --repair 300s --duration 2400s --bulk 1:3,2:1 --physics boot_s=90 --mtbf 600s"
     )
     part = Scenario(trace="a b.csv", first_s=60.0, last_s=120.0)
     assert replay_command(part, ("ours",), 1).startswith("elastic-sim replay 'a b.csv' ")

@@ -1,4 +1,4 @@
-"""The pages of replays and sweeps: whole, escaped, the same bytes each time, and readable in a real browser."""
+"""Pages of replays and sweeps: complete, escaped, reproducible and readable in a browser."""
 
 from __future__ import annotations
 
@@ -193,7 +193,11 @@ def test_the_same_replay_gives_the_same_bytes(tmp_path: Path) -> None:
     words = replay_command(SCENARIO, POLICIES, 1).split()[1:]
     out = tmp_path / "page.html"
     program = [sys.executable, "-m", "elastic_sim.cli.cli", *words, "--html", str(out)]
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "simulator"))),
+    }
     subprocess.run(program, check=True, timeout=LONG_S, env=environment, stdout=subprocess.DEVNULL)
     first = [summary(one.runs[:1]) for one in found()]
     assert out.read_text() == replay_page(SCENARIO, first, POLICIES, 1)
@@ -290,7 +294,8 @@ def test_templates_are_part_of_the_package() -> None:
 
 
 def test_the_command_line_starts_without_the_libraries_of_pages_and_clusters() -> None:
-    program = "import sys, elastic_sim.cli.cli; sys.exit(any(n in sys.modules for n in ('jinja2', 'plotly', 'ray', 'torch')))"
+    check = "any(n in sys.modules for n in ('jinja2', 'plotly', 'ray', 'torch'))"
+    program = f"import sys, elastic_sim.cli.cli; sys.exit({check})"
     assert (
         subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
     )
@@ -375,8 +380,10 @@ def opened(path: Path, width: int = 1280) -> tuple[str, str]:
 
 
 PROBE = """<script>addEventListener("load", () => setTimeout(() => {
-  const flat = [...document.querySelectorAll("section")].filter(s => s.getBoundingClientRect().height < 60);
-  const drawn = [...document.querySelectorAll(".js-plotly-plot")].filter(c => c.querySelector(".main-svg"));
+  const flat = [...document.querySelectorAll("section")]
+    .filter(s => s.getBoundingClientRect().height < 60);
+  const drawn = [...document.querySelectorAll(".js-plotly-plot")]
+    .filter(c => c.querySelector(".main-svg"));
   const clipped = drawn.flatMap(chart => {
     const frame = chart.getBoundingClientRect();
     return [...chart.querySelectorAll("text")].filter(text => {
@@ -387,9 +394,10 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   });
   document.body.dataset.seen = JSON.stringify({
     wide: document.documentElement.scrollWidth > innerWidth, flat: flat.length,
-    title: document.querySelector("h1").getBoundingClientRect().height > 20, drawn: drawn.length, clipped});
+    title: document.querySelector("h1").getBoundingClientRect().height > 20,
+    drawn: drawn.length, clipped});
 }, 1000));</script>"""
-"""Looks at the sizes of what is shown."""
+"""Script that measures the elements of a page."""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
@@ -401,7 +409,7 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
 def test_a_browser_shows_it(
     which: str, text: str, width: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Without a message on the console: the page's own policy would refuse anything that it loads."""
+    """The console stays empty: the page's content policy refuses anything that it loads."""
     path, whole = tmp_path / "page.html", request.getfixturevalue(which)
     path.write_text(whole.replace("</head>", f"{PROBE}</head>"))
     shown, said = opened(path, width)

@@ -116,17 +116,17 @@ def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:
 
 def test_files_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines of the cluster need not have the trace."""
-    from elastic_sim.sweep.ray_backend import files_of, placed
+    from elastic_sim.sweep.ray_backend import read_files, with_local_files
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
     trace = tmp_path / "t.csv"
     trace.write_text(format_trace(generate(MARKET, 600.0)))
     scenario = Scenario(trace=str(trace))
     wanted = scenario.trace_of(0)
-    files = files_of([Cell(scenario, "varuna", 0)])
+    files = read_files([Cell(scenario, "varuna", 0)])
     trace.unlink()
-    moved = placed(scenario, files)
-    assert moved == placed(scenario, files) and moved.trace != scenario.trace
+    moved = with_local_files(scenario, files)
+    assert moved == with_local_files(scenario, files) and moved.trace != scenario.trace
     assert moved.trace_of(0).events == wanted.events
 
 

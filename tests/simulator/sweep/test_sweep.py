@@ -1,4 +1,4 @@
-"""Sweeps: the same bytes whatever ran the cells, in whatever order, with whatever deaths and interruptions."""
+"""Sweeps give the same bytes for any backend, order of cells, process death or interruption."""
 
 from __future__ import annotations
 
