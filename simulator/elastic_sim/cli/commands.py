@@ -38,7 +38,7 @@ from elastic_sim.report.command_line import sweep_command
 from elastic_sim.steps import policies as known
 from elastic_sim.steps.clusters import NODE_TYPES, node_type_of
 from elastic_sim.sweep import sweep as sweeps
-from elastic_sim.sweep.cells import Backend, Cell, cells_of, check_cells
+from elastic_sim.sweep.cells import Backend, SweepCell, cells_of, check_cells
 from elastic_sim.sweep.local_backend import run_locally
 
 DEFAULT_POLICIES = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
@@ -228,7 +228,7 @@ def sweep(
             if done:
                 bar.write(f"{done} of {len(cells)} cells were done before", file=sys.stderr)
 
-        def progress(cell: Cell) -> None:
+        def progress(cell: SweepCell) -> None:
             bar.set_postfix_str(str(cell), refresh=False)
             bar.update()
 

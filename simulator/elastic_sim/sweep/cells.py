@@ -29,7 +29,7 @@ class CellFailed(ElasticError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SweepCell:
     """One simulation of a sweep."""
 
     scenario: Scenario
@@ -60,7 +60,7 @@ class Cell:
         return _result(run_one(world, self.scenario.trace_of(self.seed), self.policy, self.seed))
 
 
-def attempt(cell: Cell) -> Result | str:
+def attempt(cell: SweepCell) -> Result | str:
     """Return the result or the text of the error, since not every error can be pickled."""
     try:
         return cell.run()
@@ -70,7 +70,7 @@ def attempt(cell: Cell) -> Result | str:
         return traceback.format_exc()
 
 
-def result_or_raise(cell: Cell, found: Result | str) -> Result:
+def result_or_raise(cell: SweepCell, found: Result | str) -> Result:
     """Return the result of `attempt`. Raises CellFailed."""
     if isinstance(found, str):
         raise CellFailed(f"{cell}: {found}")
@@ -80,7 +80,7 @@ def result_or_raise(cell: Cell, found: Result | str) -> Result:
 class Backend(Protocol):
     """Runs cells and yields each result when it is ready, in any order. Raises CellFailed."""
 
-    def __call__(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, Result]]: ...
+    def __call__(self, cells: Sequence[SweepCell]) -> Generator[tuple[SweepCell, Result]]: ...
 
 
 def scenario_json(scenario: Scenario) -> dict[str, Any]:
@@ -99,14 +99,17 @@ def _sha256(path: str) -> str:
         raise FieldError("file", path, f"a readable file is needed: {error}") from error
 
 
-def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int) -> list[Cell]:
+def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int) -> list[SweepCell]:
     """Return the cells of all combinations and the oracle's, without duplicates.
 
     Cells with the same plans are neighbours.
     """
     named = tuple(dict.fromkeys((ORACLE, *policies)))
     found = [
-        Cell(scenario, p, seed) for scenario in scenarios for seed in range(seeds) for p in named
+        SweepCell(scenario, p, seed)
+        for scenario in scenarios
+        for seed in range(seeds)
+        for p in named
     ]
     unique = {cell.key: cell for cell in found}
     return sorted(unique.values(), key=lambda cell: plan_key(cell.scenario))
@@ -117,7 +120,7 @@ def plan_key(scenario: Scenario) -> tuple[str, str, tuple[str, ...], tuple[str, 
     return scenario.model, f"{scenario.microbatches}", scenario.nodes_of, scenario.physics
 
 
-def check_cells(cells: Sequence[Cell]) -> None:
+def check_cells(cells: Sequence[SweepCell]) -> None:
     """Raise FieldError for a scenario that cannot run."""
     for scenario in dict.fromkeys(cell.scenario for cell in cells):
         scenario.world()
@@ -135,7 +138,7 @@ def _result(run: Run) -> Result:
     }
 
 
-def run_of(cell: Cell, result: Result) -> Run:
+def run_of(cell: SweepCell, result: Result) -> Run:
     """Return the run of a cell, without goodput. Raises ValueError for a malformed result."""
     if set(result) != set(FIGURES) or set(result["time"]) != {use.value for use in Use}:
         raise ValueError(f"figures of a cell are {', '.join(FIGURES)}")

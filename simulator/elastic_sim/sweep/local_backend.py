@@ -13,21 +13,28 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait as readable
 
-from elastic_sim.sweep.cells import MAX_DEATHS, Cell, CellFailed, Result, attempt, result_or_raise
+from elastic_sim.sweep.cells import (
+    MAX_DEATHS,
+    CellFailed,
+    Result,
+    SweepCell,
+    attempt,
+    result_or_raise,
+)
 
 
-def run_locally(cells: Sequence[Cell], workers: int) -> Generator[tuple[Cell, Result]]:
+def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[SweepCell, Result]]:
     """Run cells on `workers` processes. Raises CellFailed.
 
     After a process died, its cells run again one at a time, to find the one that caused it.
     """
-    waiting, deaths = deque(cells), Counter[Cell]()
+    waiting, deaths = deque(cells), Counter[SweepCell]()
     while waiting:
         before = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(
             workers, mp_context=multiprocessing.get_context("spawn"), initializer=_follow_parent
         )
-        running: dict[Future[Result | str], Cell] = {}
+        running: dict[Future[Result | str], SweepCell] = {}
         try:
             yield from _run(pool, workers, waiting, running, deaths)
         except BrokenProcessPool:
@@ -47,10 +54,10 @@ def run_locally(cells: Sequence[Cell], workers: int) -> Generator[tuple[Cell, Re
 def _run(
     pool: ProcessPoolExecutor,
     workers: int,
-    waiting: deque[Cell],
-    running: dict[Future[Result | str], Cell],
-    deaths: Counter[Cell],
-) -> Iterator[tuple[Cell, Result]]:
+    waiting: deque[SweepCell],
+    running: dict[Future[Result | str], SweepCell],
+    deaths: Counter[SweepCell],
+) -> Iterator[tuple[SweepCell, Result]]:
     """Run cells, at most one per process. Raises BrokenProcessPool; `running` has its suspects."""
     while waiting or running:
         while waiting and len(running) < workers:

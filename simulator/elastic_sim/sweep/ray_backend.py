@@ -24,9 +24,9 @@ from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import (
     MAX_DEATHS,
     Backend,
-    Cell,
     CellFailed,
     Result,
+    SweepCell,
     attempt,
     plan_key,
     result_or_raise,
@@ -46,7 +46,7 @@ def on_ray(address: str) -> Backend:
     return partial(_connected, address=address)
 
 
-def _connected(cells: Sequence[Cell], address: str) -> Generator[tuple[Cell, Result]]:
+def _connected(cells: Sequence[SweepCell], address: str) -> Generator[tuple[SweepCell, Result]]:
     """Raise FieldError if there is no cluster, and CellFailed."""
     ours = Path(__file__).resolve().parents[2]
     runtime = Path(version.__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def _connected(cells: Sequence[Cell], address: str) -> Generator[tuple[Cell, Res
         ray.shutdown()
 
 
-def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
+def _run(cells: Sequence[SweepCell]) -> Iterator[tuple[SweepCell, Result]]:
     task = ray.remote(_attempt_all).options(num_cpus=1, max_retries=MAX_DEATHS - 1)
     files = ray.put(read_files(cells))
     cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -93,7 +93,7 @@ def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
             yield cell, result_or_raise(cell, result)
 
 
-def batches(cells: Sequence[Cell], cpus: int) -> Iterator[list[Cell]]:
+def batches(cells: Sequence[SweepCell], cpus: int) -> Iterator[list[SweepCell]]:
     """Yield batches of cells with the same plans, small enough to use all CPUs."""
     for _, group in groupby(cells, lambda cell: plan_key(cell.scenario)):
         same = list(group)
@@ -102,14 +102,14 @@ def batches(cells: Sequence[Cell], cpus: int) -> Iterator[list[Cell]]:
             yield same[start : start + size]
 
 
-def _attempt_all(cells: Sequence[Cell], files: Files) -> list[Result | str]:
+def _attempt_all(cells: Sequence[SweepCell], files: Files) -> list[Result | str]:
     """Run a batch in a worker."""
     return [
         attempt(replace(cell, scenario=with_local_files(cell.scenario, files))) for cell in cells
     ]
 
 
-def read_files(cells: Sequence[Cell]) -> Files:
+def read_files(cells: Sequence[SweepCell]) -> Files:
     """Return all files that cells read. Raises FieldError."""
     paths = {path for cell in cells for path in cell.scenario.files().values()}
     try:

@@ -19,7 +19,7 @@ from elastic.domain.errors import FieldError
 from elastic_sim.replay import show
 from elastic_sim.replay.replay import ORACLE, Summary, summary, with_goodput
 from elastic_sim.steps.scenario import Scenario
-from elastic_sim.sweep.cells import Backend, Cell, Result, run_of, scenario_json
+from elastic_sim.sweep.cells import Backend, Result, SweepCell, run_of, scenario_json
 
 CELLS_FILE, SUMMARY_FILE = "cells.jsonl", "sweep.json"
 
@@ -32,7 +32,7 @@ class CellLog:
     done: dict[str, Result] = field(default_factory=dict)
     """Results by key of the cell."""
 
-    def add(self, cell: Cell, result: Result) -> None:
+    def add(self, cell: SweepCell, result: Result) -> None:
         """Append a result; it is on disk when this returns."""
         line = json.dumps(
             {"key": cell.key, "cell": cell.definition(), "result": result}, sort_keys=True
@@ -56,7 +56,7 @@ class SweepRow:
 
 
 @contextmanager
-def open_log(out: Path, cells: Sequence[Cell]) -> Iterator[CellLog]:
+def open_log(out: Path, cells: Sequence[SweepCell]) -> Iterator[CellLog]:
     """Open a folder's results.
 
     Raises FieldError if the folder is not writable, is in use, or belongs to another sweep.
@@ -84,7 +84,7 @@ def open_log(out: Path, cells: Sequence[Cell]) -> Iterator[CellLog]:
         yield CellLog(file, done)
 
 
-def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, Cell]) -> dict[str, Result]:
+def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, SweepCell]) -> dict[str, Result]:
     """Return results by key. Raises FieldError for lines that do not belong to `cells`."""
     done: dict[str, Result] = {}
     for number, line in enumerate(lines, 1):
@@ -118,11 +118,11 @@ def _cell_text(cell: Any) -> str:
 
 def run(
     out: Path,
-    cells: Sequence[Cell],
+    cells: Sequence[SweepCell],
     backend: Backend,
     *,
     began: Callable[[int], None] = lambda done: None,
-    progress: Callable[[Cell], None] = lambda cell: None,
+    progress: Callable[[SweepCell], None] = lambda cell: None,
 ) -> list[SweepRow]:
     """Run the cells that are not done yet; write the summary and return its rows.
 
@@ -142,7 +142,7 @@ def run(
         return rows
 
 
-def _rows(cells: Sequence[Cell], done: Mapping[str, Result]) -> list[SweepRow]:
+def _rows(cells: Sequence[SweepCell], done: Mapping[str, Result]) -> list[SweepRow]:
     """Return rows by model, traces before failure rates, short times between losses first."""
     found = []
     scenarios = dict.fromkeys(cell.scenario for cell in cells)
@@ -166,7 +166,7 @@ def _sort_key(scenario: Scenario) -> tuple[str, float, str]:
 
 
 def _summary_text(
-    cells: Sequence[Cell], done: Mapping[str, Result], rows: Sequence[SweepRow]
+    cells: Sequence[SweepCell], done: Mapping[str, Result], rows: Sequence[SweepRow]
 ) -> str:
     """Return JSON of the scenarios, as `replay --json` writes them, and of the cells."""
     summary_json = {

@@ -26,7 +26,8 @@ def test_the_command_line_gives_the_same_scenario_again() -> None:
     scenario = replace(SCENARIO, market=market, notice_s=30.0, physics=("boot_s=90",))
     assert replay_command(scenario, ("ours", "varuna"), 2) == (
         "elastic-sim replay --model bert-large --policy ours,varuna --seeds 2 "
-        "--notice 30s --nodes 5 --repair 300s --duration 2400s --bulk 1:3,2:1 --physics boot_s=90 --mtbf 600s"
+        "--notice 30s --nodes 5 --repair 300s "
+        "--duration 2400s --bulk 1:3,2:1 --physics boot_s=90 --mtbf 600s"
     )
     part = Scenario(trace="a b.csv", first_s=60.0, last_s=120.0)
     assert replay_command(part, ("ours",), 1).startswith("elastic-sim replay 'a b.csv' ")

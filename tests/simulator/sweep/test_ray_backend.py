@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep
-from elastic_sim.sweep.cells import MAX_DEATHS, Cell, cells_of
+from elastic_sim.sweep.cells import MAX_DEATHS, SweepCell, cells_of
 from elastic_sim.traces.generate import Market, generate
 from elastic_sim.traces.trace import format_trace
 
@@ -70,7 +70,7 @@ def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_pa
     assert (out / sweep.SUMMARY_FILE).read_bytes() == (wanted / sweep.SUMMARY_FILE).read_bytes()
 
 
-def deadly(cell: Cell, mark: Path, times: int) -> Cell:
+def deadly(cell: SweepCell, mark: Path, times: int) -> SweepCell:
     return Deadly(cell.scenario, cell.policy, cell.seed, str(mark), times)
 
 
@@ -97,7 +97,7 @@ def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
     from elastic_sim.sweep.cells import CellFailed
     from elastic_sim.sweep.ray_backend import on_ray
 
-    cell = Cell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
+    cell = SweepCell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
     with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
         sweep.run(tmp_path, [cell], on_ray(cluster.address))
 
@@ -123,7 +123,7 @@ def test_files_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace.write_text(format_trace(generate(MARKET, 600.0)))
     scenario = Scenario(trace=str(trace))
     wanted = scenario.trace_of(0)
-    files = read_files([Cell(scenario, "varuna", 0)])
+    files = read_files([SweepCell(scenario, "varuna", 0)])
     trace.unlink()
     moved = with_local_files(scenario, files)
     assert moved == with_local_files(scenario, files) and moved.trace != scenario.trace

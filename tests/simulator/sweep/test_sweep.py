@@ -20,7 +20,7 @@ from elastic_sim.cli.cli import main
 from elastic_sim.replay.replay import ORACLE, replay
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep
-from elastic_sim.sweep.cells import MAX_DEATHS, Cell, CellFailed, Result, cells_of
+from elastic_sim.sweep.cells import MAX_DEATHS, CellFailed, Result, SweepCell, cells_of
 from elastic_sim.sweep.local_backend import run_locally
 from elastic_sim.traces.generate import Market
 
@@ -39,7 +39,7 @@ def scenario(mtbf_s: float, model: str = "gpt2") -> Scenario:
 CELLS = cells_of([scenario(300.0), scenario(900.0)], ("varuna", "torchft"), 2)
 
 
-def here(cells: Sequence[Cell]) -> Generator[tuple[Cell, Result]]:
+def here(cells: Sequence[SweepCell]) -> Generator[tuple[SweepCell, Result]]:
     """A backend for tests: this process."""
     for cell in cells:
         yield cell, cell.run()
@@ -67,11 +67,11 @@ def test_a_key_follows_the_content_of_files_and_not_their_place(tmp_path: Path) 
     for path, seconds in zip(paths, (60, 60, 70), strict=True):
         path.parent.mkdir()
         path.write_text(text.replace("60", f"{seconds}"))
-    first, again, other = (Cell(Scenario(trace=str(path)), ORACLE, 0) for path in paths)
+    first, again, other = (SweepCell(Scenario(trace=str(path)), ORACLE, 0) for path in paths)
     assert first.key == again.key != other.key
-    assert first.key != Cell(first.scenario, ORACLE, 1).key
+    assert first.key != SweepCell(first.scenario, ORACLE, 1).key
     with pytest.raises(FieldError, match="readable file"):
-        _ = Cell(Scenario(trace=str(tmp_path / "absent.csv")), ORACLE, 0).key
+        _ = SweepCell(Scenario(trace=str(tmp_path / "absent.csv")), ORACLE, 0).key
 
 
 def test_figures_are_those_of_replay(wanted: bytes) -> None:
@@ -119,13 +119,13 @@ def test_a_cell_that_always_takes_its_process_down_is_named(tmp_path: Path) -> N
 
 
 def test_an_error_in_a_cell_names_it(tmp_path: Path) -> None:
-    cell = Cell(scenario(300.0), "absent", 0)
+    cell = SweepCell(scenario(300.0), "absent", 0)
     with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
         sweep.run(tmp_path, [cell], partial(run_locally, workers=1))
 
 
 @dataclass(frozen=True, slots=True)
-class Deadly(Cell):
+class Deadly(SweepCell):
     """Kills its process the first times that it runs."""
 
     mark: str = ""
@@ -137,16 +137,16 @@ class Deadly(Cell):
                 file.write("x")
                 file.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
-        return Cell(self.scenario, self.policy, self.seed).run()
+        return SweepCell(self.scenario, self.policy, self.seed).run()
 
 
 # ---- going on ----
 
 
 def test_what_is_done_is_not_run_again(tmp_path: Path, wanted: bytes) -> None:
-    ran: list[Cell] = []
+    ran: list[SweepCell] = []
 
-    def some(cells: Sequence[Cell], n: int) -> Generator[tuple[Cell, Result]]:
+    def some(cells: Sequence[SweepCell], n: int) -> Generator[tuple[SweepCell, Result]]:
         for cell, result in here(cells[:n]):
             ran.append(cell)
             yield cell, result
@@ -168,7 +168,7 @@ def test_a_torn_last_line_is_run_again(tmp_path: Path, wanted: bytes, cut: int) 
     lines = tmp_path / sweep.CELLS_FILE
     whole = lines.read_bytes()
     lines.write_bytes(whole[:-cut])
-    ran: list[Cell] = []
+    ran: list[SweepCell] = []
     sweep.run(tmp_path, CELLS, here, progress=ran.append)
     assert ran == [CELLS[-1]]
     assert lines.read_bytes() == whole
@@ -177,7 +177,7 @@ def test_a_torn_last_line_is_run_again(tmp_path: Path, wanted: bytes, cut: int) 
 
 def test_a_larger_sweep_goes_on_from_a_smaller_one(tmp_path: Path, wanted: bytes) -> None:
     sweep.run(tmp_path, cells_of([scenario(900.0)], ("torchft",), 1), here)
-    ran: list[Cell] = []
+    ran: list[SweepCell] = []
     sweep.run(tmp_path, CELLS, here, progress=ran.append)
     assert len(ran) == len(CELLS) - 2
     assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
