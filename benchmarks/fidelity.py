@@ -143,7 +143,7 @@ def compared(case: Case, repeat: int, folder: Path) -> tuple[ValidationReport, l
         real(case, shifted(case, case.validation, n), folder / str(n) / "validation") for n in range(repeat)
     ]
     report, single = validate(others, physics), [validate([one], physics) for one in others]
-    print(f"{physics}\n{told(report)}", flush=True)
+    print(f"{physics}\n{format_report(report)}", flush=True)
     return report, single
 
 
