@@ -20,7 +20,13 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic_sim.microbatches.validate import Figure, Report, measure, told, validate
+from elastic_sim.microbatches.validate import (
+    ComparedFigure,
+    ValidationReport,
+    calibrate_runs,
+    format_report,
+    validate,
+)
 
 from benchmarks.emulated import equal_layers, run, shaped
 from benchmarks.results import Row, save
@@ -133,26 +139,26 @@ def shifted(case: Case, faults: tuple[str, ...], number: int) -> tuple[str, ...]
     )
 
 
-def compared(case: Case, repeat: int, folder: Path) -> tuple[Report, list[Report]]:
+def compared(case: Case, repeat: int, folder: Path) -> tuple[ValidationReport, list[ValidationReport]]:
     """What all runs say together, and each by itself."""
     known = [
         real(case, shifted(case, case.calibration, n), folder / str(n) / "calibration") for n in range(repeat)
     ]
-    physics = measure(known, folder / "physics.json")
+    physics = calibrate_runs(known, folder / "physics.json")
     others = [
         real(case, shifted(case, case.validation, n), folder / str(n) / "validation") for n in range(repeat)
     ]
     report, single = validate(others, physics), [validate([one], physics) for one in others]
-    print(f"{physics}\n{told(report)}", flush=True)
+    print(f"{physics}\n{format_report(report)}", flush=True)
     return report, single
 
 
-def error(figure: Figure) -> float:
+def error(figure: ComparedFigure) -> float:
     """Percent."""
     return abs(figure.ratio - 1) * 100
 
 
-def rows_of(report: Report, single: list[Report]) -> list[Row]:
+def rows_of(report: ValidationReport, single: list[ValidationReport]) -> list[Row]:
     """Every figure of all runs together, and its error in the worst single run."""
     there = {figure.name: figure for figure in report.figures}
     rows = list[Row]()

@@ -6,18 +6,18 @@ import math
 from pathlib import Path
 
 import pytest
-from elastic_sim.microbatches.validate import Figure, Report
+from elastic_sim.microbatches.validate import ComparedFigure, ValidationReport
 
 from benchmarks.fidelity import FULL, QUICK, Case, compared, rows_of, shifted
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
 
 
-def report(measured: float, predicted: float) -> Report:
+def report(measured: float, predicted: float) -> ValidationReport:
     figures = (
-        Figure("throughput", "samples/s", measured, predicted),
-        Figure("losses: total, mean", "s", 1.0, 1.1),
+        ComparedFigure("throughput", "samples/s", measured, predicted),
+        ComparedFigure("losses: total, mean", "s", 1.0, 1.1),
     )
-    return Report(figures, (({}, {}),), (0, 1))
+    return ValidationReport(figures, (({}, {}),), (0, 1))
 
 
 def test_errors_are_those_of_all_runs_and_the_worst_one_is_told() -> None:

@@ -11,13 +11,21 @@ import click
 
 from elastic.command_line import TIME, CommandLine
 from elastic.domain.errors import FieldError
-from elastic_sim.cli.commands import advise, doubted, policies, replay
-from elastic_sim.cli.options import FILE, RATE, PerNode, mtbf_of, sizes_of, stored, writable
-from elastic_sim.cli.sweep_command import sweep
-from elastic_sim.microbatches.physics import Physics
+from elastic_sim.cli.commands import advise, policies, replay, sweep
+from elastic_sim.cli.options import (
+    FILE,
+    RATE,
+    PerNode,
+    check_outputs,
+    mtbf_of,
+    option,
+    sizes_of,
+    warn_if_implausible,
+    write_output,
+)
+from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.physics import read as read_physics
-from elastic_sim.microbatches.validate import as_json as report_json
-from elastic_sim.microbatches.validate import measure, told, validate
+from elastic_sim.microbatches.validate import calibrate_runs, format_report, report_json, validate
 from elastic_sim.reproduce import tables
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.fetch import HOST, PUBLISHED_TRACES, fetch
@@ -28,7 +36,7 @@ from elastic_sim.traces.statistics import Statistics, statistics
 
 @click.group("elastic-sim", cls=CommandLine)
 def main() -> None:
-    """Replay spot markets: traces, and what was published about others."""
+    """Simulate training on spot markets: traces, policies, sweeps, and published values."""
 
 
 @main.group("traces")
@@ -38,37 +46,43 @@ def traces_group() -> None:
 
 @traces_group.command("stats")
 @click.argument("file", type=FILE)
-@click.option("--json", "as_json", is_flag=True, help="as JSON")
-@click.option("--html", type=FILE, help="write a page with plots there")
+@option("--json", "as_json", is_flag=True, help="as JSON")
+@option("--html", type=FILE, help="write a page with plots there")
 def stats(file: Path, as_json: bool, html: Path | None) -> None:
     """Nodes, losses, lifetimes of a trace."""
-    writable(html)
+    check_outputs(html)
+    if html is not None:
+        from elastic_sim.report.trace_page import trace_page
     found, _ = traces.read(file)
     if html is not None:
-        from elastic_sim.report.trace_page import trace_page  # templates take a while to import
-
-        stored(html, trace_page(found, file.name))
-    doubted(found, file)
-    click.echo(json.dumps(asdict(statistics(found))) if as_json else _told(statistics(found)))
+        write_output(html, trace_page(found, file.name))
+    warn_if_implausible(found, file)
+    click.echo(json.dumps(asdict(statistics(found))) if as_json else _table(statistics(found)))
 
 
 @traces_group.command("import")
 @click.argument("kind", type=click.Choice(sorted(FORMATS)))
 @click.argument("source", type=FILE)
 @click.argument("out", type=FILE)
-@click.option("--bid", type=float, help="spot-prices: a zone's nodes are there up to this price")
-@click.option(
+@option("--bid", type=float, help="spot-prices: a zone's nodes are there up to this price")
+@option(
     "--nodes",
     type=click.IntRange(1, traces.MAX_NODES),
     default=1,
     help="spot-prices: nodes of a zone",
 )
-@click.option("--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several")
-@click.option("--hours", is_flag=True, help="counts: times are hours, not seconds")
-def import_(
-    kind: str, source: Path, out: Path, bid: float | None, nodes: int, product: str | None, hours: bool
+@option("--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several")
+@option("--hours", is_flag=True, help="counts: times are hours, not seconds")
+def import_command(
+    kind: str,
+    source: Path,
+    out: Path,
+    bid: float | None,
+    nodes: int,
+    product: str | None,
+    hours: bool,
 ) -> None:
-    """Convert a file of another form into a trace."""
+    """Convert a file of another format into a trace."""
     more: dict[str, Any] = {}
     unit = UNITS[kind]
     if kind == "spot-prices":
@@ -83,15 +97,17 @@ def import_(
     _write(found, out, f", times read as {unit}")
     if kind != "events":  # runs that were made to fail lose more
         hint = " --hours takes them for hours" if kind == "counts" and not hours else ""
-        doubted(found, source, unit, hint)
+        warn_if_implausible(found, source, unit, hint)
 
 
 @traces_group.command("convert")
 @click.argument("source", type=FILE)
 @click.argument("out", type=FILE)
-@click.option("--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did")
-@click.option("--from", "first", type=TIME, default="0", help="begin here")
-@click.option("--to", "last", type=TIME, help="end here")
+@option(
+    "--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did"
+)
+@option("--from", "first", type=TIME, default="0", help="begin here")
+@option("--to", "last", type=TIME, help="end here")
 def convert(source: Path, out: Path, repair: bool, first: float, last: float | None) -> None:
     """Repair a trace, or cut a window out of it."""
     whole, repairs = traces.read(source, repair=repair)
@@ -101,146 +117,158 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     if first or last is not None:
         end = found.end_s if last is None else last
         if not first < end <= found.end_s:
-            raise FieldError("--from, --to", f"{first:g}, {end:g}", f"a part of 0 to {found.end_s:g} s")
+            remedy = f"a part of 0 to {found.end_s:g} s"
+            raise FieldError("--from, --to", f"{first:g}, {end:g}", remedy)
         found = traces.window(whole, first, end)
     _write(found, out)
-    doubted(whole, source)
+    warn_if_implausible(whole, source)
 
 
 @traces_group.command("generate")
 @click.argument("out", type=FILE)
-@click.option("--nodes", type=int, default=32, help="wanted at any time")
-@click.option("--duration", type=TIME, default="24h", help="length of the trace")
-@click.option(
+@option("--nodes", type=int, default=32, help="wanted at any time")
+@option("--duration", type=TIME, default="24h", help="length of the trace")
+@option(
     "--mtbf",
     type=RATE,
     default="1h",
     help="mean time between two losses in the cluster, or per node as 200h/node",
 )
-@click.option("--repair", type=TIME, default="20m", help="time until a lost node is replaced; 0: never")
-@click.option("--notice", type=TIME, default="0", help="time between notice and loss")
-@click.option("--bulk", default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
-@click.option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1")
-@click.option(
+@option(
+    "--repair",
+    "repair_s",
+    type=TIME,
+    default="20m",
+    help="time until a lost node is replaced; 0: never",
+)
+@option("--notice", "notice_s", type=TIME, default="0", help="time between notice and loss")
+@option("--bulk", default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
+@option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1")
+@option(
     "--shape",
     type=float,
     default=1.0,
     help="Weibull shape of the times between losses; below 1: in bursts",
 )
-@click.option(
+@option(
     "--lifetime-shape",
     type=float,
     default=1.0,
     help="Weibull shape of the nodes' lifetimes; below 1: young nodes are lost more often",
 )
-@click.option(
-    "--zones", default="", show_default=False, help="zones, comma-separated [a; with --like: the trace's]"
+@option(
+    "--zones",
+    default="",
+    show_default=False,
+    help="zones, comma-separated [a; with --like: the trace's]",
 )
-@click.option(
+@option(
     "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
 )
-@click.option(
-    "--inference", type=int, help="shared with inference, which leaves at least so many nodes by day"
+@option(
+    "--inference",
+    type=int,
+    help="shared with inference, which leaves at least so many nodes by day",
 )
-@click.option("--seed", type=int, default=0)
-def generate_(
+@option("--seed", type=int, default=0)
+def generate_command(
     out: Path,
     nodes: int,
     duration: float,
     mtbf: float | PerNode,
-    repair: float,
-    notice: float,
+    notice_s: float,
     bulk: str,
-    diurnal: float,
-    shape: float,
-    lifetime_shape: float,
     zones: str,
     like: Path | None,
     inference: int | None,
     seed: int,
+    **rates: Any,
 ) -> None:
-    """Make a trace up, labelled so."""
+    """Generate a synthetic trace, labelled as such."""
     names = tuple(name.strip() for name in zones.split(",")) if zones else ()
     if inference is not None:
-        made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice)
+        made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice_s)
     else:
-        market = (
-            fit_market(traces.read(like)[0], zones=names)
-            if like is not None
-            else Market(
-                nodes=nodes,
-                mtbf_s=mtbf_of(mtbf, nodes, sizes_of(bulk)),
-                bulk=sizes_of(bulk),
-                repair_s=repair,
-                notice_s=notice,
-                shape=shape,
-                lifetime_shape=lifetime_shape,
-                diurnal=diurnal,
-                zones=names or ("a",),
+        if like is not None:
+            market = fit_market(traces.read(like)[0], zones=names)
+        else:
+            sizes, zone_names = sizes_of(bulk), names or ("a",)
+            mtbf_s = mtbf_of(mtbf, nodes, sizes)
+            market = Market(
+                nodes=nodes, mtbf_s=mtbf_s, bulk=sizes, notice_s=notice_s, zones=zone_names, **rates
             )
-        )
         made = generate(market, duration, seed)
     _write(made, out)
 
 
 @traces_group.command("fetch")
 @click.argument("names", nargs=-1)
-@click.option("--to", "directory", type=FILE, default=Path("traces/originals"))
-@click.option("--host", default=HOST, help="a mirror of the authors' repositories")
-def fetch_(names: tuple[str, ...], directory: Path, host: str) -> None:
+@option("--to", "directory", type=FILE, default=Path("traces/originals"))
+@option("--host", default=HOST, help="a mirror of the authors' repositories")
+def fetch_command(names: tuple[str, ...], directory: Path, host: str) -> None:
     """Download recorded traces (all, or those named) and check them."""
     unknown = [name for name in names if name not in PUBLISHED_TRACES]
     if unknown:
         raise FieldError("trace", unknown[0], f"one of {', '.join(PUBLISHED_TRACES)}")
     for name in names or PUBLISHED_TRACES:
-        original = PUBLISHED_TRACES[name]
-        click.echo(f"{name}: {fetch(original, directory, host)} ({original.format})")
+        click.echo(f"{name}: {fetch(PUBLISHED_TRACES[name], directory, host)} ({PUBLISHED_TRACES[name].format})")
 
 
 @main.command("reproduce")
 @click.argument("what", type=click.Choice(sorted(tables.TABLES)))
-@click.option(
-    "--data", type=FILE, help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)"
+@option(
+    "--data",
+    type=FILE,
+    help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)",
 )
-@click.option("--json", "out", type=FILE, help="write the rows there, too")
+@option("--json", "out", type=FILE, help="write the rows there, too")
 def reproduce(what: str, data: Path | None, out: Path | None) -> None:
-    """Published values of others, from their own rules and constants."""
+    """Recompute published values from the rules and constants of their authors."""
     rows = tables.TABLES[what](tables.data_directory(data) if what in tables.RECORDED else Path())
     click.echo(tables.describe(rows))
     if out is not None:
-        stored(out, json.dumps({"rows": rows}, indent=2) + "\n")
+        write_output(out, json.dumps({"rows": rows}, indent=2) + "\n")
 
 
 @main.command("validate")
 @click.argument("run_dirs", metavar="RUN_DIR...", type=FILE, nargs=-1, required=True)
-@click.option("--physics", type=FILE, help="what a machine's messages, processes and links take [defaults]")
-@click.option("--calibrate", "out", type=FILE, help="measure that in these runs, and write it there, instead")
-@click.option("--json", "as_json", type=FILE, help="write the figures there, too")
-def validate_(
+@option("--physics", type=FILE, help="delays of the machine, as --calibrate writes them [defaults]")
+@option(
+    "--calibrate",
+    "out",
+    type=FILE,
+    help="measure the delays of these runs and write them there, instead",
+)
+@option("--json", "as_json", type=FILE, help="write the figures there, too")
+def validate_command(
     run_dirs: tuple[Path, ...], physics: Path | None, out: Path | None, as_json: Path | None
 ) -> None:
-    """Compare emulated runs with their simulation: throughput, and each phase of their recoveries."""
+    """Compare emulated runs with their simulation: throughput and phases of recoveries."""
     if out is not None:
         if physics is not None or as_json is not None:
             raise FieldError(
-                "--calibrate", str(out), "give --physics and --json to another call: this one measures"
+                "--calibrate",
+                str(out),
+                "give --physics and --json to another call: this one measures",
             )
-        click.echo(f"{out}: {measure(run_dirs, out)}")
+        click.echo(f"{out}: {calibrate_runs(run_dirs, out)}")
         return
-    report = validate(run_dirs, read_physics(physics) if physics is not None else Physics())
-    click.echo(told(report))
+    report = validate(
+        run_dirs, read_physics(physics) if physics is not None else MicrobatchPhysics()
+    )
+    click.echo(format_report(report))
     if as_json is not None:
-        stored(as_json, json.dumps(report_json(report), indent=1) + "\n")
+        write_output(as_json, json.dumps(report_json(report), indent=1) + "\n")
 
 
-def _told(found: Statistics) -> str:
+def _table(found: Statistics) -> str:
     rows = asdict(found)
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value:>12.4g}" for name, value in rows.items())
 
 
 def _write(found: traces.Trace, out: Path, more: str = "") -> None:
-    stored(out, traces.format_trace(found))
+    write_output(out, traces.format_trace(found))
     click.echo(f"{out}: {len(found.events)} events in {found.end_s / 3600:.4g} h{more}")
 
 

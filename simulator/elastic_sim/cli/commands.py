@@ -1,12 +1,11 @@
-"""The commands that run policies: `replay` and `policies`."""
+"""The commands that run policies: replay, policies, advise and sweep."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,114 +13,41 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from elastic.command_line import TIME, Command
-from elastic.domain.errors import FieldError
-from elastic_sim.cli.options import FILE, RATE, mtbf_of, sizes_of, stored, writable
+from elastic.command_line import Command
+from elastic.domain.errors import EXIT_INTERRUPTED, FieldError
+from elastic_sim.cli.options import (
+    FILE,
+    JSON,
+    RATE,
+    WANTED,
+    PerNode,
+    ValueList,
+    check_outputs,
+    option,
+    scenario_of,
+    scenario_options,
+    scenarios_of,
+    sweep_scenarios,
+    warn_of_traces,
+    write_output,
+)
 from elastic_sim.replay import advise as advice
 from elastic_sim.replay import show
 from elastic_sim.replay.replay import replay as run
+from elastic_sim.report.command_line import sweep_command
 from elastic_sim.steps import policies as known
 from elastic_sim.steps.clusters import NODE_TYPES, node_type_of
-from elastic_sim.steps.scenario import Scenario
-from elastic_sim.traces.generate import Market
-from elastic_sim.traces.importers import plausibility_warning
-from elastic_sim.traces.trace import Trace
+from elastic_sim.sweep import sweep as sweeps
+from elastic_sim.sweep.cells import Backend, SweepCell, cells_of, check_cells
+from elastic_sim.sweep.local_backend import run_locally
 
-Callback = Callable[..., None]
-DEFAULT = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
-
-_OPTIONS = {
-    "model": click.option("--model", default="gpt3-6.7b", help="a name, or the file of a profile"),
-    "microbatches": click.option(
-        "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
-    ),
-    "nodes_of": click.option("--nodes-of", default="a40", help="node types, comma-separated"),
-    "mtbf": click.option(
-        "--mtbf", type=RATE, help="no trace: the cluster loses nodes so often; each node, as 200h/node"
-    ),
-    "nodes": click.option("--nodes", type=int, default=32, help="with --mtbf: wanted at any time"),
-    "duration": click.option("--duration", type=TIME, default="12h", help="with --mtbf: length of the run"),
-    "repair": click.option(
-        "--repair", type=TIME, default="20m", help="with --mtbf: time until a lost node is replaced"
-    ),
-    "bulk": click.option("--bulk", default="1", help="with --mtbf: nodes lost at once, as 1:3,4:1"),
-    "notice": click.option("--notice", type=TIME, help="every loss is announced so long before"),
-    "first": click.option("--from", "first", type=TIME, default="0", help="of a trace: begin here"),
-    "last": click.option(
-        "--to", "last", type=TIME, default=0.0, show_default=False, help="of a trace: end here"
-    ),
-    "physics": click.option(
-        "--physics", multiple=True, help="NAME=NUMBER, as boot_s=90; see docs/simulator/simulator.md"
-    ),
-}
+DEFAULT_POLICIES = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
 
 
-def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Callback], Callback]:
-    """What is simulated. `but`: without these."""
-
-    def with_options(command: Callback) -> Callback:
-        for name, option in reversed(_OPTIONS.items()):
-            command = command if name in but else option(command)
-        return command
-
-    return with_options
-
-
-def scenario_of(trace: Path | None, told: dict[str, Any]) -> Scenario:
-    """From the options above, which are taken out of `told`. Raises FieldError."""
-    values = {name: told.pop(name) for name in _OPTIONS}
-    if (trace is None) == (values["mtbf"] is None):
-        given = "both" if trace is not None else "neither"
-        raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
-    market = None
-    if trace is None:
-        bulk = sizes_of(values["bulk"])
-        market = Market(
-            nodes=values["nodes"],
-            mtbf_s=mtbf_of(values["mtbf"], values["nodes"], bulk),
-            bulk=bulk,
-            repair_s=values["repair"],
-        )
-    return Scenario(
-        trace=str(trace) if trace is not None else "",
-        first_s=values["first"],
-        last_s=values["last"],
-        market=market,
-        duration_s=values["duration"],
-        model=values["model"],
-        microbatches=values["microbatches"],
-        nodes_of=tuple(name.strip() for name in values["nodes_of"].split(",")),
-        notice_s=-1.0 if values["notice"] is None else values["notice"],
-        physics=tuple(values["physics"]),
-    )
-
-
-def scenarios_of(traces: Sequence[Path], told: dict[str, Any]) -> list[Scenario]:
-    """One for each trace, or that of a failure rate. Raises FieldError."""
-    first = scenario_of(traces[0] if traces else None, told)
-    found = [replace(first, trace=str(trace)) for trace in traces] or [first]
-    names = [one.name() for one in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise FieldError("TRACE", twice, "each trace once, under a name of its own")
-    return found
-
-
-def doubted(found: Trace, source: Path | str, unit: str = "seconds", hint: str = "") -> None:
-    """Warn of a trace that is unlike any market."""
-    if strange := plausibility_warning(found, unit):
-        click.echo(f"elastic-sim: {source}: {strange}{hint}", err=True)
-
-
-def warn(scenarios: Sequence[Scenario]) -> None:
-    """Of strange traces, looked at whole; but runs that were made to fail lose more. Raises FieldError."""
-    for trace in dict.fromkeys(one.trace for one in scenarios if one.trace):
-        if Path(trace).suffix != ".jsonl":
-            doubted(Scenario(trace=trace).trace_of(0), trace)
-
-
-def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
-    """--policy, repeated or comma-separated; all: every one. Raises FieldError."""
-    names = [name.strip() for text in told for name in text.split(",") if name.strip()] or list(DEFAULT)
+def policies_of(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the policies of --policy; "all" means every one. Raises FieldError."""
+    names = [name.strip() for text in words for name in text.split(",") if name.strip()]
+    names = names or list(DEFAULT_POLICIES)
     names = [one for name in names for one in (known.policy_factories() if name == "all" else (name,))]
     for name in names:
         known.policy_factory(name)
@@ -130,10 +56,10 @@ def policies_of(told: tuple[str, ...]) -> tuple[str, ...]:
 
 @click.command(cls=Command)
 @click.argument("trace", type=FILE, required=False)
-@click.option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; all: every one")
-@click.option("--seeds", type=click.IntRange(1, 10_000), default=1, help="runs of each policy")
-@click.option("--json", "out", type=FILE, help="write the figures there")
-@click.option("--html", type=FILE, help="write a page with tables, charts and decisions there")
+@WANTED
+@option("--seeds", type=click.IntRange(1, 10_000), default=1, help="runs of each policy")
+@JSON
+@option("--html", type=FILE, help="write a page with tables, charts and decisions there")
 @scenario_options()
 def replay(
     trace: Path | None,
@@ -141,25 +67,28 @@ def replay(
     seeds: int,
     out: Path | None,
     html: Path | None,
-    **told: Any,
+    **scenario_values: Any,
 ) -> None:
     """What each policy delivers and costs on a trace, or at a failure rate."""
-    scenario, names = scenario_of(trace, told), policies_of(wanted)
-    writable(out, html)
-    warn([scenario])
+    scenario, names = scenario_of(trace, scenario_values), policies_of(wanted)
+    check_outputs(out, html)
+    if html is not None:
+        from elastic_sim.report.replay_page import replay_page
+    warn_of_traces([scenario])
     found = run(scenario.world(), scenario.trace_of, names, range(seeds), keep=html is not None)
     click.echo(show.table(found))
     if not any(one.samples_per_s.value for one in found):
-        click.echo(f"elastic-sim: nothing ever runs: {scenario.model} does not fit on these nodes", err=True)
-    if out is not None:
-        told = show.as_json(scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps()))
-        stored(out, json.dumps(told, indent=2) + "\n")
-    if html is not None:
-        from elastic_sim.report.report import (
-            report,  # its templates need a library that others need not load
+        click.echo(
+            f"elastic-sim: nothing ever runs: {scenario.model} does not fit on these nodes",
+            err=True,
         )
-
-        stored(html, report(scenario, found, names, seeds))
+    if out is not None:
+        found_json = show.as_json(
+            scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps())
+        )
+        write_output(out, json.dumps(found_json, indent=2) + "\n")
+    if html is not None:
+        write_output(html, replay_page(scenario, found, names, seeds))
 
 
 @click.command(cls=Command)
@@ -170,24 +99,18 @@ def policies() -> None:
 
 @click.command(cls=Command)
 @click.argument("traces", type=FILE, nargs=-1, metavar="[TRACE]...")
-@click.option(
+@option(
     "--buy",
     default="",
     show_default=False,
-    help="nodes in all, spares included; several as 28,32,36 [what the budget pays, else 32, and the best mix with an "
-    "eighth fewer and more]",
+    help="nodes in all, spares included; several as 28,32,36 "
+    "[what the budget pays, else 32, and the best mix with an eighth fewer and more]",
 )
-@click.option(
-    "--mixes",
-    "steps",
-    type=click.IntRange(1, 100),
-    default=4,
-    help="of spot and on-demand",
-)
-@click.option("--budget", type=float, default=math.inf, show_default=False, help="dollars an hour [none]")
-@click.option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR for a backup")
-@click.option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
-@click.option("--json", "out", type=FILE, help="write the figures there")
+@option("--mixes", "steps", type=click.IntRange(1, 100), default=4, help="of spot and on-demand")
+@option("--budget", type=float, default=math.inf, show_default=False, help="dollars an hour [none]")
+@option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR for a backup")
+@option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
+@JSON
 @scenario_options()
 def advise(
     traces: tuple[Path, ...],
@@ -197,23 +120,22 @@ def advise(
     wanted: tuple[str, ...],
     seeds: int,
     out: Path | None,
-    **told: Any,
+    **scenario_values: Any,
 ) -> None:
-    """Which mix of spot and on-demand nodes to rent, how many as spares, with which backup, and what to expect.
+    """Which mix of spot and on-demand nodes to rent, how many spares, and which backup.
 
-    Several traces count alike.
+    Several traces have equal weights.
     """
     if not budget > 0:
         raise FieldError("--budget", budget, "dollars an hour, above 0")
-    scenarios, names = scenarios_of(traces, told), policies_of(wanted)
+    scenarios, names = scenarios_of(traces, scenario_values), policies_of(wanted)
     source = click.get_current_context().get_parameter_source("nodes_of")
     if "model" in scenarios[0].files() and source == click.core.ParameterSource.DEFAULT:
         kinds = ", ".join(kind.name for kind in NODE_TYPES)
-        raise FieldError(
-            "--nodes-of", "", f"a profile has no prices: name what its nodes cost, one of {kinds}"
-        )
-    writable(out)
-    warn(scenarios)
+        remedy = f"a profile has no prices: name what its nodes cost, one of {kinds}"
+        raise FieldError("--nodes-of", "", remedy)
+    check_outputs(out)
+    warn_of_traces(scenarios)
     if buy or math.isinf(budget):
         mixes = advice.mixes(_sizes(buy or "32"), steps)
     else:
@@ -239,12 +161,9 @@ def advise(
             {**row, "spares": one.spares, "backup": one.backup, "backup_share": one.backup_share}
             for row, one in zip(show.offers_json(found), found, strict=True)
         ]
-        told = {
-            "traces": [one.name() for one in scenarios],
-            "model": scenarios[0].model,
-            "offers": offers,
-        }
-        stored(out, json.dumps(told, indent=2) + "\n")
+        traces_json = [one.name() for one in scenarios]
+        found_json = {"traces": traces_json, "model": scenarios[0].model, "offers": offers}
+        write_output(out, json.dumps(found_json, indent=2) + "\n")
 
 
 def _sizes(text: str) -> list[int]:
@@ -255,3 +174,89 @@ def _sizes(text: str) -> list[int]:
     if not found or not all(0 < n <= 100_000 for n in found):
         raise FieldError("--buy", text, "numbers of nodes from 1 up, as 32 or 28,32,36")
     return found
+
+
+@click.command(cls=Command)
+@click.argument("out", type=FILE)
+@option("--trace", "traces", type=FILE, multiple=True, help="repeatable")
+@option(
+    "--mtbf", "rates", type=ValueList(RATE), default=(), help="failure rates, as 10m,1h,200h/node"
+)
+@option(
+    "--model",
+    "models",
+    type=ValueList(click.STRING),
+    default=("gpt3-6.7b",),
+    help="names, or files of profiles, comma-separated",
+)
+@WANTED
+@option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
+@option("--workers", type=click.IntRange(1, 1024), help="processes [one a core]")
+@option("--ray", is_flag=True, help="on a Ray cluster, in place of processes of this machine")
+@option("--address", help="with --ray: of the cluster [RAY_ADDRESS, or one that is started here]")
+@option("--html", type=FILE, help="write a page with charts and tables there")
+@scenario_options(but=("model", "mtbf"))
+def sweep(
+    out: Path,
+    traces: tuple[Path, ...],
+    rates: tuple[float | PerNode, ...],
+    models: tuple[str, ...],
+    wanted: tuple[str, ...],
+    seeds: int,
+    workers: int | None,
+    ray: bool,
+    address: str | None,
+    html: Path | None,
+    **scenario_values: Any,
+) -> None:
+    """Run traces and failure rates x models x policies x seeds into the folder OUT.
+
+    The same command continues an interrupted sweep.
+    """
+    scenarios, names = sweep_scenarios(traces, rates, models, scenario_values), policies_of(wanted)
+    cells = cells_of(scenarios, names, seeds)
+    check_outputs(html)
+    if html is not None:
+        from elastic_sim.sweep.sweep_page import sweep_page
+    backend = _backend(workers, ray, address)
+    check_cells(cells)
+    warn_of_traces(scenarios)
+    with tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty()) as bar:
+
+        def began(done: int) -> None:
+            bar.update(done)
+            if done:
+                bar.write(f"{done} of {len(cells)} cells were done before", file=sys.stderr)
+
+        def progress(cell: SweepCell) -> None:
+            bar.set_postfix_str(str(cell), refresh=False)
+            bar.update()
+
+        try:
+            rows = sweeps.run(out, cells, backend, began=began, progress=progress)
+        except KeyboardInterrupt:
+            bar.close()
+            click.echo("elastic-sim: interrupted; the same command goes on from here", err=True)
+            sys.exit(EXIT_INTERRUPTED)
+    if html is not None:
+        write_output(html, sweep_page(rows, seeds, sweep_command(scenarios, names, seeds)))
+    click.echo("goodput: samples over those of the oracle, with 95 % intervals over seeds")
+    click.echo(sweeps.table(rows))
+    click.echo(f"{out / sweeps.SUMMARY_FILE}: {len(cells)} cells")
+
+
+def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
+    """Return the backend. Raises FieldError."""
+    if not ray:
+        if address is not None:
+            raise FieldError("--address", address, "it goes with --ray")
+        return partial(run_locally, workers=workers or os.cpu_count() or 1)
+    if workers is not None:
+        remedy = "it goes without --ray, which has as many as the cluster has CPUs"
+        raise FieldError("--workers", workers, remedy)
+    try:
+        from elastic_sim.sweep.ray_backend import LOCAL, on_ray
+    except ImportError as error:
+        remedy = f"ray is not installed ({error}); pip install 'elastic-runtime[ray]'"
+        raise FieldError("--ray", True, remedy) from error
+    return on_ray(address or os.environ.get("RAY_ADDRESS") or LOCAL)

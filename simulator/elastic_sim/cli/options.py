@@ -1,17 +1,21 @@
-"""What the commands of `elastic-sim` have in common: types of options, writing files."""
+"""Shared options of the commands of `elastic-sim`, the scenarios they give, and output files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from elastic.command_line import ParsedType, time_of
+from elastic.command_line import TIME, ParsedType, time_of
 from elastic.domain.errors import FieldError
+from elastic_sim.steps.scenario import Scenario
+from elastic_sim.traces.generate import Market
+from elastic_sim.traces.importers import plausibility_warning
+from elastic_sim.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class PerNode:
 
 
 def _rate(flag: str, text: str) -> float | PerNode:
-    """Mean time between losses: of the whole cluster as 10m, of each node as 200h/node."""
+    """Parse a mean time between losses: 10m for the cluster, 200h/node for each node."""
     time, slash, whose = text.partition("/")
     if slash and whose != "node":
         raise FieldError(flag, text, "10m for the whole cluster, or 200h/node for each node")
@@ -31,16 +35,15 @@ def _rate(flag: str, text: str) -> float | PerNode:
 
 
 def mtbf_of(rate: float | PerNode, nodes: int, bulk: Sequence[tuple[int, float]]) -> float:
-    """Seconds between two losses of the cluster: n nodes are lost n times as often as one, several at once as bulk
-    says."""
+    """Return the cluster's mean seconds between losses; `bulk`: (nodes lost at once, weight)."""
     if not isinstance(rate, PerNode):
         return rate
     mean = sum(size * weight for size, weight in bulk) / sum(weight for _, weight in bulk)
     return rate.seconds * mean / max(nodes, 1)
 
 
-class Several(click.ParamType):  # type: ignore[type-arg]
-    """Values of another type with commas between them; a tuple, without doubles."""
+class ValueList(click.ParamType):  # type: ignore[type-arg]
+    """Comma-separated values of another type, without duplicates, as a tuple."""
 
     def __init__(self, of: click.ParamType) -> None:  # type: ignore[type-arg]
         self._of, self.name = of, f"{of.name},..."
@@ -59,7 +62,7 @@ FILE = click.Path(path_type=Path)
 
 
 def sizes_of(text: str) -> tuple[tuple[int, float], ...]:
-    """(nodes lost at once, weight) from 1 or 1:3,4:1. Raises FieldError."""
+    """Parse (nodes lost at once, weight) from 1 or 1:3,4:1. Raises FieldError."""
     remedy = "sizes from 1 up, with weights above 0 if several: 1, or 1:3,4:1"
     try:
         pairs = [part.partition(":") for part in text.split(",")]
@@ -71,7 +74,131 @@ def sizes_of(text: str) -> tuple[tuple[int, float], ...]:
     return found
 
 
-def stored(out: Path, text: str) -> None:
+Callback = Callable[..., None]
+option = click.option
+WANTED = option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; or all")
+JSON = option("--json", "out", type=FILE, help="write the figures there")
+
+_OPTIONS = {
+    "model": option("--model", default="gpt3-6.7b", help="a name, or the file of a profile"),
+    "microbatches": option(
+        "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
+    ),
+    "nodes_of": option("--nodes-of", default="a40", help="node types, comma-separated"),
+    "mtbf": option(
+        "--mtbf", type=RATE, help="no trace: mean time between losses; of each node, as 200h/node"
+    ),
+    "nodes": option("--nodes", type=int, default=32, help="with --mtbf: wanted at any time"),
+    "duration": option(
+        "--duration", type=TIME, default="12h", help="with --mtbf: length of the run"
+    ),
+    "repair": option(
+        "--repair", type=TIME, default="20m", help="with --mtbf: time until a lost node is replaced"
+    ),
+    "bulk": option("--bulk", default="1", help="with --mtbf: nodes lost at once, as 1:3,4:1"),
+    "notice": option("--notice", type=TIME, help="time between notice and loss"),
+    "first": option("--from", "first", type=TIME, default="0", help="of a trace: begin here"),
+    "last": option(
+        "--to", "last", type=TIME, default=0.0, show_default=False, help="of a trace: end here"
+    ),
+    "physics": option(
+        "--physics",
+        multiple=True,
+        help="NAME=NUMBER, as boot_s=90; see docs/simulator/simulator.md",
+    ),
+}
+
+
+def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Callback], Callback]:
+    """Return a decorator that adds the options of a scenario, except those in `but`."""
+
+    def with_options(command: Callback) -> Callback:
+        for name, option in reversed(_OPTIONS.items()):
+            command = command if name in but else option(command)
+        return command
+
+    return with_options
+
+
+def scenario_of(trace: Path | None, options: dict[str, Any]) -> Scenario:
+    """Return the scenario of `options`, and remove them there. Raises FieldError."""
+    values = {name: options.pop(name) for name in _OPTIONS}
+    if (trace is None) == (values["mtbf"] is None):
+        given = "both" if trace is not None else "neither"
+        raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
+    market = None
+    if trace is None:
+        bulk = sizes_of(values["bulk"])
+        market = Market(
+            nodes=values["nodes"],
+            mtbf_s=mtbf_of(values["mtbf"], values["nodes"], bulk),
+            bulk=bulk,
+            repair_s=values["repair"],
+        )
+    return Scenario(
+        trace=str(trace) if trace is not None else "",
+        first_s=values["first"],
+        last_s=values["last"],
+        market=market,
+        duration_s=values["duration"],
+        model=values["model"],
+        microbatches=values["microbatches"],
+        nodes_of=tuple(name.strip() for name in values["nodes_of"].split(",")),
+        notice_s=-1.0 if values["notice"] is None else values["notice"],
+        physics=tuple(values["physics"]),
+    )
+
+
+def scenarios_of(traces: Sequence[Path], options: dict[str, Any]) -> list[Scenario]:
+    """Return one scenario per trace, or that of a failure rate. Raises FieldError."""
+    first = scenario_of(traces[0] if traces else None, options)
+    found = [replace(first, trace=str(trace)) for trace in traces] or [first]
+    names = [one.name() for one in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise FieldError("TRACE", twice, "each trace once, under a name of its own")
+    return found
+
+
+def warn_if_implausible(
+    found: Trace, source: Path | str, unit: str = "seconds", hint: str = ""
+) -> None:
+    """Warn of a trace that is unlike any market."""
+    if warning := plausibility_warning(found, unit):
+        click.echo(f"elastic-sim: {source}: {warning}{hint}", err=True)
+
+
+def warn_of_traces(scenarios: Sequence[Scenario]) -> None:
+    """Warn of implausible whole traces, except events of runs with injected faults."""
+    for trace in dict.fromkeys(one.trace for one in scenarios if one.trace):
+        if Path(trace).suffix != ".jsonl":
+            warn_if_implausible(Scenario(trace=trace).trace_of(0), trace)
+
+
+def sweep_scenarios(
+    traces: tuple[Path, ...],
+    rates: tuple[float | PerNode, ...],
+    models: tuple[str, ...],
+    options: dict[str, Any],
+) -> list[Scenario]:
+    """Return each trace and failure rate with each model. Raises FieldError."""
+    if not traces and not rates:
+        raise FieldError("--trace, --mtbf", "neither", "name traces, or failure rates, or both")
+    names = [trace.name for trace in dict.fromkeys(traces)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        remedy = "several files have this name, and tables could not tell them apart"
+        raise FieldError("--trace", twice, remedy)
+    if not models:
+        raise FieldError("--model", "", "name one at least")
+    markets: list[tuple[Path | None, float | PerNode | None]] = [(trace, None) for trace in traces]
+    markets += [(None, rate) for rate in rates]
+    return [
+        scenario_of(trace, {**options, "model": model, "mtbf": rate})
+        for model in models
+        for trace, rate in dict.fromkeys(markets)
+    ]
+
+
+def write_output(out: Path, text: str) -> None:
     """Write a file. Raises FieldError."""
     try:
         out.write_text(text)
@@ -79,10 +206,11 @@ def stored(out: Path, text: str) -> None:
         raise FieldError("output", str(out), f"it must be writable: {error}") from error
 
 
-def writable(*paths: Path | None) -> None:
-    """Say at once, and not after hours, that a file cannot be written. Raises FieldError."""
+def check_outputs(*paths: Path | None) -> None:
+    """Raise FieldError at the start if an output file cannot be written at the end."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
-            raise FieldError("output", str(path), f"the folder {path.parent} does not exist; make it first")
+            remedy = f"the folder {path.parent} does not exist; make it first"
+            raise FieldError("output", str(path), remedy)
         if path is not None and path.is_dir():
             raise FieldError("output", str(path), "it is a folder; name a file")

@@ -1,7 +1,7 @@
-"""What things take besides computing: messages, finding out, deciding, meeting, starting, moving bytes.
+"""Delays of a machine besides computing, which the profile gives.
 
-Computing comes from the profile. Everything here belongs to a machine, not to a job: `elastic-sim validate RUN_DIR
---calibrate FILE` measures it in one run, for others.
+They belong to a machine, not to a job: `elastic-sim validate RUN_DIR --calibrate FILE` measures
+them in one run, for the prediction of others.
 """
 
 from __future__ import annotations
@@ -14,79 +14,81 @@ from elastic.domain.codec import dumps, loads
 from elastic.domain.errors import FieldError
 
 VERSION = 2
-MOST_JITTER = 0.9
+MAX_JITTER = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Physics:
-    """Seconds, unless a name says otherwise. Every use of one but `pair_s` is multiplied by a random factor of mean
-    1."""
+class MicrobatchPhysics:
+    """Delays, in seconds unless a name says otherwise. Each use of one, except `pair_s`, is varied
+    by a random factor of mean 1."""
 
     version: int = VERSION
     message_s: float = 0.002
-    """Between coordinator and agent, one way."""
+    """One way between coordinator and agent."""
     local_s: float = 0.001
-    """Between agent and worker, one way."""
+    """One way between agent and worker."""
     closed_s: float = 0.05
-    """From a node's end to the moment at which those it was connected with see their connections closed."""
+    """From the end of a node until its peers see their connections closed."""
     leave_s: float = 0.05
-    """A worker leaves all communication at once, and puts what it has into the vault."""
+    """A worker aborts all communication and puts its state into the vault."""
     stop_s: float = 0.05
     """The same after the last step of an epoch, for a planned change."""
     plan_s: float = 0.1
-    """Planner and recipes: from everybody's having halted to the plan's going out."""
+    """Planner and recipes: from the last node's halt until the plan is sent."""
     replan_s: float = 0.1
-    """The same for nodes that join: the plan was made already, when they were considered."""
+    """The same for joining nodes, whose plan was computed when they were considered."""
     install_s: float = 0.03
-    """Of an installation, besides the bytes that it moves."""
+    """An installation, without the bytes that it moves."""
     group_s: float = 0.1
-    """Connecting, once everybody has what it needs."""
+    """Connecting, once all workers have their state."""
     pair_s: float = 0.0
-    """How much longer it takes for each two that meet: everybody connects to everybody at one store and on the same
-    cores. Who comes early has met the others that did by the time the last one comes."""
+    """Additional connection time per pair of workers, which share one store and the same cores.
+    Workers that come early have connected to each other before the last one comes."""
     start_s: float = 5.0
-    """Of the job's first workers, all at once: from their launch to the last one's attaching."""
+    """From the launch of the job's first workers until the last one attaches."""
     spawn_s: float = 3.0
-    """Of a worker started later."""
+    """The start of a later worker."""
     prefetch_s: float = 0.05
-    """Of a newcomer's background transfer, besides the bytes that it moves."""
+    """A joining node's background transfer, without the bytes that it moves."""
     resume_s: float = 0.0
-    """Of the first micro-batch of an epoch on a worker, besides computing."""
+    """Additional time of a worker's first micro-batch in an epoch."""
     hop_s: float = 0.0
-    """Of a message between stages, besides what the profile's link takes."""
+    """A message between stages, besides the profile's link."""
     step_s: float = 0.0
-    """Of a step, besides its micro-batches, reduction and update."""
+    """A step, besides its micro-batches, reduction and update."""
     bytes_per_s: float = 0.0
-    """Of a node's link, each way, for states and copies; 0: as the profile says."""
+    """Speed of a node's link per direction, for states and copies; 0: the profile's."""
     disk_bytes_per_s: float = 0.0
-    """At which a worker reads a checkpoint; 0: taken as free."""
+    """Speed at which a worker reads a checkpoint; 0: no time."""
     jitter: float = 0.1
-    """Factors lie between 1 - jitter and 1 + jitter."""
+    """Random factors lie between 1 - jitter and 1 + jitter."""
 
 
-def check(physics: Physics) -> Physics:
-    """Raise FieldError for the first value that is none."""
+def check(physics: MicrobatchPhysics) -> MicrobatchPhysics:
+    """Return `physics`. Raises FieldError for the first invalid value."""
     if physics.version != VERSION:
-        raise FieldError("Physics.version", physics.version, f"this program reads version {VERSION}")
+        remedy = f"this program reads version {VERSION}"
+        raise FieldError("Physics.version", physics.version, remedy)
     for field in fields(physics):
         value = getattr(physics, field.name)
         if not isfinite(value) or value < 0:
             raise FieldError(f"Physics.{field.name}", value, "a finite number from 0 up")
-    if physics.jitter > MOST_JITTER:
-        raise FieldError("Physics.jitter", physics.jitter, f"at most {MOST_JITTER}")
+    if physics.jitter > MAX_JITTER:
+        raise FieldError("Physics.jitter", physics.jitter, f"at most {MAX_JITTER}")
     return physics
 
 
-def read(path: Path) -> Physics:
-    """Read what `write` wrote. Raises FieldError."""
+def read(path: Path) -> MicrobatchPhysics:
+    """Read a file that `write` wrote. Raises FieldError."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FieldError("--physics", str(path), f"a readable file is needed: {error}") from error
-    return check(loads(Physics, text))
+    return check(loads(MicrobatchPhysics, text))
 
 
-def write(physics: Physics, path: Path) -> None:
+def write(physics: MicrobatchPhysics, path: Path) -> None:
+    """Write a physics file. Raises FieldError."""
     try:
         path.write_text(dumps(physics) + "\n")
     except OSError as error:

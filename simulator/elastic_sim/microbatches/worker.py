@@ -1,135 +1,523 @@
-"""A worker, one a node: attach, install, train, leave, halt, finish, in the order in which the real one does it."""
+"""A simulated worker, one per node: attach, install, train, leave, halt, finish.
+
+`SimulatedWorker` takes orders from its agent. `WorkerTraining` runs its action lists during one
+epoch. `EpochRun` is the state that the workers of an epoch share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.fault_spec import Phase
 from elastic.domain.types import WHOLE, Assignment, Copy, Portion, Recipe, StepRecord
-from elastic.planning.plan.schemes import portion_of
-from elastic_sim.microbatches.clock import Wire
-from elastic_sim.microbatches.environment import Environment, Host
-from elastic_sim.microbatches.held_layers import NOTHING, HeldLayers
-from elastic_sim.microbatches.training import Run, Training, run_of
+from elastic.planning.cost.predict import predict
+from elastic.planning.plan.rank_map import roster
+from elastic.planning.plan.schemes import gradients_of, portion_of
+from elastic.planning.schedule.partial_schedule import excerpt, groups
+from elastic.planning.schedule.reduction_rounds import Rounds, rounds_of
+from elastic.planning.schedule.schedule import Action, Kind, actions_of, message_of, units_of
+from elastic.planning.schedule.timeline import StageTimes
+from elastic_sim.microbatches.clock import Uplink
+from elastic_sim.microbatches.copies import EMPTY, CopyPublisher, HeldLayers, Ledger
+from elastic_sim.microbatches.environment import Environment, WorkerHost
+
+LayerRange = tuple[int, int]
+FAULT_PHASES = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.INPUT: Phase.BACKWARD}
+"""Phase of the injected faults that strike right before an action."""
 
 
-class Worker:
+@dataclass
+class EpochRun:
+    """The workers of one epoch and their shared state."""
+
+    world: Environment
+    assignment: Assignment
+    present: dict[str, SimulatedWorker] = field(default_factory=dict)
+    connected: bool = False
+    connected_at: float = 0.0
+    """Time at which the workers present have connected to each other."""
+    committing: bool = False
+
+    def __post_init__(self) -> None:
+        self.plan = plan = self.assignment.plan
+        self.roster = roster(plan)
+        infos = tuple(known.info for node in plan.nodes() if (known := self.world.node(node)))
+        self.predicted = predict(replace(plan, gradients="none"), self.world.profile, infos)
+        self.joined: dict[tuple[int, int, int], dict[str, Ledger]] = {}
+        """(layer, version, round): contributions to the shared sum, by node."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers of the plan take part."""
+        everyone = set(self.plan.nodes()) == self.present.keys()
+        return everyone and all(worker.here for worker in self.present.values())
+
+    def connect(self, worker: SimulatedWorker) -> None:
+        """Connect a worker that has its state; start training with the last one."""
+        clock, physics = self.world.clock, self.world.physics
+        others = len(self.plan.nodes()) - 1
+        self.connected_at = max(self.connected_at, clock.now) + physics.pair_s * others / 2
+        if self.complete and not self.connected:
+            self.connected = True
+            for one in self.present.values():
+                seconds = self.connected_at - clock.now + clock.vary(physics.group_s)
+                clock.after(seconds, partial(one.ready, self))
+
+    def _all_arrived(self) -> bool:
+        workers = self.present.values()
+        return self.complete and all(w.training and w.training.arrived for w in workers)
+
+    def commit(self) -> None:
+        """End the step for all workers once each has done its micro-batches."""
+        if not self.committing and self._all_arrived():
+            self.committing = True
+            seconds = self.predicted.tail_s + self.world.clock.vary(self.world.physics.step_s)
+            self.world.clock.after(seconds, self._committed)
+
+    def _committed(self) -> None:
+        self.committing = False
+        if not self._all_arrived():
+            return
+        self._check_ledgers()
+        workers = list(self.present.values())
+        halt = max(w.newest.epoch if w.newest.boundary else 0 for w in workers)
+        for worker in workers:
+            assert worker.training is not None
+            worker.training.committed(halt)
+        self.world.account()
+
+    def _check_ledgers(self) -> None:
+        """Assert that every layer has every micro-batch exactly once."""
+        everything = set(range(self.plan.n_microbatches))
+        shared = bool(gradients_of(self.plan.gradients).rounds)
+        for layer in range(self.plan.n_layers):
+            workers = self.present.values()
+            held = [w.held.ledger(layer) for w in workers if layer in w.held.parts]
+            total = held[0] if shared else frozenset(i for ledger in held for i in ledger)
+            once = shared or sum(map(len, held)) == len(total)
+            assert once and total == everything, f"layer {layer}: {held}"
+
+
+class WorkerTraining:
+    """A worker's part in an epoch, from the first step to the last."""
+
+    def __init__(self, worker: SimulatedWorker, run: EpochRun) -> None:
+        self._worker, self._world, self.run = worker, run.world, run
+        node = worker.agent.name
+        members = run.roster.members
+        self.rank = next(rank for rank, member in enumerate(members) if member.unit.node == node)
+        self._member = members[self.rank]
+        self._pipeline = run.plan.pipelines[self._member.pipeline]
+        self._units = units_of(self._pipeline)
+        self._places = run.roster.places(self.rank)
+        stages = len(self._places)
+        self.copies = CopyPublisher(
+            run.world, worker.agent, worker.held, worker.send, run.assignment, stages
+        )
+        self._lists: list[tuple[LayerRange, tuple[Action, ...]]] = []
+        self._at, self._inbox = 0, set[tuple[LayerRange, Action]]()
+        self.arrived, self._receiving, self._resumed, self.over = False, False, False, False
+        self._warm = False
+        self.step = -1
+        self.started, self.sent = set[int](), set[int]()
+        self._finished: dict[int, int] = {}
+        """Stage: number of its finished micro-batches in this step."""
+        self._round = 0
+        self._rounds: Rounds | None = None
+        self._began = self._world.clock.now
+        self._disconnected = set[str]()
+        """Nodes whose connections have ended. A worker that waits for one of them notices."""
+
+    def begin(self, first: bool) -> None:
+        """Begin a step; `first`: the epoch's first one, whose work the assignment gives."""
+        run, p = self.run, self._member.pipeline
+        todo = run.assignment.todo if first else tuple(pl.microbatches for pl in run.plan.pipelines)
+        lists = list[tuple[LayerRange, tuple[Action, ...]]]()
+        for layers, runs in groups(run.assignment.partial, p) if first else ():
+            indices = tuple(one.microbatch for one in runs)
+            lists.append((layers, excerpt(self._pipeline, *layers, indices)[self._member.stage]))
+        actions = actions_of(self._pipeline, todo[p])[self._member.stage]
+        lists.append(((0, run.plan.n_layers), actions))
+        self._lists, self._at, self._began = lists, 0, self._world.clock.now
+        self.step = self._worker.held.version
+        self.arrived, self.started, self.sent, self._finished = False, set(), set(), {}
+        self._covered = dict(run.assignment.covered) if first else {}
+        every, counts = gradients_of(run.plan.gradients).rounds, [len(t) for t in todo]
+        self._round = 0
+        self._rounds = rounds_of(run.plan.pipelines, counts, every) if every else None
+        if self._world.strike(self._worker.agent.name, self.step, Phase.START):
+            return
+        if not actions:
+            self.copies.enter()
+        self.advance()
+
+    def advance(self) -> None:
+        """Run actions until one of them takes time."""
+        self._receiving = False
+        if self._worker.interrupted():
+            return
+        while self._lists and not self.over:
+            layers, actions = self._lists[0]
+            if self._at >= len(actions):
+                self._lists.pop(0)
+                self._at = 0
+                continue
+            action = actions[self._at]
+            if action.kind.computes:
+                self._compute(layers, action)
+                return
+            if action.kind.receives:
+                if (layers, action) not in self._inbox:
+                    self._receiving = not self._sender_failed(action)
+                    return
+                self._inbox.remove((layers, action))
+            else:
+                self._send(layers, action)
+            self._at += 1
+        if not self.over:
+            self._microbatches_done()
+
+    def disconnected(self, node: str) -> None:
+        """Notice that the connections of `node` ended, if this worker waits for it."""
+        self._disconnected.add(node)
+        if self.arrived:
+            self._worker.link_failed(node)
+        elif self._receiving:
+            self._sender_failed(self._lists[0][1][self._at])
+
+    def _sender_failed(self, receive: Action) -> bool:
+        """Whether the message's sender is disconnected; if so, report it and leave."""
+        ahead = 1 if receive.kind is Kind.RECV_B else -1
+        node = self._units[(self._member.stage + ahead) % len(self._units)].node
+        if node in self._disconnected:
+            self._worker.link_failed(node)
+        return node in self._disconnected
+
+    def _stage_of(self, action: Action) -> int:
+        return self._member.stage if action.stage < 0 else action.stage
+
+    def _compute(self, layers: LayerRange, action: Action) -> None:
+        worker, stage, clock = self._worker, self._stage_of(action), self._world.clock
+        phase = FAULT_PHASES.get(action.kind)
+        if phase and self._world.strike(worker.agent.name, self.step, phase, action.microbatch):
+            return
+        if action.kind is Kind.F:
+            self.started.add(action.microbatch)
+        worker.counter += 1
+        worker.activity, worker.microbatch = "compute", action.microbatch
+        seconds = self._times(stage).of(action.kind) * self._share(layers, stage)
+        seconds += self._world.profile.contention * min(seconds, worker.agent.uplink.busy_s)
+        if not self._warm:
+            self._warm = True
+            seconds += clock.vary(self._world.physics.resume_s)
+        worker.busy_until = clock.now + seconds
+        worker.later(seconds, lambda: self._computed(layers, action, stage))
+
+    def _times(self, stage: int) -> StageTimes:
+        return self.run.predicted.stages[self._member.pipeline][stage]
+
+    def _share(self, span: LayerRange, stage: int) -> float:
+        """Return the fraction of a stage's time that its layers inside `span` take."""
+        whole = self._pipeline.stages[stage].layers
+        if span[0] <= whole.start and whole.stop <= span[1]:
+            return 1.0
+        layers = self._world.profile.layers
+        cost = {i: layers[i].forward_s + layers[i].backward_s for i in whole}
+        total = sum(cost.values())
+        inside = sum(seconds for i, seconds in cost.items() if span[0] <= i < span[1])
+        return inside / total if total else 0.0
+
+    def _computed(self, span: LayerRange, action: Action, stage: int) -> None:
+        if not action.kind.finishes:
+            self._at += 1
+            self.advance()
+            return
+        inside = [i for i in self._pipeline.stages[stage].layers if span[0] <= i < span[1]]
+        self._worker.held.add(action.microbatch, inside, self._covered)
+        self._finished[stage] = self._finished.get(stage, 0) + 1
+        self._report_resumed()
+        if self._rounds is not None:
+            done = min(self._finished.get(place.number, 0) for place in self._places)
+            self._join_rounds(done)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Publish a finished micro-batch's gradient, once there is room for another bundle."""
+        if self.over or (self.copies.full and self._worker.interrupted()):
+            return
+        if self.copies.full:
+            self._worker.activity = "wait"
+            self.copies.wait(self._publish)
+            return
+        seconds = self.copies.after_microbatch()
+        self._at += 1
+        if seconds:
+            self._worker.later(seconds, self.advance)
+        else:
+            self.advance()
+
+    def _report_resumed(self) -> None:
+        if not self._resumed:
+            self._resumed = True
+            self._worker.send(m.Resumed(self.run.plan.epoch, self._world.clock.now))
+
+    def _send(self, layers: LayerRange, action: Action) -> None:
+        stage = self._stage_of(action)
+        if action.kind is Kind.SEND_F:
+            self.sent.add(action.microbatch)
+        place = self._pipeline.stages[stage]
+        self.copies.log_message(action, place.first, place.last)
+        unit, receive = message_of(self._member.stage, action, len(self._units))
+        other = self.run.present.get(self._units[unit].node)
+        hop_s = self._times(stage if action.kind is Kind.SEND_F else stage - 1).hop_s
+        hop_s += self._world.clock.vary(self._world.physics.hop_s)
+
+        def arrive() -> None:
+            training = other.training if other is not None and other.reachable else None
+            if training and training.run is self.run and self._worker.agent.alive:
+                training.receive(layers, receive)
+
+        self._world.clock.after(hop_s, arrive)
+
+    def receive(self, layers: LayerRange, action: Action) -> None:
+        """Take a message from another stage."""
+        self._inbox.add((layers, action))
+        if self._receiving and not self.over:
+            self.advance()
+
+    def _join_rounds(self, done: int | None) -> None:
+        """Join the shared sums that are due after `done` micro-batches; None: all of them."""
+        rounds, p = self._rounds, self._member.pipeline
+        assert rounds is not None
+        while self._round < rounds.number and (done is None or done >= rounds.due(p, self._round)):
+            self._join(self._round)
+            self._round += 1
+
+    def _join(self, number: int) -> None:
+        """Contribute the own gradients to the shared sums of a round."""
+        run, mine = self.run, self._worker.held
+        nbytes, rate = 0, self._world.link_bytes_per_s
+        for layer in mine.parts:
+            held = run.joined.setdefault((layer, mine.version, number), {})
+            held[self._worker.agent.name] = mine.parts[layer][0]
+            nbytes += self._world.profile.layers[layer].gradient_bytes
+            holders = [unit.node for unit in run.plan.holders(layer)]
+            if set(held) == set(holders):
+                k = len(holders)
+                seconds = 2 * (k - 1) / k * nbytes / rate if rate > 0 else 0.0
+                union = frozenset(i for part in held.values() for i in part)
+                done = partial(self._summed, layer, mine.version, union)
+                self._world.clock.after(seconds, done)
+
+    def _summed(self, layer: int, version: int, union: Ledger) -> None:
+        for worker in self.run.present.values():
+            training, held = worker.training, worker.held
+            if training is None or training.run is not self.run or training.over:
+                continue
+            if worker.alive and layer in held.parts and held.version == version:
+                held.share(layer, union)
+                training.settle()
+
+    def settle(self) -> None:
+        """Go on if the shared sum that was just completed is the last one awaited."""
+        if not self.copies.settled and not self._worker.held.unshared():
+            self.copies.settled = True
+            self.copies.report_protected()
+        if self._rounds is not None and not self._lists and not self.arrived:
+            self._microbatches_done()
+
+    def _microbatches_done(self) -> None:
+        self._worker.activity = "wait"
+        if self._rounds is not None:
+            self._join_rounds(None)
+            everything = frozenset(range(self.run.plan.n_microbatches))
+            if any(shared != everything for _, shared in self._worker.held.parts.values()):
+                return
+        self.copies.after_microbatches()
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Arrive at the commit once all copies are in place."""
+        if self.over:
+            return
+        if not self.copies.clear:
+            self.copies.wait(self._arrive)
+            return
+        self.arrived = True
+        if self._disconnected:
+            self._worker.link_failed(min(self._disconnected))
+        else:
+            self.run.commit()
+
+    def committed(self, halt: int) -> None:
+        """Take the optimizer step, publish, and begin the next step or leave for epoch `halt`."""
+        worker, held, step = self._worker, self._worker.held, self._worker.held.version
+        worker.record = StepRecord(step, 1.0, 1.0, 0.0)
+        self.copies.before_update(list(held.parts))
+        held.update()
+        seconds = self.copies.after_update()
+        self._report_resumed()
+        self.arrived = False
+        if self.rank == 0:
+            took, tokens = self._world.clock.now - self._began, self._world.tokens
+            worker.send(m.StepDone(self.run.plan.epoch, worker.record, took, 0.0, tokens))
+            self._world.step_done(step, took)
+        if held.version >= self._world.spec.n_steps:
+            self._finish()
+        elif halt > self.run.plan.epoch:
+            worker.leave(planned=True)
+        elif seconds:
+            worker.later(seconds, lambda: self.begin(first=False))
+        else:
+            self.begin(first=False)
+
+    def _finish(self) -> None:
+        if self.copies.clear:
+            self._worker.finished(self.rank)
+        else:
+            self.copies.wait(self._finish)
+
+
+def run_of(runs: dict[int, EpochRun], world: Environment, assignment: Assignment) -> EpochRun:
+    """Return the run of the assignment's epoch; add a new one to `runs` if there is none.
+
+    Runs of more than two epochs before are removed.
+    """
+    epoch = assignment.plan.epoch
+    if epoch not in runs:
+        for old in [e for e in runs if e < epoch - 2]:
+            del runs[old]
+        runs[epoch] = EpochRun(world, assignment)
+    return runs[epoch]
+
+
+class SimulatedWorker:
+    """A worker process: takes orders from its agent and reports to it."""
+
     def __init__(
         self,
         world: Environment,
-        agent: Host,
-        runs: dict[int, Run],
+        agent: WorkerHost,
+        runs: dict[int, EpochRun],
         generation: int,
         seconds: float,
     ) -> None:
-        """Attaches after about `seconds`. `runs`: those of the cluster, by epoch."""
+        """Attach after about `seconds`. `runs`: runs of the cluster, by epoch."""
         self.agent, self.world, self._generation, self._runs = agent, world, generation, runs
-        self.alive, self.attached, self.stopped, self.slowness = True, False, False, 1.0
+        self.alive, self.attached = True, False
         self.epoch = self.left_epoch = 0
         self.left, self._awaits_halt = True, False
         self.newest = m.Halt(0)
         self.held = HeldLayers()
         self._portions: dict[int, Portion] = {}
         self.record: StepRecord | None = None
-        self.training: Training | None = None
+        self.training: WorkerTraining | None = None
         self.activity, self.counter, self.microbatch = "idle", 0, 0
         self.busy_until = 0.0
-        """When the action that it computes ends."""
-        self._sources: tuple[Wire, ...] = ()
-        """Wires over which it fetches."""
+        """End of the running compute action."""
+        self._sources: tuple[Uplink, ...] = ()
+        """Uplinks over which it fetches."""
         self._pending: Callable[[], None] | None = None
         self._token = 0
-        self.world.clock.about(seconds, self._attach)
-
-    # ---- plumbing -------------------------------------------------------------------------------
+        world.clock.after_about(seconds, self._attach)
 
     @property
     def reachable(self) -> bool:
-        return self.alive and not self.stopped and self.agent.reachable
+        """Whether the worker and its node are alive."""
+        return self.alive and self.agent.alive
 
     @property
     def here(self) -> bool:
-        """Takes part in its epoch."""
+        """Whether it takes part in its epoch."""
         return self.reachable and not self.left
 
+    def _trains_in(self, run: EpochRun) -> bool:
+        return self.here and self.training is not None and self.training.run is run
+
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do it, unless the worker has left its epoch, is dead or stopped by then."""
+        """Act after `seconds`, unless the worker has left its epoch or died by then."""
         token = self._token
         self.world.clock.after(
-            seconds, lambda: action() if token == self._token and self.alive and not self.stopped else None
+            seconds, lambda: action() if token == self._token and self.alive else None
         )
 
-    def between_actions(self, action: Callable[[], None]) -> None:
-        """Do it when what is being computed is done; of several things, the first."""
+    def _between_actions(self, action: Callable[[], None]) -> None:
+        """Act at the end of the running compute action; only the first such action counts."""
         if self.world.clock.now >= self.busy_until:
             action()
         elif self._pending is None:
             self._pending = action
 
     def interrupted(self) -> bool:
-        """An action is done: do what came up meanwhile, if anything did."""
+        """Run the action that waits for the end of a compute action; return whether one did."""
         if self._pending is None:
             return False
         action, self._pending = self._pending, None
         action()
         return True
 
-    def say(self, message: Any) -> None:
-        if self.alive and not self.stopped:
-            self.agent.hear_worker(self._generation, message)
+    def send(self, message: Any) -> None:
+        """Send a message to the agent."""
+        if self.alive:
+            self.agent.receive_from_worker(self._generation, message)
 
     def progress(self) -> m.Progress:
+        """Return the progress report."""
         return m.Progress(self.counter, self.activity, max(self.held.version, 0), self.microbatch)
 
     def _attach(self) -> None:
         if self.alive:
             self.attached = True
-            self.say(m.Attach(0, 1, self.world.spec, f"{self.agent.name}:2"))
+            self.send(m.Attach(0, 1, self.world.spec, f"{self.agent.name}:2"))
 
     def die(self, *, silent: bool = False) -> None:
-        """Killed; `silent`: nobody sees a connection closed."""
+        """End the process; `silent`: its connections do not close visibly."""
         if self.alive:
             self.alive = False
-            if self.training is not None:
-                self.training.over = self.training.copies.over = True
+            self._end_training()
             if not silent:
-                self._break(self.world.physics.closed_s)
+                self._disconnect(self.world.physics.closed_s)
 
     def crash(self) -> None:
-        """The process alone ends; its agent learns of it."""
+        """End the process alone; its agent notices."""
         if self.alive:
-            self.say(core.WorkerExited(0, -9))
+            self.send(core.WorkerExited(0, -9))
             self.die()
 
-    def _break(self, seconds: float) -> None:
-        """The others in the run see this one's connections end."""
+    def _end_training(self) -> None:
+        if self.training is not None:
+            self.training.over = self.training.copies.over = True
+
+    def _disconnect(self, seconds: float) -> None:
+        """Show the other workers of the run that this one's connections ended."""
         run = self.training.run if self.training is not None else None
         for other in list(run.present.values()) if run is not None else []:
-            if other is not self and other.here and other.training is not None and other.training.run is run:
-                self.world.clock.about(seconds, other.lost_contact(run, self.agent.name))
+            if run is not None and other is not self and other._trains_in(run):
+                noticed = partial(other.lost_contact, run, self.agent.name)
+                self.world.clock.after_about(seconds, noticed)
 
-    def lost_contact(self, run: Run, node: str) -> Callable[[], None]:
-        def ended() -> None:
-            if self.here and self.training is not None and self.training.run is run:
-                self.training.ended(node)
-
-        return ended
+    def lost_contact(self, run: EpochRun, node: str) -> None:
+        """Notice, in `run`, that the connections of `node` ended."""
+        if self._trains_in(run) and self.training is not None:
+            self.training.disconnected(node)
 
     def link_failed(self, node: str) -> None:
-        """This worker talks to `node`, whose connections have ended."""
-        self.say(m.CommFailed(self.epoch, (node,), "link"))
+        """Report that the connections of `node` ended, and leave the epoch."""
+        self.send(m.CommFailed(self.epoch, (node,), "link"))
         self.leave()
 
-    # ---- orders ---------------------------------------------------------------------------------
-
     def order(self, message: Any) -> None:
+        """Take an order of the agent."""
         if self.attached:
-            self.world.clock.about(self.world.physics.local_s, lambda: self._order(message))
+            self.world.clock.after_about(self.world.physics.local_s, lambda: self._order(message))
 
     def _order(self, message: Any) -> None:
-        if not self.alive or self.stopped:
+        if not self.alive:
             return
         match message:
             case m.Halt():
@@ -137,23 +525,23 @@ class Worker:
                 if self._awaits_halt:
                     self._halted_after(self.world.physics.leave_s)
                 elif not self.left and not message.boundary and message.epoch > self.epoch:
-                    self.between_actions(self.leave)
+                    self._between_actions(self.leave)
             case m.Install() if message.epoch > self.left_epoch:
                 self._enter(message)
             case m.Stop():
                 self.alive = False
 
     def leave(self, *, planned: bool = False) -> None:
-        """Leave all communication; report once a newer epoch is known."""
+        """Abort all communication; report the halt once a newer epoch is known."""
         self._token += 1
         self._pending = None
-        for wire in self._sources:
-            wire.drop(self.agent.name)
-        if self.training is not None:
-            self.training.over = self.training.copies.over = True
-        self.left, self.left_epoch, self._awaits_halt, self.activity = True, self.epoch, True, "wait"
+        for uplink in self._sources:
+            uplink.drop(self.agent.name)
+        self._end_training()
+        self.left, self.left_epoch, self._awaits_halt = True, self.epoch, True
+        self.activity = "wait"
         if not planned:
-            self._break(self.world.physics.local_s)
+            self._disconnect(self.world.physics.local_s)
         if self.newest.epoch > self.epoch:
             physics = self.world.physics
             self._halted_after(physics.stop_s if planned else physics.leave_s)
@@ -161,20 +549,19 @@ class Worker:
     def _halted_after(self, seconds: float) -> None:
         self._awaits_halt = False
         token = self._token
-        self.world.clock.about(seconds, lambda: self._halted() if token == self._token else None)
+        halted = self._halted
+        self.world.clock.after_about(seconds, lambda: halted() if token == self._token else None)
 
     def _halted(self) -> None:
-        if not self.alive or self.stopped:
+        if not self.alive:
             return
-        training, started, sent = self.training, NOTHING, NOTHING
+        training, started, sent = self.training, EMPTY, EMPTY
         if training is not None:
             training.copies.flush()
-        if training is not None and training.step == self.held.version:
-            started, sent = frozenset(training.started), frozenset(training.sent)
+            if training.step == self.held.version:
+                started, sent = frozenset(training.started), frozenset(training.sent)
         self.activity = "idle"
-        self.say(m.Halted(self.newest.epoch, self.held.version, started, sent, self.record))
-
-    # ---- installing -----------------------------------------------------------------------------
+        self.send(m.Halted(self.newest.epoch, self.held.version, started, sent, self.record))
 
     def _enter(self, order: m.Install) -> None:
         self._token += 1
@@ -188,58 +575,50 @@ class Worker:
         self._install(order.assignment)
 
     def _install(self, assignment: Assignment) -> None:
-        """Find out what to fetch, and how long that takes."""
+        """Fetch the copies that the assignment names, then connect to the others."""
         plan, node = assignment.plan, self.agent.name
         layers = [la for _, _, st in plan.stages() if st.unit.node == node for la in st.layers]
         recipes = {r.layer: r for n, r in assignment.recipes if n == node}
         portions = {la: portion_of(plan, node, la) for la in layers}
         live = {la for la in self.held.parts if portions.get(la) == self._portions.get(la)}
-        wanted = [c for la in layers if la in recipes for c in self._wanted(recipes[la], la in live)]
-        messages = [
-            c for run in assignment.partial for c in self._messages(run.inputs, run.gradients, layers)
-        ]
-        disk = sum(self.world.state_bytes(la) for la in layers if la in recipes and recipes[la].checkpoint)
+        used = [la for la in layers if la in recipes]
+        wanted = [copy for la in used for copy in self._wanted(recipes[la], la in live)]
+        for run in assignment.partial:
+            wanted += [copy for copy in run.inputs if copy.layer in layers]
+            wanted += [copy for copy in run.gradients if copy.layer - 1 in layers]
+        read = sum(self.world.state_bytes(la) for la in used if recipes[la].checkpoint)
         rate = self.world.physics.disk_bytes_per_s
-        seconds = self.world.clock.vary(self.world.physics.install_s) + (disk / rate if rate > 0 else 0.0)
-        sources = dict.fromkeys((*wanted, *messages))
+        seconds = self.world.clock.vary(self.world.physics.install_s)
+        seconds += read / rate if rate > 0 else 0.0
+        sources = list(dict.fromkeys(wanted))
         if not all(self._has(copy) for copy in sources):
-            self.later(seconds, self._source_gone)
+            self.later(seconds, self._source_lost)
             return
 
         def done() -> None:
             if not all(self._has(copy) for copy in sources):
-                self._source_gone()
+                self._source_lost()
                 return
-            recovered = dict.fromkeys(layers, NOTHING)
-            for la in set(layers) & set(recipes):
+            recovered = dict.fromkeys(layers, EMPTY)
+            for la in used:
                 recovered[la] = frozenset(i for c in recipes[la].gradients for i in c.microbatches)
             self.held.install(assignment.step, recovered)
             self._portions = portions
-            self._meet(assignment)
+            self._connect(assignment)
 
-        self._fetch(list(sources), lambda: self.later(seconds, done))
-
-    def _messages(
-        self, inputs: Sequence[Copy], gradients: Sequence[Copy], layers: list[int]
-    ) -> Iterator[Copy]:
-        for copy in inputs:
-            if copy.layer in layers:
-                yield copy
-        for copy in gradients:
-            if copy.layer - 1 in layers:
-                yield copy
+        self._fetch(sources, lambda: self.later(seconds, done))
 
     def _wanted(self, recipe: Recipe, live: bool) -> Iterator[Copy]:
-        """Copies to read, states first."""
+        """Yield the copies to read, states first; `live`: the worker holds the layer already."""
         kept = live and self.held.version == recipe.version
         if not kept:
-            whole = live and recipe.state is not None and self._portions.get(recipe.layer) == WHOLE
-            leads = whole and recipe.state is not None and recipe.state.step == self.held.version
+            whole = live and self._portions.get(recipe.layer) == WHOLE
             for part in recipe.portions:
                 yield from part.states
                 yield from part.updates
-            if recipe.state is not None and not leads:
-                yield recipe.state
+            state = recipe.state
+            if state is not None and not (whole and state.step == self.held.version):
+                yield state
             yield from recipe.updates
             yield from recipe.replay
         for copy in recipe.gradients:
@@ -249,16 +628,16 @@ class Worker:
 
     def _has(self, copy: Copy) -> bool:
         node = self.world.node(copy.node)
-        return node is not None and copy in node.vault and (node is self.agent or node.reachable)
+        return node is not None and copy in node.vault and (node is self.agent or node.alive)
 
     def _fetch(self, copies: list[Copy], done: Callable[[], None]) -> None:
-        """Fetch over each node's own wire at once, and from this node as fast as memory copies."""
+        """Fetch over the uplinks of all sources at once, and locally at copying speed."""
         nbytes: dict[str, int] = {}
         for copy in copies:
             nbytes[copy.node] = nbytes.get(copy.node, 0) + copy.nbytes
-        here = nbytes.pop(self.agent.name, 0)
-        wires = {name: node.wire for name in nbytes if (node := self.world.node(name))}
-        rate, left, token = self.world.copy_bytes_per_s, 1 + len(wires), self._token
+        local = nbytes.pop(self.agent.name, 0)
+        uplinks = {name: node.uplink for name in nbytes if (node := self.world.node(name))}
+        rate, left, token = self.world.copy_bytes_per_s, 1 + len(uplinks), self._token
 
         def arrived() -> None:
             nonlocal left
@@ -266,40 +645,37 @@ class Worker:
             if not left and token == self._token:
                 done()
 
-        self._sources = tuple(wires.values())
-        for name, wire in wires.items():
-            wire.send(self.agent.name, nbytes[name], arrived)
-        self.later(here / rate if rate > 0 else 0.0, arrived)
+        self._sources = tuple(uplinks.values())
+        for name, uplink in uplinks.items():
+            uplink.send(self.agent.name, nbytes[name], arrived)
+        self.later(local / rate if rate > 0 else 0.0, arrived)
 
-    def _source_gone(self) -> None:
-        self.say(m.CommFailed(self.epoch, (), "a source is gone"))
+    def _source_lost(self) -> None:
+        self.send(m.CommFailed(self.epoch, (), "a source is gone"))
         self.leave()
 
-    def _meet(self, assignment: Assignment) -> None:
+    def _connect(self, assignment: Assignment) -> None:
         self._sources = ()
         self._transferred = self.world.clock.now
         run = run_of(self._runs, self.world, assignment)
         run.present[self.agent.name] = self
-        self.training = Training(self, run)
-        self.world.look()
+        self.training = WorkerTraining(self, run)
+        self.world.account()
         run.connect(self)
 
-    def ready_for(self, run: Run) -> Callable[[], None]:
-        def act() -> None:
-            if self.here and self.training is not None and self.training.run is run:
-                transfer_s = self._transferred - self._began
-                self.say(m.Ready(self.epoch, transfer_s, self.world.clock.now - self._transferred))
-                if self.held.version >= self.world.spec.n_steps:
-                    self.finished(self.training.first)
-                else:
-                    self.training.begin(first=True)
+    def ready(self, run: EpochRun) -> None:
+        """Report that all workers of `run` are connected, and begin to train."""
+        if self._trains_in(run) and self.training is not None:
+            transfer_s = self._transferred - self._began
+            self.send(m.Ready(self.epoch, transfer_s, self.world.clock.now - self._transferred))
+            if self.held.version >= self.world.spec.n_steps:
+                self.finished(self.training.rank)
+            else:
+                self.training.begin(first=True)
 
-        return act
-
-    # ---- the end --------------------------------------------------------------------------------
-
-    def finished(self, first: bool) -> None:
-        self.say(m.Finished(self.world.spec.n_steps, "simulated" if first else ""))
+    def finished(self, rank: int) -> None:
+        """Report that all steps are done."""
+        self.send(m.Finished(self.world.spec.n_steps, "simulated" if rank == 0 else ""))
         self.left, self.left_epoch, self._awaits_halt = True, self.epoch, True
         if self.newest.epoch > self.epoch:
             self._halted_after(self.world.physics.leave_s)

@@ -1,8 +1,8 @@
-"""A simulated cluster on which our own policy runs in full detail, micro-batch by micro-batch.
+"""A simulated cluster that runs our policy micro-batch by micro-batch.
 
-Decisions are the real ones: `elastic.core.coordinator.transitions.transition`, `elastic.core.node.node.transition`, the planner and
-`recovery.solve`. Acted out are agents, workers, vaults, wires and the coordinator's own time. A node is one worker:
-times of a profile with tensor parallelism are those of the whole group.
+The decisions are the real ones: the transitions of the coordinator and the node, the planner and
+`recovery.solve`. Agents, workers, vaults, links and the coordinator's own time are simulated. Each
+node has one worker; a profile with tensor parallelism gives the times of the whole group.
 """
 
 from __future__ import annotations
@@ -10,31 +10,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.core.job.state import CheckpointCommitted, DrainRequested, JobPhase, JobState, Policy
+from elastic.core.job.state import CheckpointCommitted, DrainRequested, JobState, Policy
 from elastic.core.protocol.fault_spec import FaultSpec, Phase, due
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, NodeInfo
 from elastic.planning.cost.profile import Profile, check_profile
 from elastic.planning.plan.schemes import refuse_useless
-from elastic_sim.microbatches.agent import Agent
-from elastic_sim.microbatches.coordinator import CoordinatorModel
+from elastic_sim.microbatches.control_plane import CoordinatorModel, SimulatedAgent
 from elastic_sim.microbatches.environment import Environment
-from elastic_sim.microbatches.meter import Meter, Outcome
-from elastic_sim.microbatches.physics import Physics, check
-from elastic_sim.microbatches.training import Run
+from elastic_sim.microbatches.meter import MicrobatchResult, RunMeter
+from elastic_sim.microbatches.physics import MicrobatchPhysics, check
+from elastic_sim.microbatches.worker import EpochRun
 from elastic_sim.traces.trace import ADD, Event, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is trained, and what the user fixed for it."""
+class MicrobatchJob:
+    """A training job and the user's settings for it."""
 
     microbatches: int
-    """Of a step."""
+    """Micro-batches per step."""
     steps: int
     min_nodes: int = 1
     max_nodes: int = 1
-    """Nodes used at most; more are kept as hot spares."""
+    """Largest number of nodes in use; further ones are hot spares."""
     tokens_per_microbatch: int = 0
     backup: str = "auto"
     pipelines: str = "auto"
@@ -48,29 +47,32 @@ class Job:
     def __post_init__(self) -> None:
         least = {"microbatches": 1, "steps": 1, "min_nodes": 1, "max_nodes": self.min_nodes}
         for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise FieldError(f"Job.{name}", getattr(self, name), f"a whole number from {lowest} up")
+            value = getattr(self, name)
+            if value < lowest:
+                raise FieldError(f"Job.{name}", value, f"a whole number from {lowest} up")
         if self.backup != "auto":
             refuse_useless(self.backup, self.pipelines, "Job.backup")
 
 
 @dataclass(frozen=True, slots=True)
-class Anchored:
-    """An event that comes so many seconds after a step began, whenever that is; not at its own time."""
+class AnchoredEvent:
+    """An event at a time relative to the beginning of a step; its own time does not count."""
 
     event: Event
     step: int
     after_s: float
     ready: bool = False
-    """Of a node that comes: its worker has started already."""
+    """For a new node: its worker has started already."""
     fault: FaultSpec | None = None
-    """Of a node that goes: the point of its own work at which it does; the time is not looked at then."""
+    """For a lost node: the point of its work at which it is lost, instead of the time."""
 
 
-class World(Environment):
-    """The cluster: creates its parts, and carries out the trace on them."""
+class MicrobatchWorld(Environment):
+    """The cluster: creates its parts and carries out the trace on them."""
 
-    def __init__(self, job: Job, profile: Profile, physics: Physics, seed: int) -> None:
+    def __init__(
+        self, job: MicrobatchJob, profile: Profile, physics: MicrobatchPhysics, seed: int
+    ) -> None:
         check_profile(profile)
         check(physics)
         spec = JobSpec(
@@ -82,11 +84,11 @@ class World(Environment):
             checkpoint_every=job.checkpoint_every,
         )
         super().__init__(spec, profile, physics, seed)
-        self.agents: dict[str, Agent] = {}
-        """Also of nodes that are gone."""
-        self.runs: dict[int, Run] = {}
-        """By epoch; old ones are forgotten."""
-        self._anchored: dict[int, list[Anchored]] = {}
+        self.agents: dict[str, SimulatedAgent] = {}
+        """Agents by node, lost ones included."""
+        self.runs: dict[int, EpochRun] = {}
+        """Recent runs by epoch."""
+        self._anchored: dict[int, list[AnchoredEvent]] = {}
         self._faults: list[tuple[FaultSpec, Event]] = []
         self._reached = -1
         policy = Policy(
@@ -100,19 +102,17 @@ class World(Environment):
             profile=profile,
         )
         state = JobState(policy=policy)
-        self.meter = Meter(self, self.runs, state)
+        self.meter = RunMeter(self, self.runs, state)
         self.coordinator = CoordinatorModel(self, state, self.meter)
 
-    def node(self, name: str) -> Agent | None:
+    def node(self, name: str) -> SimulatedAgent | None:
         return self.agents.get(name)
 
-    def look(self) -> None:
-        self.meter.look()
+    def account(self) -> None:
+        self.meter.account_time()
 
-    # ---- what comes from outside ----------------------------------------------------------------
-
-    def expect(self, trace: Trace, anchored: Sequence[Anchored] = ()) -> None:
-        """Put the trace's events, and those that follow steps, into the calendar."""
+    def schedule(self, trace: Trace, anchored: Sequence[AnchoredEvent] = ()) -> None:
+        """Schedule the events of the trace and those relative to steps."""
         for at, events in trace.steps():
             for event in events:
                 self._put(at, event, self.physics.spawn_s if at else self.physics.start_s)
@@ -123,13 +123,13 @@ class World(Environment):
                 self._anchored.setdefault(one.step, []).append(one)
 
     def _put(self, seconds: float, event: Event, start_s: float) -> None:
-        """`start_s`: of the node's worker, if one comes."""
+        """`start_s`: start-up time of a new node's worker."""
         if event.kind == ADD:
             self.clock.after(seconds, lambda: self._add(event, start_s))
             return
         if event.notice_s > 0:
-            told = max(0.0, seconds - event.notice_s)
-            self.clock.after(told, lambda: self._tell(event, seconds - told))
+            at = max(0.0, seconds - event.notice_s)
+            self.clock.after(at, lambda: self._notify(event, seconds - at))
         self.clock.after(seconds, lambda: self._remove(event))
 
     def _add(self, event: Event, start_s: float) -> None:
@@ -137,13 +137,14 @@ class World(Environment):
         device = event.type if event.type in known else ""
         info = NodeInfo(event.node, "", "", domain=event.zone, device=device)
         self.present[event.node] = event
-        agent = Agent(self, self.coordinator, self.agents, self.runs, info, start_s)
-        self.agents[event.node] = agent
-        self.meter.look()
+        self.agents[event.node] = SimulatedAgent(
+            self, self.coordinator, self.agents, self.runs, info, start_s
+        )
+        self.meter.account_time()
 
-    def _tell(self, event: Event, deadline_s: float) -> None:
+    def _notify(self, event: Event, deadline_s: float) -> None:
         if event.node in self.present:
-            self.coordinator.hear(None, DrainRequested(event.node, deadline_s))
+            self.coordinator.receive(None, DrainRequested(event.node, deadline_s))
 
     def _remove(self, event: Event) -> None:
         agent = self.agents.get(event.node)
@@ -152,13 +153,10 @@ class World(Environment):
         if agent.alive:
             agent.die()
             self.meter.fault()
-        self.meter.look()
+        self.meter.account_time()
 
-    # ---- what happens inside --------------------------------------------------------------------
-
-    def stepped(self, step: int, seconds: float) -> None:
-        """A step is done: what was to come in the next one comes in its time."""
-        self.meter.stepped(step, seconds)
+    def step_done(self, step: int, seconds: float) -> None:
+        self.meter.step_done(step, seconds)
         self.reach(step + 1)
         every = self.spec.checkpoint_every
         if every and (step + 1) % every == 0:
@@ -166,10 +164,9 @@ class World(Environment):
             nbytes = sum(map(self.state_bytes, range(self.spec.n_layers))) / n
             done = CheckpointCommitted("checkpoint", step + 1)
             write_s = nbytes / rate if rate > 0 else 0.0
-            self.clock.after(write_s, lambda: self.coordinator.hear(None, done))
+            self.clock.after(write_s, lambda: self.coordinator.receive(None, done))
 
-    def strikes(self, node: str, step: int, phase: Phase, microbatch: int | None = None) -> bool:
-        """Whether a fault is due where the worker of `node` stands; if so it is gone."""
+    def strike(self, node: str, step: int, phase: Phase, microbatch: int | None = None) -> bool:
         for spec, event in self._faults:
             if due(spec, node=node, worker=0, step=step, phase=phase, microbatch=microbatch):
                 self._faults.remove((spec, event))
@@ -178,17 +175,20 @@ class World(Environment):
         return False
 
     def reach(self, step: int) -> None:
+        """Schedule the events relative to steps up to `step`."""
         for at in range(self._reached + 1, step + 1):
             for one in self._anchored.pop(at, []):
-                self._put(max(0.0, one.after_s), one.event, 0.0 if one.ready else self.physics.spawn_s)
+                self._put(
+                    max(0.0, one.after_s), one.event, 0.0 if one.ready else self.physics.spawn_s
+                )
         self._reached = max(self._reached, step)
 
-    def outcome(self, end_s: float) -> Outcome:
-        self.meter.look()
+    def result(self, end_s: float) -> MicrobatchResult:
+        """Return the results up to `end_s`."""
+        self.meter.account_time()
         meter, state, finish = self.meter, self.coordinator.state, self.coordinator.finish
-        ended_s = min(end_s, self.clock.ms / 1000)
-        return Outcome(
-            ended_s=ended_s,
+        return MicrobatchResult(
+            ended_s=min(end_s, self.clock.ms / 1000),
             phase=state.phase.value,
             reason=finish.reason if finish is not None else "",
             steps=tuple(meter.steps),
@@ -204,17 +204,14 @@ class World(Environment):
 def simulate(
     trace: Trace,
     profile: Profile,
-    job: Job,
-    physics: Physics | None = None,
+    job: MicrobatchJob,
+    physics: MicrobatchPhysics | None = None,
     seed: int = 0,
-    anchored: Sequence[Anchored] = (),
-) -> Outcome:
-    """Run `job` on the nodes of `trace`, to its end or the trace's. Raises FieldError for what cannot be."""
-    world = World(job, profile, physics or Physics(), seed)
-    world.expect(trace, anchored)
+    anchored: Sequence[AnchoredEvent] = (),
+) -> MicrobatchResult:
+    """Run `job` on `trace` until one of them ends. Raises FieldError for wrong values."""
+    world = MicrobatchWorld(job, profile, physics or MicrobatchPhysics(), seed)
+    world.schedule(trace, anchored)
     world.reach(0)
     world.clock.run(trace.end_s, lambda: world.coordinator.over)
-    return world.outcome(trace.end_s)
-
-
-__all__ = ["Anchored", "Job", "JobPhase", "Outcome", "World", "simulate"]
+    return world.result(trace.end_s)

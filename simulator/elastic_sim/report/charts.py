@@ -1,7 +1,7 @@
 """Charts of the pages, as Plotly figures in HTML. The only module that needs plotly.
 
-Callers pass plain text; each function here escapes it, since Plotly reads some tags in labels.
-Text and grid lines take their colours from `templates/style.css`, for light and dark pages.
+Callers pass plain text and each function escapes it, because Plotly interprets tags in labels.
+`templates/style.css` gives the colours of text and grid lines for light and dark pages.
 """
 
 from __future__ import annotations
@@ -38,19 +38,24 @@ USES = {
 }
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "triangle-down", "cross")
 DASHES = ("solid", "dash", "dot")
-LABEL = 44
-"""Most characters of a label on an axis."""
+MAX_LABEL = 44
+"""Characters of the longest label on an axis."""
 BAR, UNIT, GAP, TOP, BOTTOM = 30, 26, 34, 34, 44
-"""Heights in pixels: of a horizontal bar, of a row of a pipeline, between rows of charts, of margins."""
+"""Heights in pixels: bar, row of a pipeline, gap between charts, margins."""
 LETTER, NARROW = 6, 400
-"""Widths in pixels: of a letter, about, and of a narrow chart."""
+"""Widths in pixels: a typical letter, a narrow chart."""
 TEMPLATE = go.layout.Template(
     layout={
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif", "size": 12},
         "margin": {"l": 60, "r": 16, "t": TOP, "b": BOTTOM},
-        "xaxis": {"automargin": True, "gridcolor": "#dfe3e9", "zeroline": False, "title_standoff": 8},
+        "xaxis": {
+            "automargin": True,
+            "gridcolor": "#dfe3e9",
+            "zeroline": False,
+            "title_standoff": 8,
+        },
         "yaxis": {"automargin": True, "gridcolor": "#dfe3e9", "zeroline": False},
         "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
     }
@@ -59,8 +64,8 @@ CONFIG = {"responsive": True, "displayModeBar": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Throughput:
-    """One policy in the chart over time."""
+class PolicyThroughput:
+    """A policy in the chart over time."""
 
     policy: str
     colour: str
@@ -71,8 +76,8 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One policy in the chart over failure rates."""
+class PolicyCurve:
+    """A policy in the chart over failure rates."""
 
     policy: str
     rates_s: Sequence[float]
@@ -85,19 +90,12 @@ class Curve:
 
 def library() -> str:
     """Return the source of plotly.js, which a page needs once."""
-    source: str = get_plotlyjs()
-    return source
+    return str(get_plotlyjs())
 
 
 def html(figure: Any, name: str) -> str:
     """Return the markup of a figure; `name` is unique on its page."""
-    markup: str = figure.to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        div_id=name,
-        config=CONFIG,
-    )
-    return markup
+    return str(figure.to_html(CONFIG, include_plotlyjs=False, full_html=False, div_id=name))
 
 
 def colour(policy: str, index: int) -> str:
@@ -105,11 +103,8 @@ def colour(policy: str, index: int) -> str:
     return GREY if policy in ("oracle", "ceiling") else PALETTE[index % len(PALETTE)]
 
 
-# ---- replay ----
-
-
 def goodput_bars(policies: Sequence[str], values: Sequence[float], margins: Sequence[float]) -> Any:
-    """Goodput of each policy with its 95 % interval, in percent."""
+    """Return bars of the goodput of each policy with its 95 % interval, in percent."""
     bar = go.Bar(
         orientation="h",
         x=values,
@@ -123,7 +118,7 @@ def goodput_bars(policies: Sequence[str], values: Sequence[float], margins: Sequ
 
 
 def time_bars(policies: Sequence[str], shares: Sequence[dict[Use, float]]) -> Any:
-    """Percent of node time by use, stacked, one bar per policy."""
+    """Return stacked bars of node time by use in percent, one bar per policy."""
     bars = [
         go.Bar(
             orientation="h",
@@ -146,7 +141,9 @@ def time_bars(policies: Sequence[str], shares: Sequence[dict[Use, float]]) -> An
 def _policy_bars(bars: Sequence[Any], n: int, title: str) -> Any:
     figure = _figure(bars, BAR * n, title, "", TOP if len(bars) > 1 else 10)
     figure.update_yaxes(autorange="reversed", showgrid=False, dtick=1)
-    return figure.update_layout(uniformtext={"minsize": 10, "mode": "hide"}, legend_traceorder="normal")
+    return figure.update_layout(
+        uniformtext={"minsize": 10, "mode": "hide"}, legend_traceorder="normal"
+    )
 
 
 def over_time(
@@ -154,10 +151,10 @@ def over_time(
     window_s: float,
     nodes: Sequence[tuple[float, int]],
     losses: Sequence[tuple[float, str]],
-    rows: Sequence[Throughput],
+    rows: Sequence[PolicyThroughput],
     behind: Sequence[float] = (),
 ) -> Any:
-    """Nodes, and one row of throughput per policy, on one time axis.
+    """Return charts of nodes and of each policy's throughput on one time axis.
 
     `nodes`: (seconds, nodes from then on). `losses`: (seconds, text). `behind`: the oracle's
     samples per second, per window, drawn grey behind the other policies.
@@ -174,10 +171,12 @@ def over_time(
         if behind and row.policy != "oracle":
             steps = _windows(behind, window_s, end_s)
             figure.add_trace(_area(steps, unit, GREY, "", width=0), row=i, col=1)
-        told = f"{_label(row.policy)}: %{{y:.4g}} samples/s"
+        hover = f"{_label(row.policy)}: %{{y:.4g}} samples/s"
         steps = _windows(row.rates, window_s, end_s)
-        figure.add_trace(_area(steps, unit, row.colour, told), row=i, col=1)
-        figure.add_trace(_marks(row.changes, unit, -0.12 * most, "line-ns", row.colour), row=i, col=1)
+        figure.add_trace(_area(steps, unit, row.colour, hover), row=i, col=1)
+        figure.add_trace(
+            _marks(row.changes, unit, -0.12 * most, "line-ns", row.colour), row=i, col=1
+        )
         figure.update_yaxes(range=[-0.25 * most, 1.05 * most], nticks=4, row=i, col=1)
     figure.update_xaxes(range=[0, end_s / unit])
     figure.update_xaxes(title=f"time ({name})", row=len(rows) + 1, col=1)
@@ -185,29 +184,43 @@ def over_time(
 
 
 def _windows(rates: Sequence[float], window_s: float, end_s: float) -> list[tuple[float, float]]:
-    """Return (seconds, rate from then on), to the end."""
-    return [*((i * window_s, rate) for i, rate in enumerate(rates)), (end_s, rates[-1] if rates else 0.0)]
+    """Return (seconds, rate from then on) up to the end."""
+    return [
+        *((i * window_s, rate) for i, rate in enumerate(rates)),
+        (end_s, rates[-1] if rates else 0.0),
+    ]
 
 
-def _marks(marks: Sequence[tuple[float, str]], unit: float, y: float, symbol: str, colour: str) -> Any:
+def _marks(
+    marks: Sequence[tuple[float, str]], unit: float, y: float, symbol: str, colour: str
+) -> Any:
     return go.Scatter(
         mode="markers",
         x=[at / unit for at, _ in marks],
         y=[y for _ in marks],
         text=["<br>".join(map(_text, wrap(f"{clock(at)}: {text}", 90))) for at, text in marks],
         hovertemplate="%{text}<extra></extra>",
-        marker={"symbol": symbol, "size": 8, "color": colour, "line": {"color": colour, "width": 1.5}},
+        marker={
+            "symbol": symbol,
+            "size": 8,
+            "color": colour,
+            "line": {"color": colour, "width": 1.5},
+        },
         cliponaxis=False,
     )
 
 
 def pipelines(panels: Sequence[Panel]) -> Any:
-    """Timelines of pipelines: one row per unit, one box per compute action, on one time axis."""
-    figure = _stacked([UNIT * len(panel.rows) for panel in panels], [_text(panel.title) for panel in panels])
+    """Return timelines of pipelines: one row per unit, one box per compute action."""
+    figure = _stacked(
+        [UNIT * len(panel.rows) for panel in panels], [_text(panel.title) for panel in panels]
+    )
     shown = set[str]()
     for i, panel in enumerate(panels, 1):
         spans = [(span, panel.timeline.unit_of(span)) for span in panel.timeline.spans]
-        for kind in [kind for kind in NAMES if any(span.action.kind.value == kind for span, _ in spans)]:
+        for kind in [
+            kind for kind in NAMES if any(span.action.kind.value == kind for span, _ in spans)
+        ]:
             mine = [(span, row) for span, row in spans if span.action.kind.value == kind]
             bar = go.Bar(
                 orientation="h",
@@ -242,11 +255,8 @@ def pipelines(panels: Sequence[Panel]) -> Any:
     return figure.update_layout(legend_y=1 + GAP / inner, margin_t=TOP + GAP, height=height)
 
 
-# ---- sweep ----
-
-
-def failure_rates(curves: Sequence[Curve]) -> Any:
-    """Goodput of each policy over the mean time between losses."""
+def failure_rates(curves: Sequence[PolicyCurve]) -> Any:
+    """Return curves of goodput over the mean time between losses."""
     drawn = [
         go.Scatter(
             name=_label(curve.policy),
@@ -274,7 +284,9 @@ def failure_rates(curves: Sequence[Curve]) -> Any:
     entry = 40 + LETTER * max((len(curve.policy) for curve in curves), default=0)
     lines = -(-len(curves) // max(1, NARROW // entry))
     figure.update_layout(showlegend=True, legend_maxheight=20 * lines + TOP)
-    return figure.update_layout(margin_t=20 * lines + 14, height=figure.layout.height + 20 * (lines - 1))
+    return figure.update_layout(
+        margin_t=20 * lines + 14, height=figure.layout.height + 20 * (lines - 1)
+    )
 
 
 def heat(
@@ -283,13 +295,13 @@ def heat(
     values: Sequence[Sequence[float]],
     texts: Sequence[Sequence[str]],
 ) -> Any:
-    """Goodput in percent, as colours; `texts` are written on the cells, the best of a row bold."""
+    """Return a heat map of goodput in percent; `texts` label the cells, the best of a row bold."""
     marked = [
         [
             f"<b>{text}</b>" if value == max(line) > 0 else text
-            for value, text in zip(line, map(_text, told), strict=True)
+            for value, text in zip(line, map(_text, row_texts), strict=True)
         ]
-        for line, told in zip(values, texts, strict=True)
+        for line, row_texts in zip(values, texts, strict=True)
     ]
     cells = go.Heatmap(
         z=values,
@@ -310,22 +322,23 @@ def heat(
     figure.update_xaxes(side="top", showgrid=False, tickangle=0, **names)
     names = {"tickvals": list(range(len(rows))), "ticktext": _labels(rows)}
     figure.update_yaxes(autorange="reversed", showgrid=False, **names)
-    return figure.update_layout(margin={"t": TOP + 10, "b": 10}, height=figure.layout.height - BOTTOM + 20)
-
-
-# ---- trace ----
+    return figure.update_layout(
+        margin={"t": TOP + 10, "b": 10}, height=figure.layout.height - BOTTOM + 20
+    )
 
 
 def steps(points: Sequence[tuple[float, float]], end_s: float, across: str, up: str) -> Any:
-    """A value over time: (seconds, value from then on). `across` and `up` name the axes."""
+    """Return a step curve of (seconds, value from then on). `across` and `up`: axis titles."""
     unit, name = axis_unit(end_s)
-    figure = _figure([_area(points, unit, PALETTE[0], "%{y:.4g}")], 220, f"{across} ({name})", up, 10)
+    figure = _figure(
+        [_area(points, unit, PALETTE[0], "%{y:.4g}")], 220, f"{across} ({name})", up, 10
+    )
     figure.update_xaxes(range=[0, end_s / unit])
     return figure.update_yaxes(rangemode="tozero")
 
 
 def histogram(counts: dict[int, int], across: str, up: str) -> Any:
-    """Counts of whole numbers."""
+    """Return a histogram of whole numbers."""
     bar = go.Bar(
         x=list(counts),
         y=list(counts.values()),
@@ -334,10 +347,9 @@ def histogram(counts: dict[int, int], across: str, up: str) -> Any:
     )
     figure = _figure([bar], 220, across, up, 10)
     figure.update_xaxes(dtick=max(1, -(-len(counts) // 12)), showgrid=False)
-    return figure.update_yaxes(rangemode="tozero", dtick=1 if max(counts.values(), default=0) < 6 else None)
-
-
-# ---- parts ----
+    return figure.update_yaxes(
+        rangemode="tozero", dtick=1 if max(counts.values(), default=0) < 6 else None
+    )
 
 
 def _figure(traces: Sequence[Any], inner: int, across: str, up: str, top: int = TOP) -> Any:
@@ -372,9 +384,9 @@ def _stacked(heights: Sequence[float], titles: Sequence[str]) -> Any:
 
 
 def _area(
-    points: Sequence[tuple[float, float]], unit: float, line: str, told: str, width: float = 1.6
+    points: Sequence[tuple[float, float]], unit: float, line: str, hover: str, width: float = 1.6
 ) -> Any:
-    """Return a filled step curve. `told`: the hover text, after the time; none: no hover."""
+    """Return a filled step curve. `hover`: hover text after the time; "": none."""
     return go.Scatter(
         mode="lines",
         x=[at / unit for at, _ in points],
@@ -383,8 +395,8 @@ def _area(
         line={"shape": "hv", "color": line, "width": width},
         fill="tozeroy",
         fillcolor=f"rgba({', '.join(str(int(line[i : i + 2], 16)) for i in (1, 3, 5))}, 0.25)",
-        hovertemplate=f"%{{text}}: {told}<extra></extra>" if told else None,
-        hoverinfo=None if told else "skip",
+        hovertemplate=f"%{{text}}: {hover}<extra></extra>" if hover else None,
+        hoverinfo=None if hover else "skip",
     )
 
 
@@ -393,9 +405,9 @@ def _labels(texts: Sequence[str]) -> list[str]:
 
 
 def _label(text: str) -> str:
-    return _text(text if len(text) <= LABEL else f"{text[: LABEL - 1]}…")
+    return _text(text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…")
 
 
 def _text(text: str) -> str:
-    """Escape text for Plotly, which would read its tags."""
+    """Escape text for Plotly, which interprets tags."""
     return escape(text, quote=False)

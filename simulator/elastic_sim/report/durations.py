@@ -1,14 +1,15 @@
-"""Durations as people write them."""
+"""Durations as text, and round lengths for axes."""
 
 from __future__ import annotations
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 UNITS = ((DAY, "d"), (HOUR, "h"), (MINUTE, "min"), (1.0, "s"))
 ROUND = (
-    1.0, 2.0, 5.0, 10.0, 15.0, 30.0, MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 15 * MINUTE, 30 * MINUTE,
-    HOUR, 2 * HOUR, 3 * HOUR, 4 * HOUR, 6 * HOUR, 12 * HOUR, DAY, 2 * DAY, 7 * DAY, 14 * DAY, 30 * DAY,
-    60 * DAY, 180 * DAY, 365 * DAY,
-)  # fmt: skip
+    *(1.0, 2.0, 5.0, 10.0, 15.0, 30.0),
+    *(minutes * MINUTE for minutes in (1, 2, 5, 10, 15, 30)),
+    *(hours * HOUR for hours in (1, 2, 3, 4, 6, 12)),
+    *(days * DAY for days in (1, 2, 7, 14, 30, 60, 180, 365)),
+)
 """Round durations in seconds, ascending."""
 
 

@@ -1,4 +1,4 @@
-"""Pages from templates: the only module that needs jinja2. All values are escaped; the same values, the same bytes."""
+"""Pages from templates; the only module that needs jinja2. All values are escaped."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def page(template: str, values: dict[str, Any]) -> str:
 
 
 def chart(figure: Any, name: str, label: str) -> Markup:
-    """Return the markup of a figure. `name` is unique on its page; `label` tells readers what it shows."""
+    """Return the markup of a figure; `name` is unique on its page, `label` describes it."""
     drawn = Markup(charts.html(figure, name))
     return Markup('<div role="img" aria-label="{}">{}</div>').format(label, drawn)

@@ -1,4 +1,4 @@
-"""A trace at a glance, as a page: nodes over time, how long nodes stay, how many go at once, and at which hour."""
+"""The page of a trace: nodes over time, lifetimes, sizes and hours of losses."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from elastic_sim.traces.trace import ADD, Trace
 
 
 def trace_page(trace: Trace, name: str) -> str:
-    """The page. The same trace gives the same bytes."""
+    """Return the page; the same trace gives the same bytes."""
     found = statistics(trace)
-    told = [(key.replace("_", " "), f"{value:.4g}") for key, value in asdict(found).items()]
+    table = [(key.replace("_", " "), f"{value:.4g}") for key, value in asdict(found).items()]
     figures = {
         "Nodes over time": charts.steps(node_counts(trace), trace.end_s, "time", "nodes"),
         "Still there after": _lifetimes(trace),
         "Nodes lost at once": _bulks(trace),
         "Losses by hour": _hours(trace),
     }
-    plots = [(title, chart(figure, f"plot-{i}", title)) for i, (title, figure) in enumerate(figures.items())]
+    plots = [
+        (title, chart(figure, f"plot-{i}", title))
+        for i, (title, figure) in enumerate(figures.items())
+    ]
     lead = (
-        f"{found.nodes_mean:.1f} nodes on average ({found.nodes_least} to {found.nodes_most}) over {found.hours:.4g} "
-        f"hours; {found.losses} losses in {found.loss_events} events, {found.losses_per_node_hour:.3g} a node-hour."
+        f"{found.nodes_mean:.1f} nodes on average ({found.nodes_least} to {found.nodes_most}) "
+        f"over {found.hours:.4g} hours; {found.losses} losses in {found.loss_events} events, "
+        f"{found.losses_per_node_hour:.3g} a node-hour."
     )
     return page(
         "trace.html",
@@ -35,7 +39,7 @@ def trace_page(trace: Trace, name: str) -> str:
             "title": name,
             "lead": lead,
             "origin": trace.origin,
-            "told": told,
+            "table": table,
             "plots": plots,
             "version": f"elastic-sim {version('elastic-runtime')}",
         },
@@ -43,10 +47,15 @@ def trace_page(trace: Trace, name: str) -> str:
 
 
 def _lifetimes(trace: Trace) -> Any:
-    """Of the nodes that were lost, the share that stayed longer."""
+    """Return the chart of the share of lost nodes that lived longer."""
     ended = sorted(gone.seconds - came.seconds for came, gone in node_lifetimes(trace) if gone is not None)
-    rows = [(0.0, 100.0), *((length, 100.0 * (1 - (i + 1) / len(ended))) for i, length in enumerate(ended))]
-    return charts.steps(rows, ended[-1] if ended else 1.0, "lifetime", "share of the lost nodes (%)")
+    rows = [
+        (0.0, 100.0),
+        *((length, 100.0 * (1 - (i + 1) / len(ended))) for i, length in enumerate(ended)),
+    ]
+    return charts.steps(
+        rows, ended[-1] if ended else 1.0, "lifetime", "share of the lost nodes (%)"
+    )
 
 
 def _bulks(trace: Trace) -> Any:

@@ -1,4 +1,4 @@
-"""Cells of a sweep: one scenario, one policy, one seed; and what each gives, as JSON."""
+"""Cells of a sweep: one scenario, one policy and one seed each, with a result in JSON."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 
 Result = dict[str, Any]
-"""samples, samples_per_s, cost, time by use in node-seconds, changes, node_s."""
+"""Figures of a cell; `time` maps each use to node-seconds."""
 FIGURES = ("samples", "samples_per_s", "cost", "time", "changes", "node_s")
-MOST_DEATHS = 3
-"""Times that a cell may take its process down before the sweep gives up."""
+MAX_DEATHS = 3
+"""Deaths of a cell's process after which the sweep fails."""
 
 
 class CellFailed(ElasticError):
-    """A cell could not be run; the text names it."""
+    """A cell failed; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SweepCell:
+    """One simulation of a sweep."""
+
     scenario: Scenario
     policy: str
     seed: int
@@ -38,86 +40,94 @@ class Cell:
         return f"{self.policy}, {self.scenario.model}, {self.scenario.name()}, seed {self.seed}"
 
     def definition(self) -> dict[str, Any]:
-        """All that the result depends on; files by name and content, wherever they lie."""
+        """Return all inputs of the result; files count by name and content."""
         return {
             "policy": self.policy,
-            "scenario": defined(self.scenario),
+            "scenario": scenario_json(self.scenario),
             "seed": self.seed,
             "version": VERSION,
         }
 
     @property
     def key(self) -> str:
+        """Hash of the definition."""
         text = json.dumps(self.definition(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def run(self) -> Result:
-        """Simulate it. Raises FieldError."""
+        """Simulate the cell. Raises FieldError."""
         world = self.scenario.world()
-        return result_of(run_one(world, self.scenario.trace_of(self.seed), self.policy, self.seed))
+        return _result(run_one(world, self.scenario.trace_of(self.seed), self.policy, self.seed))
 
 
-def attempt(cell: Cell) -> Result | str:
-    """The result, or why there is none: for processes, which not every error survives the way back from."""
+def attempt(cell: SweepCell) -> Result | str:
+    """Return the result or the text of the error, since not every error can be pickled."""
     try:
         return cell.run()
     except ElasticError as error:
         return str(error)
-    except Exception:  # noqa: BLE001 - raised again by who asked
+    except Exception:  # noqa: BLE001 - the caller raises it again
         return traceback.format_exc()
 
 
-def result_or_raise(cell: Cell, found: Result | str) -> Result:
-    """What `attempt` returned. Raises CellFailed."""
+def result_or_raise(cell: SweepCell, found: Result | str) -> Result:
+    """Return the result of `attempt`. Raises CellFailed."""
     if isinstance(found, str):
         raise CellFailed(f"{cell}: {found}")
     return found
 
 
 class Backend(Protocol):
-    """Runs cells somewhere. Yields each result as soon as it is there, in any order. Raises CellFailed."""
+    """Runs cells and yields each result when it is ready, in any order. Raises CellFailed."""
 
-    def __call__(self, cells: Sequence[Cell]) -> Generator[tuple[Cell, Result]]: ...
+    def __call__(self, cells: Sequence[SweepCell]) -> Generator[tuple[SweepCell, Result]]: ...
 
 
-def defined(scenario: Scenario) -> dict[str, Any]:
-    """A scenario as JSON, files by their names and SHA-256. Raises FieldError."""
-    told: dict[str, Any] = json.loads(scenario.dumps())
+def scenario_json(scenario: Scenario) -> dict[str, Any]:
+    """Return a scenario as JSON, with names and SHA-256 of its files. Raises FieldError."""
+    found: dict[str, Any] = json.loads(scenario.dumps())
     for name, path in scenario.files().items():
-        told[name], told[f"{name}_sha256"] = Path(path).name, sha256_of(path)
-    return told
+        found[name], found[f"{name}_sha256"] = Path(path).name, _sha256(path)
+    return found
 
 
 @lru_cache(maxsize=256)
-def sha256_of(path: str) -> str:
-    """Of a file. Raises FieldError."""
+def _sha256(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
         raise FieldError("file", path, f"a readable file is needed: {error}") from error
 
 
-def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int) -> list[Cell]:
-    """Every policy on every scenario and seed, and the oracle; each once, those of one world side by side."""
+def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int) -> list[SweepCell]:
+    """Return the cells of all combinations and the oracle's, without duplicates.
+
+    Cells with the same plans are neighbours.
+    """
     named = tuple(dict.fromkeys((ORACLE, *policies)))
-    found = [Cell(scenario, p, seed) for scenario in scenarios for seed in range(seeds) for p in named]
+    found = [
+        SweepCell(scenario, p, seed)
+        for scenario in scenarios
+        for seed in range(seeds)
+        for p in named
+    ]
     unique = {cell.key: cell for cell in found}
-    return sorted(unique.values(), key=lambda cell: world_of(cell.scenario))
+    return sorted(unique.values(), key=lambda cell: plan_key(cell.scenario))
 
 
-def world_of(scenario: Scenario) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
-    """Equal where plans are the same, and so are remembered."""
+def plan_key(scenario: Scenario) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
+    """Return a key that is equal for scenarios with the same plans, which are cached."""
     return scenario.model, f"{scenario.microbatches}", scenario.nodes_of, scenario.physics
 
 
-def checked(cells: Sequence[Cell]) -> None:
-    """Refuse at once what no process could run. Raises FieldError."""
+def check_cells(cells: Sequence[SweepCell]) -> None:
+    """Raise FieldError for a scenario that cannot run."""
     for scenario in dict.fromkeys(cell.scenario for cell in cells):
         scenario.world()
         scenario.trace_of(0)
 
 
-def result_of(run: PolicyRun) -> Result:
+def _result(run: PolicyRun) -> Result:
     return {
         "samples": run.samples,
         "samples_per_s": run.samples_per_s,
@@ -128,8 +138,8 @@ def result_of(run: PolicyRun) -> Result:
     }
 
 
-def run_of(cell: Cell, result: Result) -> PolicyRun:
-    """Goodput not yet known. Raises ValueError for what is no result."""
+def run_of(cell: SweepCell, result: Result) -> PolicyRun:
+    """Return the run of a cell, without goodput. Raises ValueError for a malformed result."""
     if set(result) != set(FIGURES) or set(result["time"]) != {use.value for use in Use}:
         raise ValueError(f"figures of a cell are {', '.join(FIGURES)}")
     return PolicyRun(

@@ -1,7 +1,7 @@
-"""A sweep: many cells, on whatever runs them, into a folder from which it goes on after an interruption.
+"""A sweep: runs many cells on a backend and keeps their results in a folder.
 
-OUT/cells.jsonl has a line a cell, on disk as soon as the cell is done; OUT/sweep.json is the whole, and the same bytes
-whatever ran the cells, in whatever order, with whatever interruptions.
+OUT/cells.jsonl has one line per finished cell, so an interrupted sweep can continue. OUT/sweep.json
+is the summary. Its bytes do not depend on the backend, the order of cells or interruptions.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from elastic.domain.errors import FieldError
 from elastic_sim.replay import show
 from elastic_sim.replay.replay import ORACLE, PolicySummary, summarize, with_goodput
 from elastic_sim.steps.scenario import Scenario
-from elastic_sim.sweep.cells import Backend, Cell, Result, defined, run_of
+from elastic_sim.sweep.cells import Backend, Result, SweepCell, run_of, scenario_json
 
-CELLS, WHOLE = "cells.jsonl", "sweep.json"
+CELLS_FILE, SUMMARY_FILE = "cells.jsonl", "sweep.json"
 
 
 @dataclass(slots=True)
-class Log:
+class CellLog:
     """OUT/cells.jsonl, open for one sweep at a time."""
 
     file: IO[bytes]
     done: dict[str, Result] = field(default_factory=dict)
-    """By key."""
+    """Results by key of the cell."""
 
-    def add(self, cell: Cell, result: Result) -> None:
-        """Keep a result. On disk when this returns."""
-        line = json.dumps({"key": cell.key, "cell": cell.definition(), "result": result}, sort_keys=True)
+    def add(self, cell: SweepCell, result: Result) -> None:
+        """Append a result; it is on disk when this returns."""
+        line = json.dumps(
+            {"key": cell.key, "cell": cell.definition(), "result": result}, sort_keys=True
+        )
         self.file.write(line.encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -42,81 +44,92 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One scenario of a finished sweep, all policies."""
+class SweepRow:
+    """All policies on one scenario of a finished sweep."""
 
     scenario: Scenario
     found: tuple[PolicySummary, ...]
 
     def of(self, policy: str) -> PolicySummary:
+        """Return the summary of a policy."""
         return next(one for one in self.found if one.policy == policy)
 
 
 @contextmanager
-def opened(out: Path, cells: Sequence[Cell]) -> Iterator[Log]:
-    """The folder's results so far. Raises FieldError where it cannot be written, is in use, or of another sweep."""
+def open_log(out: Path, cells: Sequence[SweepCell]) -> Iterator[CellLog]:
+    """Open a folder's results.
+
+    Raises FieldError if the folder is not writable, is in use, or belongs to another sweep.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = (out / CELLS).open("a+b")
+        file = (out / CELLS_FILE).open("a+b")
     except OSError as error:
-        raise FieldError("OUT", str(out), f"a folder that can be written is needed: {error}") from error
+        raise FieldError(
+            "OUT", str(out), f"a folder that can be written is needed: {error}"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise FieldError("OUT", str(out), "another sweep is writing there; wait for it") from None
+            raise FieldError(
+                "OUT", str(out), "another sweep is writing there; wait for it"
+            ) from None
         file.seek(0)
         lines = file.read().split(b"\n")
         torn = lines.pop()
-        done = _read(out / CELLS, lines, {cell.key: cell for cell in cells})
+        done = _read(out / CELLS_FILE, lines, {cell.key: cell for cell in cells})
         if torn:
             file.truncate(file.tell() - len(torn))
-        yield Log(file, done)
+        yield CellLog(file, done)
 
 
-def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, Cell]) -> dict[str, Result]:
-    """Results by key, of `cells` alone."""
+def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, SweepCell]) -> dict[str, Result]:
+    """Return results by key. Raises FieldError for lines that do not belong to `cells`."""
     done: dict[str, Result] = {}
     for number, line in enumerate(lines, 1):
         try:
-            told = json.loads(line)
-            key, result, cell = str(told["key"]), told["result"], told["cell"]
+            entry = json.loads(line)
+            key, result, cell = str(entry["key"]), entry["result"], entry["cell"]
             if key in cells:
                 run_of(cells[key], result)
         except (ValueError, KeyError, TypeError, AttributeError):
             remedy = "it holds no cell; remove the line, or name another folder"
             raise FieldError(str(path), f"line {number}", remedy) from None
         if key not in cells:
-            remedy = (
-                "it holds a cell that this sweep has not: name another folder, or the options that made it"
-            )
-            raise FieldError(str(path), _named(cell), remedy)
+            remedy = "it holds a cell that this sweep has not: "
+            remedy += "name another folder, or the options that made it"
+            raise FieldError(str(path), _cell_text(cell), remedy)
         done.setdefault(key, result)
     return done
 
 
-def _named(cell: Any) -> str:
-    """A cell of a file, in short."""
+def _cell_text(cell: Any) -> str:
     try:
         scenario = cell["scenario"]
         rate = scenario["trace"] or f"mtbf {scenario['market']['mtbf_s']:g} s"
         version = cell["version"]
-        return f"{cell['policy']}, {scenario['model']}, {rate}, seed {cell['seed']}, version {version}"
+        return (
+            f"{cell['policy']}, {scenario['model']}, {rate}, seed {cell['seed']}, version {version}"
+        )
     except (KeyError, TypeError, ValueError):
         return str(cell)[:80]
 
 
 def run(
     out: Path,
-    cells: Sequence[Cell],
+    cells: Sequence[SweepCell],
     backend: Backend,
     *,
     began: Callable[[int], None] = lambda done: None,
-    progress: Callable[[Cell], None] = lambda cell: None,
-) -> list[Row]:
-    """Run the cells that are not done yet; write and return the whole. `began`: told how many were done before.
-    Raises FieldError before anything is started, CellFailed after."""
-    with opened(out, cells) as log:
+    progress: Callable[[SweepCell], None] = lambda cell: None,
+) -> list[SweepRow]:
+    """Run the cells that are not done yet; write the summary and return its rows.
+
+    `began` gets the number of cells done before. Raises FieldError before anything starts, and
+    CellFailed later.
+    """
+    with open_log(out, cells) as log:
         began(len(log.done))
         left = [cell for cell in cells if cell.key not in log.done]
         if left:
@@ -124,16 +137,16 @@ def run(
                 for cell, result in results:
                     log.add(cell, result)
                     progress(cell)
-        rows = rows_of(cells, log.done)
-        replaced(out / WHOLE, dumps(cells, log.done, rows))
+        rows = _rows(cells, log.done)
+        _replace_file(out / SUMMARY_FILE, _summary_text(cells, log.done, rows))
         return rows
 
 
-def rows_of(cells: Sequence[Cell], done: Mapping[str, Result]) -> list[Row]:
-    """By model, traces before rates, rates from often to seldom; policies in the order of the cells."""
+def _rows(cells: Sequence[SweepCell], done: Mapping[str, Result]) -> list[SweepRow]:
+    """Return rows by model, traces before failure rates, short times between losses first."""
     found = []
     scenarios = dict.fromkeys(cell.scenario for cell in cells)
-    for scenario in sorted(scenarios, key=_place):
+    for scenario in sorted(scenarios, key=_sort_key):
         runs: dict[str, dict[int, Any]] = {}
         for cell in cells:
             if cell.scenario == scenario:
@@ -143,32 +156,42 @@ def rows_of(cells: Sequence[Cell], done: Mapping[str, Result]) -> list[Row]:
             summarize([with_goodput(run, oracles[seed]) for seed, run in sorted(by_seed.items())])
             for by_seed in runs.values()
         ]
-        found.append(Row(scenario, tuple(summaries)))
+        found.append(SweepRow(scenario, tuple(summaries)))
     return found
 
 
-def _place(scenario: Scenario) -> tuple[str, float, str]:
+def _sort_key(scenario: Scenario) -> tuple[str, float, str]:
     rate = scenario.market.mtbf_s if scenario.market is not None else 0.0
-    return scenario.model, rate, json.dumps(defined(scenario), sort_keys=True)
+    return scenario.model, rate, json.dumps(scenario_json(scenario), sort_keys=True)
 
 
-def dumps(cells: Sequence[Cell], done: Mapping[str, Result], rows: Sequence[Row]) -> str:
-    """{"scenarios": [as `replay --json` has them], "cells": [..]}, sorted."""
-    told = {
+def _summary_text(
+    cells: Sequence[SweepCell], done: Mapping[str, Result], rows: Sequence[SweepRow]
+) -> str:
+    """Return JSON of the scenarios, as `replay --json` writes them, and of the cells."""
+    summary_json = {
         "cells": sorted(
-            ({"key": cell.key, "cell": cell.definition(), "result": done[cell.key]} for cell in cells),
+            (
+                {"key": cell.key, "cell": cell.definition(), "result": done[cell.key]}
+                for cell in cells
+            ),
             key=lambda line: json.dumps(line["cell"], sort_keys=True),
         ),
         "scenarios": [
-            show.as_json(row.scenario.name(), row.scenario.model, row.found, scenario=defined(row.scenario))
+            show.as_json(
+                row.scenario.name(),
+                row.scenario.model,
+                row.found,
+                scenario=scenario_json(row.scenario),
+            )
             for row in rows
         ],
     }
-    return json.dumps(told, indent=1, sort_keys=True) + "\n"
+    return json.dumps(summary_json, indent=1, sort_keys=True) + "\n"
 
 
-def replaced(path: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises FieldError."""
+def _replace_file(path: Path, text: str) -> None:
+    """Write a file atomically. Raises FieldError."""
     fresh = path.with_name(f".{path.name}.new")
     try:
         fresh.write_text(text, encoding="utf-8")
@@ -177,9 +200,15 @@ def replaced(path: Path, text: str) -> None:
         raise FieldError("output", str(path), f"it must be writable: {error}") from error
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A row a scenario: goodput of each policy; of the oracle, samples a second."""
-    names = list(dict.fromkeys(one.policy for row in rows for one in row.found if one.policy != ORACLE))
+def policies_of(rows: Sequence[SweepRow]) -> list[str]:
+    """Return the policies of all rows, without the oracle."""
+    names = (one.policy for row in rows for one in row.found)
+    return [name for name in dict.fromkeys(names) if name != ORACLE]
+
+
+def table(rows: Sequence[SweepRow]) -> str:
+    """Return a table with one row per scenario: the oracle's samples/s and each goodput."""
+    names = policies_of(rows)
     head = ["model, failures", "oracle samples/s", *names]
     body = [
         [

@@ -1,4 +1,4 @@
-"""Parts of the micro-batch level: time, wires, vaults, physics files, and stories told from events."""
+"""Parts of the micro-batch level: clock, uplinks, vaults, physics files and run histories."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from elastic_sim.microbatches import physics as files
-from elastic_sim.microbatches.clock import BEGIN_S, Clock, Wire
-from elastic_sim.microbatches.physics import Physics
-from elastic_sim.microbatches.story import pairs, tell
-from elastic_sim.microbatches.vault import Vault
+from elastic_sim.microbatches.clock import BEGIN_S, Uplink, VirtualClock
+from elastic_sim.microbatches.physics import MicrobatchPhysics
+from elastic_sim.microbatches.recorded_run import history_of, matched_recoveries
+from elastic_sim.microbatches.vault import SimulatedVault
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +34,8 @@ def copy(kind: str, step: int, sequence: int = 0, **more: object) -> Copy:
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def test_actions_come_in_the_order_of_their_times_then_of_their_asking() -> None:
-    clock, told = Clock(0, 0.0), list[str]()
+def test_actions_run_in_order_of_time_then_of_scheduling() -> None:
+    clock, told = VirtualClock(0, 0.0), list[str]()
     for name, seconds in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
         clock.after(seconds, lambda name=name: told.append(f"{name}{clock.ms}"))  # type: ignore[misc]
     clock.run(5.0, lambda: False)
@@ -44,13 +44,13 @@ def test_actions_come_in_the_order_of_their_times_then_of_their_asking() -> None
 
 @given(st.integers(0, 1 << 30), st.floats(0.0, 0.9), st.floats(0.0, 100.0))
 def test_jitter_stays_in_its_bounds(seed: int, jitter: float, seconds: float) -> None:
-    varied = Clock(seed, jitter).vary(seconds)
+    varied = VirtualClock(seed, jitter).vary(seconds)
     assert seconds * (1 - jitter) - 1e-9 <= varied <= seconds * (1 + jitter) + 1e-9
 
 
-def test_streams_share_a_wire_evenly_and_each_keeps_its_order() -> None:
-    clock, there = Clock(0, 0.0), list[tuple[str, int]]()
-    wire = Wire(clock, 100.0, 0.5)
+def test_streams_share_an_uplink_evenly_and_keep_their_order() -> None:
+    clock, there = VirtualClock(0, 0.0), list[tuple[str, int]]()
+    wire = Uplink(clock, 100.0, 0.5)
     for name, stream, nbytes in (("a1", "a", 100), ("a2", "a", 100), ("b1", "b", 50)):
         wire.send(stream, nbytes, lambda name=name: there.append((name, clock.ms)))  # type: ignore[misc]
     assert wire.busy_s == 2.5
@@ -58,21 +58,21 @@ def test_streams_share_a_wire_evenly_and_each_keeps_its_order() -> None:
     assert there == [("b1", 1500), ("a1", 2000), ("a2", 3000)] and wire.busy_s == 0.0
 
 
-def test_what_is_dropped_makes_room() -> None:
-    clock, there = Clock(0, 0.0), list[int]()
-    wire = Wire(clock, 100.0, 0.0)
+def test_dropped_streams_free_bandwidth() -> None:
+    clock, there = VirtualClock(0, 0.0), list[int]()
+    wire = Uplink(clock, 100.0, 0.0)
     wire.send("a", 100, lambda: there.append(clock.ms))
     wire.send("b", 100, lambda: there.append(-1))
     clock.after(1.0, lambda: wire.drop("b"))
     clock.run(10.0, lambda: False)
     assert there == [1500]
-    Wire(clock, 0.0, 0.5).send("a", 1e12, lambda: there.append(clock.ms))
+    Uplink(clock, 0.0, 0.5).send("a", 1e12, lambda: there.append(clock.ms))
     clock.run(12.0, lambda: False)
     assert there == [1500, 10500]
 
 
 def test_a_vault_keeps_two_steps_and_of_gradients_two_ledgers() -> None:
-    vault = Vault("a")
+    vault = SimulatedVault("a")
     for step in range(4):
         vault.add(copy(STATE, step, step))
     assert sorted(c.step for c in vault) == [2, 3]
@@ -83,7 +83,7 @@ def test_a_vault_keeps_two_steps_and_of_gradients_two_ledgers() -> None:
 
 
 def test_a_vault_keeps_updates_since_the_older_state() -> None:
-    vault = Vault("a")
+    vault = SimulatedVault("a")
     vault.add(copy(STATE, 0))
     for step in range(6):
         vault.add(copy(UPDATE, step))
@@ -94,7 +94,7 @@ def test_a_vault_keeps_updates_since_the_older_state() -> None:
 
 
 def test_a_trim_leaves_messages_of_the_running_step() -> None:
-    vault = Vault("a")
+    vault = SimulatedVault("a")
     vault.add(copy(STATE, 5))
     vault.add(copy(ACTIVATION, 5, 1, microbatches=frozenset({0})))
     vault.add(copy(ACTIVATION, 4, 2, microbatches=frozenset({0})))
@@ -103,15 +103,19 @@ def test_a_trim_leaves_messages_of_the_running_step() -> None:
 
 
 def test_entering_an_epoch_drops_a_history_that_was_given_up() -> None:
-    vault = Vault("a")
+    vault = SimulatedVault("a")
     vault.add(copy(STATE, 5))
     vault.add(copy(STATE, 6, 1))
     vault.enter(2, 5)
-    assert [c.step for c in vault] == [5] and copy(STATE, 5) in vault and copy(STATE, 6, 1) not in vault
+    assert (
+        [c.step for c in vault] == [5]
+        and copy(STATE, 5) in vault
+        and copy(STATE, 6, 1) not in vault
+    )
 
 
 def test_physics_are_kept_in_files(tmp_path: Path) -> None:
-    path, found = tmp_path / "physics.json", Physics(plan_s=0.25)
+    path, found = tmp_path / "physics.json", MicrobatchPhysics(plan_s=0.25)
     files.write(found, path)
     assert files.read(path) == found
     with pytest.raises(FieldError, match="--calibrate"):
@@ -135,7 +139,7 @@ def test_wrong_physics_are_refused(tmp_path: Path, text: str, field: str) -> Non
         files.read(path)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match="--physics"):
         files.read(tmp_path / "none.json")
 
@@ -151,7 +155,7 @@ ENTRY = {
 }
 
 
-def test_a_story_is_told_from_events() -> None:
+def test_a_history_is_read_from_events() -> None:
     events = [
         {"at": 1.0, "kind": "plan", "epoch": 1, "text": PLAN},
         *({"at": 2.0 + s, "kind": "step", "step": s, "seconds": 1.0} for s in range(5)),
@@ -163,20 +167,23 @@ def test_a_story_is_told_from_events() -> None:
         {"at": 12.5, "kind": "halt", "epoch": 3, "cause_kind": "join", "cause_nodes": ["y"]},
         {"at": 13.0, "kind": "step", "step": 5, "seconds": 3.0},
     ]
-    story = tell(events)
-    assert story.seconds == 11.0
-    assert story.planning_s(False) == [pytest.approx(0.3)] and story.planning_s(True) == []
-    assert story.starts == (3.0,) and story.prefetches == (0.5,)
-    assert [step for step, _ in story.undisturbed()] == [2, 3]
+    history = history_of(events)
+    assert history.seconds == 11.0
+    assert history.planning_s(False) == [pytest.approx(0.3)] and history.planning_s(True) == []
+    assert history.startups == (3.0,) and history.prefetches == (0.5,)
+    assert [step for step, _ in history.undisturbed()] == [2, 3]
     assert [
-        step for step, *_ in tell([*events, {"at": 20.0, "kind": "lost-steps", "from_step": 3}]).steps
+        step
+        for step, *_ in history_of(
+            [*events, {"at": 20.0, "kind": "lost-steps", "from_step": 3}]
+        ).steps
     ] == [0, 1, 2]
 
 
 def test_recoveries_of_one_kind_are_paired_in_order() -> None:
     plan = {"at": 1.0, "kind": "plan", "epoch": 1, "text": PLAN}
     other = {**ENTRY, "nodes_after": 1}
-    one = tell([plan, *({"at": 2.0, "epoch": 9, **e} for e in (ENTRY, other, ENTRY))])
-    two = tell([plan, *({"at": 2.0, "epoch": 9, **e} for e in (ENTRY, ENTRY))])
-    assert len(pairs(one, two)) == 2 and len(pairs(two, one)) == 2
-    assert tell([]).seconds == 0.0
+    one = history_of([plan, *({"at": 2.0, "epoch": 9, **e} for e in (ENTRY, other, ENTRY))])
+    two = history_of([plan, *({"at": 2.0, "epoch": 9, **e} for e in (ENTRY, ENTRY))])
+    assert len(matched_recoveries(one, two)) == 2 and len(matched_recoveries(two, one)) == 2
+    assert history_of([]).seconds == 0.0

@@ -1,4 +1,4 @@
-"""The micro-batch level: our real decisions on virtual time, whatever happens to the nodes."""
+"""Simulated runs of the micro-batch level under losses, joins and notices."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from elastic_sim.microbatches.physics import Physics
-from elastic_sim.microbatches.training import Run
-from elastic_sim.microbatches.world import Anchored, Job, World, simulate
+from elastic_sim.microbatches.physics import MicrobatchPhysics
+from elastic_sim.microbatches.worker import EpochRun
+from elastic_sim.microbatches.world import AnchoredEvent, MicrobatchJob, MicrobatchWorld, simulate
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.traces.trace import ADD, Event
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.predict import predict
 from elastic.planning.plan.schemes import schemes_of
-from tests.simulator.microbatches.runs import (
+from tests.simulator.microbatches.sample_runs import (
     JOB,
     PAIRS,
     came,
@@ -29,17 +29,17 @@ from tests.simulator.microbatches.runs import (
     steady,
 )
 
-EXACT = Physics(jitter=0.0)
+EXACT = MicrobatchPhysics(jitter=0.0)
 
 
 def test_without_failures_a_step_takes_what_the_planner_says() -> None:
     known, job = profile(), replace(JOB, backup="none+none", min_nodes=4, max_nodes=4)
     outcome = simulate(steady(4), known, job, EXACT)
     assert outcome.phase == "finished" and not outcome.recoveries
-    world = World(job, known, EXACT, 0)
-    world.expect(steady(4))
+    world = MicrobatchWorld(job, known, EXACT, 0)
+    world.schedule(steady(4))
     world.clock.run(10.0, lambda: bool(world.runs) and next(iter(world.runs.values())).connected)
-    run: Run = next(iter(world.runs.values()))
+    run: EpochRun = next(iter(world.runs.values()))
     infos = tuple(agent.info for agent in world.agents.values())
     assert outcome.steps[5].seconds == pytest.approx(predict(run.plan, known, infos).step_s)
     assert outcome.samples == 20 * 8 and outcome.tokens == 20 * 8 * 4
@@ -75,8 +75,8 @@ def test_a_lost_node_costs_its_phases_and_no_step() -> None:
     samples_once(outcome)
 
 
-def test_who_connects_last_finds_the_others_through() -> None:
-    """Three that come at once make three connections; where one has fetched for long, a third of that is left."""
+def test_the_last_worker_waits_only_for_its_own_connections() -> None:
+    """The last worker connects to the others when they have connected to each other already."""
     job, waits = replace(JOB, steps=40, pipelines="1"), dict[str, list[float]]()
     for name, bytes_per_s in (("at once", 0.0), ("apart", 1e5)):
         for pair_s in (0.0, 0.1):
@@ -91,7 +91,9 @@ def test_who_connects_last_finds_the_others_through() -> None:
 def test_halting_waits_for_the_action_that_is_computed() -> None:
     job = replace(JOB, pipelines="1", steps=4)
     halts = [
-        simulate(steady(4, 200.0, lost(at, 3)), profile(seconds=0.6), job, EXACT).recoveries[0]["halt_s"]
+        simulate(steady(4, 200.0, lost(at, 3)), profile(seconds=0.6), job, EXACT).recoveries[0][
+            "halt_s"
+        ]
         for at in (20.0, 20.3, 20.6, 20.9)
     ]
     action_s = 3 * 0.4  # three of eight layers backward, at most
@@ -108,7 +110,9 @@ def test_finished_microbatches_are_not_run_again_where_their_gradients_are_kept(
 
 
 def test_a_node_with_a_notice_leaves_at_the_end_of_a_step_and_loses_nothing() -> None:
-    outcome = simulate(steady(4, 120.0, lost(40.0, 1, 30.0)), profile(), replace(JOB, steps=50), EXACT)
+    outcome = simulate(
+        steady(4, 120.0, lost(40.0, 1, 30.0)), profile(), replace(JOB, steps=50), EXACT
+    )
     (found,) = outcome.recoveries
     assert found["planned"] and found["cause"] == "drain node1"
     assert found["microbatches_lost"] == 0 and outcome.account.totals()[Use.LOST] == 0
@@ -121,21 +125,27 @@ def test_a_newcomer_enters_once_its_processes_have_started() -> None:
     outcome = simulate(steady(3, 120.0, came(8.0, 3)), profile(), job, physics)
     (found,) = outcome.recoveries
     assert (found["nodes_before"], found["nodes_after"]) == (3, 4)
-    halt = next(event for event in outcome.events if event["kind"] == "halt" and event["epoch"] == 2)
+    halt = next(
+        event for event in outcome.events if event["kind"] == "halt" and event["epoch"] == 2
+    )
     assert 12.0 < halt["at"] < 13.0
 
 
 def test_events_may_follow_steps() -> None:
-    gone = Anchored(Event(0.0, "remove", "node1"), step=7, after_s=0.1)
-    new = Anchored(Event(0.0, ADD, "node9"), step=9, after_s=0.2, ready=True)
-    outcome = simulate(steady(4), profile(), replace(JOB, steps=30, max_nodes=4), EXACT, 0, (gone, new))
+    gone = AnchoredEvent(Event(0.0, "remove", "node1"), step=7, after_s=0.1)
+    new = AnchoredEvent(Event(0.0, ADD, "node9"), step=9, after_s=0.2, ready=True)
+    outcome = simulate(
+        steady(4), profile(), replace(JOB, steps=30, max_nodes=4), EXACT, 0, (gone, new)
+    )
     first, second = outcome.recoveries
     assert first["step"] == 7 and second["cause"] == "join node9" and second["step"] in (10, 11)
 
 
-def test_what_cannot_be_recovered_ends_the_job_and_says_why() -> None:
+def test_an_unrecoverable_loss_ends_the_job_with_a_reason() -> None:
     gone = [lost(9.0, 0), lost(9.0, 1), lost(9.0, 2)]
-    outcome = simulate(steady(4, 60.0, *gone), profile(), replace(JOB, min_nodes=4, pipelines="1"), EXACT)
+    outcome = simulate(
+        steady(4, 60.0, *gone), profile(), replace(JOB, min_nodes=4, pipelines="1"), EXACT
+    )
     assert outcome.phase == "failed" and "there is no durable checkpoint" in outcome.reason
     with_one = replace(JOB, min_nodes=4, pipelines="1", checkpoint_every=4, steps=40)
     outcome = simulate(steady(4, 200.0, *gone), profile(), with_one, EXACT)
@@ -153,10 +163,10 @@ def test_without_enough_nodes_the_job_waits() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from(PAIRS), st.sampled_from((0, 5)))
 def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every: int) -> None:
-    """The ledgers are checked at every commit; here what comes out."""
+    """Results are consistent; the simulator checks the ledgers at every commit."""
     trace = random_trace(seed)
     job = replace(JOB, backup=pair, checkpoint_every=every, steps=30)
-    outcome = simulate(trace, profile(), job, Physics(), seed)
+    outcome = simulate(trace, profile(), job, MicrobatchPhysics(), seed)
     samples_once(outcome)
     assert sum(outcome.account.totals().values()) == outcome.account.node_ms
     spans = outcome.account.spans
@@ -173,13 +183,15 @@ def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every
 @given(st.integers(0, 10_000), st.sampled_from(PAIRS))
 def test_the_same_seed_gives_the_same_bytes(seed: int, pair: str) -> None:
     trace, job = random_trace(seed, 3), replace(JOB, backup=pair, steps=12)
-    one, two = (dumped(simulate(trace, profile(), job, Physics(), seed)) for _ in range(2))
+    one, two = (
+        dumped(simulate(trace, profile(), job, MicrobatchPhysics(), seed)) for _ in range(2)
+    )
     assert one == two
 
 
 def test_another_seed_gives_other_times() -> None:
     trace = steady(4, 60.0, lost(9.0, 1))
-    one, two = (simulate(trace, profile(), JOB, Physics(), seed) for seed in (1, 2))
+    one, two = (simulate(trace, profile(), JOB, MicrobatchPhysics(), seed) for seed in (1, 2))
     assert one.recoveries[0]["total_s"] != two.recoveries[0]["total_s"]
 
 
@@ -204,11 +216,11 @@ def test_every_pair_of_the_list_is_legal() -> None:
 def test_schedules() -> None:
     for schedule in ("1f1b", "interleaved", "zero-bubble"):
         job = replace(JOB, schedule=schedule, pipelines="auto", steps=12, max_nodes=4)
-        outcome = simulate(steady(4, 120.0, lost(8.0, 2)), profile(), job, Physics(), 3)
+        outcome = simulate(steady(4, 120.0, lost(8.0, 2)), profile(), job, MicrobatchPhysics(), 3)
         assert outcome.phase == "finished" and len(outcome.recoveries) == 1, schedule
 
 
 def test_job_defaults() -> None:
-    assert Job(microbatches=1, steps=1).backup == "auto"
-    outcome = simulate(steady(1, 30.0), profile(2), Job(microbatches=2, steps=3), EXACT)
+    assert MicrobatchJob(microbatches=1, steps=1).backup == "auto"
+    outcome = simulate(steady(1, 30.0), profile(2), MicrobatchJob(microbatches=2, steps=3), EXACT)
     assert outcome.phase == "finished"

@@ -1,4 +1,4 @@
-"""`elastic-sim validate`: a run against its simulation. Here the run was simulated too, so what is right is known."""
+"""`elastic-sim validate` on simulated runs, whose true delays are known."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from elastic_sim.cli.cli import main
-from elastic_sim.microbatches.calibrate import calibrate
-from elastic_sim.microbatches.physics import Physics, write
-from elastic_sim.microbatches.recorded import read
-from elastic_sim.microbatches.validate import Figure, compare, told
+from elastic_sim.microbatches.physics import MicrobatchPhysics, write
+from elastic_sim.microbatches.recorded_run import read
+from elastic_sim.microbatches.validate import ComparedFigure, calibrate, compare, format_report
 
 from elastic.domain.errors import FieldError
-from tests.simulator.microbatches.runs import JOB, acted_run, came, lost, profile, steady
+from tests.simulator.microbatches.sample_runs import JOB, acted_run, came, lost, profile, steady
 
-TRUE = Physics(closed_s=0.12, leave_s=0.09, stop_s=0.15, plan_s=0.2, install_s=0.06, group_s=0.17, spawn_s=2.0,
-               pair_s=0.0133, prefetch_s=0.04, hop_s=0.002, step_s=0.03, resume_s=0.02, start_s=0.5)  # fmt: skip
+TRUE = MicrobatchPhysics(closed_s=0.12, leave_s=0.09, stop_s=0.15, plan_s=0.2, install_s=0.06,
+               group_s=0.17, spawn_s=2.0, pair_s=0.0133, prefetch_s=0.04, hop_s=0.002,
+               step_s=0.03, resume_s=0.02, start_s=0.5)  # fmt: skip
 LONG = replace(JOB, steps=70, min_nodes=4, max_nodes=4, backup="stream:4+snapshot")
-ONE = steady(4, 200.0, lost(6.0, 1), came(8.0, 4), lost(17.0, 2), came(18.0, 5), lost(45.0, 0, 20.0))
-TWO = steady(4, 200.0, lost(5.0, 3), came(6.0, 4), lost(14.0, 4), came(15.0, 5), lost(26.0, 1), came(27.0, 6))
+ONE = steady(
+    4, 200.0, lost(6.0, 1), came(8.0, 4), lost(17.0, 2), came(18.0, 5), lost(45.0, 0, 20.0)
+)
+TWO = steady(
+    4, 200.0, lost(5.0, 3), came(6.0, 4), lost(14.0, 4), came(15.0, 5), lost(26.0, 1), came(27.0, 6)
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,9 @@ def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
     for name in ("closed_s", "leave_s", "stop_s", "plan_s", "install_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.25, abs=0.02), name
     pairs = comb(4, 2)  # here all come nearly at once: which of both it is cannot be told
-    assert found.group_s + pairs * found.pair_s == pytest.approx(TRUE.group_s + pairs * TRUE.pair_s, rel=0.2)
+    assert found.group_s + pairs * found.pair_s == pytest.approx(
+        TRUE.group_s + pairs * TRUE.pair_s, rel=0.2
+    )
     report = compare([read(runs[1])], found)
     assert report.figure("throughput").ratio == pytest.approx(1, abs=0.02)
     for phase in ("detect", "decide", "transfer", "rebuild", "total"):
@@ -53,15 +59,20 @@ def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
     assert report.unmatched == (0, 0) and len(report.recoveries) == 6
 
 
-def test_without_physics_of_the_machine_it_shows(runs: tuple[Path, Path]) -> None:
-    report = compare([read(runs[1])], Physics(plan_s=1.0, group_s=1.0))
+def test_wrong_physics_give_wrong_predictions(runs: tuple[Path, Path]) -> None:
+    report = compare([read(runs[1])], MicrobatchPhysics(plan_s=1.0, group_s=1.0))
     assert report.figure("losses: total, median").ratio > 1.5
     assert report.figure("throughput").ratio < 1
 
 
-def test_what_happened_is_read_from_the_events(runs: tuple[Path, Path]) -> None:
+def test_a_run_is_read_from_its_events(runs: tuple[Path, Path]) -> None:
     found = read(runs[0])
-    assert sorted(event.node for event in found.trace.events) == ["node0", "node1", "node2", "node3"]
+    assert sorted(event.node for event in found.trace.events) == [
+        "node0",
+        "node1",
+        "node2",
+        "node3",
+    ]
     kinds = [(one.event.kind, one.event.node, one.event.notice_s > 0) for one in found.anchored]
     assert kinds == [
         ("remove", "node1", False),
@@ -89,14 +100,16 @@ def test_the_command_calibrates_and_compares(runs: tuple[Path, Path], tmp_path: 
 
 
 def test_a_figure_of_nothing() -> None:
-    assert Figure("x", "s", 0.0, 0.0).ratio == 1.0
-    assert Figure("x", "s", 0.0, 1.0).ratio == float("inf")
+    assert ComparedFigure("x", "s", 0.0, 0.0).ratio == 1.0
+    assert ComparedFigure("x", "s", 0.0, 1.0).ratio == float("inf")
 
 
-def test_recoveries_of_one_side_alone_are_told(runs: tuple[Path, Path]) -> None:
+def test_unmatched_recoveries_are_reported(runs: tuple[Path, Path]) -> None:
     found = read(runs[0])
     report = compare([replace(found, anchored=found.anchored[:2])], TRUE)
-    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in told(report)
+    assert report.unmatched == (3, 0) and "without a counterpart: 3 of the runs" in format_report(
+        report
+    )
 
 
 def edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
@@ -115,7 +128,7 @@ def config(**changes: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (without("events.jsonl"), "events.jsonl"),
         (without("config.json"), "config.json"),
@@ -125,7 +138,10 @@ def config(**changes: Any) -> Callable[[Path], None]:
         (edit("events.jsonl", lambda text: text.replace('"seconds"', '"s"')), "seconds"),
         (edit("events.jsonl", lambda text: text.replace('"kind": "job"', '"kind": "jobs"')), "job"),
         (
-            edit("events.jsonl", lambda text: text.replace('"cause_kind": "start"', '"cause_kind": "other"')),
+            edit(
+                "events.jsonl",
+                lambda text: text.replace('"cause_kind": "start"', '"cause_kind": "other"'),
+            ),
             "began to train",
         ),
         (edit("summary.json", lambda text: text[:10]), "summary.json"),
@@ -139,14 +155,16 @@ def config(**changes: Any) -> Callable[[Path], None]:
     ],
 )
 def test_damaged_runs_are_refused(
-    runs: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None], told: str
+    runs: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs[0], folder)
     damage(folder)
     done = run(folder)
-    assert done.exit_code == 2 and told in done.output, done.output
-    assert len(done.output.strip().splitlines()) == 1 and done.output.startswith("elastic-sim validate: ")
+    assert done.exit_code == 2 and message in done.output, done.output
+    assert len(done.output.strip().splitlines()) == 1 and done.output.startswith(
+        "elastic-sim validate: "
+    )
 
 
 def test_there_must_be_a_run(tmp_path: Path) -> None:

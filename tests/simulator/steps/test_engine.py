@@ -20,7 +20,7 @@ from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulator.microbatches.runs import node_ms
+from tests.simulator.microbatches.sample_runs import node_ms
 
 
 class FixedPolicy:

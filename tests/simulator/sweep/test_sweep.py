@@ -1,4 +1,4 @@
-"""Sweeps: the same bytes whatever ran the cells, in whatever order, with whatever deaths and interruptions."""
+"""Sweeps give the same bytes for any backend, order of cells, process death or interruption."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from elastic_sim.cli.cli import main
 from elastic_sim.replay.replay import ORACLE, replay
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep
-from elastic_sim.sweep.cells import MOST_DEATHS, Cell, CellFailed, Result, cells_of
-from elastic_sim.sweep.sweep_local import local
+from elastic_sim.sweep.cells import MAX_DEATHS, CellFailed, Result, SweepCell, cells_of
+from elastic_sim.sweep.local_backend import run_locally
 from elastic_sim.traces.generate import Market
 
 from elastic.domain.errors import FieldError
@@ -31,13 +31,15 @@ ROOT = Path(__file__).parents[3]
 
 
 def scenario(mtbf_s: float, model: str = "gpt2") -> Scenario:
-    return Scenario(market=Market(nodes=4, mtbf_s=mtbf_s, repair_s=600.0), duration_s=1800.0, model=model)
+    return Scenario(
+        market=Market(nodes=4, mtbf_s=mtbf_s, repair_s=600.0), duration_s=1800.0, model=model
+    )
 
 
 CELLS = cells_of([scenario(300.0), scenario(900.0)], ("varuna", "torchft"), 2)
 
 
-def here(cells: Sequence[Cell]) -> Generator[tuple[Cell, Result]]:
+def here(cells: Sequence[SweepCell]) -> Generator[tuple[SweepCell, Result]]:
     """A backend for tests: this process."""
     for cell in cells:
         yield cell, cell.run()
@@ -48,7 +50,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """sweep.json of an undisturbed sweep."""
     out = tmp_path_factory.mktemp("undisturbed")
     sweep.run(out, CELLS, here)
-    return (out / sweep.WHOLE).read_bytes()
+    return (out / sweep.SUMMARY_FILE).read_bytes()
 
 
 def test_cells_are_every_combination_and_the_oracle() -> None:
@@ -65,11 +67,11 @@ def test_a_key_follows_the_content_of_files_and_not_their_place(tmp_path: Path) 
     for path, seconds in zip(paths, (60, 60, 70), strict=True):
         path.parent.mkdir()
         path.write_text(text.replace("60", f"{seconds}"))
-    first, again, other = (Cell(Scenario(trace=str(path)), ORACLE, 0) for path in paths)
+    first, again, other = (SweepCell(Scenario(trace=str(path)), ORACLE, 0) for path in paths)
     assert first.key == again.key != other.key
-    assert first.key != Cell(first.scenario, ORACLE, 1).key
+    assert first.key != SweepCell(first.scenario, ORACLE, 1).key
     with pytest.raises(FieldError, match="readable file"):
-        _ = Cell(Scenario(trace=str(tmp_path / "absent.csv")), ORACLE, 0).key
+        _ = SweepCell(Scenario(trace=str(tmp_path / "absent.csv")), ORACLE, 0).key
 
 
 def test_figures_are_those_of_replay(wanted: bytes) -> None:
@@ -78,24 +80,31 @@ def test_figures_are_those_of_replay(wanted: bytes) -> None:
     world = scenario(300.0)
     for one in replay(world.world(), world.trace_of, ("varuna", "torchft"), range(2)):
         told = row["policies"][one.policy]
-        assert told["goodput"] == one.goodput.value and told["margins"]["goodput"] == one.goodput.margin
+        assert (
+            told["goodput"] == one.goodput.value
+            and told["margins"]["goodput"] == one.goodput.margin
+        )
         assert told["time"] == pytest.approx(one.time)
     assert row["policies"][ORACLE]["goodput"] == 1.0
 
 
 def test_the_order_does_not_matter(tmp_path: Path, wanted: bytes) -> None:
     sweep.run(tmp_path, CELLS, lambda cells: here(tuple(reversed(cells))))
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
-def test_processes_give_the_same_and_one_that_dies_is_replaced(tmp_path: Path, wanted: bytes) -> None:
+def test_processes_give_the_same_and_one_that_dies_is_replaced(
+    tmp_path: Path, wanted: bytes
+) -> None:
     mark = tmp_path / "died"
     first = Deadly(CELLS[3].scenario, CELLS[3].policy, CELLS[3].seed, str(mark), 1)
     cells = [*CELLS[:3], first, *CELLS[4:]]
-    sweep.run(tmp_path, cells, partial(local, workers=2))
+    sweep.run(tmp_path, cells, partial(run_locally, workers=2))
     assert mark.read_text() == "x"
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
-    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
+    assert not [
+        child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())
+    ]
 
 
 def test_a_cell_that_always_takes_its_process_down_is_named(tmp_path: Path) -> None:
@@ -103,20 +112,20 @@ def test_a_cell_that_always_takes_its_process_down_is_named(tmp_path: Path) -> N
     bad = Deadly(scenario(300.0), "varuna", 7, str(mark), 99)
     cells = [CELLS[0], bad]
     with pytest.raises(CellFailed, match="varuna, gpt2, mtbf 300 s, seed 7: 3 processes died"):
-        sweep.run(tmp_path, cells, partial(local, workers=2))
-    assert len(mark.read_text()) == MOST_DEATHS
-    with sweep.opened(tmp_path, cells) as log:  # what was done is kept
+        sweep.run(tmp_path, cells, partial(run_locally, workers=2))
+    assert len(mark.read_text()) == MAX_DEATHS
+    with sweep.open_log(tmp_path, cells) as log:  # what was done is kept
         assert CELLS[0].key in log.done and bad.key not in log.done
 
 
 def test_an_error_in_a_cell_names_it(tmp_path: Path) -> None:
-    cell = Cell(scenario(300.0), "absent", 0)
+    cell = SweepCell(scenario(300.0), "absent", 0)
     with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
-        sweep.run(tmp_path, [cell], partial(local, workers=1))
+        sweep.run(tmp_path, [cell], partial(run_locally, workers=1))
 
 
 @dataclass(frozen=True, slots=True)
-class Deadly(Cell):
+class Deadly(SweepCell):
     """Kills its process the first times that it runs."""
 
     mark: str = ""
@@ -128,16 +137,16 @@ class Deadly(Cell):
                 file.write("x")
                 file.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
-        return Cell(self.scenario, self.policy, self.seed).run()
+        return SweepCell(self.scenario, self.policy, self.seed).run()
 
 
 # ---- going on ----
 
 
 def test_what_is_done_is_not_run_again(tmp_path: Path, wanted: bytes) -> None:
-    ran: list[Cell] = []
+    ran: list[SweepCell] = []
 
-    def some(cells: Sequence[Cell], n: int) -> Generator[tuple[Cell, Result]]:
+    def some(cells: Sequence[SweepCell], n: int) -> Generator[tuple[SweepCell, Result]]:
         for cell, result in here(cells[:n]):
             ran.append(cell)
             yield cell, result
@@ -147,31 +156,31 @@ def test_what_is_done_is_not_run_again(tmp_path: Path, wanted: bytes) -> None:
     for n in (3, 5):
         with pytest.raises(KeyboardInterrupt):
             sweep.run(tmp_path, CELLS, partial(some, n=n))
-    assert not (tmp_path / sweep.WHOLE).exists()
+    assert not (tmp_path / sweep.SUMMARY_FILE).exists()
     sweep.run(tmp_path, CELLS, partial(some, n=99))
     assert ran == list(CELLS)
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
 @pytest.mark.parametrize("cut", [1, 2, 200, 600])
 def test_a_torn_last_line_is_run_again(tmp_path: Path, wanted: bytes, cut: int) -> None:
     sweep.run(tmp_path, CELLS, here)
-    lines = tmp_path / sweep.CELLS
+    lines = tmp_path / sweep.CELLS_FILE
     whole = lines.read_bytes()
     lines.write_bytes(whole[:-cut])
-    ran: list[Cell] = []
+    ran: list[SweepCell] = []
     sweep.run(tmp_path, CELLS, here, progress=ran.append)
     assert ran == [CELLS[-1]]
     assert lines.read_bytes() == whole
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
 def test_a_larger_sweep_goes_on_from_a_smaller_one(tmp_path: Path, wanted: bytes) -> None:
     sweep.run(tmp_path, cells_of([scenario(900.0)], ("torchft",), 1), here)
-    ran: list[Cell] = []
+    ran: list[SweepCell] = []
     sweep.run(tmp_path, CELLS, here, progress=ran.append)
     assert len(ran) == len(CELLS) - 2
-    assert (tmp_path / sweep.WHOLE).read_bytes() == wanted
+    assert (tmp_path / sweep.SUMMARY_FILE).read_bytes() == wanted
 
 
 def test_cells_of_another_sweep_are_refused(tmp_path: Path) -> None:
@@ -182,27 +191,43 @@ def test_cells_of_another_sweep_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["nonsense", "{}", "[]", '{"key": 1, "cell": 2, "result": 3}'])
 def test_lines_that_are_no_cells_are_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / sweep.CELLS).write_text(line + "\n")
+    (tmp_path / sweep.CELLS_FILE).write_text(line + "\n")
     with pytest.raises(FieldError, match=r"no cell|this sweep has not"):
         sweep.run(tmp_path, CELLS[:1], here)
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
-    with sweep.opened(tmp_path, CELLS), pytest.raises(FieldError, match="another sweep is writing"):
+    with (
+        sweep.open_log(tmp_path, CELLS),
+        pytest.raises(FieldError, match="another sweep is writing"),
+    ):
         sweep.run(tmp_path, CELLS, here)
 
 
 # ---- the command ----
 
-WORDS = ("--mtbf", "5m,15m", "--nodes", "4", "--repair", "10m", "--duration", "30m", "--model", "gpt2")
+WORDS = (
+    "--mtbf",
+    "5m,15m",
+    "--nodes",
+    "4",
+    "--repair",
+    "10m",
+    "--duration",
+    "30m",
+    "--model",
+    "gpt2",
+)
 
 
 def test_the_command(tmp_path: Path, wanted: bytes) -> None:
     words = ("sweep", str(tmp_path / "out"), *WORDS, "--policy", "varuna,torchft", "--seeds", "2")
     done = CliRunner().invoke(main, [*words, "--workers", "1"])
     assert done.exit_code == 0, done.output
-    assert "gpt2, mtbf 300 s" in done.output and "torchft" in done.output and "12 cells" in done.output
-    assert (tmp_path / "out" / sweep.WHOLE).read_bytes() == wanted
+    assert (
+        "gpt2, mtbf 300 s" in done.output and "torchft" in done.output and "12 cells" in done.output
+    )
+    assert (tmp_path / "out" / sweep.SUMMARY_FILE).read_bytes() == wanted
     again = CliRunner().invoke(main, [*words, "--workers", "2"])
     assert "12 of 12 cells were done before" in again.output
     other = CliRunner().invoke(main, [*words, "--nodes", "5"])
@@ -227,9 +252,11 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs ignore it
     )
-    lines = tmp_path / sweep.CELLS
+    lines = tmp_path / sweep.CELLS_FILE
     until = time.monotonic() + LONG_S
     while time.monotonic() < until and not (lines.exists() and lines.read_bytes().count(b"\n")):
         time.sleep(0.01)
@@ -237,7 +264,9 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
     _, told = started.communicate(timeout=LONG_S)
     assert started.returncode == 130, told.decode()
     assert b"goes on from here" in told and b"Traceback" not in told
-    assert 0 < lines.read_bytes().count(b"\n") < 6000 and not (tmp_path / sweep.WHOLE).exists()
+    assert (
+        0 < lines.read_bytes().count(b"\n") < 6000 and not (tmp_path / sweep.SUMMARY_FILE).exists()
+    )
     until = time.monotonic() + LONG_S
     with pytest.raises(ProcessLookupError):  # nothing of it is left
         while time.monotonic() < until:

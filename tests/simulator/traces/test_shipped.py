@@ -13,7 +13,7 @@ from elastic_sim.report.trace_page import trace_page
 from elastic_sim.traces.statistics import statistics
 from elastic_sim.traces.trace import ADD, Event, build_trace, read
 
-from tests.simulator.report.figures import body, figures
+from tests.simulator.report.page_parser import body, figures
 
 TRACES = Path(__file__).parents[3] / "traces"
 COMMANDS = re.findall(

@@ -1,4 +1,4 @@
-"""Reads pages, and the charts on them."""
+"""Parses pages and their charts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("href", "src", "xlink:href")
+        ]
         if tag not in ("meta", "link"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("href", "src", "xlink:href")
+        ]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open[-1] == tag, f"</{tag}> in {self.open[-5:]}"

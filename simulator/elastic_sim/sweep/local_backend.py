@@ -1,4 +1,4 @@
-"""Cells on processes of this machine. A process that dies is replaced and its cells are run again."""
+"""Runs cells on processes of this machine. A process that dies is replaced; its cells run again."""
 
 from __future__ import annotations
 
@@ -13,48 +13,58 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait as readable
 
-from elastic_sim.sweep.cells import MOST_DEATHS, Cell, CellFailed, Result, attempt, result_or_raise
+from elastic_sim.sweep.cells import (
+    MAX_DEATHS,
+    CellFailed,
+    Result,
+    SweepCell,
+    attempt,
+    result_or_raise,
+)
 
 
-def local(cells: Sequence[Cell], workers: int) -> Generator[tuple[Cell, Result]]:
-    """Run cells on so many processes. Cells that a process died under are run again one at a time, so that it is
-    known which of them it is. Raises CellFailed."""
-    waiting, deaths = deque(cells), Counter[Cell]()
+def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[SweepCell, Result]]:
+    """Run cells on `workers` processes. Raises CellFailed.
+
+    After a process died, its cells run again one at a time, to find the one that caused it.
+    """
+    waiting, deaths = deque(cells), Counter[SweepCell]()
     while waiting:
         before = set(multiprocessing.active_children())
         pool = ProcessPoolExecutor(
-            workers, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare
+            workers, mp_context=multiprocessing.get_context("spawn"), initializer=_follow_parent
         )
-        running: dict[Future[Result | str], Cell] = {}
+        running: dict[Future[Result | str], SweepCell] = {}
         try:
-            yield from _drained(pool, workers, waiting, running, deaths)
+            yield from _run(pool, workers, waiting, running, deaths)
         except BrokenProcessPool:
             for cell in list(running.values()) or [waiting[0]]:
                 deaths[cell] += 1
-                if deaths[cell] >= MOST_DEATHS:
-                    raise CellFailed(f"{cell}: {MOST_DEATHS} processes died while they ran it") from None
+                if deaths[cell] >= MAX_DEATHS:
+                    raise CellFailed(
+                        f"{cell}: {MAX_DEATHS} processes died while they ran it"
+                    ) from None
             waiting.extendleft(reversed(running.values()))
         finally:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            pool.shutdown(cancel_futures=True)  # its thread would be at work while the interpreter ends
+            pool.shutdown(cancel_futures=True)  # stop its thread before exit
 
 
-def _drained(
+def _run(
     pool: ProcessPoolExecutor,
     workers: int,
-    waiting: deque[Cell],
-    running: dict[Future[Result | str], Cell],
-    deaths: Counter[Cell],
-) -> Iterator[tuple[Cell, Result]]:
-    """No more cells are handed over than there are processes. Raises BrokenProcessPool, with all cells that may have
-    been its cause in `running`."""
+    waiting: deque[SweepCell],
+    running: dict[Future[Result | str], SweepCell],
+    deaths: Counter[SweepCell],
+) -> Iterator[tuple[SweepCell, Result]]:
+    """Run cells, at most one per process. Raises BrokenProcessPool; `running` has its suspects."""
     while waiting or running:
         while waiting and len(running) < workers:
             if running and (deaths[waiting[0]] or any(deaths[cell] for cell in running.values())):
                 break
             cell = waiting[0]
-            with _unheard():
+            with _ignore_interrupts():
                 running[pool.submit(attempt, cell)] = cell
             waiting.popleft()
         done = wait(running, return_when=FIRST_COMPLETED).done
@@ -65,8 +75,8 @@ def _drained(
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """Processes that are started meanwhile do not hear Ctrl-C, which is for the main one to handle."""
+def _ignore_interrupts() -> Iterator[None]:
+    """Let only the main process handle Ctrl-C, not processes started meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -74,8 +84,8 @@ def _unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _prepare() -> None:
-    """In a new process: when the main one is gone, this one goes too."""
+def _follow_parent() -> None:
+    """Let a new process end with the main one."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         sentinel = parent.sentinel

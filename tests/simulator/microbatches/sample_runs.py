@@ -1,4 +1,4 @@
-"""Small jobs and clusters for the micro-batch level, and run directories as a real run would leave them."""
+"""Small jobs, traces and run directories for tests of the micro-batch level."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elastic_sim.microbatches.meter import Outcome
-from elastic_sim.microbatches.physics import Physics
-from elastic_sim.microbatches.world import Job, simulate
+from elastic_sim.microbatches.meter import MicrobatchResult
+from elastic_sim.microbatches.physics import MicrobatchPhysics
+from elastic_sim.microbatches.world import MicrobatchJob, simulate
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 from elastic.core.protocol.fault_spec import FaultSpec, parse_fault
@@ -19,8 +19,13 @@ from elastic.domain.types import LayerSpec
 from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 
 EPOCH_S = 1_700_000_000.0
-JOB = Job(
-    microbatches=8, steps=20, min_nodes=3, max_nodes=8, backup="stream+snapshot", tokens_per_microbatch=4
+JOB = MicrobatchJob(
+    microbatches=8,
+    steps=20,
+    min_nodes=3,
+    max_nodes=8,
+    backup="stream+snapshot",
+    tokens_per_microbatch=4,
 )
 GRADIENTS = ("stream", "stream:4", "reduce", "reduce:2", "log", "recompute")
 STATES = ("snapshot", "replica", "replay", "replay:3")
@@ -30,7 +35,9 @@ PAIRS = tuple(f"{g}+{s}" for g in GRADIENTS for s in (*STATES, *SHARDED))
 
 def profile(layers: int = 8, seconds: float = 0.03, bytes_per_s: float = 50e6) -> Profile:
     times = LayerTimes(seconds / 3, 2 * seconds / 3, seconds / 3, seconds / 3)
-    layer = LayerSpec(1 << 18, 1 << 19, 1 << 18, times.forward_s, times.backward_s, output_bytes=1 << 14)
+    layer = LayerSpec(
+        1 << 18, 1 << 19, 1 << 18, times.forward_s, times.backward_s, output_bytes=1 << 14
+    )
     return Profile(
         model="equal",
         layers=(layer,) * layers,
@@ -41,7 +48,7 @@ def profile(layers: int = 8, seconds: float = 0.03, bytes_per_s: float = 50e6) -
 
 
 def steady(nodes: int, end_s: float = 120.0, *later: Event) -> Trace:
-    """Nodes that are there from the beginning, and what happens later."""
+    """Return a trace of nodes present from the beginning, and later events."""
     start = tuple(Event(0.0, ADD, f"node{i}") for i in range(nodes))
     return build_trace((*start, *later), end_s, "made for a test")
 
@@ -55,7 +62,7 @@ def came(seconds: float, node: int) -> Event:
 
 
 def random_trace(seed: int, events: int = 6) -> Trace:
-    """Nodes in two zones that come and go, at times together, at times with a notice."""
+    """Return a trace of nodes in two zones with random joins, losses and notices."""
     rng = random.Random(seed)
     n = rng.randint(4, 8)
     found = [Event(0.0, ADD, f"node{i}", rng.choice("ab")) for i in range(n)]
@@ -71,38 +78,52 @@ def random_trace(seed: int, events: int = 6) -> Trace:
     return build_trace(tuple(found), now + 90.0, "made for a test")
 
 
-def samples_once(outcome: Outcome) -> None:
-    """Steps that count are 0, 1, 2, ..., each once and in order."""
+def samples_once(outcome: MicrobatchResult) -> None:
+    """Assert that the completed steps are 0, 1, 2, ..., each once and in order."""
     assert [one.step for one in outcome.steps] == list(range(len(outcome.steps)))
     ended = [one.ended_s for one in outcome.steps]
     assert ended == sorted(ended)
 
 
-def dumped(outcome: Outcome) -> str:
-    """Everything that came out, as text."""
-    return codec.dumps({"steps": outcome.steps, "recoveries": outcome.recoveries, "events": outcome.events,
+def dumped(outcome: MicrobatchResult) -> str:
+    """Return all results as text."""
+    return codec.dumps({"steps": outcome.steps, "recoveries": outcome.recoveries,
+                        "events": outcome.events,
                         "progress": outcome.progress, "spans": outcome.account.spans})  # fmt: skip
 
 
-def acted_run(folder: Path, job: Job, known: Profile, trace: Trace, physics: Physics, seed: int = 0) -> Path:
-    """A run directory as if the simulated run had been a real one."""
+def acted_run(
+    folder: Path,
+    job: MicrobatchJob,
+    known: Profile,
+    trace: Trace,
+    physics: MicrobatchPhysics,
+    seed: int = 0,
+) -> Path:
+    """Write the run directory that a real run like the simulated one would leave."""
     outcome = simulate(trace, known, job, physics, seed)
     assert outcome.phase == "finished", outcome.reason
     kills = [e for e in trace.events if e.kind == REMOVE and not e.notice_s]
-    faults = tuple(replace(parse_fault("kill node=0 phase=optimizer"), node=event.node) for event in kills)
+    faults = tuple(
+        replace(parse_fault("kill node=0 phase=optimizer"), node=event.node) for event in kills
+    )
     events: list[dict[str, Any]] = [{"at": EPOCH_S, "kind": "job", "steps": job.steps,
-        "microbatches": job.microbatches, "tokens_per_microbatch": job.tokens_per_microbatch, "tp": 1, "tied": [],
-        "checkpoint_every": 0}]  # fmt: skip
+        "microbatches": job.microbatches, "tokens_per_microbatch": job.tokens_per_microbatch,
+        "tp": 1, "tied": [], "checkpoint_every": 0}]  # fmt: skip
     events += [{**event, "at": EPOCH_S + event["at"]} for event in outcome.events]
-    events += [{"at": EPOCH_S + e.seconds, "kind": "fault", "number": i} for i, e in enumerate(kills)]
+    events += [
+        {"at": EPOCH_S + e.seconds, "kind": "fault", "number": i} for i, e in enumerate(kills)
+    ]
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "config.json").write_text(json.dumps(config(job, known, faults)))
-    (folder / "summary.json").write_text(json.dumps({"step_s": [one.seconds for one in outcome.steps]}))
+    (folder / "summary.json").write_text(
+        json.dumps({"step_s": [one.seconds for one in outcome.steps]})
+    )
     return folder
 
 
-def config(job: Job, known: Profile, faults: tuple[FaultSpec, ...]) -> dict[str, Any]:
+def config(job: MicrobatchJob, known: Profile, faults: tuple[FaultSpec, ...]) -> dict[str, Any]:
     return {
         "emulate": True,
         "profile": codec.encode(known),
@@ -120,7 +141,7 @@ def config(job: Job, known: Profile, faults: tuple[FaultSpec, ...]) -> dict[str,
 
 
 def node_ms(of: Trace) -> int:
-    """From the trace alone."""
+    """Return node-milliseconds, from the trace alone."""
     came: dict[str, int] = {}
     total = 0
     for event in of.events:

@@ -1,12 +1,12 @@
-"""The step level and the micro-batch level agree: both run the real decisions, with what things take from one place."""
+"""The step level and the micro-batch level agree on the same job and delays."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from elastic_sim.microbatches.physics import Physics as Fine
-from elastic_sim.microbatches.world import Job, simulate
+from elastic_sim.microbatches.physics import MicrobatchPhysics
+from elastic_sim.microbatches.world import MicrobatchJob, simulate
 from elastic_sim.replay.replay import run_one
 from elastic_sim.steps.clusters import node_type_of, training_of
 from elastic_sim.steps.physics import ClusterPhysics
@@ -15,9 +15,15 @@ from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 COARSE = ClusterPhysics(
-    boot_s=0.0, noise=0.0, decide_s=0.4, groups_base_s=0.2, group_s=0.0, contention=0.2, copy_exposed=0.1
+    boot_s=0.0,
+    noise=0.0,
+    decide_s=0.4,
+    groups_base_s=0.2,
+    group_s=0.0,
+    contention=0.2,
+    copy_exposed=0.1,
 )
-FINE = Fine(
+FINE = MicrobatchPhysics(
     closed_s=3.0,
     plan_s=0.3,
     replan_s=0.3,
@@ -28,12 +34,15 @@ FINE = Fine(
     spawn_s=0.0,
     jitter=0.0,
 )
-"""A silent node is known to be lost after its lease; here its connections close that late."""
+"""Connections close after the lease, when the step level notices a lost node."""
 
 
 def trace(*events: tuple[float, str, str], notice_s: float = 0.0) -> Trace:
     there = [Event(0.0, ADD, f"n{i}") for i in range(6)]
-    more = [Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0) for at, kind, node in events]
+    more = [
+        Event(at, kind, node, notice_s=notice_s if kind == REMOVE else 0.0)
+        for at, kind, node in events
+    ]
     return build_trace([*there, *more], 900.0)
 
 
@@ -60,13 +69,7 @@ def test_levels_agree(of: Trace, pair: str) -> None:
         replace(training, samples=32 * training.microbatch), (node_type_of("a40"),), COARSE
     )
     coarse = run_one(world, of, f"ours:{pair}", 0, keep=True).outcome
-    job = Job(
-        steps=10_000,
-        microbatches=32,
-        backup=pair,
-        min_nodes=6,
-        max_nodes=32,
-    )
+    job = MicrobatchJob(steps=10_000, microbatches=32, backup=pair, min_nodes=6, max_nodes=32)
     fine = simulate(of, world.profile, job, FINE)
     assert coarse is not None
     made = coarse.samples / training.microbatch

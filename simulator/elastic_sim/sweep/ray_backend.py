@@ -1,7 +1,7 @@
-"""Cells on a Ray cluster. The only module that imports ray, which is optional.
+"""Runs cells on a Ray cluster; the only module that imports ray, which is optional.
 
-A task is a batch of cells of one world, so that a worker process, which remembers its worlds, prices plans once. Ray
-runs the batch of a worker that died again; a batch that keeps dying is taken apart, to know which cell it is.
+A task is a batch of cells with the same plans, because a worker process caches plans. Ray reruns
+the batch of a worker that died. A batch that keeps failing is split, to find the failing cell.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from elastic.domain import version
 from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import (
-    MOST_DEATHS,
+    MAX_DEATHS,
     Backend,
-    Cell,
     CellFailed,
     Result,
+    SweepCell,
     attempt,
+    plan_key,
     result_or_raise,
-    world_of,
 )
 
-LARGEST = 8
-"""Cells of a batch: what has to be run again when its worker dies."""
+MAX_BATCH = 8
+"""Cells per batch; all of them run again when their worker dies."""
 LOCAL = "local"
-"""In place of an address: a cluster that is started on this machine, and stopped at the end."""
+"""Address of a temporary cluster on this machine."""
 DIED = (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError)
 Files = Mapping[str, bytes]
-"""Contents by path: machines of the cluster need not have them."""
+"""Contents by path, for machines of the cluster."""
 
 
 def on_ray(address: str) -> Backend:
-    """A backend on the cluster at an address, or LOCAL."""
+    """Return a backend on the cluster at an address, or LOCAL."""
     return partial(_connected, address=address)
 
 
-def _connected(cells: Sequence[Cell], address: str) -> Generator[tuple[Cell, Result]]:
-    """Raises FieldError where there is no cluster, CellFailed."""
+def _connected(cells: Sequence[SweepCell], address: str) -> Generator[tuple[SweepCell, Result]]:
+    """Raise FieldError if there is no cluster, and CellFailed."""
     ours = Path(__file__).resolve().parents[2]
     runtime = Path(version.__file__).resolve().parents[2]
     sources = dict.fromkeys((str(ours), str(runtime)))
@@ -70,9 +70,9 @@ def _connected(cells: Sequence[Cell], address: str) -> Generator[tuple[Cell, Res
         ray.shutdown()
 
 
-def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
-    task = ray.remote(attempt_all).options(num_cpus=1, max_retries=MOST_DEATHS - 1)
-    files = ray.put(files_of(cells))
+def _run(cells: Sequence[SweepCell]) -> Iterator[tuple[SweepCell, Result]]:
+    task = ray.remote(_attempt_all).options(num_cpus=1, max_retries=MAX_DEATHS - 1)
+    files = ray.put(read_files(cells))
     cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
     running = {task.remote(batch, files): batch for batch in batches(cells, cpus)}
     while running:
@@ -82,7 +82,9 @@ def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
             found = ray.get(done)
         except DIED as error:
             if len(batch) == 1:
-                raise CellFailed(f"{batch[0]}: {MOST_DEATHS} processes died while they ran it") from error
+                raise CellFailed(
+                    f"{batch[0]}: {MAX_DEATHS} processes died while they ran it"
+                ) from error
             running |= {task.remote([cell], files): [cell] for cell in batch}
             continue
         except exceptions.RayError as error:
@@ -91,31 +93,35 @@ def _run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Result]]:
             yield cell, result_or_raise(cell, result)
 
 
-def batches(cells: Sequence[Cell], cpus: int) -> Iterator[list[Cell]]:
-    """Of one world each, and enough of them to keep everybody busy."""
-    for _, group in groupby(cells, lambda cell: world_of(cell.scenario)):
+def batches(cells: Sequence[SweepCell], cpus: int) -> Iterator[list[SweepCell]]:
+    """Yield batches of cells with the same plans, small enough to use all CPUs."""
+    for _, group in groupby(cells, lambda cell: plan_key(cell.scenario)):
         same = list(group)
-        size = min(LARGEST, -(-len(same) // cpus))
+        size = min(MAX_BATCH, -(-len(same) // cpus))
         for start in range(0, len(same), size):
             yield same[start : start + size]
 
 
-def attempt_all(cells: Sequence[Cell], files: Files) -> list[Result | str]:
-    """In a worker."""
-    return [attempt(replace(cell, scenario=placed(cell.scenario, files))) for cell in cells]
+def _attempt_all(cells: Sequence[SweepCell], files: Files) -> list[Result | str]:
+    """Run a batch in a worker."""
+    return [
+        attempt(replace(cell, scenario=with_local_files(cell.scenario, files))) for cell in cells
+    ]
 
 
-def files_of(cells: Sequence[Cell]) -> Files:
-    """All that they read. Raises FieldError."""
+def read_files(cells: Sequence[SweepCell]) -> Files:
+    """Return all files that cells read. Raises FieldError."""
     paths = {path for cell in cells for path in cell.scenario.files().values()}
     try:
         return {path: Path(path).read_bytes() for path in sorted(paths)}
     except OSError as error:
-        raise FieldError("file", str(error.filename), f"a readable file is needed: {error}") from error
+        raise FieldError(
+            "file", str(error.filename), f"a readable file is needed: {error}"
+        ) from error
 
 
-def placed(scenario: Scenario, files: Files) -> Scenario:
-    """The scenario with its files where this machine has them, named by their contents: never stale."""
+def with_local_files(scenario: Scenario, files: Files) -> Scenario:
+    """Return the scenario with copies of its files on this machine, in folders named by content."""
     copies = {}
     for name, path in scenario.files().items():
         folder = Path(tempfile.gettempdir(), f"elastic-sim-{os.getuid()}")
@@ -128,5 +134,7 @@ def placed(scenario: Scenario, files: Files) -> Scenario:
             fresh.replace(copy)
         copies[name] = str(copy)
     return replace(
-        scenario, trace=copies.get("trace", scenario.trace), model=copies.get("model", scenario.model)
+        scenario,
+        trace=copies.get("trace", scenario.trace),
+        model=copies.get("model", scenario.model),
     )

@@ -1,4 +1,4 @@
-"""The pages of replays and sweeps: whole, escaped, the same bytes each time, and readable in a real browser."""
+"""Pages of replays and sweeps: complete, escaped, reproducible and readable in a browser."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ import pytest
 from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.replay.replay import PolicySummary, replay, summarize
-from elastic_sim.report import facts
-from elastic_sim.report.headline import headline
-from elastic_sim.report.report import report
-from elastic_sim.report.throughput import throughput
-from elastic_sim.report.words import command_line
+from elastic_sim.report import assumptions
+from elastic_sim.report.command_line import replay_command
+from elastic_sim.report.replay_page import headline, replay_page, throughput
 from elastic_sim.steps.physics import ClusterPhysics
 from elastic_sim.steps.policies import policy_factories
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.sweep import sweep
 from elastic_sim.sweep.cells import cells_of
-from elastic_sim.sweep.sweep_report import sweep_report
+from elastic_sim.sweep.sweep_page import sweep_page
 from elastic_sim.traces.generate import Market, generate
 from elastic_sim.traces.statistics import node_counts
 from elastic_sim.traces.trace import format_trace
 
 from elastic.planning.cost.profile import format_profile
 from tests.patience import LONG_S
-from tests.simulator.report.figures import body, figures, parsed
+from tests.simulator.report.page_parser import body, figures, parsed
 
 POLICIES = ("ours", "varuna", "bamboo", "oracle")
 SCENARIO = Scenario(
     market=Market(nodes=4, mtbf_s=600.0, repair_s=300.0), duration_s=2400.0, model="bert-large"
 )
 ROOT = Path(__file__).parents[3]
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 @lru_cache(maxsize=1)
@@ -55,7 +55,7 @@ def found() -> list[PolicySummary]:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return report(SCENARIO, found(), POLICIES, 2)
+    return replay_page(SCENARIO, found(), POLICIES, 2)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> str:
 def swept_page(scenarios: Sequence[Scenario], policies: Sequence[str], out: Path) -> str:
     cells = cells_of(scenarios, policies, 2)
     rows = sweep.run(out, cells, lambda cells: ((c, c.run()) for c in cells))
-    return sweep_report(rows, 2, "elastic-sim sweep OUT")
+    return sweep_page(rows, 2, "elastic-sim sweep OUT")
 
 
 # ---- what is on a page ----
@@ -109,7 +109,7 @@ def test_a_replay_shows_everything(page: str) -> None:
         "pipeline",
     ):
         assert words in text
-    for fact in facts.constants(ClusterPhysics()):
+    for fact in assumptions.constants(ClusterPhysics()):
         assert fact.name in text
     assert "bert-large on 4 a40 nodes, a loss every 10 min" in text
     assert len(re.findall("<details>", text)) == len(POLICIES)
@@ -123,7 +123,8 @@ def test_bars_show_goodput_and_where_the_time_went(page: str) -> None:
     assert goodput["x"] == [100 * one.goodput.value for one in found()]
     assert goodput["error_x"]["array"] == [100 * one.goodput.margin for one in found()]
     assert all(
-        low <= value for low, value in zip(goodput["error_x"]["arrayminus"], goodput["x"], strict=True)
+        low <= value
+        for low, value in zip(goodput["error_x"]["arrayminus"], goodput["x"], strict=True)
     )
     uses = {bar["name"]: bar for bar in charts["uses"]["data"]}
     assert list(uses) == [use.value for use in Use]
@@ -137,7 +138,9 @@ def test_bars_show_goodput_and_where_the_time_went(page: str) -> None:
 def test_nodes_losses_and_throughput_stand_over_time(page: str) -> None:
     chart, trace = figures(page)["over-time"], SCENARIO.trace_of(0)
     nodes, losses, *rest = chart["data"]
-    assert list(zip(nodes["x"], nodes["y"], strict=True)) == [(at / 60, n) for at, n in node_counts(trace)]
+    assert list(zip(nodes["x"], nodes["y"], strict=True)) == [
+        (at / 60, n) for at, n in node_counts(trace)
+    ]
     moments = dict.fromkeys(e.seconds for e in trace.events if e.kind != "add")
     assert losses["x"] == [at / 60 for at in moments] and "lost" in losses["text"][0]
     for one in found():
@@ -187,13 +190,17 @@ def test_a_sweep_shows_everything(swept: str) -> None:
 
 def test_the_same_replay_gives_the_same_bytes(tmp_path: Path) -> None:
     """In another process, which hashes otherwise."""
-    words = command_line(SCENARIO, POLICIES, 1).split()[1:]
+    words = replay_command(SCENARIO, POLICIES, 1).split()[1:]
     out = tmp_path / "page.html"
     program = [sys.executable, "-m", "elastic_sim.cli.cli", *words, "--html", str(out)]
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "simulator"))),
+    }
     subprocess.run(program, check=True, timeout=LONG_S, env=environment, stdout=subprocess.DEVNULL)
     first = [summarize(one.runs[:1]) for one in found()]
-    assert out.read_text() == report(SCENARIO, first, POLICIES, 1)
+    assert out.read_text() == replay_page(SCENARIO, first, POLICIES, 1)
 
 
 def test_all_that_users_give_is_escaped(tmp_path: Path) -> None:
@@ -216,17 +223,23 @@ def test_labels_of_charts_are_escaped_for_the_library(tmp_path: Path) -> None:
     evil.write_text(format_trace(generate(Market(nodes=4, mtbf_s=600.0, repair_s=300.0), 900.0)))
     cells = cells_of([Scenario(trace=str(evil), model="bert-large")], ("varuna",), 1)
     rows = sweep.run(tmp_path / "out", cells, lambda cells: ((c, c.run()) for c in cells))
-    (chart,) = figures(sweep_report(rows, 1, "")).values()
+    (chart,) = figures(sweep_page(rows, 1, "")).values()
     assert chart["layout"]["yaxis"]["ticktext"] == ['bert-large, &lt;a href="x"&gt;y&lt;&amp;.csv']
 
 
 def test_one_seed_one_policy(tmp_path: Path) -> None:
     """No rival to compare with, no interval, no oracle row, and nothing that ran."""
-    scenario = replace(SCENARIO, model="gpt3-6.7b", duration_s=600.0, market=Market(nodes=2, mtbf_s=300.0))
+    scenario = replace(
+        SCENARIO, model="gpt3-6.7b", duration_s=600.0, market=Market(nodes=2, mtbf_s=300.0)
+    )
     runs = replay(scenario.world(), scenario.trace_of, ("varuna",), keep=True)
-    page = report(scenario, runs, ("varuna",), 1)
+    page = replay_page(scenario, runs, ("varuna",), 1)
     parsed(page)
-    assert "none made" in page and "One seed: no intervals" in page and "Pipelines of our policy" not in page
+    assert (
+        "none made" in page
+        and "One seed: no intervals" in page
+        and "Pipelines of our policy" not in page
+    )
 
 
 def test_a_measured_profile(tmp_path: Path) -> None:
@@ -234,8 +247,11 @@ def test_a_measured_profile(tmp_path: Path) -> None:
     profile = tmp_path / "own & measured.json"
     profile.write_text(format_profile(replace(SCENARIO.world().profile, tp=1)))
     scenario = replace(SCENARIO, model=str(profile), microbatches=8, duration_s=900.0)
-    page = report(
-        scenario, replay(scenario.world(), scenario.trace_of, ("varuna",), keep=True), ("varuna",), 1
+    page = replay_page(
+        scenario,
+        replay(scenario.world(), scenario.trace_of, ("varuna",), keep=True),
+        ("varuna",),
+        1,
     )
     parsed(page)
     assert "a measured profile on 4 profile nodes" in page and "own &amp; measured.json" in page
@@ -259,7 +275,10 @@ def test_the_oracle_alone(tmp_path: Path) -> None:
         "--policy",
         "oracle",
     )
-    for command in (("replay",), ("sweep", str(tmp_path / "out"), "--workers", "1", "--seeds", "1")):
+    for command in (
+        ("replay",),
+        ("sweep", str(tmp_path / "out"), "--workers", "1", "--seeds", "1"),
+    ):
         page = tmp_path / f"{command[0]}.html"
         done = CliRunner().invoke(main, [*command, *words, "--html", str(page)])
         assert done.exit_code == 0, done.output
@@ -268,20 +287,37 @@ def test_the_oracle_alone(tmp_path: Path) -> None:
 
 def test_templates_are_part_of_the_package() -> None:
     folder = files("elastic_sim") / "report" / "templates"
-    assert {"base.html", "replay.html", "sweep.html", "style.css"} <= {one.name for one in folder.iterdir()}
+    assert {"base.html", "replay.html", "sweep.html", "style.css"} <= {
+        one.name for one in folder.iterdir()
+    }
     assert "<!doctype html>" in (folder / "base.html").read_text()
 
 
 def test_the_command_line_starts_without_the_libraries_of_pages_and_clusters() -> None:
-    program = "import sys, elastic_sim.cli.cli; sys.exit(any(n in sys.modules for n in ('jinja2', 'plotly', 'ray', 'torch')))"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
+    check = "any(n in sys.modules for n in ('jinja2', 'plotly', 'ray', 'torch'))"
+    program = f"import sys, elastic_sim.cli.cli; sys.exit({check})"
+    assert (
+        subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S).returncode == 0
+    )
 
 
 def test_where_a_page_cannot_go_is_refused_first(tmp_path: Path) -> None:
     for command in (("replay",), ("sweep", str(tmp_path / "out"))):
-        words = [*command, "--mtbf", "1h", "--model", "gpt2", "--html", str(tmp_path / "no" / "p.html")]
+        words = [
+            *command,
+            "--mtbf",
+            "1h",
+            "--model",
+            "gpt2",
+            "--html",
+            str(tmp_path / "no" / "p.html"),
+        ]
         done = CliRunner().invoke(main, words)
-        assert done.exit_code == 2 and "does not exist" in done.output and not (tmp_path / "out").exists()
+        assert (
+            done.exit_code == 2
+            and "does not exist" in done.output
+            and not (tmp_path / "out").exists()
+        )
 
 
 # ---- claims ----
@@ -290,10 +326,15 @@ def test_where_a_page_cannot_go_is_refused_first(tmp_path: Path) -> None:
 def test_the_headline_claims_no_more_than_the_seeds_allow() -> None:
     ours, varuna, *_ = found()
     close = replace(
-        varuna, runs=tuple(replace(r, samples=r.samples * f) for r, f in zip(ours.runs, (2, 1), strict=True))
+        varuna,
+        runs=tuple(
+            replace(r, samples=r.samples * f) for r, f in zip(ours.runs, (2, 1), strict=True)
+        ),
     )
     assert "either may be ahead" in headline([ours, close])
-    clear = replace(varuna, runs=tuple(replace(run, samples=run.samples * 3 // 4) for run in ours.runs))
+    clear = replace(
+        varuna, runs=tuple(replace(run, samples=run.samples * 3 // 4) for run in ours.runs)
+    )
     assert "33.3\u00a0% more than our model of varuna" in headline([ours, clear])
     assert "either" not in headline([ours, clear])
     behind = replace(varuna, runs=tuple(replace(run, samples=run.samples * 2) for run in ours.runs))
@@ -339,8 +380,10 @@ def opened(path: Path, width: int = 1280) -> tuple[str, str]:
 
 
 PROBE = """<script>addEventListener("load", () => setTimeout(() => {
-  const flat = [...document.querySelectorAll("section")].filter(s => s.getBoundingClientRect().height < 60);
-  const drawn = [...document.querySelectorAll(".js-plotly-plot")].filter(c => c.querySelector(".main-svg"));
+  const flat = [...document.querySelectorAll("section")]
+    .filter(s => s.getBoundingClientRect().height < 60);
+  const drawn = [...document.querySelectorAll(".js-plotly-plot")]
+    .filter(c => c.querySelector(".main-svg"));
   const clipped = drawn.flatMap(chart => {
     const frame = chart.getBoundingClientRect();
     return [...chart.querySelectorAll("text")].filter(text => {
@@ -351,9 +394,10 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   });
   document.body.dataset.seen = JSON.stringify({
     wide: document.documentElement.scrollWidth > innerWidth, flat: flat.length,
-    title: document.querySelector("h1").getBoundingClientRect().height > 20, drawn: drawn.length, clipped});
+    title: document.querySelector("h1").getBoundingClientRect().height > 20,
+    drawn: drawn.length, clipped});
 }, 1000));</script>"""
-"""Looks at the sizes of what is shown."""
+"""Script that measures the elements of a page."""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
@@ -365,7 +409,7 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
 def test_a_browser_shows_it(
     which: str, text: str, width: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Without a message on the console: the page's own policy would refuse anything that it loads."""
+    """The console stays empty: the page's content policy refuses anything that it loads."""
     path, whole = tmp_path / "page.html", request.getfixturevalue(which)
     path.write_text(whole.replace("</head>", f"{PROBE}</head>"))
     shown, said = opened(path, width)

@@ -1,4 +1,4 @@
-"""What pages say of a scenario: facts with sources, durations, means, the command line."""
+"""Texts of pages: assumptions with sources, durations, means, command lines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from elastic_sim.replay.replay import Mean
-from elastic_sim.report import facts
+from elastic_sim.report import assumptions
+from elastic_sim.report.command_line import replay_command
 from elastic_sim.report.durations import axis_unit, clock, duration, round_step
-from elastic_sim.report.report import WINDOWS, mean
-from elastic_sim.report.words import command_line
+from elastic_sim.report.replay_page import MAX_WINDOWS, format_mean
 from elastic_sim.steps.physics import ClusterPhysics
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
@@ -24,25 +24,28 @@ SCENARIO = Scenario(
 def test_the_command_line_gives_the_same_scenario_again() -> None:
     market = Market(nodes=5, mtbf_s=600.0, repair_s=300.0, bulk=((1, 3.0), (2, 1.0)))
     scenario = replace(SCENARIO, market=market, notice_s=30.0, physics=("boot_s=90",))
-    assert command_line(scenario, ("ours", "varuna"), 2) == (
-        "elastic-sim replay --model bert-large --policy ours,varuna --seeds 2 --notice 30s --nodes 5 --repair 300s "
+    assert replay_command(scenario, ("ours", "varuna"), 2) == (
+        "elastic-sim replay --model bert-large --policy ours,varuna --seeds 2 "
+        "--notice 30s --nodes 5 --repair 300s "
         "--duration 2400s --bulk 1:3,2:1 --physics boot_s=90 --mtbf 600s"
     )
     part = Scenario(trace="a b.csv", first_s=60.0, last_s=120.0)
-    assert command_line(part, ("ours",), 1).startswith("elastic-sim replay 'a b.csv' ")
+    assert replay_command(part, ("ours",), 1).startswith("elastic-sim replay 'a b.csv' ")
 
 
 def test_every_constant_has_its_source() -> None:
-    assert all(fact.source for fact in facts.constants(ClusterPhysics()))
-    changed = [fact.name for fact in facts.constants(ClusterPhysics(boot_s=90.0)) if fact.changed]
+    assert all(fact.source for fact in assumptions.constants(ClusterPhysics()))
+    changed = [fact.name for fact in assumptions.constants(ClusterPhysics(boot_s=90.0)) if fact.changed]
     assert changed == ["boot_s"]
 
 
 def test_policies_say_what_they_are() -> None:
-    assert facts.about("ours:stream:2+snapshot").ours
-    assert facts.is_model(facts.about("varuna")) and not facts.is_model(facts.about("ceiling"))
+    assert assumptions.about("ours:stream:2+snapshot").ours
+    assert assumptions.is_model(assumptions.about("varuna")) and not assumptions.is_model(
+        assumptions.about("ceiling")
+    )
     with pytest.raises(FieldError, match="--policy"):
-        facts.about("absent")
+        assumptions.about("absent")
 
 
 @pytest.mark.parametrize(
@@ -55,12 +58,18 @@ def test_policies_say_what_they_are() -> None:
     ],
 )
 def test_means_print(value: Mean, digits: int | None, wanted: str) -> None:
-    assert mean(value, digits, "", "$" if digits == 0 else "") == wanted
+    assert format_mean(value, digits, "", "$" if digits == 0 else "") == wanted
 
 
 def test_durations_are_round() -> None:
     for end in (1.0, 90.0, 3600.0, 86400.0, 90 * 86400.0):
-        assert end / round_step(end, WINDOWS) <= WINDOWS
+        assert end / round_step(end, MAX_WINDOWS) <= MAX_WINDOWS
     assert [axis_unit(s)[1] for s in (1, 119, 120, 7200, 172800)] == ["s", "s", "min", "h", "d"]
-    assert [duration(s) for s in (30, 600, 5400, 172800, 601)] == ["30 s", "10 min", "1.5 h", "2 d", "601 s"]
+    assert [duration(s) for s in (30, 600, 5400, 172800, 601)] == [
+        "30 s",
+        "10 min",
+        "1.5 h",
+        "2 d",
+        "601 s",
+    ]
     assert [clock(s) for s in (61, 90061)] == ["00:01:01", "1 d 01:01:01"]

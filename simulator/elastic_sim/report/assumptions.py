@@ -1,10 +1,11 @@
-"""What a report says of its assumptions: constants with their sources, jobs, clusters, policies."""
+"""Assumptions of a simulation for its report: constants and their sources, job, nodes, policies."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -17,20 +18,24 @@ from elastic_sim.steps.policies.base import PolicyDescription
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.world import SimulatedWorld
 
+PROGRAM = f"elastic-sim {VERSION}"
+BOUNDS = ("oracle", "ceiling")
+"""Policies that bound the others; no system can follow them."""
+
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    """A row of a table: what, how much, and where from."""
+class Assumption:
+    """A row of a table: name, value and source."""
 
     name: str
     value: str
     source: str
     changed: bool = False
-    """From its default."""
+    """Whether it differs from its default."""
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     found = {}
@@ -45,24 +50,19 @@ def field_docs(kind: type) -> dict[str, str]:
     return found
 
 
-def constants(physics: ClusterPhysics) -> list[Fact]:
-    """Every constant of the simulated world."""
-    docs, usual = field_docs(ClusterPhysics), ClusterPhysics()
-    found = [
-        Fact(
-            field.name,
-            f"{getattr(physics, field.name):g}",
-            docs.get(field.name, ""),
-            getattr(physics, field.name) != getattr(usual, field.name),
-        )
-        for field in fields(ClusterPhysics)
-    ]
+def constants(physics: ClusterPhysics) -> list[Assumption]:
+    """Return every constant of the simulated world."""
+    docs, usual = _field_docs(ClusterPhysics), ClusterPhysics()
+    found = []
+    for name in (field.name for field in fields(ClusterPhysics)):
+        value, changed = getattr(physics, name), getattr(physics, name) != getattr(usual, name)
+        found.append(Assumption(name, f"{value:g}", docs.get(name, ""), changed))
     rule = " ".join(str(inspect.getdoc(ClusterPhysics.restart_s)).split())
-    return [*found, Fact("restart_s", f"{physics.restart_s(32):g} at 32", rule)]
+    return [*found, Assumption("restart_s", f"{physics.restart_s(32):g} at 32", rule)]
 
 
 def title(scenario: Scenario, world: SimulatedWorld) -> str:
-    """What is simulated, in a line."""
+    """Return a title of the simulation."""
     model = "a measured profile" if "model" in scenario.files() else world.training.model
     kinds = ", ".join(kind.name for kind in world.types)
     if scenario.market is None:
@@ -71,68 +71,72 @@ def title(scenario: Scenario, world: SimulatedWorld) -> str:
     return f"{model} on {m.nodes} {kinds} nodes, a loss every {duration(m.mtbf_s)}"
 
 
-def setting(scenario: Scenario, world: SimulatedWorld) -> list[Fact]:
-    """The job, its nodes, and how these come and go."""
-    return [*_job(scenario, world), *_nodes(scenario, world), *market(scenario)]
+def setting(scenario: Scenario, world: SimulatedWorld) -> list[Assumption]:
+    """Return the job, its nodes, and the source of losses."""
+    return [*_job(scenario, world), *_nodes(scenario, world), *_market(scenario)]
 
 
-def _job(scenario: Scenario, world: SimulatedWorld) -> list[Fact]:
+def _job(scenario: Scenario, world: SimulatedWorld) -> list[Assumption]:
     job, profile = world.training, world.profile
     measured = "model" in scenario.files()
     size = sum(layer.param_bytes for layer in profile.layers) / 2**30
-    text = f"{len(profile.layers)} layers, {size:.3g} GiB of parameters and {world.state_bytes / 2**30:.3g} GiB with "
+    text = (
+        f"{len(profile.layers)} layers, {size:.3g} GiB of parameters "
+        f"and {world.state_bytes / 2**30:.3g} GiB with optimizer state"
+    )
+    source = "a measured profile" if measured else find_model(job.model).source
     step = f"{world.samples} samples in {job.microbatches} micro-batches of {job.microbatch}"
     name = Path(scenario.model).name if measured else job.model
     return [
-        Fact("model", f"{name}: {text}optimizer state", _source_of_model(job.model, measured)),
-        Fact("step", step, Path(job.source).name if measured else job.source),
+        Assumption("model", f"{name}: {text}", source),
+        Assumption("step", step, Path(job.source).name if measured else job.source),
     ]
 
 
-def _source_of_model(model: str, measured: bool) -> str:
-    return "a measured profile" if measured else find_model(model).source
-
-
-def _nodes(scenario: Scenario, world: SimulatedWorld) -> list[Fact]:
+def _nodes(scenario: Scenario, world: SimulatedWorld) -> list[Assumption]:
     found = []
     for kind in world.types:
         value = (
-            f"{kind.devices} x {kind.device}, {kind.link_bytes_per_s * 8 / 1e9:g} Gbit/s between nodes, "
+            f"{kind.devices} x {kind.device}, "
+            f"{kind.link_bytes_per_s * 8 / 1e9:g} Gbit/s between nodes, "
             f"${kind.spot:g} an hour (${kind.on_demand:g} on demand)"
         )
         measured = "model" in scenario.files()
-        found.append(Fact(f"node {kind.name}", value, Path(kind.source).name if measured else kind.source))
+        source = Path(kind.source).name if measured else kind.source
+        found.append(Assumption(f"node {kind.name}", value, source))
         if not measured:
             device = find_hardware(kind.device)
             share = f"{device.achieved:.0%} of its peak of {device.peak / 1e12:g} Tflop/s"
-            found.append(Fact(f"device {kind.device}", f"{share}; {device.memory:g} GiB", device.source))
+            value = f"{share}; {device.memory:g} GiB"
+            found.append(Assumption(f"device {kind.device}", value, device.source))
     return found
 
 
-def market(scenario: Scenario) -> list[Fact]:
-    """Where losses come from."""
+def _market(scenario: Scenario) -> list[Assumption]:
     found = []
     if scenario.market is None:
         part = f", from {duration(scenario.first_s)} on" if scenario.first_s else ""
         part += f", until {duration(scenario.last_s)}" if scenario.last_s else ""
-        found.append(Fact("trace", scenario.name() + part, "recorded; as its file says"))
+        found.append(Assumption("trace", scenario.name() + part, "recorded; as its file says"))
     else:
         m = scenario.market
         sizes = [f"{n} (weight {weight:g})" for n, weight in m.bulk]
         one = "1 node" if m.bulk[0][0] == 1 else f"{m.bulk[0][0]} nodes"
         bulk = one if len(sizes) == 1 else " or ".join(sizes) + " nodes"
+        repair = f"after {duration(m.repair_s)} on average" if m.repair_s else "never"
         value = (
-            f"{m.nodes} nodes wanted; every {duration(m.mtbf_s)} on average a loss of {bulk}; replaced "
-            + (f"after {duration(m.repair_s)} on average" if m.repair_s else "never")
+            f"{m.nodes} nodes wanted; every {duration(m.mtbf_s)} on average a loss of {bulk}; "
+            f"replaced {repair}; {duration(scenario.duration_s)}"
         )
-        found.append(Fact("failures", f"{value}; {duration(scenario.duration_s)}", "made up, not recorded"))
+        found.append(Assumption("failures", value, "made up, not recorded"))
     if scenario.notice_s >= 0:
-        found.append(Fact("notice", duration(scenario.notice_s), "before every loss, as asked for"))
+        source = "before every loss, as asked for"
+        found.append(Assumption("notice", duration(scenario.notice_s), source))
     return found
 
 
 def about(policy: str) -> PolicyDescription:
-    """What a policy says of itself; of any pair of backup schemes, too."""
+    """Return the description of a policy, even with an unlisted pair of schemes."""
     known = next((one for one in policy_descriptions() if one.name == policy), None)
     if known is not None:
         return known
@@ -142,9 +146,11 @@ def about(policy: str) -> PolicyDescription:
     return OurPolicy.describe(policy.partition(":")[2])
 
 
-def is_model(told: PolicyDescription) -> bool:
-    """Of somebody else's system."""
-    return not told.ours and told.name not in ("oracle", "ceiling")
+def is_model(policy: PolicyDescription) -> bool:
+    """Whether it models another system."""
+    return not policy.ours and policy.name not in BOUNDS
 
 
-PROGRAM = f"elastic-sim {VERSION}"
+def described(policies: Sequence[str]) -> list[tuple[PolicyDescription, bool]]:
+    """Return (description, whether it models another system) of policies."""
+    return [(one, is_model(one)) for one in map(about, policies)]

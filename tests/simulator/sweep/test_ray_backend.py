@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from elastic_sim.cli.cli import main
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep import sweep
-from elastic_sim.sweep.cells import MOST_DEATHS, Cell, cells_of
+from elastic_sim.sweep.cells import MAX_DEATHS, SweepCell, cells_of
 from elastic_sim.traces.generate import Market, generate
 from elastic_sim.traces.trace import format_trace
 
@@ -21,8 +21,12 @@ from tests.simulator.sweep.test_sweep import Deadly, here
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400, method="thread"),  # while Ray waits it drops what a signal's handler raises
-    pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
+    pytest.mark.timeout(
+        400, method="thread"
+    ),  # while Ray waits it drops what a signal's handler raises
+    pytest.mark.skipif(
+        not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"
+    ),
 ]
 
 MARKET = Market(nodes=4, mtbf_s=300.0, repair_s=600.0)
@@ -34,7 +38,9 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    found = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     try:
         found.add_node(num_cpus=1)
         yield found
@@ -45,7 +51,7 @@ def cluster() -> Iterator[Any]:
 
 def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_path: Path) -> None:
     """One that had done a cell of its batch, and one three times over: its batch is taken apart."""
-    from elastic_sim.sweep.sweep_ray import batches, on_ray
+    from elastic_sim.sweep.ray_backend import batches, on_ray
 
     trace = tmp_path / "trace.csv"
     trace.write_text(format_trace(generate(MARKET, 1800.0, 5)))
@@ -55,61 +61,72 @@ def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_pa
     *_, first, second = (list(batch) for batch in batches(cells, 2))
     assert len(first) == len(second) == 3
     once, often = tmp_path / "once", tmp_path / "often"
-    doomed = {first[1]: (once, 1), second[-1]: (often, MOST_DEATHS)}
+    doomed = {first[1]: (once, 1), second[-1]: (often, MAX_DEATHS)}
     told = [deadly(cell, *doomed[cell]) if cell in doomed else cell for cell in cells]
     out, wanted = tmp_path / "ray", tmp_path / "here"
     sweep.run(out, told, on_ray(cluster.address))
-    assert (once.read_text(), often.read_text()) == ("x", "x" * MOST_DEATHS)
+    assert (once.read_text(), often.read_text()) == ("x", "x" * MAX_DEATHS)
     sweep.run(wanted, cells, here)
-    assert (out / sweep.WHOLE).read_bytes() == (wanted / sweep.WHOLE).read_bytes()
+    assert (out / sweep.SUMMARY_FILE).read_bytes() == (wanted / sweep.SUMMARY_FILE).read_bytes()
 
 
-def deadly(cell: Cell, mark: Path, times: int) -> Cell:
+def deadly(cell: SweepCell, mark: Path, times: int) -> SweepCell:
     return Deadly(cell.scenario, cell.policy, cell.seed, str(mark), times)
 
 
 def test_the_command(cluster: Any, tmp_path: Path) -> None:
-    words = ("--mtbf", "5m", "--nodes", "4", "--repair", "10m", "--duration", "30m", "--model", "gpt2")
+    words = (
+        "--mtbf",
+        "5m",
+        "--nodes",
+        "4",
+        "--repair",
+        "10m",
+        "--duration",
+        "30m",
+        "--model",
+        "gpt2",
+    )
     more = ("--policy", "varuna", "--seeds", "1", "--ray", "--address", cluster.address)
     done = CliRunner().invoke(main, ["sweep", str(tmp_path), *words, *more])
     assert done.exit_code == 0, done.output
-    assert "2 cells" in done.output and (tmp_path / sweep.WHOLE).exists()
+    assert "2 cells" in done.output and (tmp_path / sweep.SUMMARY_FILE).exists()
 
 
 def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
     from elastic_sim.sweep.cells import CellFailed
-    from elastic_sim.sweep.sweep_ray import on_ray
+    from elastic_sim.sweep.ray_backend import on_ray
 
-    cell = Cell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
+    cell = SweepCell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
     with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
         sweep.run(tmp_path, [cell], on_ray(cluster.address))
 
 
 def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:
-    from elastic_sim.sweep.sweep_ray import LARGEST, batches
+    from elastic_sim.sweep.ray_backend import MAX_BATCH, batches
 
     scenarios = [Scenario(market=MARKET, model=model) for model in ("gpt2", "bert-large")]
     cells = cells_of(scenarios, ("varuna", "bamboo"), 20)
     found = list(batches(cells, 2))
     assert [cell for batch in found for cell in batch] == cells
     assert all(len({cell.scenario.model for cell in batch}) == 1 for batch in found)
-    assert max(map(len, found)) == LARGEST
+    assert max(map(len, found)) == MAX_BATCH
     assert len(list(batches(cells[:8], 8))) == 8
 
 
 def test_files_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines of the cluster need not have the trace."""
-    from elastic_sim.sweep.sweep_ray import files_of, placed
+    from elastic_sim.sweep.ray_backend import read_files, with_local_files
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
     trace = tmp_path / "t.csv"
     trace.write_text(format_trace(generate(MARKET, 600.0)))
     scenario = Scenario(trace=str(trace))
     wanted = scenario.trace_of(0)
-    files = files_of([Cell(scenario, "varuna", 0)])
+    files = read_files([SweepCell(scenario, "varuna", 0)])
     trace.unlink()
-    moved = placed(scenario, files)
-    assert moved == placed(scenario, files) and moved.trace != scenario.trace
+    moved = with_local_files(scenario, files)
+    assert moved == with_local_files(scenario, files) and moved.trace != scenario.trace
     assert moved.trace_of(0).events == wanted.events
 
 
@@ -119,7 +136,7 @@ def test_no_ray_and_no_cluster_are_told(
 ) -> None:
     if missing:
         monkeypatch.setitem(sys.modules, "ray", None)
-        monkeypatch.delitem(sys.modules, "elastic_sim.sweep.sweep_ray", raising=False)
+        monkeypatch.delitem(sys.modules, "elastic_sim.sweep.ray_backend", raising=False)
     words = ["sweep", str(tmp_path / "out"), "--mtbf", "1h", "--model", "gpt2", "--ray"]
     done = CliRunner().invoke(main, [*words, "--address", "nonsense"])
     assert done.exit_code == 2 and why in done.output and done.output.count("\n") == 1, done.output

@@ -1,0 +1,136 @@
+"""The page of a sweep: goodput over failure rates, a table of goodput, and costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_sim.replay.replay import ORACLE, Mean, PolicySummary
+from elastic_sim.report import assumptions, charts
+from elastic_sim.report.durations import duration
+from elastic_sim.report.pages import chart, page
+from elastic_sim.report.replay_page import format_cost, format_mean, lead
+from elastic_sim.steps.scenario import Scenario
+from elastic_sim.sweep.sweep import SweepRow, policies_of
+
+
+def sweep_page(rows: Sequence[SweepRow], seeds: int, command: str) -> str:
+    """Return the page; the same sweep gives the same bytes."""
+    names = policies_of(rows)
+    models = {row.scenario.model for row in rows}
+    kinds = ", ".join(rows[0].scenario.nodes_of)
+    title = (
+        f"{_counted(len(models), 'model')}, {_counted(len(rows), 'scenario')}, "
+        f"{_counted(len(names), 'policy', 'policies')} on {kinds} nodes"
+    )
+    curves = [
+        (model, chart(figure, f"failure-rates-{i}", f"goodput of {model} over failure rates"))
+        for i, (model, figure) in enumerate(_failure_rates(rows, names))
+    ]
+    labels = [_label(row.scenario) for row in rows]
+    oracles = [format_mean(row.of(ORACLE).samples_per_s) for row in rows]
+    costs = [[_cost(row.of(name)) for name in names] for row in rows]
+    settings = [assumptions.setting(row.scenario, row.scenario.world()) for row in rows]
+    heat = chart(_heat(rows, names), "goodput", "goodput by scenario and policy") if names else ""
+    return page(
+        "sweep.html",
+        {
+            "title": title,
+            "headline": _headline(rows),
+            "names": names,
+            "curves": curves,
+            "heat": heat,
+            "costs": list(zip(labels, oracles, costs, strict=True)),
+            "settings": list(zip(labels, settings, strict=True)),
+            "constants": assumptions.constants(rows[0].scenario.world().physics),
+            "abouts": assumptions.described([*names, ORACLE]),
+            "seeds": seeds,
+            "command": command,
+            "version": assumptions.PROGRAM,
+        },
+    )
+
+
+def _counted(n: int, one: str, several: str = "") -> str:
+    return f"{n} {one if n == 1 else several or one + 's'}"
+
+
+def _label(scenario: Scenario) -> str:
+    model = Path(scenario.model).name if "model" in scenario.files() else scenario.model
+    if scenario.market is None:
+        return f"{model}, {scenario.name()}"
+    return f"{model}, a loss every {duration(scenario.market.mtbf_s)}"
+
+
+def _headline(rows: Sequence[SweepRow]) -> str:
+    """Return in how many scenarios our policy is ahead of all others, and in how many behind."""
+    names = [one.policy for one in rows[0].found]
+    ours = next((name for name in names if assumptions.about(name).ours), None)
+    others = [name for name in names if assumptions.is_model(assumptions.about(name))]
+    if ours is None or not others:
+        return "Goodput of each policy, as a share of what the oracle makes with the same nodes."
+    won = lost = 0
+    for row in rows:
+        best = max((row.of(name) for name in others), key=lambda one: one.goodput.value)
+        if all(run.samples for run in best.runs):
+            ratio = lead(row.of(ours), best)
+            won += ratio.value - ratio.margin > 0 and len(best.runs) > 1
+            lost += ratio.value + ratio.margin < 0 and len(best.runs) > 1
+        else:
+            won += row.of(ours).goodput.value > 0
+    goodputs = [row.of(ours).goodput.value for row in rows]
+    reach = f"{100 * min(goodputs):.1f} to {100 * max(goodputs):.1f} %"
+    return (
+        f"Our policy reaches {reach} of the oracle's samples. Against the best of our models of "
+        f"{_counted(len(others), 'other system')} it makes more in {won} of "
+        f"{_counted(len(rows), 'scenario')}, less in {lost}; "
+        f"in {len(rows) - won - lost} the seeds do not decide."
+    )
+
+
+def _failure_rates(rows: Sequence[SweepRow], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return (model, figure) for each model with failure rates."""
+    groups: dict[str, list[SweepRow]] = {}
+    for row in rows:
+        if row.scenario.market is not None and names:
+            groups.setdefault(row.scenario.model, []).append(row)
+    return [
+        (
+            Path(model).name if "/" in model else model,
+            charts.failure_rates([_curve(name, group) for name in names]),
+        )
+        for model, group in groups.items()
+    ]
+
+
+def _curve(name: str, rows: Sequence[SweepRow]) -> charts.PolicyCurve:
+    markets = [row.scenario.market for row in rows]
+    found = [row.of(name).goodput for row in rows]
+    return charts.PolicyCurve(
+        policy=name,
+        rates_s=[market.mtbf_s for market in markets if market is not None],
+        goodput=[100 * one.value for one in found],
+        margin=[100 * one.margin for one in found],
+    )
+
+
+def _heat(rows: Sequence[SweepRow], names: Sequence[str]) -> Any:
+    found = [[row.of(name).goodput for name in names] for row in rows]
+    return charts.heat(
+        [_label(row.scenario) for row in rows],
+        names,
+        [[100 * one.value for one in line] for line in found],
+        [[_percent(one) for one in line] for line in found],
+    )
+
+
+def _cost(one: PolicySummary) -> str:
+    if math.isfinite(one.cost_per_million.value):
+        return format_cost(one.cost_per_million)
+    return "none made in some runs" if any(run.samples for run in one.runs) else "none made"
+
+
+def _percent(value: Mean) -> str:
+    return f"{100 * value.value:.1f}" + (f" ± {100 * value.margin:.1f}" if value.margin else "")
