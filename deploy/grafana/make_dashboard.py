@@ -29,7 +29,8 @@ def quantile(metric: str, by: str, q: float) -> str:
 
 def mean(metric: str, by: str, where: str = "") -> str:
     total, count = (
-        f"sum by ({by}) (increase({at(metric + end, where)}[$__range]))" for end in ("_sum", "_count")
+        f"sum by ({by}) (increase({at(metric + end, where)}[$__range]))"
+        for end in ("_sum", "_count")
     )
     return f"{total} / ({count} > 0)"
 
@@ -123,7 +124,12 @@ ROWS = (
 def panel(number: int, grid: dict[str, int], what: Panel) -> dict[str, Any]:
     look, title, unit, queries = what
     targets = [
-        {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": query, "legendFormat": legend or "__auto"}
+        {
+            "refId": chr(ord("A") + i),
+            "datasource": SOURCE,
+            "expr": query,
+            "legendFormat": legend or "__auto",
+        }
         for i, (query, legend) in enumerate(queries)
     ]
     made: dict[str, Any] = {
@@ -155,12 +161,23 @@ def dashboard() -> dict[str, Any]:
     for title, width, height, row in ROWS:
         grid = {"x": 0, "y": y, "w": 24, "h": 1}
         panels.append(
-            {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": grid}
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "gridPos": grid,
+            }
         )
         panels[-1]["panels"] = []
         y += 1
         for i, what in enumerate(row):
-            place = {"x": width * i % 24, "y": y + width * i // 24 * height, "w": width, "h": height}
+            place = {
+                "x": width * i % 24,
+                "y": y + width * i // 24 * height,
+                "w": width,
+                "h": height,
+            }
             panels.append(panel(len(panels) + 1, place, what))
         y += -(-width * len(row) // 24) * height
     jobs = "label_values(elastic_job_info, job)"

@@ -165,13 +165,21 @@ class Cluster:
         return found
 
     def _mounts(self, pod: Pod, owner: Object) -> dict[str, Path | str]:
-        claims = {claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())}
+        claims = {
+            claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())
+        }
         volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", ())}
         mounts: dict[str, Path | str] = {}
         for mount in pod.container["volumeMounts"]:
             name = mount["name"]
-            own = self._folder / f"claim-{name}-{pod.hostname}" if name in claims else pod.folder / name
-            mounts[mount["mountPath"]] = _folder(own) if name in claims else self._volume(volumes[name], own)
+            own = (
+                self._folder / f"claim-{name}-{pod.hostname}"
+                if name in claims
+                else pod.folder / name
+            )
+            mounts[mount["mountPath"]] = (
+                _folder(own) if name in claims else self._volume(volumes[name], own)
+            )
         return mounts
 
     def _volume(self, volume: Object, own: Path) -> Path | str:
@@ -191,11 +199,15 @@ class Cluster:
                 raise NotImplementedError(f"volume {other}")
 
 
-def wait_for(what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 150.0) -> Any:
+def wait_for(
+    what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 150.0
+) -> Any:
     """The first true value of `condition`; fails with the pods' words when none comes in time."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < end, f"{what} did not happen within {timeout_s:g} s\n{cluster.logs()}"
+        assert time.monotonic() < end, (
+            f"{what} did not happen within {timeout_s:g} s\n{cluster.logs()}"
+        )
         time.sleep(0.02)
     return value
 

@@ -36,7 +36,10 @@ def render(*words: str) -> list[Object]:
 
 def secrets(name: str, folder: Path) -> list[Object]:
     """What the user makes before: certificates (as docs/operate/kubernetes.md makes them) and the join token."""
-    content = {"certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""}, "token": {"token": "5e" * 32 + "\n"}}
+    content = {
+        "certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""},
+        "token": {"token": "5e" * 32 + "\n"},
+    }
     if ENCRYPTED:
         hosts = f"{name}/{name}-etcd/*.{name}-etcd"
         assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
@@ -107,7 +110,9 @@ class JobRun:
         """The first change of plan on account of one of these nodes."""
 
         def found() -> dict[str, Any] | None:
-            return next((r for r in self.recoveries() if set(names) & set(r["cause"].split())), None)
+            return next(
+                (r for r in self.recoveries() if set(names) & set(r["cause"].split())), None
+            )
 
         return dict(wait_for(f"a change for {names}", found, self.cluster))
 

@@ -31,7 +31,9 @@ def missing() -> str:
             ip("-n", probe, "link", "add", "br0", "type", "bridge")
             ip("-n", probe, "link", "add", "va", "type", "veth", "peer", "name", "vb")
             unshare = ["unshare", "--mount", "--pid", "--fork", "--uts", "true"]
-            subprocess.run(["ip", "netns", "exec", probe, *unshare], check=True, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "exec", probe, *unshare], check=True, capture_output=True
+            )
         finally:
             ip("netns", "del", probe)
     except subprocess.CalledProcessError as error:
@@ -62,7 +64,20 @@ class Network:
         """A namespace on the switch: (its name, its address)."""
         space, number = self._namespace(name), next(self._next)
         port, address = f"p{number}", f"{SUBNET}.{number // 250}.{number % 250 + 1}"
-        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip(
+            "-n",
+            self._switch,
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            space,
+        )
         ip("-n", space, "addr", "add", f"{address}/16", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
         ip("-n", self._switch, "link", "set", port, "master", MAIN, "up")
@@ -89,15 +104,23 @@ class Network:
 
     def names(self, hosts: dict[str, list[str]]) -> None:
         """What every namespace shall resolve: name -> addresses."""
-        self._hosts = {"hosts": "".join(f"{a}\t{name}\n" for name, all_ in hosts.items() for a in all_)}
+        self._hosts = {
+            "hosts": "".join(f"{a}\t{name}\n" for name, all_ in hosts.items() for a in all_)
+        }
         self._write_hosts()
 
     def listening(self, space: str) -> set[int]:
         """TCP ports that can be reached in a namespace from outside."""
         command = ["ip", "netns", "exec", space, "ss", "-ltnH"]
-        lines = subprocess.run(command, check=True, capture_output=True).stdout.decode().splitlines()
+        lines = (
+            subprocess.run(command, check=True, capture_output=True).stdout.decode().splitlines()
+        )
         places = [line.split()[3].rpartition(":") for line in lines]
-        return {int(port) for host, _, port in places if not host.strip("[]").startswith(("127.", "::1"))}
+        return {
+            int(port)
+            for host, _, port in places
+            if not host.strip("[]").startswith(("127.", "::1"))
+        }
 
     def close(self) -> None:
         for space in self._namespaces:

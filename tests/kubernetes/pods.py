@@ -101,7 +101,9 @@ class Pod:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
-    def run(self, command: Sequence[str], timeout_s: float = LONG_S) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        self, command: Sequence[str], timeout_s: float = LONG_S
+    ) -> subprocess.CompletedProcess[bytes]:
         """Run a command in the container, as `kubectl exec` and exec probes do."""
         return subprocess.run(
             self._inside(command), cwd="/", capture_output=True, timeout=timeout_s, check=False
@@ -127,7 +129,9 @@ class Pod:
             process = subprocess.Popen(
                 self._inside(hook["command"]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
-            while process.poll() is None and self.running and time.monotonic() - began < self.grace_s:
+            while (
+                process.poll() is None and self.running and time.monotonic() - began < self.grace_s
+            ):
                 time.sleep(0.02)
             process.kill()
             process.wait()
@@ -176,16 +180,32 @@ class Pod:
             os.kill(first, number)
 
     def _user(self) -> list[str]:
-        context = {**self.spec.get("securityContext", {}), **self.container.get("securityContext", {})}
+        context = {
+            **self.spec.get("securityContext", {}),
+            **self.container.get("securityContext", {}),
+        }
         assert context["runAsNonRoot"] and context["capabilities"] == {"drop": ["ALL"]}
-        who = [f"--reuid={context['runAsUser']}", f"--regid={context['runAsGroup']}", "--clear-groups"]
+        who = [
+            f"--reuid={context['runAsUser']}",
+            f"--regid={context['runAsGroup']}",
+            "--clear-groups",
+        ]
         return ["setpriv", *who, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
     def _environment(self) -> list[str]:
         return ["env", "-i", *(f"{name}={value}" for name, value in self.environment.items())]
 
     def _inside(self, command: Sequence[str]) -> list[str]:
-        enter = ["nsenter", "--target", str(self._first()), "--mount", "--net", "--uts", "--pid", "--root"]
+        enter = [
+            "nsenter",
+            "--target",
+            str(self._first()),
+            "--mount",
+            "--net",
+            "--uts",
+            "--pid",
+            "--root",
+        ]
         place = ["sh", "-c", 'cd "$0" && exec "$@"', self._workdir()]
         return [*enter, *self._user(), *self._environment(), *place, *command]
 
@@ -213,7 +233,9 @@ class Pod:
         command = [*self.container.get("command", ()), *self.container.get("args", ())]
         command = [expand(word, self.environment) for word in command]
         place = ["sh", "-c", 'cd "$0" && exec "$@"', self._workdir(), *command]
-        lines.append(f"exec chroot {root} {shlex.join([*self._user(), *self._environment(), *place])}")
+        lines.append(
+            f"exec chroot {root} {shlex.join([*self._user(), *self._environment(), *place])}"
+        )
         return "\n".join(lines) + "\n"
 
     def _folders(self) -> list[str]:
@@ -243,5 +265,7 @@ def expand(text: str, environment: dict[str, str]) -> str:
 
 def _image() -> list[str]:
     """Folders that stand for the image and lie where the pod has its own."""
-    folders = dict.fromkeys((str(Path(sys.prefix).resolve()), sys.prefix, sys.base_prefix, str(REPOSITORY)))
+    folders = dict.fromkeys(
+        (str(Path(sys.prefix).resolve()), sys.prefix, sys.base_prefix, str(REPOSITORY))
+    )
     return [path for path in folders if path.split("/")[1] in OWN_FOLDERS]

@@ -54,4 +54,6 @@ def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path)
             code, output = ask(inside, f"--endpoints={endpoint}", *flags, patience_s=5)
             assert code != 0 and "elastic/demo" not in output, (endpoint, flags, output)
         speak = f"exec 3<>/dev/tcp/{members[0].address}/2380; echo 'GET /version' >&3; cat <&3"
-        assert b"etcdserver" not in inside.run(["bash", "-c", speak]).stdout, "members speak plain text"
+        assert b"etcdserver" not in inside.run(["bash", "-c", speak]).stdout, (
+            "members speak plain text"
+        )

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 def same(summary: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Parameters and losses bit for bit, and every micro-batch once."""
     fields = ("params_sha256", "loss", "ledger")
-    return summary["ledger"] == {"double": 0, "missing": 0} and all(summary[f] == expected[f] for f in fields)
+    return summary["ledger"] == {"double": 0, "missing": 0} and all(
+        summary[f] == expected[f] for f in fields
+    )
 
 
 def test_one_pod_is_deleted_and_one_preempted(tmp_path: Path) -> None:
@@ -53,9 +55,15 @@ def check_walls(job: JobRun) -> None:
     """What the manifests forbid is forbidden, and what they open is enough."""
     for pod in (*job.agents, *job.coordinators):
         opened = allowed(job.objects, pod)
-        closed = {port for port in job.cluster.listening(pod) if not any(port in ports for ports in opened)}
+        closed = {
+            port
+            for port in job.cluster.listening(pod)
+            if not any(port in ports for ports in opened)
+        }
         assert not closed, f"{pod.name} listens where the network policies let nobody in"
-    tried = job.agents[0].run(["sh", "-c", "id -u; id -G; touch /x /usr/x /etc/x; grep Cap /proc/1/status"])
+    tried = job.agents[0].run(
+        ["sh", "-c", "id -u; id -G; touch /x /usr/x /etc/x; grep Cap /proc/1/status"]
+    )
     user, groups, *capabilities = tried.stdout.decode().splitlines()
     assert (user, groups) == ("10001", "10001")
     assert {line.split()[1] for line in capabilities} == {"0" * 16}

@@ -25,7 +25,11 @@ class Layer(nn.Linear):
         if self.pace_s and not self.hurry.is_file():
             time.sleep(self.pace_s * 2 ** (microbatch.step // self.doubling))
         x = super().forward(microbatch.fields["x"] if hidden is None else hidden)
-        return nn.functional.mse_loss(x, microbatch.fields["y"]) if self.out_features == 1 else x.tanh()
+        return (
+            nn.functional.mse_loss(x, microbatch.fields["y"])
+            if self.out_features == 1
+            else x.tanh()
+        )
 
 
 def data(step: int, index: int) -> Microbatch:
@@ -40,7 +44,9 @@ def main() -> None:
     parser.add_argument(
         "--doubling", type=int, default=1000, help="steps after which layers take twice as long"
     )
-    parser.add_argument("--hurry", default="", help="file; from when it exists on layers take no time")
+    parser.add_argument(
+        "--hurry", default="", help="file; from when it exists on layers take no time"
+    )
     args = parser.parse_args()
     Layer.pace_s, Layer.doubling, Layer.hurry = args.pace, args.doubling, Path(args.hurry)
     layers = [lambda: Layer(WIDTH, WIDTH)] * (LAYERS - 1)

@@ -29,7 +29,7 @@ from elastic.core.job.goodput import USES, Usage
 from elastic.core.job.state import Cause, CauseKind, Change, JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
-from elastic.launcher.flags.certs import make
+from elastic.launcher.flags.certs import make_certificates
 from elastic.metrics import Where, new_registry, serve
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import CA, CERT, KEY
@@ -306,8 +306,8 @@ def test_served_and_announced_until_it_is_closed(tmp_path: Path) -> None:
 
 def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
     certs = tmp_path / "certs"
-    make(certs, [["localhost"]])
-    make(tmp_path / "others", [["localhost"]])
+    make_certificates(certs, [["localhost"]])
+    make_certificates(tmp_path / "others", [["localhost"]])
     ours = certs / "localhost"
     where = Where("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent", str(ours))
     served = serve(agent().registry, where)
@@ -335,7 +335,7 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
     with pytest.raises((OSError, http.client.HTTPException)):
         urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S)
     with closing(socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2])))):
-        make(certs, [["localhost"]])
+        make_certificates(certs, [["localhost"]])
         assert read(ours, ours)[1] != first, (
             "somebody who says nothing holds up nobody; the new certificate is used"
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic.launcher.flags.certs import make
+from elastic.launcher.flags.certs import make_certificates
 from tests.launcher.helpers import gone
 from tests.observability.tools import scrape
 from tests.scenarios.jobs import Job
@@ -160,7 +160,7 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
     """Each with a run directory and a certificate of its own; they find the job by --rdzv-id, the nodes find them by a
     list."""
-    make(tmp_path / "certs", [["head0"], ["head1"], ["node0"], ["node1"]])
+    make_certificates(tmp_path / "certs", [["head0"], ["head1"], ["node0"], ["node1"]])
     token = tmp_path / "token"
     token.write_text("of all machines of this job\n")
     places = ["127.0.0.1:" + str(port) for port in free_ports(2)]

@@ -81,7 +81,7 @@ def test_a_script_is_measured_unchanged(place: Path) -> None:
     done = run("--device", "here", "--repeat", "3", "--warmup", "1", "script.py", "48")
     assert done.returncode == 0, done.stderr
     assert "said by the script" in done.stderr and "left" in done.stderr
-    assert "of the same make: layer 2 as 1" in done.stdout
+    assert "equal layers: 2 as 1" in done.stdout
     profile = parse_profile((place / "profile.json").read_text())
     assert (profile.model, profile.tokens_per_microbatch, profile.tp) == ("script", 16, 1)
     assert [device.name for device in profile.devices] == ["here"]
@@ -93,7 +93,10 @@ def test_a_script_is_measured_unchanged(place: Path) -> None:
     assert middle.activation_bytes == 16 * 32 * 4 + 16 * 64 * 4
     assert same == middle != other
     for la in (middle, other, last):
-        assert min(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s) > 0
+        assert (
+            min(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s)
+            > 0
+        )
     times = profile.devices[0].layers
     assert times[1] == times[2] and times[1].forward_s == middle.forward_s
 
@@ -105,7 +108,13 @@ def test_another_device_type_is_merged(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     profile = parse_profile((place / "p.json").read_text())
-    assert [device.name for device in profile.devices] == ["a", "b"] and told["like"] == [0, 1, 1, 3, 4]
+    assert [device.name for device in profile.devices] == ["a", "b"] and told["like"] == [
+        0,
+        1,
+        1,
+        3,
+        4,
+    ]
     assert profile.link.bytes_per_s > 0 and profile.link.latency_s > 0 and profile.contention >= 0
     assert profile.copy_bytes_per_s > 0
     before = (place / "p.json").read_bytes()
@@ -135,7 +144,9 @@ def test_another_device_type_is_merged(place: Path) -> None:
         (["--no-such-flag", "script.py"], "--no-such-flag"),
     ],
 )
-def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+def test_wrong_flags(
+    place: Path, capfd: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
     before = {path: path.read_bytes() for path in place.iterdir()}
     assert cli.main(["profile", *words]) == 2
     out, err = capfd.readouterr()
@@ -151,7 +162,9 @@ def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], words: list
         (["--nproc-per-node", "2", "script.py", "48"], 2, "--nproc-per-node"),
     ],
 )
-def test_scripts_that_cannot_be_measured(place: Path, words: list[str], code: int, part: str) -> None:
+def test_scripts_that_cannot_be_measured(
+    place: Path, words: list[str], code: int, part: str
+) -> None:
     done = run(*words)
     assert done.returncode == code and part in done.stderr
     assert not (place / "profile.json").exists() and sorted(os.listdir(place)) == [
@@ -179,7 +192,10 @@ def test_merging() -> None:
         merge(both, found())
     anew = found(device=Device("a", (LayerTimes(5.0, 6.0),)))
     forced = merge(both, anew, force=True)
-    assert [d.layers[0].forward_s for d in forced.devices] == [5.0, 3.0] and forced.layers == anew.layers
+    assert [d.layers[0].forward_s for d in forced.devices] == [
+        5.0,
+        3.0,
+    ] and forced.layers == anew.layers
     assert new_profile("m", found()).devices == (found().device,)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.domain.errors import UsageError
-from elastic.launcher.commands.watch import Lines, page, watch
+from elastic.launcher.commands.watch import StatusLines, page, watch
 
 
 def answer(phase: str = "running", step: int = 3, **more: Any) -> dict[str, Any]:
@@ -34,12 +34,16 @@ RECOVERY = {
 
 def args(run_dir: Path | None, **more: Any) -> SimpleNamespace:
     where = (
-        {"rdzv_endpoint": None, "run_dir": run_dir} if run_dir else {"rdzv_endpoint": "h:1", "run_dir": None}
+        {"rdzv_endpoint": None, "run_dir": run_dir}
+        if run_dir
+        else {"rdzv_endpoint": "h:1", "run_dir": None}
     )
     return SimpleNamespace(json=False, **(where | more))
 
 
-def test_lines_in_a_pipe_until_the_job_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_in_a_pipe_until_the_job_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = [answer(), answer(), answer(recoveries=[RECOVERY], step=4)]
 
     def ask() -> dict[str, Any]:
@@ -50,10 +54,10 @@ def test_lines_in_a_pipe_until_the_job_is_over(tmp_path: Path, capsys: pytest.Ca
 
     assert watch(args(tmp_path), ask, 0.05, Path("latest")) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "running at step 3/9, epoch 1, loss 2.5000, 0.25 s a step, 1,234 tokens/s, 2 nodes train, 1 spare, "
+        "running at step 3/9, epoch 1, loss 2.5000, 0.25 s per step, 1,234 tokens/s, 2 nodes train, 1 spare, "
         "coordinator term 2",
         "recovered at step 2 (node1 lost): 3 -> 2 nodes, 1 micro-batches lost, 0.200 s",
-        "running at step 4/9, epoch 1, loss 2.5000, 0.25 s a step, 1,234 tokens/s, 2 nodes train, 1 spare, "
+        "running at step 4/9, epoch 1, loss 2.5000, 0.25 s per step, 1,234 tokens/s, 2 nodes train, 1 spare, "
         "coordinator term 2",
         "all 9 steps done (exit code 0)",
     ]
@@ -70,7 +74,7 @@ def test_a_coordinator_that_is_away_is_asked_again(capsys: pytest.CaptureFixture
 
     assert watch(args(None), ask, 0.05, Path("latest")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "no answer, asking again: no coordinator answers"
+    assert lines[1] == "no answer from the coordinator; retrying: no coordinator answers"
     assert lines[-1] == "the job is over: finished"
 
 
@@ -84,7 +88,7 @@ def test_nobody_there_at_first_is_an_error(tmp_path: Path) -> None:
 
 def test_objects_as_json() -> None:
     file = io.StringIO()
-    Lines(file, as_json=True).show(answer())
+    StatusLines(file, as_json=True).show(answer())
     assert json.loads(file.getvalue()) == answer()
 
 
@@ -96,5 +100,10 @@ def test_the_page_shows_what_is_wrong_first() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.index("node1") < text.index("node0")
-    for part in ("cut off, 2.0x slower", "running at step 3/9", "plan epoch=1", "recovered at step 2"):
+    for part in (
+        "disconnected, 2.0x slower",
+        "running at step 3/9",
+        "plan epoch=1",
+        "recovered at step 2",
+    ):
         assert part in text

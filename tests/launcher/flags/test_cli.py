@@ -34,8 +34,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-@pytest.mark.parametrize(("flags", "field"), WRONG_FLAGS, ids=[" ".join(flags) for flags, _ in WRONG_FLAGS])
-def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list[str], field: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "field"), WRONG_FLAGS, ids=[" ".join(flags) for flags, _ in WRONG_FLAGS]
+)
+def test_wrong_flags(
+    place: Path, capfd: pytest.CaptureFixture[str], flags: list[str], field: str
+) -> None:
     before = sorted(place.rglob("*"))
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert cli.main(["run", *flags, "script.py"]) == 2
@@ -51,7 +55,9 @@ def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list
 def test_every_flag_with_a_value_is_in_the_table() -> None:
     tested = {field.split()[0] for _, field in WRONG_FLAGS}
     unconstrained = {"--module", "--standalone", "--virtual-local-rank"}
-    assert {flag.opts[0] for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {"--no-python"}
+    assert {flag.opts[0] for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {
+        "--no-python"
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,9 @@ def test_every_flag_with_a_value_is_in_the_table() -> None:
         (["--run-path", "script.py"], "absolute path"),
     ],
 )
-def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+def test_wrong_scripts(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
     assert cli.main(["run", *words]) == 2
     assert part in capsys.readouterr().err
 
@@ -104,7 +112,10 @@ def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: l
         (["agent", "--coordinator", "127.0.0.1:1,10.0.0.1:1", "script.py"], "--certs"),
         (["agent", "--coordinator", "10.0.0.1:1,127.0.0.1:1", "script.py"], "--certs"),
         (["status", "--rdzv-endpoint", "h:1", "--certs", "nowhere"], "--certs"),
-        (["status", "--rdzv-endpoint", "h:1", "--join-token-file", "script.py"], "--join-token-file"),
+        (
+            ["status", "--rdzv-endpoint", "h:1", "--join-token-file", "script.py"],
+            "--join-token-file",
+        ),
         (["certs"], "--out"),
         (["certs", "--out", "script.py"], "--out"),
         (["certs", "--out", "new", "--hosts", "a,,b"], "--hosts"),
@@ -154,8 +165,16 @@ def test_preflight_says_what_is_wrong_and_ends_with_1(
 
 def test_torchruns_meanings(place: Path) -> None:
     config = read("script.py").config
-    assert config.standalone and (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 1, 1)
-    assert (config.max_restarts, config.monitor_interval_s, config.shutdown_timeout_s) == (0, 0.1, 30.0)
+    assert config.standalone and (config.min_nodes, config.max_nodes, config.nproc_per_node) == (
+        1,
+        1,
+        1,
+    )
+    assert (config.max_restarts, config.monitor_interval_s, config.shutdown_timeout_s) == (
+        0,
+        0.1,
+        30.0,
+    )
     wanted = read(
         "--standalone", "--nnodes=2:4", "--nproc_per_node=2", "--max_restarts=3", "-r", "0:1,1:3", "-t", "3",
         "--role", "trainer", "--rdzv_id", "my job", "--monitor_interval", "1", "--local_ranks_filter", "0",
@@ -200,7 +219,9 @@ def test_a_wrong_variable_is_named(
         (["--max_restart", "2"], "'--max-restarts'"),
     ],
 )
-def test_mistyped_flags(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+def test_mistyped_flags(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
     assert cli.main(["run", *words, "script.py"]) == 2
     err = capsys.readouterr().err
     assert part in err and "elastic run --help" in err and len(err.splitlines()) == 1
@@ -221,8 +242,16 @@ def test_streams_as_torchrun_takes_them(place: Path) -> None:
 def test_who_starts_the_coordinator(place: Path) -> None:
     static = ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234", "--insecure"]
     first, second = read(*static, "script.py"), read(*static, "--node-rank", "1", "script.py")
-    assert (first.hosts, first.nodes, first.config.coordinator) == (True, ("node0",), "10.0.0.1:1234")
-    assert (second.hosts, second.nodes, second.config.coordinator) == (False, ("node1",), "10.0.0.1:1234")
+    assert (first.hosts, first.nodes, first.config.coordinator) == (
+        True,
+        ("node0",),
+        "10.0.0.1:1234",
+    )
+    assert (second.hosts, second.nodes, second.config.coordinator) == (
+        False,
+        ("node1",),
+        "10.0.0.1:1234",
+    )
     there = ["--insecure", "--rdzv-endpoint", "10.0.0.1"]
     dynamic = read("--nnodes", "2", "--rdzv-backend", "c10d", *there, "script.py")
     assert (dynamic.hosts, dynamic.config.coordinator) == (None, "10.0.0.1:29400")
@@ -269,7 +298,9 @@ def test_resume(place: Path) -> None:
     (place / "saved" / "step-00000004").mkdir(parents=True)
     again = read("--resume", "auto", "--checkpoint-dir", "saved", "script.py").config
     assert again.resume == str(place / "saved")
-    assert read("--resume", "saved/step-00000004", "script.py").config.resume.endswith("step-00000004")
+    assert read("--resume", "saved/step-00000004", "script.py").config.resume.endswith(
+        "step-00000004"
+    )
     config = read("--run-dir", "used", "script.py").config
     (place / "used").mkdir()
     config.save()
@@ -297,7 +328,7 @@ def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) ->
     code = (
         "import sys, json\nfrom elastic.launcher import cli\n"
         "try: cli.main(['run', '--help'])\nexcept SystemExit: pass\n"
-        "import elastic.launcher.run.supervisor, elastic.launcher.run, elastic.launcher.commands.queries, elastic.launcher.commands.services\n"
+        "import elastic.launcher.run.supervisor, elastic.launcher.run, elastic.launcher.commands.queries, elastic.launcher.commands.run\n"
         "print(json.dumps([m for m in ('torch', 'numpy', 'megatron', 'grpc', 'tqdm') if m in sys.modules]))"
     )
     done = subprocess.run(

@@ -53,12 +53,19 @@ def test_elastic_rendezvous(here: Path) -> None:
 
 @pytest.mark.parametrize(("word", "hosts"), [("true", True), ("0", False)])
 def test_who_hosts_can_be_said(here: Path, word: str, hosts: bool) -> None:
-    found = under(here, PET_RDZV_BACKEND="c10d", PET_RDZV_ENDPOINT="train", PET_RDZV_CONF=f"is_host={word}")
+    found = under(
+        here, PET_RDZV_BACKEND="c10d", PET_RDZV_ENDPOINT="train", PET_RDZV_CONF=f"is_host={word}"
+    )
     assert found.hosts is hosts
 
 
 def test_flags_come_before_variables(here: Path) -> None:
-    environ = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "a:1", "PET_INSECURE": "1"}
+    environ = {
+        "PET_NNODES": "4",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": "a:1",
+        "PET_INSECURE": "1",
+    }
     (here / "script.py").write_text("")
     words = ["--nnodes", "2:3", str(here / "script.py")]
     config = read(*words, **environ).config
@@ -73,7 +80,7 @@ def test_pods_wait_for_each_others_names(monkeypatch: pytest.MonkeyPatch) -> Non
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return real("127.0.0.1", *args, **more)
 
-    monkeypatch.setattr(addresses, "LOOK_S", 0.001)
+    monkeypatch.setattr(addresses, "RESOLVE_INTERVAL_S", 0.001)
     monkeypatch.setattr(socket, "getaddrinfo", later)
     monkeypatch.setenv(addresses.IN_A_POD, "10.0.0.1")
     assert addresses.local_address("train-0.train:29400") == "127.0.0.1"

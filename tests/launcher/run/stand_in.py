@@ -30,13 +30,19 @@ def coordinator() -> None:
         raise SystemExit("the stand-in cannot start")
     host, _, port = args.address.rpartition(":")
     listener = socket.create_server((host, int(port)))
-    (run_dir / "coordinator.json").write_text(json.dumps({"address": args.address, "pid": os.getpid()}))
+    (run_dir / "coordinator.json").write_text(
+        json.dumps({"address": args.address, "pid": os.getpid()})
+    )
     _append(
         run_dir / "progress.jsonl",
-        json.dumps({"step": start, "loss": 2.5, "phase": "running", "nodes": 2, "plan": "2", "steps": 9}),
+        json.dumps(
+            {"step": start, "loss": 2.5, "phase": "running", "nodes": 2, "plan": "2", "steps": 9}
+        ),
     )
     if "finish" in words and start >= int(words.get("after", "1")):
-        (run_dir / "exit.json").write_text(json.dumps({"code": int(words["finish"]), "reason": "acted out"}))
+        (run_dir / "exit.json").write_text(
+            json.dumps({"code": int(words["finish"]), "reason": "acted out"})
+        )
     signal.pause()
     listener.close()
 
