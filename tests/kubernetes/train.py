@@ -1,6 +1,8 @@
-"""A tiny training run: a list of linear layers, at a pace that leaves time for faults, until told to hurry.
+"""A tiny training run of linear layers, slowed down to leave time for faults.
 
-Steps that come late take ever longer, so that few of them are enough however slow a machine is."""
+Later steps take longer, so that a slow machine needs few of them. The file of --hurry ends the
+slowdown.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ LAYERS, WIDTH = 8, 16
 
 
 class Layer(nn.Linear):
-    """The first reads the micro-batch, the last returns its mean loss."""
+    """A layer. The first reads the micro-batch, the last returns its mean loss."""
 
     pace_s, doubling, hurry = 0.0, 1, Path()
 

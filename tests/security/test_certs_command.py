@@ -12,8 +12,8 @@ from cryptography import x509
 from elastic.config import FILE
 from elastic.domain.errors import FieldError
 from elastic.launcher import cli
-from elastic.launcher.flags.validators import is_loopback
 from elastic.launcher.flags.request import Request
+from elastic.launcher.flags.validators import is_loopback
 from elastic.launcher.run.rundir import RunDir
 from elastic.rpc.security.tls import TOKEN_FILE, Certificates, load
 from tests.launcher import helpers

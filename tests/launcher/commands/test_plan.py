@@ -1,4 +1,4 @@
-"""`elastic plan` for cluster files: what it prints, what it writes, and what it says when something is wrong."""
+"""`elastic plan` for cluster files: output, files and errors."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def test_rates_follow_from_the_step(place: Path, capsys: pytest.CaptureFixture[s
     assert found["tokens_per_s"] == pytest.approx(8 * 2 * 2048 / found["step_s"])
 
 
-def test_text_names_what_a_planner_asks_for(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_output(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "small.toml"]) == 0
     out = capsys.readouterr().out
     for word in (
@@ -134,7 +132,7 @@ def test_a_plan_in_a_file_is_predicted_on_a_cluster(
     assert answer(capsys, "worse.plan") == {"plan": worse.strip(), "reason": ""}
 
 
-def test_a_plan_without_enough_memory_is_told(
+def test_a_plan_without_enough_memory_is_reported(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "small.toml").write_text(
@@ -167,13 +165,13 @@ def test_a_measured_profile_lies_beside_the_cluster_file(
     assert "Profile" in refused(capsys, "there/cluster")
 
 
-def test_what_is_short_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory: how much, on which node."""
+def test_missing_memory_is_reported(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the amount and the node."""
     err = refused(capsys, str(CLUSTERS / "too-small.toml"))
     assert "too-small.toml" in err and "memory" in err and "short by" in err and "node0" in err
 
 
-def test_nodes_that_go_and_come(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_and_added_nodes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = answer(capsys, "small.toml")
     less = answer(capsys, "small.toml", "--without", "node1")
     assert less["step_s_before"] == now["step_s"] < less["step_s"]
@@ -199,7 +197,7 @@ def test_nodes_that_go_and_come(place: Path, capsys: pytest.CaptureFixture[str])
         ("--add", "1xT4:0"),
     ],
 )
-def test_nodes_that_cannot_go_or_come(
+def test_wrong_removed_or_added_nodes(
     place: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
     assert flag in refused(capsys, "small.toml", flag, value)

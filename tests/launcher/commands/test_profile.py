@@ -1,4 +1,4 @@
-"""`elastic profile`: what it measures, what it writes, and what it refuses."""
+"""`elastic profile`: measurements, files and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ layers = [First, lambda: Middle(64), lambda: Middle(64), lambda: Middle(int(sys.
 print("said by the script")
 Trainer(
     stack=ListStack(layers, seed=1),
-    optimizer=OptimizerSpec(factory=lambda groups: torch.optim.Adam(groups, lr=0.1), lr=lambda step: 0.1),
+    optimizer=OptimizerSpec(
+        factory=lambda groups: torch.optim.Adam(groups, lr=0.1), lr=lambda step: 0.1
+    ),
     data=lambda step, index: Microbatch(step, index, {"x": torch.ones(16, 8)}),
     steps=3, microbatches=2, tokens_per_microbatch=16,
 ).run()
@@ -72,7 +74,7 @@ def known() -> Profile:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which shows that the command line starts without torch."""
+    """Run the command in its own process, which has not imported torch."""
     command = [sys.executable, "-m", "elastic", "profile", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
@@ -106,9 +108,9 @@ def test_another_device_type_is_merged(place: Path) -> None:
     assert run("--out", "p.json", "--device", "a", *out, "48").returncode == 0
     done = run("--into", "p.json", "--device", "b", "--json", "--links", *out, "48")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     profile = parse_profile((place / "p.json").read_text())
-    assert [device.name for device in profile.devices] == ["a", "b"] and told["like"] == [
+    assert [device.name for device in profile.devices] == ["a", "b"] and answer["like"] == [
         0,
         1,
         1,

@@ -1,4 +1,4 @@
-"""The command line: bad input is one message and exit code 2, with nothing started and nothing written."""
+"""The command line: wrong input gives one line and exit code 2; nothing is started or written."""
 
 from __future__ import annotations
 
@@ -143,15 +143,15 @@ def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture
 
 def test_preflight_of_a_sound_machine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["preflight", "--json", "--checkpoint-dir", "new"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and told["score"] > 0 and told["seconds"] > 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] and answer["score"] > 0 and answer["seconds"] > 0
     assert {"compute", "memory", "disk:run", "disk:memory", "disk:checkpoints"} <= {
-        c["check"] for c in told["checks"]
+        c["check"] for c in answer["checks"]
     }
     assert not (place / "new").exists()
 
 
-def test_preflight_says_what_is_wrong_and_ends_with_1(
+def test_preflight_reports_problems_and_ends_with_1(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["preflight", "--node-memory", "9000000TiB"]
@@ -160,7 +160,7 @@ def test_preflight_says_what_is_wrong_and_ends_with_1(
     assert "--node-memory" in capsys.readouterr().out
 
 
-# ---- right input ---------------------------------------------------------------------------------------
+# ---- correct input ----
 
 
 def test_torchruns_meanings(place: Path) -> None:
@@ -176,8 +176,9 @@ def test_torchruns_meanings(place: Path) -> None:
         30.0,
     )
     wanted = read(
-        "--standalone", "--nnodes=2:4", "--nproc_per_node=2", "--max_restarts=3", "-r", "0:1,1:3", "-t", "3",
-        "--role", "trainer", "--rdzv_id", "my job", "--monitor_interval", "1", "--local_ranks_filter", "0",
+        "--standalone", "--nnodes=2:4", "--nproc_per_node=2", "--max_restarts=3",
+        "-r", "0:1,1:3", "-t", "3", "--role", "trainer", "--rdzv_id", "my job",
+        "--monitor_interval", "1", "--local_ranks_filter", "0",
         "--virtual-local-rank", "--shutdown_timeout", "5", "-m", "json.tool", "--nnodes", "9", "-r",
     )  # fmt: skip
     config = wanted.config
@@ -239,7 +240,7 @@ def test_streams_as_torchrun_takes_them(place: Path) -> None:
         assert read(*words, "script.py").config.redirects == (3,)
 
 
-def test_who_starts_the_coordinator(place: Path) -> None:
+def test_which_node_starts_the_coordinator(place: Path) -> None:
     static = ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234", "--insecure"]
     first, second = read(*static, "script.py"), read(*static, "--node-rank", "1", "script.py")
     assert (first.hosts, first.nodes, first.config.coordinator) == (
@@ -255,7 +256,7 @@ def test_who_starts_the_coordinator(place: Path) -> None:
     there = ["--insecure", "--rdzv-endpoint", "10.0.0.1"]
     dynamic = read("--nnodes", "2", "--rdzv-backend", "c10d", *there, "script.py")
     assert (dynamic.hosts, dynamic.config.coordinator) == (None, "10.0.0.1:29400")
-    told = read(
+    answer = read(
         "--nnodes",
         "2",
         "--insecure",
@@ -265,7 +266,7 @@ def test_who_starts_the_coordinator(place: Path) -> None:
         "is_host=1,timeout=9",
         "script.py",
     )
-    assert told.hosts is True and told.config.rdzv_conf == (("is_host", "1"), ("timeout", "9"))
+    assert answer.hosts is True and answer.config.rdzv_conf == (("is_host", "1"), ("timeout", "9"))
 
 
 def test_modules_are_found_without_importing_them(place: Path) -> None:
@@ -321,15 +322,17 @@ def test_torchrun_has_no_flag_that_ours_lacks() -> None:
     assert {name.replace("_", "-") for name in theirs - internal} - ours == set()
 
 
-# ---- start-up ------------------------------------------------------------------------------------------
+# ---- start-up ----
 
 
 def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) -> None:
     code = (
         "import sys, json\nfrom elastic.launcher import cli\n"
         "try: cli.main(['run', '--help'])\nexcept SystemExit: pass\n"
-        "import elastic.launcher.run.supervisor, elastic.launcher.run, elastic.launcher.commands.queries, elastic.launcher.commands.run\n"
-        "print(json.dumps([m for m in ('torch', 'numpy', 'megatron', 'grpc', 'tqdm') if m in sys.modules]))"
+        "import elastic.launcher.run.supervisor\n"
+        "import elastic.launcher.commands.queries, elastic.launcher.commands.run\n"
+        "heavy = ('torch', 'numpy', 'megatron', 'grpc', 'tqdm')\n"
+        "print(json.dumps([m for m in heavy if m in sys.modules]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""`--backend ray`: what is asked of the cluster, and what is said where there is none."""
+"""`--backend ray`: options, security, and errors without ray or a cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (config.min_nodes, config.max_nodes, config.local_nodes) == (2, 4, 1)
 
 
-def test_what_secures_the_job_is_made_by_the_launcher(
+def test_the_launcher_makes_token_and_certificates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     private = read(monkeypatch, tmp_path, "--backend", "ray")
@@ -68,7 +68,7 @@ def test_what_secures_the_job_is_made_by_the_launcher(
     assert not plain.config.certs and plain.guard.token and "plain text" in plain.guard.warning
 
 
-def test_local_is_as_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_local_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted = read(monkeypatch, tmp_path)
     assert wanted.ray is None and wanted.config.standalone and wanted.nodes == ("node0",)
 
@@ -116,7 +116,7 @@ def test_resources_and_the_address_to_serve(
         ),
     ],
 )
-def test_no_ray_and_no_cluster_are_told(
+def test_missing_ray_or_cluster_is_an_error(
     missing: bool,
     why: str,
     tmp_path: Path,

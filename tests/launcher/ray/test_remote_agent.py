@@ -1,4 +1,4 @@
-"""One agent for a launcher elsewhere, without any cluster: real processes, a stand-in for the agent."""
+"""One remote agent without a cluster: real processes, with a stand-in for the agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AGENT = "tests.launcher.ray.stand_in_remote_agent"
 
 @pytest.fixture
 def coordinator() -> Iterator[str]:
-    """Address where somebody listens."""
+    """Address of a listening socket."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(8)
@@ -98,7 +98,7 @@ def test_it_serves_and_its_logs_come_in_pieces(spec: AgentSpec, tmp_path: Path) 
 
 @pytest.mark.parametrize("shown", ["127.0.0.1", "0.0.0.0"])
 def test_metrics_are_served_on_its_own_machine(spec: AgentSpec, shown: str, tmp_path: Path) -> None:
-    """At the port after the coordinator's, or at any where that is taken; where they are is told like a log."""
+    """The port is any free one if its own is taken; its address is fetched like a log."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] - 1
         config = spec.config.of(metrics_port=port, metrics_host=shown)
@@ -113,7 +113,7 @@ def test_metrics_are_served_on_its_own_machine(spec: AgentSpec, shown: str, tmp_
     host.close()
 
 
-def test_a_killed_agent_is_told_by_its_signal(spec: AgentSpec) -> None:
+def test_a_killed_agent_ends_with_its_signal(spec: AgentSpec) -> None:
     host = AgentHost(codec.dumps(spec))
     thread, ends = serving(host)
     assert wait_until(lambda: b"ready" in logs_of(host).get("node1.out", b""))
@@ -130,7 +130,7 @@ def test_a_killed_agent_is_told_by_its_signal(spec: AgentSpec) -> None:
         ({"coordinator": "127.0.0.1:1"}, "cannot reach the coordinator at 127.0.0.1:1"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_starts(
+def test_problems_are_reported_before_anything_starts(
     spec: AgentSpec,
     change: dict[str, Any],
     why: str,
@@ -157,10 +157,8 @@ def test_secrets_stay_in_the_run_directory(tmp_path: Path, name: str) -> None:
         remote_agent.write_secret(tmp_path, name, b"x")
 
 
-def test_a_directory_that_somebody_else_may_have_made_is_not_used(
-    spec: AgentSpec, tmp_path: Path
-) -> None:
-    """Else he could put his own configuration where the agent looks for its."""
+def test_a_directory_that_others_can_write_is_not_used(spec: AgentSpec, tmp_path: Path) -> None:
+    """Another user could place a configuration there."""
     root = tmp_path / "machine" / f"elastic-hosted-{os.getuid()}"
     root.mkdir()
     root.chmod(0o777)
@@ -183,10 +181,10 @@ def test_leftovers_of_killed_hosts_are_removed(tmp_path: Path) -> None:
     os.close(lock)
 
 
-def test_who_cleans_up_takes_no_lock_that_is_being_removed(
+def test_cleaning_up_takes_no_lock_that_is_being_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner removes the directory, and makes another one of that name, between opening and locking."""
+    """The owner removes the lock file, or makes a new one, between opening and locking."""
     path = tmp_path / ".lock"
     with pytest.raises(FileNotFoundError):
         locked(path, create=False)
@@ -209,10 +207,11 @@ def test_who_cleans_up_takes_no_lock_that_is_being_removed(
     os.close(lock)
 
 
-def test_a_process_ends_with_the_one_it_is_tied_to() -> None:
+def test_a_process_ends_with_its_parent() -> None:
     sleep = "import time; time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", sleep])
-    code = f"from elastic.launcher.ray.remote_agent import end_with; end_with({parent.pid}); print(1, flush=True); {sleep}"
+    imports = "from elastic.launcher.ray.remote_agent import end_with"
+    code = f"{imports}; end_with({parent.pid}); print(1, flush=True); {sleep}"
     tied = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert tied.stdout is not None and tied.stdout.readline() == b"1\n"

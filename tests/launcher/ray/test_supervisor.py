@@ -1,4 +1,4 @@
-"""The supervisor of agents elsewhere, over a cluster that is played: what it starts, writes and says."""
+"""The supervisor of remote agents with a fake cluster: agents, files and messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.launcher.helpers import read
 
 
 class FakeAgent(RemoteAgent):
-    """An agent that ends when it is told to, with logs that are given."""
+    """An agent with given logs, which ends when it is killed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -34,7 +34,7 @@ class FakeAgent(RemoteAgent):
 
 
 class FakeCluster:
-    """Machines by name, all in the gang."""
+    """Machines by name, all with a reserved place."""
 
     def __init__(self, *names: str) -> None:
         self.names, self.agents, self.requested = names, list[FakeAgent](), list[int]()
@@ -65,7 +65,7 @@ def cluster() -> FakeCluster:
 
 @pytest.fixture
 def notes() -> list[str]:
-    """What the user is told."""
+    """Messages to the user."""
     return []
 
 
@@ -90,7 +90,7 @@ def check(supervisor: ClusterSupervisor) -> None:
     supervisor._check_agents()
 
 
-def test_agents_are_ordered_and_nodes_asked_for(
+def test_agents_are_started_and_nodes_requested(
     supervisor: ClusterSupervisor, cluster: FakeCluster, notes: list[str], tmp_path: Path
 ) -> None:
     check(supervisor)
@@ -110,23 +110,23 @@ def test_agents_are_ordered_and_nodes_asked_for(
     ]
 
 
-def test_where_agents_serve_metrics_is_told_here(
+def test_metrics_addresses_are_copied_here(
     supervisor: ClusterSupervisor, cluster: FakeCluster, tmp_path: Path
 ) -> None:
-    """For Prometheus, which reads it beside the coordinator's, until the agent is gone."""
+    """Prometheus reads them until the agent ends."""
     check(supervisor)
-    told = tmp_path / "run" / "metrics" / "node0.json"
+    copied = tmp_path / "run" / "metrics" / "node0.json"
     cluster.agents[0].pieces = [
         ("metrics/node0.json", 0, b"[1]"),
         ("metrics/node1.json", 0, b"not its own"),
     ]
     supervisor._save_logs(cluster.agents[0])
-    assert told.read_bytes() == b"[1]" and [path.name for path in told.parent.iterdir()] == [
+    assert copied.read_bytes() == b"[1]" and [path.name for path in copied.parent.iterdir()] == [
         "node0.json"
     ]
     cluster.agents[0].kill()
     check(supervisor)
-    assert not told.exists()
+    assert not copied.exists()
 
 
 def test_logs_come_here_and_printed_lines_to_the_console(
@@ -157,7 +157,7 @@ def test_logs_come_here_and_printed_lines_to_the_console(
     ]
 
 
-def test_a_lost_machine_takes_its_agent_along(
+def test_the_agent_of_a_lost_machine_is_lost(
     supervisor: ClusterSupervisor, cluster: FakeCluster
 ) -> None:
     check(supervisor)
@@ -166,11 +166,11 @@ def test_a_lost_machine_takes_its_agent_along(
     assert [host.returncode for host in cluster.agents] == [None, -9]
 
 
-def test_waiting_is_told_but_not_all_the_time(
+def test_waiting_is_reported_ever_less_often(
     supervisor: ClusterSupervisor, cluster: FakeCluster, notes: list[str]
 ) -> None:
     cluster.names = ()
     start = supervisor._waiting_since
-    for seconds, told in ((1, 0), (11, 1), (12, 1), (30, 1), (32, 2)):
+    for seconds, count in ((1, 0), (11, 1), (12, 1), (30, 1), (32, 2)):
         supervisor._report_missing_nodes(start + seconds)
-        assert notes == ["waiting for nodes: 0 of at least 1 are running"] * told, seconds
+        assert notes == ["waiting for nodes: 0 of at least 1 are running"] * count, seconds

@@ -1,4 +1,4 @@
-"""Progress, reports and the launcher's own faults, from entries as the coordinator writes them."""
+"""Console lines and faults of the launcher, from entries of the coordinator's files."""
 
 from __future__ import annotations
 

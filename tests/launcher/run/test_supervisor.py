@@ -1,4 +1,4 @@
-"""The supervisor: ends, signals, restarts, faults, nothing left behind. Acted-out services."""
+"""The supervisor with stand-in services: ends, signals, restarts, faults and clean-up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """start(script arguments, flags...) starts a launcher with stand-in services in tmp_path/runs/a."""
+    """start(script arguments, flags...) starts a launcher with stand-ins in tmp_path/runs/a."""
     (tmp_path / "script.py").write_text("")
     launchers: list[subprocess.Popen[str]] = []
 
@@ -51,7 +51,8 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
         given = [*mode, "--run-dir", run, "--shutdown-timeout", "0.3", *flags]
         launcher = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, *given, "script.py", *words.split()],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         launchers.append(launcher)
         return launcher
