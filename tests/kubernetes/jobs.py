@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from elastic.launcher import cli
-from elastic.launcher.flags.flags import OURS
 from tests.kubernetes.cluster import Cluster, Object, wait_for
 from tests.kubernetes.pods import Pod
 from tests.scenarios.harness import Run, elastic_run
@@ -20,10 +19,6 @@ from tests.scenarios.harness import Run, elastic_run
 STEPS = 100
 TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
 PACE = ("--pace", "0.006", "--doubling", "10", "--hurry", "/elastic/checkpoints/hurry")
-SHARED_STORE = any(flag.name == "--store" for flag in OURS)
-"""Coordinators keep their state in etcd, so its pods are started too."""
-ENCRYPTED = any(flag.name == "--certs" for flag in OURS)
-"""Services speak TLS, with certificates from a secret."""
 
 
 def render(*words: str) -> list[Object]:
@@ -36,14 +31,13 @@ def render(*words: str) -> list[Object]:
 
 def secrets(name: str, folder: Path) -> list[Object]:
     """Secrets of the user: certificates as in docs/operate/kubernetes.md, and the join token."""
+    hosts = f"{name}/{name}-etcd/*.{name}-etcd"
+    assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
+    files = ("ca.crt", "tls.crt", "tls.key")
     content = {
-        "certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""},
+        "certs": {file: (folder / name / file).read_text() for file in files},
         "token": {"token": "5e" * 32 + "\n"},
     }
-    if ENCRYPTED:
-        hosts = f"{name}/{name}-etcd/*.{name}-etcd"
-        assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
-        content["certs"] = {file: (folder / name / file).read_text() for file in content["certs"]}
     return [
         {"kind": "Secret", "metadata": {"name": f"{name}-{rest}"}, "stringData": data}
         for rest, data in content.items()
@@ -69,9 +63,8 @@ class JobRun:
 
     def __enter__(self) -> JobRun:
         try:
-            if SHARED_STORE:
-                etcd = self.cluster.start("etcd")
-                wait_for("etcd", lambda: all(pod.ready() for pod in etcd), self.cluster)
+            etcd = self.cluster.start("etcd")
+            wait_for("etcd", lambda: all(pod.ready() for pod in etcd), self.cluster)
             self.coordinators = self.cluster.start("coordinator")
             self.agents = self.cluster.start("agent")
         except BaseException:
